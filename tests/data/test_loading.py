@@ -1,0 +1,70 @@
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from trl_ext import load_dataset_split
+
+ROWS = {"prompt": ["Once", "There"], "animal": ["cat", "dog"]}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+def test_file_keeps_all_columns(folder, suffix):
+    dataset = Dataset.from_dict(ROWS)
+    path = folder / f"rows.{suffix}"
+    {"parquet": dataset.to_parquet, "csv": dataset.to_csv}.get(suffix, dataset.to_json)(path)
+    assert load_dataset_split(path).to_dict() == ROWS
+    assert load_dataset_split(f"rows.{suffix}", "train").to_dict() == ROWS
+
+
+def test_folder_takes_its_splits_from_the_file_names(folder):
+    for split, prompt in (("train", "Once"), ("test", "There")):
+        (folder / f"{split}.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    assert load_dataset_split(folder, "train")["prompt"][:] == ["Once"]
+    assert load_dataset_split(".", "test")["prompt"][:] == ["There"]
+
+
+def test_saved_dataset_and_saved_splits(folder):
+    dataset = Dataset.from_dict(ROWS)
+    dataset.save_to_disk("one")
+    DatasetDict(train=dataset, validation=dataset.select([1])).save_to_disk("many")
+    assert load_dataset_split("one").to_dict() == ROWS
+    assert load_dataset_split("many", "validation")["prompt"][:] == ["There"]
+
+
+def test_missing_split_lists_those_there(folder):
+    DatasetDict(train=Dataset.from_dict(ROWS), validation=Dataset.from_dict(ROWS)).save_to_disk("many")
+    with pytest.raises(ValueError, match=r"'many' has no split 'test'; it has 'train', 'validation'"):
+        load_dataset_split("many", "test")
+
+
+def test_missing_column_names_found_and_needed(folder):
+    Dataset.from_dict(ROWS).to_json("rows.jsonl")
+    with pytest.raises(ValueError, match=r"lacks the column\(s\) 'chosen', 'rejected'; it has 'prompt', 'animal'"):
+        load_dataset_split("rows.jsonl", columns=("prompt", "chosen", "rejected"))
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "./absent", "~/absent-folder", "/absent", "a/b/c"])
+def test_missing_path_is_named(folder, name):
+    with pytest.raises(
+        FileNotFoundError, match=rf"dataset '{name}': no such file or folder; the working directory is"
+    ):
+        load_dataset_split(name)
+
+
+@pytest.mark.parametrize("name", ["absent", "owner/absent"])
+def test_missing_hub_dataset_says_where_it_looked(folder, name):
+    with pytest.raises(FileNotFoundError, match=rf"dataset '{name}': no such file or folder in .* on the hub"):
+        load_dataset_split(name)
+
+
+def test_unknown_file_type_lists_the_known_ones(folder):
+    (folder / "rows.txt").write_text("Once")
+    with pytest.raises(ValueError, match=r"ends in '\.txt'; it must end in \.jsonl, \.json, \.parquet, \.csv"):
+        load_dataset_split("rows.txt")

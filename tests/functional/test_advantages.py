@@ -1,0 +1,120 @@
+import pytest
+import torch
+from torch.testing import assert_close
+
+from trl_ext.functional import gae, token_rewards
+
+LENGTHS = [5, 3, 1, 0, 4]
+MASK = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
+
+
+def rollout():
+    torch.manual_seed(0)
+    return torch.randn(5, 5, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
+
+
+def gae_by_the_sum(rewards, values, gamma, lam):
+    """Equation 16 of arXiv:1506.02438 for one unpadded row: A_t = sum_l (gamma lam)^l delta_{t+l}."""
+    values = [*values, 0.0]
+    deltas = [reward + gamma * values[t + 1] - values[t] for t, reward in enumerate(rewards)]
+    return [sum((gamma * lam) ** i * delta for i, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
+
+
+def test_token_rewards_of_worked_example():
+    scores = torch.tensor([10.0, 20.0, float("nan"), 40.0])
+    kl = torch.tensor([[1.0, 2.0, 3.0], [1.0, -2.0, 3.0], [1.0, 2.0, 3.0], [float("nan"), 2.0, float("inf")]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0], [0, 1, 0]])
+    # -kl / 2, plus the score at the last real token: 10 - 1.5 = 8.5; 20 + 1 = 21; an empty row; 40 - 1 = 39.
+    expected = torch.tensor([[-0.5, -1.0, 8.5], [-0.5, 21.0, 0.0], [0.0, 0.0, 0.0], [0.0, 39.0, 0.0]])
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        assert_close(token_rewards(scores, kl, mask.to(dtype), kl_coef=0.5), expected)
+
+
+def test_token_rewards_sum_to_score_minus_the_penalty_of_the_response():
+    torch.manual_seed(0)
+    scores, kl = torch.randn(5), torch.randn(5, 5)
+    expected = torch.where(MASK.any(dim=1), scores, 0.0) - 0.3 * torch.where(MASK, kl, 0.0).sum(dim=1)
+    assert_close(token_rewards(scores, kl, MASK, kl_coef=0.3).sum(dim=1), expected)
+
+
+def test_token_rewards_write_into_no_argument():
+    scores, kl, mask = torch.ones(1), torch.ones(1, 2), torch.tensor([[1, 0]])
+    token_rewards(scores, kl, mask, kl_coef=0.5)
+    assert_close((scores, kl, mask), (torch.ones(1), torch.ones(1, 2), torch.tensor([[1, 0]])))
+
+
+def test_gae_of_worked_example():
+    rewards, values = torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[4.0, 6.0, 9.0]])
+    # delta_1 = 2 + 0 - 6 = -4; delta_0 = 1 + 0.5 * 6 - 4 = 0; A_1 = -4; A_0 = 0 + 0.5 * 0.5 * -4 = -1.
+    advantages = gae(rewards, values, torch.tensor([[1, 1, 0]]), gamma=0.5, lam=0.5)
+    assert_close(advantages, torch.tensor([[-1.0, -4.0, 0.0]]))
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 1.0), (0.7, 0.0)])
+def test_gae_equals_the_sum_of_the_paper(gamma, lam):
+    rewards, values = rollout()
+    advantages = gae(rewards, values, MASK, gamma, lam)
+    for row, length in enumerate(LENGTHS):
+        expected = gae_by_the_sum(rewards[row, :length].tolist(), values[row, :length].tolist(), gamma, lam)
+        expected = torch.tensor(expected + [0.0] * (5 - length), dtype=torch.float64)
+        assert_close(advantages[row], expected)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_gae_with_lam_one_is_return_minus_value(gamma):
+    rewards, values = rollout()
+    advantages = gae(rewards, values, MASK, gamma, lam=1.0)
+    for row, length in enumerate(LENGTHS):
+        for t in range(length):
+            monte_carlo = sum(gamma ** (s - t) * rewards[row, s] for s in range(t, length))
+            assert_close(advantages[row, t], monte_carlo - values[row, t])
+
+
+def test_gae_with_lam_zero_is_the_one_step_error():
+    rewards, values = rollout()
+    advantages = gae(rewards, values, MASK, gamma=0.9, lam=0.0)
+    for row, length in enumerate(LENGTHS):
+        for t in range(length):
+            next_value = values[row, t + 1] if t + 1 < length else 0.0
+            assert_close(advantages[row, t], rewards[row, t] + 0.9 * next_value - values[row, t])
+
+
+def test_gae_of_a_padded_batch_equals_its_rows_alone():
+    rewards, values = rollout()
+    advantages = gae(rewards.float(), values.float(), MASK, gamma=0.99, lam=0.95)
+    for row, length in enumerate(LENGTHS):
+        alone = [tensor[row : row + 1, :length].float() for tensor in (rewards, values)]
+        expected = gae(*alone, torch.ones(1, length), gamma=0.99, lam=0.95)
+        assert_close(advantages[row : row + 1, :length], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e9])
+def test_gae_ignores_garbage_under_the_mask(garbage):
+    rewards, values = rollout()
+    clean = gae(rewards, values, MASK, gamma=0.99, lam=0.95)
+    dirty_inputs = [torch.where(MASK, tensor, garbage).requires_grad_() for tensor in (rewards, values)]
+    dirty = gae(*dirty_inputs, MASK.int(), gamma=0.99, lam=0.95)
+    dirty.square().sum().backward()
+    assert_close(dirty, clean, rtol=0, atol=0)
+    for tensor in dirty_inputs:
+        assert_close(tensor.grad[~MASK], torch.zeros(12, dtype=torch.float64))
+        assert tensor.grad[MASK].isfinite().all()
+
+
+@pytest.mark.parametrize("row", [[0, 1, 1], [1, 0, 1]])
+def test_gae_refuses_rows_that_are_not_right_padded(row):
+    mask = torch.tensor([[1, 1, 0], row])
+    with pytest.raises(ValueError, match="real tokens first, without holes, got row 1"):
+        gae(torch.ones(2, 3), torch.ones(2, 3), mask, gamma=1.0, lam=0.95)
+
+
+def test_wrong_shapes_raise():
+    ones = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"scores must be \(B,\) with the B = 2 of kl, got shape \(2, 1\)"):
+        token_rewards(torch.ones(2, 1), ones, ones, kl_coef=0.1)
+    with pytest.raises(ValueError, match="mask must have the shape of kl"):
+        token_rewards(torch.ones(2), ones, torch.ones(2, 2), kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"values must have the shape of rewards \(2, 3\), got \(2, 4\)"):
+        gae(ones, torch.ones(2, 4), ones, gamma=1.0, lam=0.95)
+    with pytest.raises(ValueError, match="rewards must have 2 dimensions"):
+        gae(torch.ones(3), torch.ones(3), torch.ones(3), gamma=1.0, lam=0.95)

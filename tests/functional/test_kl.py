@@ -1,0 +1,100 @@
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from trl_ext.functional import adaptive_kl_coef, kl_estimate
+
+
+def test_kl_estimate_of_worked_example():
+    logprobs = torch.tensor([[math.log(0.5), math.log(0.2), -1.0]])
+    ref_logprobs = torch.tensor([[math.log(0.25), math.log(0.4), -1.0]])
+    # d = log 2, -log 2, 0; exp(-d) = 1/2, 2, 1.
+    log2 = math.log(2)
+    expected = {
+        "k1": [log2, -log2, 0.0],
+        "k2": [log2**2 / 2, log2**2 / 2, 0.0],
+        "k3": [log2 - 0.5, 1 - log2, 0.0],
+    }
+    for kind, numbers in expected.items():
+        assert_close(kl_estimate(logprobs, ref_logprobs, kind), torch.tensor([numbers]))
+
+
+def test_expectation_over_the_vocabulary_is_the_exact_kl():
+    torch.manual_seed(0)
+    logprobs = torch.randn(4, 11, dtype=torch.float64).log_softmax(dim=-1)
+    ref_logprobs = torch.randn(4, 11, dtype=torch.float64).log_softmax(dim=-1)
+    exact = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=logprobs), torch.distributions.Categorical(logits=ref_logprobs)
+    )
+    for kind in ("k1", "k3"):
+        expectation = (logprobs.exp() * kl_estimate(logprobs, ref_logprobs, kind)).sum(dim=-1)
+        assert_close(expectation, exact)
+
+
+def test_k2_and_k3_agree_with_the_exact_kl_to_second_order():
+    torch.manual_seed(0)
+    logits, direction = torch.randn(2, 11, dtype=torch.float64)
+    logprobs, ref_logprobs = logits.log_softmax(dim=-1), (logits + 1e-4 * direction).log_softmax(dim=-1)
+    exact = (logprobs.exp() * (logprobs - ref_logprobs)).sum()
+    assert_close((logprobs.exp() * kl_estimate(logprobs, ref_logprobs, "k2")).sum(), exact, rtol=1e-4, atol=0)
+
+
+def test_k3_keeps_its_digits_near_zero():
+    # d = 2^-10, exact in float32: d^2 / 2 - d^3 / 6 = 4.76682e-7, a fourth of which exp(-d) - 1 + d would round away.
+    d = 2.0**-10
+    estimate = kl_estimate(torch.tensor([[d]]), torch.tensor([[0.0]]), "k3")
+    assert_close(estimate, torch.tensor([[math.expm1(-d) + d]]), rtol=1e-4, atol=0)
+
+
+def test_kl_estimate_raises():
+    with pytest.raises(ValueError, match="kind must be 'k1', 'k2' or 'k3', got 'k4'"):
+        kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
+    with pytest.raises(ValueError, match=r"ref_logprobs must have the shape of logprobs \(2, 3\), got \(1, 3\)"):
+        kl_estimate(torch.zeros(2, 3), torch.zeros(1, 3), "k1")
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (6.0, 0.1),  # on target
+        (6.6, 0.101),  # e = 0.1: 0.1 (1 + 0.1 * 1000 / 10000)
+        (60.0, 0.102),  # e = 9, clipped to 0.2
+        (5.4, 0.099),  # e = -0.1
+        (-3.0, 0.098),  # e = -1.5, clipped to -0.2: a sampled k1 may be negative
+    ],
+)
+def test_adaptive_kl_coef_of_worked_examples(kl, expected):
+    assert adaptive_kl_coef(0.1, kl, target=6.0, n_episodes=1000, horizon=10000) == pytest.approx(expected, rel=1e-12)
+
+
+def test_adaptive_kl_coef_stays_between_its_bounds():
+    assert adaptive_kl_coef(0.1, 60.0, 6.0, 1000, 10000, maximum=0.101) == 0.101
+    assert adaptive_kl_coef(0.1, 0.0, 6.0, 1000, 10000, minimum=0.099) == 0.099
+    # 1 - 0.2 * 10 = -1: never a negative coefficient.
+    assert adaptive_kl_coef(0.1, 0.0, 6.0, 100000, 10000) == 0.0
+
+
+def test_adaptive_kl_coef_holds_its_target():
+    # A policy whose KL settles at 1 / coef: the fixed point is coef = 1 / target.
+    coef = 0.01
+    for _ in range(400):
+        coef = adaptive_kl_coef(coef, 1 / coef, target=6.0, n_episodes=1000, horizon=10000)
+    assert coef == pytest.approx(1 / 6, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kl": math.nan}, "kl must be finite, got nan"),
+        ({"kl": math.inf}, "kl must be finite, got inf"),
+        ({"target": 0.0}, "target must be above 0 nats, got 0.0"),
+        ({"horizon": -1}, "horizon must be above 0 episodes, got -1"),
+        ({"minimum": 2.0, "maximum": 1.0}, "minimum must not exceed maximum, got 2.0 > 1.0"),
+    ],
+)
+def test_adaptive_kl_coef_raises(change, message):
+    arguments = {"kl_coef": 0.1, "kl": 6.0, "target": 6.0, "n_episodes": 8, "horizon": 10000} | change
+    with pytest.raises(ValueError, match=message):
+        adaptive_kl_coef(**arguments)

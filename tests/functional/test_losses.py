@@ -1,0 +1,138 @@
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from trl_ext.functional import approx_kl, masked_mean, policy_loss, value_loss
+
+
+def test_policy_loss_of_worked_example():
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 1.1, 0.95]])
+    advantages = torch.tensor([[2.0, -2.0, 2.0, -2.0, -2.0, 3.0]])
+    # Clipped to [0.9, 1.2]: the ratios are 1.2, 1.2, 0.9, 0.9, 1.1, 0.95.
+    # -min(3, 2.4), -min(-3, -2.4), -min(1, 1.8), -min(-1, -1.8), 2.2, -2.85
+    loss, clipped = policy_loss(ratio.log(), torch.zeros(1, 6), advantages, cliprange_low=0.1, cliprange_high=0.2)
+    assert_close(loss, torch.tensor([[-2.4, 3.0, -1.0, 1.8, 2.2, -2.85]]))
+    assert_close(clipped, torch.tensor([[True, False, False, True, False, False]]))
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
+    ratio = torch.tensor([[5.0, 2.5, 0.1, 5.0]])
+    advantages = torch.tensor([[-2.0, -2.0, -2.0, 2.0]])
+    # Without: 10, 5, 0.8 * 2 = 1.6, -1.2 * 2 = -2.4; the bound 3 * 2 = 6 takes the first only.
+    loss, clipped = policy_loss(ratio.log(), torch.zeros(1, 4), advantages, 0.2, 0.2, dual_clip=3.0)
+    assert_close(loss, torch.tensor([[6.0, 5.0, 1.6, -2.4]]))
+    assert_close(clipped, torch.tensor([[False, False, True, True]]))
+
+
+def test_ratio_one_clips_nothing_and_has_the_policy_gradient():
+    torch.manual_seed(0)
+    logprobs, advantages = torch.randn(3, 4).requires_grad_(), torch.randn(3, 4)
+    loss, clipped = policy_loss(logprobs, logprobs.detach(), advantages, 0.2, 0.2, dual_clip=3.0)
+    loss.sum().backward()
+    assert_close(loss, -advantages)
+    assert not clipped.any()
+    assert_close(logprobs.grad, -advantages)
+
+
+def test_policy_loss_has_no_gradient_where_it_is_clipped():
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 0.5, 5.0]])
+    advantages = torch.tensor([[2.0, -2.0, 2.0, -2.0, -2.0]])
+    logprobs = ratio.log().requires_grad_()
+    policy_loss(logprobs, torch.zeros(1, 5), advantages, 0.2, 0.2, dual_clip=3.0)[0].sum().backward()
+    # d(-r A)/dlogp = -r A where neither clip holds.
+    assert_close(logprobs.grad, torch.tensor([[0.0, 3.0, -1.0, 0.0, 0.0]]))
+
+
+def policy_loss_by_the_papers(logprob, old_logprob, advantage, low, high, dual_clip):
+    ratio = math.exp(logprob - old_logprob)
+    objective = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+    return -max(objective, dual_clip * advantage) if advantage < 0 else -objective
+
+
+def test_policy_loss_equals_the_papers_objective_elementwise():
+    torch.manual_seed(0)
+    logprobs, old_logprobs, advantages = torch.randn(3, 4, 8, dtype=torch.float64)
+    expected = [
+        policy_loss_by_the_papers(*numbers, low=0.1, high=0.3, dual_clip=2.0)
+        for numbers in zip(*(t.flatten().tolist() for t in (logprobs, old_logprobs, advantages)), strict=True)
+    ]
+    loss, _ = policy_loss(logprobs, old_logprobs, advantages, 0.1, 0.3, dual_clip=2.0)
+    assert_close(loss, torch.tensor(expected, dtype=torch.float64).view(4, 8))
+
+
+@pytest.mark.parametrize("dual_clip", [1.0, 0.5, math.nan])
+def test_dual_clip_not_above_one_raises(dual_clip):
+    with pytest.raises(ValueError, match="dual_clip must be above 1, got"):
+        policy_loss(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2), 0.2, 0.2, dual_clip=dual_clip)
+
+
+def test_value_loss_of_worked_example():
+    values = torch.tensor([[3.0, 3.0, 1.2, -1.0]])
+    old_values = torch.ones(1, 4)
+    returns = torch.tensor([[4.0, 1.0, 2.0, 2.0]])
+    # Clipped to [0.5, 1.5]: 1.5, 1.5, 1.2, 0.5. Squared errors 1, 4, 0.64, 9 against 6.25, 0.25, 0.64, 2.25.
+    loss, clipped = value_loss(values, old_values, returns, cliprange_value=0.5)
+    assert_close(loss, torch.tensor([[3.125, 2.0, 0.32, 4.5]]))
+    assert_close(clipped, torch.tensor([[True, False, False, False]]))
+    loss, clipped = value_loss(values, old_values, returns)
+    assert_close(loss, torch.tensor([[0.5, 2.0, 0.32, 4.5]]))
+    assert_close(clipped, torch.zeros(1, 4, dtype=torch.bool))
+
+
+def test_unmoved_values_clip_nothing_and_have_the_plain_gradient():
+    torch.manual_seed(0)
+    values, returns = (torch.randn(3, 4) * 1e3).requires_grad_(), torch.randn(3, 4)
+    loss, clipped = value_loss(values, values.detach(), returns, cliprange_value=0.2)
+    loss.sum().backward()
+    assert not clipped.any()
+    assert_close(values.grad, (values - returns).detach())
+
+
+def test_approx_kl_is_half_the_squared_log_ratio():
+    # 0.5 * 0.2^2 = 0.02, 0.5 * 1^2 = 0.5
+    result = approx_kl(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.2, -1.0]]))
+    assert_close(result, torch.tensor([[0.02, 0.5]]))
+
+
+@pytest.mark.parametrize("garbage", [1e3, -7.0])
+def test_garbage_under_the_mask_changes_neither_mean_loss_nor_gradient(garbage):
+    torch.manual_seed(0)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    clean = torch.where(mask, torch.randn(4, 2, 4), 0.0)
+    results = []
+    for filler in (0.0, garbage):
+        new, old, advantages, returns = torch.where(mask, clean, filler)
+        new = new.requires_grad_()
+        loss, policy_clipped = policy_loss(new, old, advantages, 0.2, 0.2)
+        squared, value_clipped = value_loss(new, old, returns, 0.2)
+        total = masked_mean(loss + squared + approx_kl(new, old), mask)
+        total.backward()
+        results.append((total, new.grad, masked_mean(policy_clipped, mask), masked_mean(value_clipped, mask)))
+    assert_close(results[1], results[0], rtol=0, atol=0)
+    assert_close(results[0][1][~mask], torch.zeros(4))
+
+
+def test_gradients_of_micro_batches_add_up_to_that_of_the_batch():
+    torch.manual_seed(0)
+    mask = torch.arange(5) < torch.tensor([5, 1, 3, 2]).unsqueeze(1)
+    new, old, advantages = torch.randn(3, 4, 5)
+    gradients = []
+    for sizes in ([4], [1, 3], [1, 1, 1, 1]):
+        logprobs = new.clone().requires_grad_()
+        for part in zip(*(t.split(sizes) for t in (logprobs, old, advantages, mask)), strict=True):
+            masked_mean(policy_loss(*part[:3], 0.2, 0.2)[0], part[3], count=mask.sum()).backward()
+        gradients.append(logprobs.grad)
+    assert_close(gradients[1], gradients[0])
+    assert_close(gradients[2], gradients[0])
+
+
+def test_wrong_shapes_raise():
+    ones = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"advantages must have the shape of logprobs \(2, 3\), got \(2,\)"):
+        policy_loss(ones, ones, torch.ones(2), 0.2, 0.2)
+    with pytest.raises(ValueError, match="returns must have the shape of values"):
+        value_loss(ones, ones, torch.ones(2, 1), 0.2)
+    with pytest.raises(ValueError, match="old_logprobs must have the shape of logprobs"):
+        approx_kl(ones, torch.ones(3))

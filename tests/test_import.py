@@ -1,0 +1,28 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trl_ext
+
+
+def test_import_is_light():
+    code = "import sys, trl_ext; print(*{'torch', 'trl', 'transformers', 'datasets'} & set(sys.modules))"
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("name", [*trl_ext.__all__, "__version__"])
+def test_public_name_resolves(name):
+    assert getattr(trl_ext, name) is not None
+    assert name in dir(trl_ext)
+
+
+def test_unknown_name_lists_the_public_ones():
+    with pytest.raises(AttributeError, match=r"no attribute 'PPOTrainr'.*PPOTrainer"):
+        trl_ext.PPOTrainr  # noqa: B018
+
+
+def test_package_is_marked_as_typed():
+    assert (Path(trl_ext.__file__).parent / "py.typed").is_file()

@@ -1,0 +1,195 @@
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from transformers import SchedulerType
+from trl import RLOOConfig
+
+from trl_ext import StrictTrlParser
+
+
+@dataclass
+class Arguments:
+    rate: float = 0.1
+    epochs: int = 1
+    name: str = "run"
+    label: str | None = None
+    limit: float | None = None
+    verbose: bool = False
+    cache: bool | None = None
+    kind: Literal["fixed", "adaptive"] = "fixed"
+    when: Literal["no", "epoch"] = "epoch"
+    schedule: SchedulerType | str = "linear"
+    dtype: str = field(default="float32", metadata={"choices": ["float32", "bfloat16"]})
+    multiple: int | str | None = "auto"
+    weights: list[float] | None = None
+    span: tuple[float, float] | None = None
+    seen: str | bool = "no"
+    extra: dict | str | None = None
+    learning_rate: float = 1e-6
+
+
+@dataclass
+class Needed:
+    path: str
+
+
+@pytest.fixture
+def parse(tmp_path):
+    def parse(yaml="", *flags, types=(Arguments,)):
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml)
+        (parsed, *_) = StrictTrlParser(types, prog="prog").parse_args_and_config(["--config", str(path), *flags])
+        return parsed
+
+    return parse
+
+
+@pytest.fixture
+def refusal(parse, capsys):
+    def refusal(*args, **kwargs):
+        with pytest.raises(SystemExit) as raised:
+            parse(*args, **kwargs)
+        assert raised.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return refusal
+
+
+@pytest.mark.parametrize(
+    ("yaml", "name", "expected"),
+    [
+        ("rate: 1e-5", "rate", 1e-5),  # a string to PyYAML
+        ("rate: 1", "rate", 1.0),
+        ("epochs: 1e3", "epochs", 1000),
+        ("epochs: 4.0", "epochs", 4),
+        ("limit: 2e-3", "limit", 2e-3),
+        ("limit: null", "limit", None),
+        ("label: none", "label", "none"),
+        ("verbose: yes", "verbose", True),
+        ("cache: false", "cache", False),
+        ("kind: adaptive", "kind", "adaptive"),
+        ("when: no", "when", "no"),  # a bool to PyYAML
+        ("schedule: cosine", "schedule", "cosine"),
+        ("dtype: bfloat16", "dtype", "bfloat16"),
+        ("multiple: auto", "multiple", "auto"),
+        ("multiple: 8", "multiple", 8),
+        ("weights: [1, 2e-1]", "weights", [1.0, 0.2]),
+        ("span: [-1, 1e0]", "span", (-1.0, 1.0)),
+        ("extra: {top_k: 5}", "extra", {"top_k": 5}),
+        ("extra: '{\"top_k\": 5}'", "extra", '{"top_k": 5}'),
+    ],
+)
+def test_value_takes_its_fields_type(parse, yaml, name, expected):
+    value = getattr(parse(yaml + "\nname: other"), name)
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("rate: fast", "'rate' in the configuration file must be float, got 'fast'"),
+        ("rate: true", "'rate' in the configuration file must be float, got True"),
+        ("rate:", "'rate' in the configuration file must be float, got None"),
+        ("epochs: 1.5", "'epochs' in the configuration file must be int, got 1.5"),
+        ("limit: none", "'limit' in the configuration file must be float or null, got 'none'"),
+        (
+            "name: 7",
+            "'name' in the configuration file must be str (quote a string that YAML reads as something else), ",
+        ),
+        ("verbose: 1", "'verbose' in the configuration file must be bool, got 1"),
+        ("kind: adaptve", "'kind' in the configuration file must be one of 'fixed', 'adaptive', got 'adaptve'"),
+        ("schedule: cosin", "'schedule' in the configuration file must be one of 'linear', 'cosine', "),
+        ("dtype: fp32", "'dtype' in the configuration file must be one of 'float32', 'bfloat16', got 'fp32'"),
+        ("weights: 1.0", "'weights' in the configuration file must be list[float] or null, got 1.0"),
+        ("weights: [a]", "'weights' in the configuration file must be list[float] or null, got ['a']"),
+        ("span: [1, 2, 3]", "'span' in the configuration file must be tuple[float, float] or null, got [1, 2, 3]"),
+    ],
+)
+def test_wrong_value_is_refused(refusal, yaml, message):
+    assert message in refusal(yaml)
+
+
+def test_unknown_key_names_the_nearest(refusal):
+    assert refusal("learning-rat: 1.0") == (
+        "prog: error: unknown key 'learning-rat' in the configuration file; did you mean learning_rate?"
+    )
+
+
+@pytest.mark.parametrize("flag", ["--learning_rat=1", "--learning-rat", "--learning-ra"])
+def test_unknown_or_abbreviated_flag_names_the_nearest(refusal, flag):
+    line = refusal("rate: 1.0", flag)
+    assert f"unknown flag {flag.split('=')[0]!r}; did you mean --learning_rate?" in line
+
+
+def test_stray_value_is_refused(refusal):
+    assert "stray value 'two'" in refusal("rate: 1.0", "--name", "one", "two")
+
+
+@pytest.mark.parametrize(
+    ("yaml", "message"),
+    [
+        ("rate: 1.0\nrate: 2.0", "key 'rate' given twice"),
+        ("extra: {a: 1, a: 2}", "key 'a' given twice"),
+        ("- rate", "must be a mapping of argument names to values, got list"),
+        ("", "must be a mapping of argument names to values, got NoneType"),
+        ("on: 1", "must be a mapping of argument names to values, got the keys [True]"),
+        ("rate: [1", "not valid YAML"),
+        ("env: 3", "'env' must be a mapping of variables to values, got 3"),
+    ],
+)
+def test_malformed_file_is_refused(refusal, yaml, message):
+    assert message in refusal(yaml)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "absent.yaml"], "--config absent.yaml: cannot be read (No such file or directory)"),
+        (["--config=absent.yaml"], "--config absent.yaml: cannot be read"),
+        (["--config"], "--config needs the path of a YAML file after it"),
+        (["--config", "a.yaml", "--config", "b.yaml"], "--config was given more than once"),
+        (["--rate", "fast"], "argument --rate: invalid float value: 'fast'"),
+        (["--kind", "adaptve"], "argument --kind: invalid choice: 'adaptve'"),
+    ],
+)
+def test_wrong_command_line_is_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        StrictTrlParser(Arguments).parse_args_and_config(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_command_line_overrides_file(parse):
+    parsed = parse("rate: 2.0\nepochs: 3", "--rate", "5e-1", "--span", "-1", "1")
+    assert (parsed.rate, parsed.epochs, list(parsed.span)) == (0.5, 3, [-1.0, 1.0])
+
+
+def test_string_or_bool_keeps_its_string(parse):
+    assert parse("rate: 1.0").seen == "no"
+    assert parse("rate: 1.0", "--seen", "all").seen == "all"
+    assert parse("seen: true").seen is True
+
+
+def test_required_field_may_come_from_the_file(parse):
+    assert parse("path: here", types=(Needed,)).path == "here"
+
+
+def test_env_sets_environment_variables(parse, monkeypatch):
+    monkeypatch.delenv("TRL_EXT_TEST", raising=False)
+    parse("env: {TRL_EXT_TEST: 3}")
+    assert os.environ.pop("TRL_EXT_TEST") == "3"
+
+
+def test_a_configs_own_check_is_one_line(refusal):
+    # 3 is the number of generations, and 1 the batch size that it must divide.
+    yaml = "output_dir: out\nnum_generations: 3\nper_device_train_batch_size: 1\nuse_cpu: true\nbf16: false"
+    assert "must be divisible by" in refusal(yaml, types=(RLOOConfig,))
+
+
+def test_trl_config_takes_its_own_defaults_from_a_file(parse):
+    yaml = "output_dir: out\nlearning_rate: 3e-4\neval_strategy: no\nreport_to: none\nuse_cpu: true\nbf16: false"
+    parsed = parse(yaml, types=(RLOOConfig,))
+    assert (parsed.learning_rate, parsed.eval_strategy.value, parsed.report_to) == (3e-4, "no", [])

@@ -1,0 +1,37 @@
+"""PPO and DPO extensions for Hugging Face TRL.
+
+Public names load on first use: `import trl_ext` alone imports neither torch nor trl.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import functional
+    from .data import load_dataset_split
+    from .parser import StrictTrlParser
+    from .ppo import PPOConfig, PPOTrainer
+
+_MODULES = {
+    "PPOConfig": "trl_ext.ppo",
+    "PPOTrainer": "trl_ext.ppo",
+    "StrictTrlParser": "trl_ext.parser",
+    "load_dataset_split": "trl_ext.data",
+}
+
+__all__ = ["PPOConfig", "PPOTrainer", "StrictTrlParser", "functional", "load_dataset_split"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("trl-ext")
+    if name == "functional":
+        return import_module("trl_ext.functional")
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module 'trl_ext' has no attribute {name!r}; its public names are {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "__version__"])

@@ -1,0 +1,3 @@
+from .loading import load_dataset_split
+
+__all__ = ["load_dataset_split"]

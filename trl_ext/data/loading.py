@@ -1,0 +1,67 @@
+"""One split of a dataset, wherever it lies."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetNotFoundError
+
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def load_dataset_split(
+    name: str | os.PathLike[str],
+    split: str = "train",
+    *,
+    config: str | None = None,
+    columns: Sequence[str] = ("prompt",),
+) -> Dataset:
+    """Load one split of a dataset and check that it has the columns that a trainer needs.
+
+    A single file is one split, `train`. In a folder of files the splits come from the files' names, as on the hub:
+    `train.jsonl`, `test.jsonl`. All columns are kept: reward functions receive those that the trainer does not use.
+
+    Args:
+        name: a `.jsonl`, `.json`, `.parquet` or `.csv` file; a folder of such files; a folder written by
+            `save_to_disk`; or else a dataset on the Hugging Face hub.
+        split: name of the split.
+        config: configuration of a hub dataset (`name` in `datasets.load_dataset`).
+        columns: columns that must be there, such as `("prompt", "chosen", "rejected")`.
+
+    Raises:
+        FileNotFoundError: nothing there, neither locally nor on the hub.
+        ValueError: an unknown file type, split or column; the message lists those that exist.
+    """
+    splits = _load_splits(Path(name).expanduser(), str(name), config)
+    if split not in splits:
+        raise ValueError(f"dataset {str(name)!r} has no split {split!r}; it has {', '.join(map(repr, splits))}")
+    dataset = splits[split]
+    missing = [column for column in columns if column not in dataset.column_names]
+    if missing:
+        raise ValueError(
+            f"dataset {str(name)!r}, split {split!r}, lacks the column(s) {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(map(repr, dataset.column_names))}. Rename one with `Dataset.rename_column`."
+        )
+    return dataset
+
+
+def _load_splits(path: Path, name: str, config: str | None) -> dict[str, Dataset]:
+    if path.is_file():
+        if path.suffix not in _BUILDERS:
+            raise ValueError(f"dataset file {name!r} ends in {path.suffix!r}; it must end in {', '.join(_BUILDERS)}")
+        return load_dataset(_BUILDERS[path.suffix], data_files=str(path))
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        saved = load_from_disk(str(path))
+        return saved if isinstance(saved, DatasetDict) else {"train": saved}
+    if path.is_dir():
+        return load_dataset(str(path.resolve()), name=config)  # a bare "." has no name to derive a builder from
+    # A hub name is `name` or `owner/name`; anything else can only have been meant as a path.
+    if path.suffix in _BUILDERS or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise FileNotFoundError(f"dataset {name!r}: no such file or folder; the working directory is {Path.cwd()}")
+    try:
+        return load_dataset(name, name=config)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise FileNotFoundError(
+            f"dataset {name!r}: no such file or folder in {Path.cwd()}, and no such dataset on the hub: {error}"
+        ) from error

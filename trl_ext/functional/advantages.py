@@ -1,0 +1,77 @@
+"""From sequence scores to token rewards to advantages."""
+
+import torch
+from torch import Tensor
+
+from .masking import last_token_index
+from .shapes import check_shapes
+
+
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """Spread the score and the KL penalty over the tokens of each response.
+
+    r_t = -kl_coef kl_t + [t is the last real token] score on real tokens, 0 elsewhere; a row without any gets no
+    score. Ziegler et al. 2019, arXiv:1909.08593.
+
+    Args:
+        scores: (B,), score units.
+        kl: (B, T), nats, per token.
+        mask: (B, T), 1 = real response token, EOS included.
+        kl_coef: score units per nat.
+
+    Returns:
+        (B, T), score units.
+
+    Raises:
+        ValueError: kl is not 2-dimensional, or the shapes do not fit.
+    """
+    check_shapes(ndim=2, kl=kl, mask=mask)
+    if scores.shape != kl.shape[:1]:
+        raise ValueError(
+            f"scores must be (B,) with the B = {kl.shape[0]} of kl, got shape {tuple(scores.shape)}; "
+            "give one score per sequence."
+        )
+    penalty = torch.where(mask.bool(), -kl_coef * kl, 0.0)
+    is_last = torch.arange(kl.shape[1], device=kl.device) == last_token_index(mask).unsqueeze(1)
+    return penalty + torch.where(is_last, scores.unsqueeze(1), 0.0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+    """Estimate generalised advantages over the response tokens, not whitened.
+
+    delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, with V = A = 0 after the last real token;
+    A_t = 0 under the mask. Schulman et al. 2015, arXiv:1506.02438, equation 16. The returns are A + V.
+
+    Args:
+        rewards: (B, T), score units; r_t is for choosing token t.
+        values: (B, T), score units; V_t is predicted before token t is seen.
+        mask: (B, T), 1 = real response token, EOS included; the real ones of a row come first, without holes.
+        gamma: discount per token.
+        lam: 0 is the one-step error, 1 the Monte Carlo return minus the value.
+
+    Returns:
+        (B, T), score units.
+
+    Raises:
+        ValueError: rewards is not 2-dimensional, shapes differ, or a row is not right-padded.
+    """
+    check_shapes(ndim=2, rewards=rewards, values=values, mask=mask)
+    mask = mask.bool()
+    # A row is right-padded if no real token follows a masked one.
+    misplaced = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
+    if misplaced.any():
+        row = int(misplaced.int().argmax())
+        raise ValueError(
+            f"mask must have each row's real tokens first, without holes, got row {row} = {mask[row].int().tolist()}; "
+            "right-pad the responses."
+        )
+    rewards = torch.where(mask, rewards, 0.0)
+    values = torch.where(mask, values, 0.0)
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = rewards + gamma * next_values - values
+    advantages = torch.zeros_like(deltas)
+    advantage = deltas.new_zeros(deltas.shape[0])
+    for t in reversed(range(deltas.shape[1])):
+        advantage = deltas[:, t] + gamma * lam * advantage
+        advantages[:, t] = advantage
+    return advantages

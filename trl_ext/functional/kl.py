@@ -1,0 +1,81 @@
+"""Estimators of KL(policy || reference) and the controller of its coefficient."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .shapes import check_shapes
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimate KL(policy || reference) per token, from tokens that the policy sampled.
+
+    With d = log p(x) - log p_ref(x): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 are unbiased, k3 is never
+    negative and mostly has less variance, k2 is biased. Schulman 2020, http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        logprobs: (B, T), nats, of the sampled tokens under the policy.
+        ref_logprobs: (B, T), nats, of the same tokens under the reference.
+        kind: "k1", "k2" or "k3".
+
+    Returns:
+        (B, T), nats.
+
+    Raises:
+        ValueError: shapes differ, or kind is none of the three.
+    """
+    check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    log_ratio = logprobs - ref_logprobs
+    match kind:
+        case "k1":
+            return log_ratio
+        case "k2":
+            return 0.5 * log_ratio.square()
+        case "k3":
+            return torch.expm1(-log_ratio) + log_ratio
+        case _:
+            raise ValueError(f"kind must be 'k1', 'k2' or 'k3', got {kind!r}; 'k1' is the plain log-ratio.")
+
+
+def adaptive_kl_coef(
+    kl_coef: float,
+    kl: float,
+    target: float,
+    n_episodes: int,
+    horizon: float,
+    minimum: float = 0.0,
+    maximum: float = math.inf,
+) -> float:
+    """Move the KL coefficient so that the measured KL comes to its target.
+
+    e = clip(KL / target - 1, -0.2, 0.2); coef <- coef (1 + e n / horizon), clamped to [minimum, maximum].
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with n / horizon for its gain of 0.1. Keep n well below
+    5 horizon: from there on one step can take the coefficient to 0, where it stays unless minimum > 0.
+
+    Args:
+        kl_coef: the present coefficient, score units per nat.
+        kl: measured KL(policy || reference) summed over the response, nats, mean over the sequences of all ranks.
+        target: the KL wanted, in the unit of kl.
+        n_episodes: episodes of the rollout, all ranks.
+        horizon: episodes in which an error of 1 would double the coefficient.
+        minimum: smallest coefficient to return.
+        maximum: largest coefficient to return.
+
+    Returns:
+        The next coefficient.
+
+    Raises:
+        ValueError: kl is not finite, target or horizon is not above 0, or minimum exceeds maximum.
+    """
+    if not math.isfinite(kl):
+        raise ValueError(f"kl must be finite, got {kl}; look for NaN in the log-probs of this rollout.")
+    if not target > 0:
+        raise ValueError(f"target must be above 0 nats, got {target}; keep the coefficient fixed to have no target.")
+    if not horizon > 0:
+        raise ValueError(f"horizon must be above 0 episodes, got {horizon}; 10000 is usual.")
+    if minimum > maximum:
+        raise ValueError(f"minimum must not exceed maximum, got {minimum} > {maximum}; swap them.")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return float(min(max(kl_coef * (1 + error * n_episodes / horizon), minimum), maximum))

@@ -1,0 +1,98 @@
+"""Per-token PPO losses, not reduced: average them with `masked_mean` and the global token count.
+
+Nothing here knows the mask. Give masked positions finite inputs (fill log-probs with 0, say): the zero gradient that
+`masked_mean` sends there is multiplied by the ratio, and 0 * inf would be NaN.
+"""
+
+import torch
+from torch import Tensor
+
+from .shapes import check_shapes
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    cliprange_low: float,
+    cliprange_high: float,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the clipped surrogate loss per token.
+
+    With r = exp(logp - logp_old): loss = -min(r A, clip(r, 1 - low, 1 + high) A), Schulman et al. 2017,
+    arXiv:1707.06347, equation 7. With a dual clip c, where A < 0: loss = min(that, -c A), Ye et al. 2019,
+    arXiv:1912.09729.
+
+    Args:
+        logprobs: (B, T), nats, under the policy being trained.
+        old_logprobs: (B, T), nats, under the policy that sampled.
+        advantages: (B, T), score units, or dimensionless when whitened.
+        cliprange_low: how far the ratio may fall below 1.
+        cliprange_high: how far it may rise above 1.
+        dual_clip: c, above 1; None for none.
+
+    Returns:
+        The loss (B, T), in the unit of advantages, and where it is the clipped term that counts (B, T) bool: a
+        strictly larger loss than the unclipped one, as in TRL 1.12. The dual clip is not counted.
+
+    Raises:
+        ValueError: shapes differ, or dual_clip is not above 1.
+    """
+    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}; 3.0 is the paper's, None turns it off.")
+    ratio = torch.exp(logprobs - old_logprobs)
+    unclipped_loss = -ratio * advantages
+    clipped_loss = -ratio.clamp(1 - cliprange_low, 1 + cliprange_high) * advantages
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    return loss, clipped_loss > unclipped_loss
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, cliprange_value: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the critic's squared error per token, clipped around the values of the rollout.
+
+    loss = max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2; arXiv:2403.17031. Without c: (v - R)^2 / 2.
+
+    Args:
+        values: (B, T), score units, of the critic being trained.
+        old_values: (B, T), score units, of the critic at the rollout.
+        returns: (B, T), score units.
+        cliprange_value: c, score units; None for no clipping.
+
+    Returns:
+        The loss (B, T), squared score units, and where it is the clipped term that counts (B, T) bool.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    check_shapes(values=values, old_values=old_values, returns=returns)
+    loss = 0.5 * (values - returns).square()
+    if cliprange_value is None:
+        return loss, torch.zeros_like(loss, dtype=torch.bool)
+    clipped_values = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
+    clipped_loss = 0.5 * (clipped_values - returns).square()
+    return torch.maximum(loss, clipped_loss), clipped_loss > loss
+
+
+def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Approximate KL(old || new) between two policies of one PPO step: (logp - logp_old)^2 / 2.
+
+    The k2 of Schulman 2020, http://joschu.net/blog/kl-approx.html; its mean is TRL 1.12's `policy/approxkl_avg`.
+
+    Args:
+        logprobs: (B, T), nats, under the policy being trained.
+        old_logprobs: (B, T), nats, under the policy that sampled.
+
+    Returns:
+        (B, T), nats.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs)
+    return 0.5 * (logprobs - old_logprobs).square()

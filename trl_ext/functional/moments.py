@@ -1,0 +1,173 @@
+"""Exact, mergeable statistics: parallel algorithm of Chan, Golub and LeVeque (1979), STAN-CS-79-773.
+
+A "moments" value is a tensor (..., 5): count, mean, M2 = sum of squared deviations from the mean, minimum, maximum.
+It is float64 (float32 on devices without it), has no gradient, and is gathered over ranks by stacking.
+"""
+
+import torch
+from torch import Tensor
+
+from .shapes import check_shapes
+
+
+def _moments_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _check_moments(name: str, moments: Tensor) -> None:
+    if moments.ndim == 0 or moments.shape[-1] != 5:
+        raise ValueError(
+            f"{name} must have 5 entries in its last dimension, got shape {tuple(moments.shape)}; "
+            "pass what moments() or merge_moments() returned."
+        )
+
+
+def empty_moments(device: torch.device | str | None = None) -> Tensor:
+    """Return the moments of nothing, the neutral element of `merge_moments`: (0, 0, 0, +inf, -inf).
+
+    Args:
+        device: where to put them; None for torch's default device.
+
+    Returns:
+        (5,) moments.
+    """
+    device = torch.get_default_device() if device is None else torch.device(device)
+    return torch.tensor([0.0, 0.0, 0.0, torch.inf, -torch.inf], dtype=_moments_dtype(device), device=device)
+
+
+def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Take the moments of the real entries in two passes: mean = sum x / n, M2 = sum (x - mean)^2.
+
+    Args:
+        values: any shape, any unit.
+        mask: the shape of values, 1 = real; None if all are.
+
+    Returns:
+        (5,) moments, in the unit of values (M2: squared).
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+    check_shapes(values=values, mask=mask)
+    if values.numel() == 0:
+        return empty_moments(values.device)
+    values = values.detach().to(_moments_dtype(values.device))
+    count = mask.sum().to(values.dtype)
+    mean = torch.where(mask, values, 0.0).sum() / count.clamp(min=1)
+    m2 = torch.where(mask, values - mean, 0.0).square().sum()
+    minimum = torch.where(mask, values, torch.inf).amin()
+    maximum = torch.where(mask, values, -torch.inf).amax()
+    return torch.stack([count, mean, m2, minimum, maximum])
+
+
+def merge_moments(stacked: Tensor) -> Tensor:
+    """Merge the moments of N disjoint parts into those of the whole.
+
+    n = sum n_i, mean = sum n_i mean_i / n, M2 = sum M2_i + sum n_i (mean_i - mean)^2 (Chan et al. 1979, for N parts).
+
+    Args:
+        stacked: (N, 5) moments, N >= 1, in any order; empty ones change nothing.
+
+    Returns:
+        (5,) moments.
+
+    Raises:
+        ValueError: stacked is not (N, 5) with N >= 1.
+    """
+    _check_moments("stacked", stacked)
+    if stacked.ndim != 2 or stacked.shape[0] == 0:
+        raise ValueError(
+            f"stacked must be (N, 5) with N >= 1, got shape {tuple(stacked.shape)}; torch.stack the parts' moments."
+        )
+    counts, means, m2s, minima, maxima = stacked.unbind(dim=-1)
+    count = counts.sum()
+    # The mean is summed as deviations from the largest part's: no cancellation, and one part comes back bit for bit.
+    origin = means.take(counts.argmax())
+    mean = origin + (counts * (means - origin)).sum() / count.clamp(min=1)
+    m2 = m2s.sum() + (counts * (means - mean).square()).sum()
+    return torch.stack([count, mean, m2, minima.amin(), maxima.amax()])
+
+
+def variance(moments: Tensor, unbiased: bool = True) -> Tensor:
+    """Return the variance: M2 / (n - 1), or M2 / n if not unbiased; 0 where n < 2.
+
+    Args:
+        moments: (..., 5) moments.
+        unbiased: True divides by n - 1 (Bessel), False by n.
+
+    Returns:
+        (...), in the squared unit of the values.
+
+    Raises:
+        ValueError: the last dimension is not 5.
+    """
+    _check_moments("moments", moments)
+    count, m2 = moments[..., 0], moments[..., 2]
+    return torch.where(count < 2, 0.0, m2 / (count - int(unbiased)))
+
+
+def standard_deviation(moments: Tensor, unbiased: bool = True) -> Tensor:
+    """Return the standard deviation: sqrt(variance); 0 where n < 2.
+
+    Args:
+        moments: (..., 5) moments.
+        unbiased: True divides by n - 1 (Bessel), False by n.
+
+    Returns:
+        (...), in the unit of the values.
+
+    Raises:
+        ValueError: the last dimension is not 5.
+    """
+    return variance(moments, unbiased).sqrt()
+
+
+def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """Whiten the real tokens with given moments: (x - mean) / sqrt(var + eps), var unbiased; 0 under the mask.
+
+    The convention of TRL 1.12's `masked_whiten`: shift_mean=False adds the mean back (rewards), True leaves it out
+    (advantages); arXiv:2403.17031. With n < 2 nothing is known of the spread: x - mean is not scaled then.
+
+    Args:
+        values: (B, T) or any shape, any unit.
+        mask: the shape of values, 1 = real token.
+        moments: (5,) moments of the real tokens of all ranks.
+        shift_mean: True gives mean 0, False keeps the mean.
+        eps: added to the variance, in its unit.
+
+    Returns:
+        The shape and dtype of values.
+
+    Raises:
+        ValueError: shapes of values and mask differ, or moments is not (5,).
+    """
+    check_shapes(values=values, mask=mask)
+    _check_moments("moments", moments)
+    check_shapes(ndim=1, moments=moments)
+    count, mean = moments[0], moments[1]
+    scale = torch.where(count < 2, 1.0, torch.rsqrt(variance(moments) + eps))
+    whitened = (values.to(moments.dtype) - mean) * scale
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask.bool(), whitened, 0.0).to(values.dtype)
+
+
+def explained_variance(residual_moments: Tensor, return_moments: Tensor) -> Tensor:
+    """Return how much of the returns' variance the values explain: 1 - Var(returns - values) / Var(returns).
+
+    1 is a perfect critic, 0 one that predicts a constant, below 0 worse than that.
+
+    Args:
+        residual_moments: (..., 5) moments of returns - values.
+        return_moments: (..., 5) moments of the returns of the same tokens.
+
+    Returns:
+        (...), dimensionless; NaN where Var(returns) = 0.
+
+    Raises:
+        ValueError: shapes differ, or the last dimension is not 5.
+    """
+    check_shapes(residual_moments=residual_moments, return_moments=return_moments)
+    return_variance = variance(return_moments)
+    return torch.where(return_variance == 0, torch.nan, 1 - variance(residual_moments) / return_variance)

@@ -1,0 +1,27 @@
+"""The one shape check that the pure functions share."""
+
+from torch import Tensor
+
+
+def check_shapes(ndim: int | None = None, **tensors: Tensor) -> None:
+    """Check that the named tensors all have the shape of the first one.
+
+    Args:
+        ndim: number of dimensions that the first one must have; None for any.
+        tensors: the arguments to compare, under the names that the message shall use.
+
+    Raises:
+        ValueError: the first one has another number of dimensions, or a later one has another shape.
+    """
+    (first, reference), *others = tensors.items()
+    if ndim is not None and reference.ndim != ndim:
+        raise ValueError(
+            f"{first} must have {ndim} dimensions, got shape {tuple(reference.shape)}; "
+            "reshape it, with one row per sequence."
+        )
+    for name, tensor in others:
+        if tensor.shape != reference.shape:
+            raise ValueError(
+                f"{name} must have the shape of {first} {tuple(reference.shape)}, got {tuple(tensor.shape)}; "
+                "pad or slice both to the same tokens, nothing is broadcast."
+            )

@@ -1,0 +1,226 @@
+"""Policy and critic as one module, so that one forward, one backward and one `accelerator.prepare` serve both."""
+
+import copy
+import inspect
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel
+from transformers.generation import LogitsProcessor
+
+from ..functional import position_ids
+
+
+def base_model_of(model: nn.Module) -> Any:
+    """The transformers model under a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
+    """`position_ids` that make a padded row equal the row alone, for models whose forward takes them."""
+    if "position_ids" in inspect.signature(type(base_model_of(model)).forward).parameters:
+        return {"position_ids": position_ids(attention_mask)}
+    return {}
+
+
+class ActorCritic(nn.Module):
+    """
+    A causal language model (policy) and a sequence classifier with one label (critic) behind one forward.
+
+    Whatever is asked of it that it does not define, the policy answers, so that TRL and transformers may treat it as
+    the policy. The policy is registered first: `parameters()` begins with the policy's.
+    """
+
+    def __init__(self, policy: nn.Module, critic: PreTrainedModel):
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+        self.sampler_recorder: SamplerRecorder | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("policy"), name)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, with_values: bool = False, **kwargs) -> Any:
+        """
+        The policy's output, or with `with_values` a plain dict of its per-token fields plus `state_values` (B, L):
+        the critic's value of the state *after* each token. (A dict passes DDP, FSDP and autocast unchanged.)
+        """
+        kwargs = {**positions(self.policy, attention_mask), **kwargs}
+        output = self.policy(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        if not with_values:
+            return output
+        return {
+            "log_probs": output.log_probs,
+            "entropy": output.entropy,
+            "aux_loss": output.aux_loss,
+            "state_values": self.state_values(input_ids, attention_mask),
+        }
+
+    def state_values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        backbone = self.critic.base_model
+        hidden_states = backbone(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            use_cache=False,
+            **positions(backbone, attention_mask),
+        ).last_hidden_state
+        return self.critic.score(hidden_states).squeeze(-1).float()
+
+    def generate(self, *args, **kwargs) -> Any:
+        # What the checkpoint's generation_config.json sets (min_p, no_repeat_ngram_size, …) would fill every field that
+        # TRL leaves open, and the log-probs would not be those of the sampler
+        base = base_model_of(self.policy)
+        saved, base.generation_config = base.generation_config, GenerationConfig()
+        try:
+            if self.sampler_recorder is None:
+                return self.policy.generate(*args, **kwargs)
+            with self.sampler_recorder.attached(base):
+                output = self.policy.generate(*args, **kwargs)
+            self.sampler_recorder.finish(output)
+            return output
+        finally:
+            base.generation_config = saved
+
+    # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones.
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.policy.is_activation_checkpointing
+
+    def activation_checkpointing_enable(self, **kwargs) -> None:
+        self.policy.activation_checkpointing_enable(**kwargs)
+        self.critic.activation_checkpointing_enable(**kwargs)
+
+    def activation_checkpointing_disable(self) -> None:
+        self.policy.activation_checkpointing_disable()
+        self.critic.activation_checkpointing_disable()
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
+        self.activation_checkpointing_enable(activation_checkpointing_kwargs=gradient_checkpointing_kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.activation_checkpointing_disable()
+
+
+class LogprobForward:
+    """Stands in for the model inside TRL's log-prob helper: adds positions, and keeps the values of the same pass."""
+
+    def __init__(self, model: nn.Module, with_values: bool):
+        self.model = model
+        self.with_values = with_values
+        self._state_values: list[Tensor] = []
+
+    def __call__(self, attention_mask: Tensor, **kwargs) -> Any:
+        if not self.with_values:
+            model = getattr(self.model, "module", self.model)  # under DDP or DeepSpeed
+            return self.model(attention_mask=attention_mask, **{**positions(model, attention_mask), **kwargs})
+        output = self.model(attention_mask=attention_mask, with_values=True, **kwargs)
+        self._state_values.append(output["state_values"])
+        return _Fields(output)
+
+    def values(self, logits_to_keep: int) -> Tensor:
+        """(B, T): V(s_t), the value of the state in which response token t is chosen, that is after token t − 1."""
+        return torch.cat(self._state_values)[:, -logits_to_keep - 1 : -1]
+
+
+class _Fields:
+    def __init__(self, fields: dict[str, Any]):
+        self.__dict__.update(fields)
+
+
+class SamplerRecorder(LogitsProcessor):
+    """Keeps the log-probs under which tokens were really drawn, after every warper. Sees one (B, V) tensor a step."""
+
+    def __init__(self):
+        self.logprobs: list[Tensor] = []  # one (B, T) a `generate` call
+        self._steps: list[Tensor] = []
+        self._pending: Tensor | None = None
+
+    @contextmanager
+    def attached(self, model: Any):
+        get_processors = model._get_logits_processor  # `generate` puts custom processors before the warpers
+
+        def with_recorder(*args, **kwargs):
+            processors = get_processors(*args, **kwargs)
+            processors.append(self)
+            return processors
+
+        model._get_logits_processor = with_recorder
+        try:
+            yield
+        finally:
+            del model._get_logits_processor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids)
+        self._pending = scores.float().log_softmax(-1)
+        return scores
+
+    def finish(self, sequences: Tensor) -> None:
+        self._take(sequences)
+        self.logprobs.append(torch.stack(self._steps, dim=1))
+        self._steps = []
+
+    def _take(self, input_ids: Tensor) -> None:
+        if self._pending is not None:
+            self._steps.append(self._pending.gather(1, input_ids[:, -1:]).squeeze(1))
+        self._pending = None
+
+
+def unpatched_copy(model: nn.Module, what: str) -> Any:
+    """A deep copy without the forward that TRL or accelerate patched onto the instance."""
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise ValueError(
+            f"{what} would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: pass it "
+            "as a path (`ref_model=`, `value_model=`)."
+        )
+    twin = copy.deepcopy(model)
+    for module in (twin, base_model_of(twin)):
+        vars(module).pop("forward", None)
+    return twin
+
+
+def critic_from_policy(policy: nn.Module) -> PreTrainedModel:
+    """A critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start."""
+    twin = unpatched_copy(policy, "the critic")
+    base = twin.unload() if hasattr(twin, "get_base_model") else twin
+    config = copy.deepcopy(base.config)
+    config.num_labels = 1
+    try:
+        with torch.device("meta"):  # only the structure is needed
+            critic = AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise ValueError(
+            f"transformers has no sequence classifier for {type(base).__name__}, so no critic can be built from the "
+            "policy: pass one as `value_model=`."
+        ) from error
+    setattr(critic, critic.base_model_prefix, base.base_model)
+    critic.score = nn.Linear(critic.score.in_features, 1, bias=critic.score.bias is not None)
+    for parameter in critic.score.parameters():
+        nn.init.zeros_(parameter)
+    critic.score.to(device=base.device, dtype=base.dtype)
+    return critic.requires_grad_(True)
+
+
+def check_critic(critic: Any, policy: nn.Module) -> None:
+    """Raise where `critic` cannot be the critic of `policy`."""
+    score = getattr(critic, "score", None)
+    if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
+        raise ValueError(
+            f"`value_model` must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` of "
+            f"a causal language model), got {type(critic).__name__}."
+        )
+    if critic.config.num_labels != 1:
+        raise ValueError(
+            f"`value_model` must have one label, got num_labels={critic.config.num_labels}: load it with `num_labels=1`."
+        )
+    vocabulary, needed = (m.config.get_text_config().vocab_size for m in (critic, base_model_of(policy)))
+    if vocabulary != needed:
+        raise ValueError(
+            f"`value_model` has a vocabulary of {vocabulary} tokens, the policy one of {needed}: the critic reads the "
+            "policy's token ids, so it must share its tokenizer."
+        )

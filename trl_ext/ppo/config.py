@@ -1,0 +1,445 @@
+"""Configuration of [`PPOTrainer`]: TRL's `RLOOConfig` plus what PPO needs, under TRL 1.12's `PPOConfig` names."""
+
+import functools
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin
+
+from trl import RLOOConfig
+
+# One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
+ALIASES = {
+    "beta": "kl_coef",
+    "epsilon": "cliprange",
+    "num_iterations": "num_ppo_epochs",
+    "response_length": "max_completion_length",
+}
+
+# Fields that would do nothing here, or harm: any value but the default raises with the reason.
+REFUSED = {
+    "average_tokens_across_devices": "token counts are always taken over all processes",
+    "batch_eval_metrics": "evaluation scores generated answers; there is no `compute_metrics`",
+    "bf16_full_eval": "it would cast the weights that are trained; use `bf16`",
+    "dataloader_drop_last": "evaluation counts each prompt once, and training rollouts are always full",
+    "eval_accumulation_steps": "evaluation keeps sums, not predictions",
+    "eval_do_concat_batches": "evaluation keeps sums, not predictions",
+    "eval_use_gather_object": "evaluation keeps sums, not predictions",
+    "ignore_data_skip": "a resumed run must see the prompts it would have seen",
+    "fp16_full_eval": "it would cast the weights that are trained; use `fp16`",
+    "include_for_metrics": "evaluation scores generated answers; there is no `compute_metrics`",
+    "include_num_input_tokens_seen": "a batch is a list of prompts; tokens are logged as `num_tokens` anyway",
+    "label_names": "there are no labels",
+    "label_smoothing_factor": "there are no labels",
+    "length_column_name": "prompts are drawn in a seeded random order",
+    "liger_kernel_config": 'use `model_init_kwargs={"use_kernels": True}`',
+    "log_multimodal": "vision-language models are not supported",
+    "model_adapter_name": "the trained adapter is the one of `peft_config`",
+    "neftune_noise_alpha": "noise on the embeddings makes log-probs of one text differ between two forward passes",
+    "prediction_loss_only": "evaluation scores generated answers and computes no loss",
+    "ref_adapter_name": "with `peft_config` the reference is the model with its adapter switched off",
+    "torch_compile": "it has not been run with the actor-critic wrapper",
+    "torch_compile_backend": "it has not been run with the actor-critic wrapper",
+    "torch_compile_mode": "it has not been run with the actor-critic wrapper",
+    "train_sampling_strategy": "prompts are drawn in a seeded random order",
+    "transformers_continuous_batching_config": "see `use_transformers_continuous_batching`",
+    "use_liger_kernel": 'use `model_init_kwargs={"use_kernels": True}`',
+    "use_transformers_continuous_batching": "TRL casts the trained weights to the generation dtype for good; use vLLM",
+    "use_transformers_paged": "see `use_transformers_continuous_batching`",
+}
+
+# TRL 1.12's trainer computed these and wrote them into the config, so they are no settings.
+COMPUTED = {
+    "batch_size": "per_device_train_batch_size × gradient_accumulation_steps × processes × num_mini_batches",
+    "local_batch_size": "per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches",
+    "local_mini_batch_size": "per_device_train_batch_size × gradient_accumulation_steps",
+    "micro_batch_size": "per_device_train_batch_size × processes",
+    "mini_batch_size": "per_device_train_batch_size × gradient_accumulation_steps × processes",
+    "num_total_batches": "⌈total_episodes / batch_size⌉",
+    "world_size": "the number of processes that `accelerate launch` starts",
+}
+
+# `generation_kwargs` that leave the distribution of each token as the policy has it.
+ON_POLICY_GENERATION_KWARGS = {
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "detokenize",
+    "disable_compile",
+    "include_stop_str_in_output",
+    "max_time",
+    "prefill_chunk_size",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_strings",
+    "stop_token_ids",
+    "use_cache",
+}
+
+_RANGES = {  # name: (rule in words, test of a value that is not None)
+    "adam_epsilon": ("> 0", lambda x: x > 0),
+    "cliprange": ("> 0", lambda x: x > 0),
+    "cliprange_value": ("> 0, or None for no clipping", lambda x: x > 0),
+    "critic_learning_rate": (">= 0", lambda x: x >= 0),
+    "critic_warmup_rollouts": (">= 0", lambda x: x >= 0),
+    "dual_clip": ("> 1", lambda x: x > 1),
+    "entropy_coef": (">= 0", lambda x: x >= 0),
+    "epsilon_high": ("> 0", lambda x: x > 0),
+    "gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "kl_coef": ("finite and >= 0", lambda x: 0 <= x < math.inf),
+    "kl_coef_max": (">= 0", lambda x: x >= 0),
+    "kl_coef_min": (">= 0", lambda x: x >= 0),
+    "kl_horizon": ("> 0 episodes", lambda x: x > 0),
+    "kl_target": ("> 0 nats per response", lambda x: x > 0),
+    "lam": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "lam_value": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "local_rollout_forward_batch_size": (">= 1", lambda x: x >= 1),
+    "max_approx_kl": ("> 0", lambda x: x > 0),
+    "max_completion_length": (">= 1", lambda x: x >= 1),
+    "missing_eos_penalty": ("> 0 (it is subtracted)", lambda x: x > 0),
+    "num_generations": (">= 1", lambda x: x >= 1),
+    "num_mini_batches": (">= 1", lambda x: x >= 1),
+    "num_ppo_epochs": (">= 1", lambda x: x >= 1),
+    "temperature": ("> 0", lambda x: x > 0),
+    "total_episodes": (">= 1", lambda x: x >= 1),
+    "vf_coef": (">= 0", lambda x: x >= 0),
+}
+
+
+@dataclass
+class PPOConfig(RLOOConfig):
+    r"""
+    Configuration of [`PPOTrainer`].
+
+    Fields that every TRL on-policy trainer shares keep `RLOOConfig`'s names and meaning (`max_completion_length`,
+    `temperature`, `num_generations`, `reward_weights`, `reward_clip_range`, `use_vllm`, …). PPO's own settings carry
+    the names and defaults of TRL 1.12's `PPOConfig`. One optimizer step is one minibatch of
+    `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes; a rollout is `num_mini_batches`
+    of them and is passed over `num_ppo_epochs` times.
+
+    Parameters:
+        > Parameters that control the rollout
+
+        num_mini_batches (`int`, defaults to `1`):
+            Minibatches (optimizer steps per pass) in a rollout. Sets RLOO's `steps_per_generation` to
+            `num_mini_batches × gradient_accumulation_steps`.
+        num_ppo_epochs (`int`, defaults to `4`):
+            Passes over each rollout, re-permuted before each. Alias: `num_iterations`.
+        total_episodes (`int`, *optional*):
+            Episodes (responses) to train on; rounded up to full rollouts, and sets `max_steps`.
+        local_rollout_forward_batch_size (`int`, defaults to `64`):
+            Rows per process in one forward pass without gradient: generation, reward models, reference, values.
+        num_generations (`int`, defaults to `1`):
+            Responses per prompt.
+        allow_off_policy_sampling (`bool`, defaults to `False`):
+            Allow `top_k`, `top_p`, `min_p`, `repetition_penalty` and other `generation_kwargs` that make the sampler
+            differ from the policy whose log-probs are trained. The difference is logged as
+            `sampling/logprob_difference`.
+        missing_eos_score (`float`, *optional*):
+            Score of a response that does not end by EOS, in place of its own (N+ detail "EOS trick"; −1 there).
+        missing_eos_penalty (`float`, *optional*):
+            Subtracted from the score of a response that does not end by EOS (TRL 1.12).
+        stop_token (`Literal["eos"]`, *optional*), stop_token_id (`int`, *optional*):
+            TRL 1.12's names. Responses always stop at EOS here; `stop_token_id` is one more id that ends them.
+
+        > Parameters that control the reward
+
+        kl_coef (`float`, defaults to `0.05`):
+            Coefficient of the per-token KL penalty; where the adaptive controller starts. `0` keeps the reference and
+            logs the KL. Alias: `beta`.
+        kl_estimator (`Literal["k1", "k2", "k3"]`, defaults to `"k1"`):
+            Estimator that shapes the reward. `objective/kl` and the controller always use the summed k1.
+        kl_controller (`Literal["fixed", "adaptive"]`, defaults to `"fixed"`):
+            `"adaptive"` moves `kl_coef` so that `objective/kl` stays at `kl_target` (Ziegler et al., 1909.08593).
+        kl_target (`float`, defaults to `6.0`):
+            Target of `objective/kl`, in nats summed over a response.
+        kl_horizon (`float`, defaults to `10000`):
+            Episodes over which the coefficient can change by about 20 %.
+        kl_coef_min, kl_coef_max (`float`, default to `0.0` and no limit):
+            Bounds of the adaptive coefficient.
+        use_ref_model (`bool`, defaults to `True`):
+            `False` trains without a reference: no KL penalty, no `objective/kl`. Needs `kl_coef=0`.
+        reward_normalization (`Literal["none", "running", "batch", "group", "reference"]`, defaults to `"none"`):
+            What the score is standardised by, before `reward_clip_range`: moments of all scores so far, of this
+            rollout, of all scores so far in the row's group, or (mean only) of the demonstrations in the dataset.
+        reward_group_column (`str`, *optional*):
+            Dataset column that names the row's group, for `"group"`.
+        reward_reference_column (`str`, defaults to `"completion"`):
+            Dataset column with the demonstration, for `"reference"`.
+        whiten_rewards (`bool`, defaults to `False`):
+            Divide token rewards by their standard deviation over all processes (the mean is kept).
+
+        > Parameters that control the loss
+
+        gamma (`float`, defaults to `1.0`), lam (`float`, defaults to `0.95`):
+            Discount and λ of GAE.
+        lam_value (`float`, *optional*):
+            λ of the critic's target, if it is to differ from `lam` (VC-PPO, 2503.01491).
+        normalize_advantages (`bool`, defaults to `True`):
+            Whiten advantages over the real tokens of all processes.
+        cliprange (`float`, defaults to `0.2`), epsilon_high (`float`, *optional*):
+            Clip range of the ratio, and its upper side if that differs. Alias: `epsilon`.
+        dual_clip (`float`, *optional*):
+            Bound c > 1 of the loss where the advantage is negative (1912.09729).
+        cliprange_value (`float` or `None`, defaults to `0.2`), vf_coef (`float`, defaults to `0.1`):
+            Clip range and weight of the value loss.
+        entropy_coef (`float`, defaults to `0.0`):
+            Weight of the entropy bonus.
+        max_approx_kl (`float`, *optional*):
+            Stop updating on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.
+        critic_learning_rate (`float`, *optional*):
+            Learning rate of the critic; `learning_rate` if not set.
+        critic_warmup_rollouts (`int`, defaults to `0`):
+            First rollouts in which only the critic is trained.
+
+        > Parameters that control evaluation and loading
+
+        eval_greedy (`bool`, defaults to `True`):
+            Evaluate with greedy decoding, too (`eval_greedy/…`).
+        dataset_num_proc (`int`, *optional*):
+            Processes that measure the prompts' lengths.
+        sft_model_path, reward_model_path (`str`, *optional*):
+            TRL 1.12's names for the trainer's `model` and `reward_funcs`, used where those are not given.
+        num_sample_generations (`int`, *optional*):
+            TRL 1.12's name: anything above 0 sets `log_completions`.
+
+    > [!NOTE]
+    > Defaults that differ from `RLOOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
+    > `num_generations` 1, `normalize_advantages` True.
+    """
+
+    learning_rate: float = field(default=3e-6, metadata={"help": "The initial learning rate for AdamW."})
+    adam_epsilon: float = field(default=1e-5, metadata={"help": "Epsilon of AdamW (N+ details)."})
+    disable_dropout: bool = field(default=True, metadata={"help": "Switch dropout off in all models."})
+    num_generations: int | None = field(default=1, metadata={"help": "Responses per prompt."})
+    normalize_advantages: bool = field(
+        default=True, metadata={"help": "Whiten advantages over the real tokens of all processes."}
+    )
+    beta: float | None = field(default=None, metadata={"help": "Alias of `kl_coef`."})
+    epsilon: float | None = field(default=None, metadata={"help": "Alias of `cliprange`."})
+    num_iterations: int | None = field(default=None, metadata={"help": "Alias of `num_ppo_epochs`."})
+
+    # The rollout
+    num_mini_batches: int = field(default=1, metadata={"help": "Minibatches (optimizer steps per pass) in a rollout."})
+    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over each rollout."})
+    total_episodes: int | None = field(default=None, metadata={"help": "Episodes to train on; sets `max_steps`."})
+    local_rollout_forward_batch_size: int = field(
+        default=64, metadata={"help": "Rows per process in one forward pass without gradient."}
+    )
+    allow_off_policy_sampling: bool = field(
+        default=False, metadata={"help": "Allow sampling from another distribution than the policy's own."}
+    )
+    missing_eos_score: float | None = field(
+        default=None, metadata={"help": "Score of a response without EOS, in place of its own."}
+    )
+    missing_eos_penalty: float | None = field(
+        default=None, metadata={"help": "Subtracted from the score of a response without EOS."}
+    )
+    response_length: int | None = field(default=None, metadata={"help": "Alias of `max_completion_length`."})
+    stop_token: Literal["eos"] | None = field(
+        default=None, metadata={"help": "TRL 1.12's name. Responses always stop at EOS."}
+    )
+    stop_token_id: int | None = field(default=None, metadata={"help": "One more token id that ends a response."})
+
+    # The reward
+    kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the per-token KL penalty."})
+    kl_estimator: Literal["k1", "k2", "k3"] = field(
+        default="k1", metadata={"help": "KL estimator that shapes the reward."}
+    )
+    kl_controller: Literal["fixed", "adaptive"] = field(
+        default="fixed", metadata={"help": "Whether `kl_coef` is moved to hold `kl_target`."}
+    )
+    kl_target: float = field(default=6.0, metadata={"help": "Target of `objective/kl`, nats per response."})
+    kl_horizon: float = field(default=10000, metadata={"help": "Horizon of the adaptive controller, episodes."})
+    kl_coef_min: float = field(default=0.0, metadata={"help": "Lower bound of the adaptive coefficient."})
+    kl_coef_max: float | None = field(default=None, metadata={"help": "Upper bound of the adaptive coefficient."})
+    use_ref_model: bool = field(default=True, metadata={"help": "Keep a frozen reference model and log the KL to it."})
+    reward_normalization: Literal["none", "running", "batch", "group", "reference"] = field(
+        default="none", metadata={"help": "What scores are standardised by."}
+    )
+    reward_group_column: str | None = field(
+        default=None, metadata={"help": "Dataset column with the group, for `reward_normalization: group`."}
+    )
+    reward_reference_column: str = field(
+        default="completion", metadata={"help": "Dataset column with the demonstration, for `reference`."}
+    )
+    whiten_rewards: bool = field(default=False, metadata={"help": "Whiten token rewards, keeping their mean."})
+
+    # The loss
+    gamma: float = field(default=1.0, metadata={"help": "Discount factor."})
+    lam: float = field(default=0.95, metadata={"help": "Lambda of GAE."})
+    lam_value: float | None = field(default=None, metadata={"help": "Lambda of the critic's target; `lam` if unset."})
+    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the ratio."})
+    dual_clip: float | None = field(default=None, metadata={"help": "Bound of the loss for negative advantages."})
+    cliprange_value: float | None = field(default=0.2, metadata={"help": "Clip range of the value function."})
+    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
+    max_approx_kl: float | None = field(
+        default=None, metadata={"help": "Stop updating on a rollout once a minibatch's approximate KL exceeds this."}
+    )
+    critic_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the critic; `learning_rate` if unset."}
+    )
+    critic_warmup_rollouts: int = field(default=0, metadata={"help": "First rollouts that train the critic alone."})
+
+    # Evaluation and loading
+    eval_greedy: bool = field(default=True, metadata={"help": "Evaluate with greedy decoding, too."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that measure prompt lengths."})
+    sft_model_path: str | None = field(default=None, metadata={"help": "TRL 1.12's name for the trainer's `model`."})
+    reward_model_path: str | None = field(
+        default=None, metadata={"help": "TRL 1.12's name for a reward model among `reward_funcs`."}
+    )
+    num_sample_generations: int | None = field(
+        default=None, metadata={"help": "TRL 1.12's name: above 0 sets `log_completions`."}
+    )
+    model_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
+    ref_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
+
+    def __post_init__(self):
+        self._resolve_aliases()
+        self._refuse()
+        self._check_values()
+        if self.num_sample_generations:
+            self.log_completions = True
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or str(self.save_strategy) == "best"):
+            self.metric_for_best_model, self.greater_is_better = "eval_objective/scores", True
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            # RLOO needs two generations for its baseline and says so in its last check; PPO has a critic
+            if self.num_generations != 1 or "at least 2 generations" not in str(error):
+                raise
+        self._check_sampling()
+        self._resolve_num_mini_batches()
+        self._resolve_max_steps()
+
+    def _resolve_aliases(self):
+        defaults = {f.name: f.default for f in fields(self)}
+        for alias, name in ALIASES.items():
+            value, named = getattr(self, alias), getattr(self, name)
+            if value is None:
+                continue
+            if named not in (defaults[name], value):
+                raise ValueError(
+                    f"`{alias}={value}` and `{name}={named}` are two names of one setting: set one of them."
+                )
+            setattr(self, name, value)
+            setattr(self, alias, None)
+
+        # RLOO fills in both of these, so both at once come from a copy of a finished config (`dataclasses.replace`);
+        # a single one is the user's alias of `num_mini_batches`, which needs the number of processes, so RLOO reads it
+        if (self.steps_per_generation is None) == (self.generation_batch_size is None):
+            self.steps_per_generation = self.num_mini_batches * self.gradient_accumulation_steps
+            self.generation_batch_size = None
+
+    def _resolve_num_mini_batches(self):
+        mini_batches, remainder = divmod(self.steps_per_generation, self.gradient_accumulation_steps)
+        if remainder or self.num_mini_batches not in (1, mini_batches):
+            raise ValueError(
+                f"`steps_per_generation={self.steps_per_generation}` (`generation_batch_size="
+                f"{self.generation_batch_size}`) must be `num_mini_batches` × `gradient_accumulation_steps` = "
+                f"{self.num_mini_batches} × {self.gradient_accumulation_steps}: set `num_mini_batches` only."
+            )
+        self.num_mini_batches = mini_batches
+
+    def _refuse(self):
+        for f in fields(self):
+            default = f.default_factory() if f.default_factory is not MISSING else f.default
+            if f.name in REFUSED and getattr(self, f.name) not in (default, None):
+                raise ValueError(f"`{f.name}={getattr(self, f.name)}` is not supported: {REFUSED[f.name]}.")
+
+    def _check_values(self):
+        for name, (rule, is_valid) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not is_valid(value):
+                raise ValueError(f"`{name}` must be {rule}, got {value}.")
+        for f in fields(self):
+            literal = next((t for t in (f.type, *get_args(f.type)) if get_origin(t) is Literal), None)
+            if literal and getattr(self, f.name) not in (None, *get_args(literal)):
+                raise ValueError(
+                    f"`{f.name}` must be one of {list(get_args(literal))}, got {getattr(self, f.name)!r}."
+                )
+        if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
+            raise ValueError(
+                f"`missing_eos_score={self.missing_eos_score}` replaces the score that `missing_eos_penalty="
+                f"{self.missing_eos_penalty}` is subtracted from: set one of them."
+            )
+        if self.stop_token and self.stop_token_id is not None:
+            raise ValueError("`stop_token` and `stop_token_id` are two names of one setting: set one of them.")
+        if self.kl_controller == "adaptive":
+            if self.kl_coef == 0:
+                raise ValueError(
+                    "`kl_controller='adaptive'` multiplies `kl_coef`, so it can never leave `kl_coef=0`: start from a "
+                    "positive value such as 0.05."
+                )
+            if not self.kl_coef_min <= self.kl_coef <= (math.inf if self.kl_coef_max is None else self.kl_coef_max):
+                raise ValueError(
+                    f"`kl_coef={self.kl_coef}` must lie within [`kl_coef_min`, `kl_coef_max`] = [{self.kl_coef_min}, "
+                    f"{self.kl_coef_max}]."
+                )
+        if not self.use_ref_model and (self.kl_coef != 0 or self.sync_ref_model):
+            raise ValueError(
+                f"`use_ref_model=False` drops the reference, but `kl_coef={self.kl_coef}`, `sync_ref_model="
+                f"{self.sync_ref_model}` need one: set `kl_coef=0` and `sync_ref_model=False`."
+            )
+        if self.reward_normalization == "group" and not self.reward_group_column:
+            raise ValueError(
+                "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by."
+            )
+
+    def _check_sampling(self):
+        kwargs = self.generation_kwargs or {}
+        changed = {name: value for name, value in kwargs.items() if name not in ON_POLICY_GENERATION_KWARGS}
+        neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
+        changed |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
+        if changed and not self.allow_off_policy_sampling:
+            raise ValueError(
+                f"{changed} change the sampler but not the log-probs that are trained, which biases the ratio and the KL "
+                "(it can turn negative). Remove them, or set `allow_off_policy_sampling=True` and watch "
+                "`sampling/logprob_difference`."
+            )
+
+    def _resolve_max_steps(self):
+        if self.total_episodes is None:
+            return
+        steps = math.ceil(self.total_episodes / self.batch_size) * self.num_mini_batches * self.num_ppo_epochs
+        if self.max_steps not in (-1, steps):
+            raise ValueError(
+                f"`total_episodes={self.total_episodes}` makes {steps} optimizer steps (rollouts of {self.batch_size} "
+                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs), but `max_steps="
+                f"{self.max_steps}`: set one of them."
+            )
+        self.max_steps = steps
+
+    @property
+    def batch_size(self) -> int:
+        """Episodes in a rollout, over all processes (TRL 1.12's name)."""
+        return self.mini_batch_size * self.num_mini_batches
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Episodes in one optimizer step, over all processes (TRL 1.12's name)."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+
+    @property
+    def local_mini_batch_size(self) -> int:
+        """Episodes in one optimizer step on this process (TRL 1.12's name)."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def local_batch_size(self) -> int:
+        """Episodes of a rollout on this process (TRL 1.12's name)."""
+        return self.local_mini_batch_size * self.num_mini_batches
+
+
+def _refuse_computed(init):
+    @functools.wraps(init)
+    def wrapped(self, *args: Any, **kwargs: Any):
+        for name in COMPUTED.keys() & kwargs.keys():
+            raise TypeError(f"`{name}` is not a setting: it is {COMPUTED[name]}. Set those.")
+        init(self, *args, **kwargs)
+
+    return wrapped
+
+
+PPOConfig.__init__ = _refuse_computed(PPOConfig.__init__)  # type: ignore[method-assign]

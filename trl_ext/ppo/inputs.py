@@ -1,0 +1,115 @@
+"""What the constructor is given: calls written for TRL 1.12, and mistakes."""
+
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import DataCollatorWithPadding, ProcessorMixin
+
+from ..upstream import get_config_model_id
+from .config import PPOConfig
+
+
+def migrate(model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator):
+    """Accept what a call written for TRL 1.12's PPOTrainer passes."""
+    if data_collator is not None and not isinstance(data_collator, DataCollatorWithPadding):
+        raise ValueError(
+            f"`data_collator` ({type(data_collator).__name__}) would never be called: prompts are tokenised and padded in "
+            "the rollout. Prepare the dataset's `prompt` or `input_ids` column instead."
+        )
+    for keyword, value, path in (
+        ("model", model, getattr(args, "sft_model_path", None)),
+        ("reward_model", reward_model, getattr(args, "reward_model_path", None)),
+    ):
+        if path is not None and isinstance(value, str) and value != path:
+            raise ValueError(
+                f"`{keyword}={value!r}` and the config's path {path!r} are two names of one thing: drop one."
+            )
+    model = model if model is not None else getattr(args, "sft_model_path", None)
+    if model is None:
+        raise ValueError("`model` is required: a path or a causal language model.")
+    if reward_model is not None and reward_funcs is not None:
+        raise ValueError(
+            "`reward_model` (TRL 1.12) and `reward_funcs` are two names of one thing: pass `reward_funcs`."
+        )
+    if reward_funcs is None:
+        reward_funcs = reward_model if reward_model is not None else getattr(args, "reward_model_path", None)
+    if reward_funcs is None or reward_funcs == []:
+        raise ValueError("`reward_funcs` is required: a reward model (path or object), a function, or a list of them.")
+    reward_funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+
+    classes = reward_processing_classes
+    classes = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(reward_funcs)
+    if len(classes) == len(reward_funcs):  # else RLOO says what is wrong
+        for i, reward in enumerate(reward_funcs):
+            # 1.12's reward model reads the policy's tokens; so does one built in memory, which names no tokenizer
+            nameless = isinstance(reward, nn.Module) and not get_config_model_id(reward.config)
+            if classes[i] is None and (nameless or (reward is reward_model and isinstance(reward, nn.Module))):
+                if processing_class is None:
+                    raise ValueError(
+                        f"reward model {i} was built in memory, so its tokenizer is not known: pass "
+                        "`reward_processing_classes` or `processing_class`."
+                    )
+                classes[i] = processing_class
+    return model, reward_funcs, classes
+
+
+def check_inputs(
+    model, args, train_dataset, eval_dataset, processing_class, value_model, ref_model, reward_funcs
+) -> None:
+    """Refuse, before anything is loaded, what could only fail later."""
+    if not isinstance(args, PPOConfig):
+        raise TypeError(f"`args` must be a `PPOConfig`, got {type(args).__name__}.")
+    if ref_model is not None and not args.use_ref_model:
+        raise ValueError("`ref_model` was passed, but `use_ref_model=False`: drop one.")
+    named = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]
+    for i, (name, a) in enumerate(named):
+        for other, b in named[i + 1 :]:
+            if a is b and isinstance(a, nn.Module):
+                raise ValueError(
+                    f"`{name}` and `{other}` are one object, so training one would change the other: pass a copy."
+                )
+    for i, reward in enumerate(reward_funcs):
+        if reward is value_model and isinstance(reward, nn.Module):
+            raise ValueError(
+                f"`value_model` and reward function {i} are one object, so training the critic would change the reward: "
+                "leave `value_model` out, the critic then starts as a copy."
+            )
+    if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
+        raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError("Vision-language models are not supported: pass a tokenizer as `processing_class`.")
+    if train_dataset is None:
+        raise ValueError("`train_dataset` is required.")
+    named_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    for name, dataset in {"train": train_dataset, **named_datasets}.items():
+        if dataset is None:
+            continue
+        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
+            raise TypeError(
+                f"The {name} dataset must be a `datasets.Dataset`, got {type(dataset).__name__}: order and resume need its "
+                "length. Materialise a stream with `Dataset.from_list(list(stream.take(n)))`."
+            )
+        if len(dataset) == 0:
+            raise ValueError(f"The {name} dataset is empty.")
+        if not {"prompt", "input_ids"} & set(dataset.column_names):
+            raise ValueError(
+                f"The {name} dataset needs a column `prompt` (text or messages) or `input_ids` (tokens); it has "
+                f"{dataset.column_names}."
+            )
+        if {"image", "images"} & set(dataset.column_names):
+            raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")
+    needed = args.generation_batch_size // args.num_generations
+    if len(train_dataset) < needed:
+        raise ValueError(
+            f"The train dataset has {len(train_dataset)} prompts, a rollout needs {needed} (`per_device_train_batch_size` "
+            f"{args.per_device_train_batch_size} × `gradient_accumulation_steps` {args.gradient_accumulation_steps} × "
+            f"`num_mini_batches` {args.num_mini_batches} × {args.world_size} processes / `num_generations` "
+            f"{args.num_generations}): lower one of them."
+        )
+    column = {"group": args.reward_group_column, "reference": args.reward_reference_column}.get(
+        args.reward_normalization
+    )
+    if column is not None and column not in train_dataset.column_names:
+        raise ValueError(
+            f"`reward_normalization={args.reward_normalization!r}` reads the column {column!r}; the train dataset has "
+            f"{train_dataset.column_names}."
+        )

@@ -1,0 +1,40 @@
+"""The coefficient of the KL penalty, and how it moves."""
+
+import math
+
+from ..functional import adaptive_kl_coef
+from .config import PPOConfig
+
+
+class KLController:
+    """Holds `kl_coef`: constant, or steered to `kl_target` by the rule of Ziegler et al. (1909.08593)."""
+
+    def __init__(self, args: PPOConfig):
+        self.args = args
+        self.kl_coef = args.kl_coef
+
+    def update(self, kl: float, n_episodes: int) -> None:
+        """
+        Move the coefficient after a rollout.
+
+        Args:
+            kl: `objective/kl` of the rollout, nats summed over a response, mean over all processes.
+            n_episodes: responses in the rollout, all processes.
+        """
+        if self.args.kl_controller == "adaptive":
+            maximum = math.inf if self.args.kl_coef_max is None else self.args.kl_coef_max
+            self.kl_coef = adaptive_kl_coef(
+                self.kl_coef,
+                kl,
+                self.args.kl_target,
+                n_episodes,
+                self.args.kl_horizon,
+                minimum=self.args.kl_coef_min,
+                maximum=maximum,
+            )
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self.kl_coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.kl_coef = state["kl_coef"]

@@ -1,0 +1,179 @@
+"""Saving policy and critic, and resuming bit for bit."""
+
+import os
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerState
+from transformers.trainer_utils import TrainOutput
+
+from ..upstream import rotate_checkpoints
+from .actor_critic import base_model_of
+from .base import PPOTrainerBase
+from .checkpoint import MARKER, differences, fingerprint, newest_complete, read_marker, temporarily, write_marker
+
+
+class ResumeMixin(PPOTrainerBase):
+    """`train()`, checkpoints and `save_model` of [`PPOTrainer`]."""
+
+    # ---- Saving and resuming ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs) -> TrainOutput:
+        """
+        Train, or go on where an earlier call was interrupted.
+
+        Args:
+            resume_from_checkpoint:
+                `None` goes on from the newest complete checkpoint in `output_dir` if the configuration is the same, and
+                raises if it is not. `True` does so, and raises if there is none. A path goes on from there, whatever
+                the configuration was. `False` starts anew.
+        """
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        self._fingerprint = fingerprint(
+            self.args,
+            reward_functions=self.reward_func_names,
+            train_rows=len(self.train_dataset),
+            policy=f"{type(base_model_of(self.model.policy)).__name__}, {self.model.policy.num_parameters():,} parameters",
+        )
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+            if state.global_step >= state.max_steps and read_marker(checkpoint) == self._fingerprint:
+                self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
+                self._load_from_checkpoint(checkpoint)
+                self.state = state
+                return TrainOutput(state.global_step, float("nan"), {})
+            self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
+        return super().train(resume_from_checkpoint=checkpoint or False, **kwargs)
+
+    def _find_checkpoint(self, resume: str | bool | None) -> str | None:
+        if resume is False:
+            return None
+        if isinstance(resume, str):
+            if read_marker(resume) is None:
+                raise ValueError(
+                    f"{resume} is not a complete checkpoint (it has no {MARKER}): it was interrupted while it was "
+                    "written, or is none of PPOTrainer. Pass another one, or `True` for the newest complete one."
+                )
+            return resume
+        checkpoint, skipped = newest_complete(self.args.output_dir)
+        for path in skipped:
+            self.accelerator.print(f"Skipping {path}: it was interrupted while it was written.")
+        if checkpoint is None:
+            if resume:
+                raise ValueError(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
+            return None
+        different = differences(read_marker(checkpoint) or {}, self._fingerprint)
+        if different:
+            raise ValueError(
+                f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Choose another `output_dir`, "
+                "pass `resume_from_checkpoint='<path>'` to go on from it all the same, or `False` to start anew."
+            )
+        return checkpoint
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        checkpoint = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        if self.args.should_save and os.path.exists(os.path.join(checkpoint, MARKER)):
+            os.remove(os.path.join(checkpoint, MARKER))
+        # Older checkpoints may only go once this one is complete
+        with temporarily(self.args, save_total_limit=None):
+            super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_marker(checkpoint, self._fingerprint)
+            rotate_checkpoints(
+                output_dir=self._get_output_dir(trial=trial),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Write the policy as a model of its own, and the critic beside it under `critic/`."""
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        actor_critic = self.accelerator.unwrap_model(self.model)
+        parts: dict[str, dict | None] = {"policy": None, "critic": None}
+        if state_dict is not None:
+            for role in parts:
+                prefix = f"{role}."
+                parts[role] = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        with self._as_model(actor_critic.policy):
+            super()._save(output_dir, state_dict=parts["policy"])
+        if self.args.should_save:
+            actor_critic.critic.save_pretrained(os.path.join(output_dir, "critic"), state_dict=parts["critic"])
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled:
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with self._as_model(self.model.policy):
+            super()._load_from_checkpoint(resume_from_checkpoint)
+        self._load_critic(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return super()._load_best_model()
+        with self._as_model(self.accelerator.unwrap_model(self.model).policy):
+            super()._load_best_model()
+        self._load_critic(self.state.best_model_checkpoint)
+
+    def _load_critic(self, checkpoint: str) -> None:
+        critic = self.accelerator.unwrap_model(self.model).critic
+        saved = type(critic).from_pretrained(os.path.join(checkpoint, "critic"), dtype=critic.dtype)
+        critic.load_state_dict(saved.state_dict())
+
+    @contextmanager
+    def _as_model(self, model: nn.Module):
+        actor_critic, self.model = self.model, model
+        try:
+            yield
+        finally:
+            self.model = actor_critic
+
+    def _state_file(self, checkpoint: str) -> str:
+        return os.path.join(checkpoint, f"ppo_state_{self.args.process_index}.pt")
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        in_rollout = self._step % self._steps_per_rollout != 0
+        state = {
+            "step": self._step,
+            "skip_until": self._skip_until,
+            "episodes": self._episodes,
+            "rollout": {k: v.cpu() for k, v in self._rollout.items()} if in_rollout and self._rollout else None,
+            "kl_controller": self.kl_controller.state_dict(),
+            "reward_normalizer": self.reward_normalizer.state_dict(),
+            "stats": self._stats["train"].state_dict(),
+            "metrics": dict(self._metrics["train"]),
+            # The Trainer starts its loss sums anew, so that the first log after resuming would cover fewer steps
+            "tr_loss": self._tr_loss.cpu(),
+            "total_loss": self._total_loss_scalar,
+            "last_logged": self._globalstep_last_logged,
+        }
+        torch.save(state, self._state_file(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        if not os.path.isfile(self._state_file(checkpoint)):
+            raise ValueError(
+                f"{self._state_file(checkpoint)} is missing: the checkpoint was written by another number of processes or "
+                "with `save_only_model=True`, and cannot be resumed from."
+            )
+        state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
+        self._step, self._skip_until = state["step"], state["skip_until"]
+        self._episodes = self._episodes_at_start = state["episodes"]
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.reward_normalizer.load_state_dict(state["reward_normalizer"])
+        self._stats["train"].load_state_dict(state["stats"])
+        self._metrics["train"].update(state["metrics"])
+        self._tr_loss = state["tr_loss"].to(self.args.device)
+        self._total_loss_scalar, self._globalstep_last_logged = state["total_loss"], state["last_logged"]
+        if state["rollout"] is not None:
+            self._rollout = {name: values.to(self.args.device) for name, values in state["rollout"].items()}
+            self._buffered_inputs = self._permuted(
+                self._step % self._steps_per_rollout // self.args.steps_per_generation
+            )

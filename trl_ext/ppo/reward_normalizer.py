@@ -1,0 +1,69 @@
+"""Standardising scores before they become rewards."""
+
+import torch
+from torch import Tensor
+
+from ..functional import empty_moments, merge_moments, moments, whiten
+
+
+class RewardNormalizer:
+    """
+    Standardises the scores of a rollout: (score − mean) / standard deviation.
+
+    | kind | mean and standard deviation of |
+    |---|---|
+    | `running` | all scores of the run so far, this rollout included |
+    | `batch` | this rollout |
+    | `group` | all scores of the row's group so far, this rollout included |
+    | `reference` | mean: the demonstrations; the standard deviation is left alone |
+
+    It is called with the scores of all processes, so its moments are the same on each without being merged.
+    """
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.running = empty_moments("cpu")
+        self.groups: dict[str, Tensor] = {}
+        self.reference_mean: float | None = None
+
+    def __call__(self, scores: Tensor, groups: list[str] | None = None) -> Tensor:
+        """
+        Args:
+            scores: (N,) on the CPU, of all processes; NaN where no reward function applies, and left out.
+            groups: N group names, for `group`.
+
+        Returns:
+            (N,) standardised scores.
+        """
+        match self.kind:
+            case "none":
+                return scores
+            case "reference":
+                return scores - self.reference_mean
+            case "batch":
+                return _standardise(scores, moments(scores, ~scores.isnan()))
+            case "running":
+                self.running = _merge(self.running, scores)
+                return _standardise(scores, self.running)
+        normalised = torch.full_like(scores, torch.nan)
+        for group in sorted(set(groups)):
+            rows = torch.tensor([name == group for name in groups])
+            self.groups[group] = _merge(self.groups.get(group, empty_moments("cpu")), scores[rows])
+            normalised[rows] = _standardise(scores[rows], self.groups[group])
+        return normalised
+
+    def state_dict(self) -> dict:
+        return {"running": self.running, "groups": self.groups, "reference_mean": self.reference_mean}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.running, self.groups = state["running"], state["groups"]
+        self.reference_mean = state["reference_mean"]
+
+
+def _merge(seen: Tensor, scores: Tensor) -> Tensor:
+    return merge_moments(torch.stack([seen, moments(scores, ~scores.isnan())]))
+
+
+def _standardise(scores: Tensor, score_moments: Tensor) -> Tensor:
+    valid = ~scores.isnan()
+    return whiten(scores, valid, score_moments).masked_fill(~valid, torch.nan)

@@ -1,0 +1,133 @@
+"""What stands between the trainer and the reward functions: checks, and reward models that see what training saw."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..upstream import is_async_callable, is_conversational
+
+
+class CheckedReward:
+    """
+    A reward function whose mistakes are noted instead of raised: an exception on one process would leave the others
+    waiting in the next collective. The trainer raises the notes on all processes together.
+    """
+
+    def __init__(self, function: Callable, name: str, mistakes: list[tuple[str, Exception | None]]):
+        self.function = function
+        self.name = name
+        self.mistakes = mistakes
+
+    def __call__(self, prompts: list, **kwargs) -> list[float | None]:
+        try:
+            return self._checked(self.function(prompts=prompts, **kwargs), prompts)
+        except Exception as error:
+            return self._note(error, prompts)
+
+    def _note(self, error: Exception, prompts: list) -> list[float | None]:
+        self.mistakes.append((f"reward function '{self.name}': {type(error).__name__}: {error}", error))
+        return [0.0] * len(prompts)
+
+    def _checked(self, rewards: Any, prompts: list) -> list[float | None]:
+        rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
+        if not isinstance(rewards, (list, tuple)):
+            raise TypeError(f"must return a list with one float or None per completion, got {type(rewards).__name__}")
+        if len(rewards) != len(prompts):
+            raise ValueError(f"returned {len(rewards)} rewards for {len(prompts)} completions; return one for each")
+        for row, reward in enumerate(rewards):
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(f"returned {reward} for completion {row}; return None where it does not apply")
+        return [None if reward is None else float(reward) for reward in rewards]
+
+
+class CheckedAsyncReward(CheckedReward):
+    async def __call__(self, prompts: list, **kwargs) -> list[float | None]:  # type: ignore[override]
+        try:
+            return self._checked(await self.function(prompts=prompts, **kwargs), prompts)
+        except (Exception, asyncio.CancelledError) as error:
+            return self._note(error if isinstance(error, Exception) else RuntimeError("cancelled"), prompts)
+
+
+def checked(function: Callable, name: str, mistakes: list) -> CheckedReward:
+    return (CheckedAsyncReward if is_async_callable(function) else CheckedReward)(function, name, mistakes)
+
+
+def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+    return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
+
+
+class ModelReward:
+    """
+    A reward model as a reward function, fed what `trl.RewardTrainer` trained it on.
+
+    With the policy's tokenizer it scores the token ids themselves, EOS included. With another tokenizer the text is
+    tokenised as RewardTrainer does, special tokens included, and the model's own EOS (for messages: its chat template's
+    end of turn) is there exactly if the answer was finished.
+
+    Args:
+        model: sequence classifier with one label, prepared for inference.
+        tokenizer: the model's own tokenizer.
+        policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`.
+        batch_size: rows in one forward.
+        is_finished: whether these completion ids end by EOS.
+        prompt_ids: returns the token ids of the current prompts.
+        chat_template_kwargs: passed on to the chat template.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        policy_tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        is_finished: Callable[[list[int]], bool],
+        prompt_ids: Callable[[], list[list[int]]],
+        chat_template_kwargs: dict[str, Any],
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.shares_tokenizer = same_tokenizer(tokenizer, policy_tokenizer)
+        self.batch_size = batch_size
+        self.is_finished = is_finished
+        self.prompt_ids = prompt_ids
+        self.chat_template_kwargs = chat_template_kwargs
+
+    def __call__(self, prompts: list, completions: list, completion_ids: list[list[int]], **_) -> list[float]:
+        if self.shares_tokenizer:
+            ids = [list(p) + list(c) for p, c in zip(self.prompt_ids(), completion_ids, strict=True)]
+        else:
+            ids = [
+                self._tokenize(prompt, completion, self.is_finished(completion_id))
+                for prompt, completion, completion_id in zip(prompts, completions, completion_ids, strict=True)
+            ]
+        context = getattr(self.model.config, "max_position_embeddings", None)
+        longest = max(map(len, ids))
+        if context and longest > context:
+            raise ValueError(
+                f"a prompt with its completion has {longest} tokens, the reward model's context {context}: shorten the "
+                "prompts or `max_completion_length`"
+            )
+        scores: list[float] = []
+        for start in range(0, len(ids), self.batch_size):
+            batch = self.tokenizer.pad(
+                {"input_ids": ids[start : start + self.batch_size]}, padding_side="right", return_tensors="pt"
+            ).to(next(self.model.parameters()).device)
+            with torch.no_grad():
+                scores += self.model(**batch).logits[:, 0].float().tolist()
+        return scores
+
+    def _tokenize(self, prompt: Any, completion: Any, finished: bool) -> list[int]:
+        if is_conversational({"prompt": prompt}):
+            return self.tokenizer.apply_chat_template(
+                prompt + completion,
+                tokenize=True,
+                return_dict=True,
+                continue_final_message=not finished,
+                **self.chat_template_kwargs,
+            )["input_ids"]
+        return self.tokenizer(prompt + completion + (self.tokenizer.eos_token if finished else ""))["input_ids"]

@@ -1,0 +1,680 @@
+"""PPO on TRL's `RLOOTrainer`: prompt → rollout → score → token rewards → advantages → loss → step → metrics."""
+
+import copy
+import os
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType, gather_object
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from trl.trainer.callbacks import SyncRefModelCallback
+
+from ..functional import (
+    approx_kl,
+    gae,
+    kl_estimate,
+    masked_sum,
+    policy_loss,
+    token_rewards,
+    value_loss,
+    whiten,
+)
+from ..upstream import (
+    RepeatSampler,
+    add_fused_lm_head,
+    create_model_from_path,
+    disable_dropout_in_model,
+    get_config_model_id,
+    is_conversational,
+    prepare_deepspeed,
+    prepare_fsdp,
+)
+from .actor_critic import (
+    ActorCritic,
+    LogprobForward,
+    SamplerRecorder,
+    base_model_of,
+    check_critic,
+    critic_from_policy,
+    unpatched_copy,
+)
+from .base import PPOTrainerBase
+from .checkpoint import temporarily
+from .config import PPOConfig
+from .evaluation import EvaluationMixin
+from .inputs import check_inputs, migrate
+from .kl_controller import KLController
+from .metrics import Metrics, global_moments
+from .reporting import ReportingMixin
+from .resume import ResumeMixin
+from .reward_normalizer import RewardNormalizer
+from .rewards import ModelReward, checked, same_tokenizer
+
+
+class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
+    """
+    Proximal Policy Optimization (1707.06347) for language models, with a critic, GAE and per-token KL rewards
+    (1909.08593), on TRL's maintained on-policy trainer.
+
+    Args:
+        model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Policy: a path or an object.
+        reward_funcs (`str`, model, callable, or list of them):
+            As in TRL: sequence classifiers with one label (path or object), and functions or async functions
+            `(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+        args ([`PPOConfig`], *optional*):
+            Configuration.
+        train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):
+            Rows with `prompt` (text or messages), or with `input_ids`: prompt tokens that are used verbatim.
+        processing_class, reward_processing_classes:
+            Tokenizers of the policy and of each reward model.
+        value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            Critic: a sequence classifier with one label and the policy's vocabulary. If not given, a copy of the first
+            reward model that fits, else the policy's backbone with a zero head.
+        ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
+            Reference. If not given, a frozen copy of the weights passed in as `model`.
+        callbacks, optimizers, quantization_config, peft_config:
+            As in TRL.
+        reward_model, data_collator:
+            TRL 1.12's names: a reward model that reads the policy's tokens; and nothing, prompts are padded here.
+    """
+
+    # The loss is already divided by the token count of the whole optimizer step
+    loss_is_scaled_for_ga = True
+
+    _tag_names = ["trl", "ppo", "trl-ext"]
+    _name = "PPO"
+    _paper = {
+        "title": "Fine-Tuning Language Models from Human Preferences",
+        "id": "1909.08593",
+        # docstyle-ignore
+        "citation": textwrap.dedent("""\
+            @article{ziegler2019fine-tuning,
+                title        = {{Fine-Tuning Language Models from Human Preferences}},
+                author       = {Daniel M. Ziegler and Nisan Stiennon and Jeffrey Wu and Tom B. Brown and Alec Radford and Dario Amodei and Paul F. Christiano and Geoffrey Irving},
+                year         = 2019,
+                eprint       = {arXiv:1909.08593}
+            }"""),
+    }
+
+    def __init__(
+        self,
+        model: Any = None,
+        reward_funcs: Any = None,
+        args: PPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        value_model: str | PreTrainedModel | None = None,
+        ref_model: str | PreTrainedModel | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        reward_model: Any = None,
+        data_collator: Any = None,
+    ):
+        model, reward_funcs, reward_processing_classes = migrate(
+            model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator
+        )
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")
+        check_inputs(model, args, train_dataset, eval_dataset, processing_class, value_model, ref_model, reward_funcs)
+
+        with _as_rloo_reads(args):
+            super().__init__(
+                model=model,
+                reward_funcs=reward_funcs,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+            )
+        self.reward_func_names = [name or f"reward_model_{i}" for i, name in enumerate(self.reward_func_names)]
+        self.epsilon_low = args.cliprange
+        self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
+        if args.stop_token_id is not None:
+            self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
+            self.generation_config.eos_token_id = self.eos_token_ids
+        policy = self.model
+        self._is_peft = hasattr(policy, "peft_config") and hasattr(policy, "get_base_model")
+        if base_model_of(policy).config.get_text_config().vocab_size < len(self._tokenizer):
+            raise ValueError(
+                f"The tokenizer has {len(self._tokenizer)} tokens, the policy's vocabulary only "
+                f"{base_model_of(policy).config.get_text_config().vocab_size}: pass the policy's own tokenizer as "
+                "`processing_class`."
+            )
+
+        self._prepare_reference(policy, ref_model)
+        critic, self._critic_origin = self._make_critic(policy, value_model)
+        if args.disable_dropout:
+            for module in (critic, *(f for f in self.reward_funcs if isinstance(f, nn.Module))):
+                disable_dropout_in_model(module)
+        if self.place_model_on_device:
+            critic.to(args.device)
+        self.model = self.model_wrapped = self.callback_handler.model = ActorCritic(policy, critic)
+        if args.allow_off_policy_sampling and not self.use_vllm:
+            self.model.sampler_recorder = SamplerRecorder()
+
+        self._mistakes: list[tuple[str, Exception | None]] = []
+        self._prepare_rewards()
+        self.kl_controller = KLController(args)
+        self.reward_normalizer = RewardNormalizer(args.reward_normalization)
+
+        self._stats = {"train": Metrics(), "eval": Metrics()}
+        self._passes: list[tuple[Tensor, Tensor | None]] | None = None  # log-probs and values of a rollout's forwards
+        self._rollout: dict[str, Tensor] | None = None  # the current rollout, rows in the order of generation
+        self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
+        self._episodes = 0
+        self._verbatim_ids: list[list[int]] | None = None  # prompt tokens of rows with `input_ids`
+        self._clock: dict[str, float] = defaultdict(float)  # seconds spent in each phase since the last log
+        self._inner_seconds = 0.0
+        self._eval_rows: tuple[int, int] | None = None  # rows seen and rows in all, while evaluating
+        self._check_prompt_lengths()
+        self._print_schedule()
+
+    # ---- Models ----
+
+    def _prepare_reference(self, policy: Any, ref_model: str | PreTrainedModel | None) -> None:
+        args = self.args
+        self._has_reference = args.use_ref_model
+        self.beta = float(self._has_reference)  # RLOO: whether there is a reference pass
+        if not self._has_reference or (self._is_peft and ref_model is None):
+            return  # with PEFT, RLOO switches the adapter off for the reference pass
+        if isinstance(ref_model, str):
+            kwargs = {"dtype": policy.dtype, **(args.model_init_kwargs or {})}
+            kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+            reference = create_model_from_path(ref_model, **kwargs)
+        else:
+            reference = unpatched_copy(policy, "the reference") if ref_model is None else ref_model
+        vocabularies = [m.config.get_text_config().vocab_size for m in (reference, base_model_of(policy))]
+        if vocabularies[0] != vocabularies[1]:
+            raise ValueError(
+                f"`ref_model` has a vocabulary of {vocabularies[0]} tokens, the policy one of {vocabularies[1]}: it must "
+                "score the policy's token ids."
+            )
+        reference.requires_grad_(False).eval()
+        if args.disable_dropout:
+            disable_dropout_in_model(reference)
+        add_fused_lm_head(reference, temperature=self.temperature)
+        if self.is_deepspeed_enabled:
+            self.ref_model = prepare_deepspeed(reference, self.accelerator)
+        elif self.is_fsdp_enabled:
+            self.ref_model = prepare_fsdp(reference, self.accelerator)
+        else:
+            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
+        if args.sync_ref_model:
+            self.add_callback(_SyncReference(ref_model=self.ref_model, accelerator=self.accelerator))
+
+    def _make_critic(self, policy: Any, value_model: str | PreTrainedModel | None) -> tuple[Any, str]:
+        if isinstance(value_model, str):
+            kwargs = {"dtype": policy.dtype, **(self.args.model_init_kwargs or {})}
+            kwargs.setdefault("trust_remote_code", self.args.trust_remote_code)
+            critic = AutoModelForSequenceClassification.from_pretrained(value_model, num_labels=1, **kwargs)
+            origin = f"`value_model` {value_model}"
+        elif value_model is not None:
+            critic, origin = value_model, "`value_model`"
+        else:
+            for reward, tokenizer, name in zip(
+                self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True
+            ):
+                if isinstance(reward, nn.Module) and same_tokenizer(tokenizer, self._tokenizer):
+                    critic = unpatched_copy(self.accelerator.unwrap_model(reward), "the critic")
+                    try:
+                        check_critic(critic, policy)
+                    except ValueError:
+                        continue
+                    return critic.to(policy.dtype).requires_grad_(True).train(), f"a copy of reward model '{name}'"
+            critic, origin = critic_from_policy(policy), "the policy's backbone with a zero head"
+        check_critic(critic, policy)
+        return critic.requires_grad_(True), origin
+
+    def _prepare_rewards(self) -> None:
+        for i, (reward, tokenizer) in enumerate(zip(self.reward_funcs, self.reward_processing_classes, strict=True)):
+            if isinstance(reward, nn.Module):
+                num_labels = reward.config.num_labels
+                if num_labels != 1:
+                    raise ValueError(
+                        f"Reward model '{self.reward_func_names[i]}' has num_labels={num_labels}; a reward model needs "
+                        "one label: load it with `num_labels=1`."
+                    )
+                reward = ModelReward(
+                    reward.requires_grad_(False).eval(),
+                    tokenizer,
+                    self._tokenizer,
+                    self.args.local_rollout_forward_batch_size,
+                    lambda ids: ids[-1] in self.eos_token_ids,
+                    lambda: self._prompt_ids,
+                    self.chat_template_kwargs,
+                )
+            self.reward_funcs[i] = checked(reward, self.reward_func_names[i], self._mistakes)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        given = self.optimizer is not None
+        optimizer = super().create_optimizer(model)
+        if self.args.critic_learning_rate is None:
+            return optimizer
+        if given:
+            raise ValueError(
+                "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the critic "
+                "its own parameter group there, or drop `critic_learning_rate`."
+            )
+        critic = {id(p) for p in self.accelerator.unwrap_model(model or self.model).critic.parameters()}
+        for group in list(optimizer.param_groups):
+            params = group["params"]
+            group["params"] = [p for p in params if id(p) not in critic]
+            options = {name: value for name, value in group.items() if name != "params"}
+            options["lr"] = self.args.critic_learning_rate
+            optimizer.add_param_group({**options, "params": [p for p in params if id(p) in critic]})
+        return optimizer
+
+    # ---- Data ----
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if "input_ids" not in self._signature_columns:
+            self._signature_columns.append("input_ids")
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
+        sampler = super()._get_train_sampler(dataset)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        # RepeatSampler draws on from one generator, so a resumed run would replay epoch 0's order
+        sampler.__class__ = _EpochSeededSampler
+        sampler.epoch_seed = lambda: seed + int(self.state.epoch or 0)
+        return sampler
+
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, dict]:
+        if self._verbatim_ids is not None:
+            return self._verbatim_ids, None, {}
+        return super()._tokenize_prompts(prompts)
+
+    def _with_prompts(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows with `prompt`; those that have token ids instead get their text, for reward functions to read."""
+        self._verbatim_ids = None
+        if "prompt" in inputs[0]:
+            return inputs
+        ids = [
+            [
+                int(i)
+                for i, real in zip(
+                    row["input_ids"], row.get("attention_mask") or [1] * len(row["input_ids"]), strict=True
+                )
+                if real
+            ]
+            for row in inputs
+        ]
+        self._verbatim_ids = ids
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [{**row, "prompt": text} for row, text in zip(inputs, texts, strict=True)]
+
+    def _check_prompt_lengths(self) -> None:
+        context = getattr(base_model_of(self.model.policy).config.get_text_config(), "max_position_embeddings", None)
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for name, dataset in {"train": self.train_dataset, **datasets}.items():
+            if context is None or dataset is None:
+                continue
+            lengths = dataset.map(
+                self._measure_prompts,
+                batched=True,
+                remove_columns=dataset.column_names,
+                num_proc=self.args.dataset_num_proc,
+                new_fingerprint=None if self.args.dataset_num_proc else f"{dataset._fingerprint}-lengths-{id(self)}",
+                keep_in_memory=True,
+            )["length"]
+            longest = max(lengths)
+            too_long = sum(length + self.max_completion_length > context for length in lengths)
+            if too_long:
+                raise ValueError(
+                    f"{too_long} of {len(lengths)} prompts in the {name} dataset leave no room for "
+                    f"`max_completion_length={self.max_completion_length}` in the policy's context of {context} tokens "
+                    f"(longest prompt: {longest}): filter them out, or lower `max_completion_length`."
+                )
+
+    def _measure_prompts(self, rows: dict[str, list]) -> dict[str, list[int]]:
+        inputs = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+        inputs = self._with_prompts(inputs)
+        prompt_ids = self._tokenize_prompts([row["prompt"] for row in inputs])[0]
+        self._verbatim_ids = None
+        return {"length": [len(ids) for ids in prompt_ids]}
+
+    # ---- Rollout ----
+
+    def _prepare_inputs(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return inputs
+        epoch, position = divmod(self._step % self._steps_per_rollout, self.args.steps_per_generation)
+        if position == 0:
+            self._buffered_inputs = self._permuted(epoch)
+        return self._buffered_inputs[position]
+
+    @property
+    def _steps_per_rollout(self) -> int:
+        """Micro-batches (forward and backward passes) per process in a rollout."""
+        return self.args.steps_per_generation * self.num_iterations
+
+    def _permuted(self, epoch: int) -> list[dict[str, Tensor]]:
+        """The rollout's micro-batches in the order of PPO epoch `epoch`, each with the token count of its step."""
+        rollout = self._rollout
+        assert rollout is not None
+        seed = (self.args.seed * 1_000_003 + self._step // self._steps_per_rollout) * 1_009 + epoch
+        generator = torch.Generator().manual_seed(seed % 2**63)
+        rows = torch.randperm(len(rollout["loss_mask"]), generator=generator).to(rollout["loss_mask"].device)
+        tokens = rollout["loss_mask"].sum(1)[rows].view(self.args.num_mini_batches, -1).sum(1)
+        tokens = self.accelerator.reduce(tokens, reduction="sum")
+        return [
+            {
+                **{name: values[chunk] for name, values in rollout.items()},
+                "step_tokens": tokens[i // self.args.gradient_accumulation_steps],
+            }
+            for i, chunk in enumerate(rows.chunk(self.args.steps_per_generation))
+        ]
+
+    def _generate_single_turn(self, prompt_ids: list, images: Any, multimodal_fields: dict) -> list[list[int]]:
+        with self._timed("generate"):
+            if self.use_vllm:
+                return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
+            size = self.args.local_rollout_forward_batch_size
+            return [
+                ids
+                for start in range(0, len(prompt_ids), size)
+                for ids in super(PPOTrainer, self)._generate_single_turn(
+                    prompt_ids[start : start + size], images, multimodal_fields
+                )
+            ]
+
+    def _generate(self, prompts: list) -> tuple[list, list, list]:
+        self._prompt_ids, self._completion_ids, completions = super()._generate(prompts)
+        return self._prompt_ids, self._completion_ids, completions
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size=None, **kwargs
+    ):
+        if self._passes is None:  # a training step, with its own LogprobForward
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
+            )
+        # In a rollout the first pass is the policy's, the second the reference's
+        forward = LogprobForward(model, with_values=self.model.training and not self._passes)
+        with self._timed("logprobs"):
+            result = super()._get_per_token_logps_and_entropies(
+                forward,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                self.args.local_rollout_forward_batch_size,
+                **kwargs,
+            )
+        self._passes.append((result[0], forward.values(logits_to_keep) if forward.with_values else None))
+        return result
+
+    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+        with self._timed("score"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._raise_mistakes()
+        self._rewards_per_func = rewards
+        return rewards
+
+    def _raise_mistakes(self) -> None:
+        """Raise what reward functions did wrong on any process, on all of them."""
+        mine = [f"process {self.accelerator.process_index}: {message}" for message, _ in self._mistakes]
+        everyones = gather_object(mine) if self.accelerator.num_processes > 1 else mine
+        if not everyones:
+            return
+        cause = self._mistakes[0][1] if self._mistakes else None
+        self._mistakes.clear()
+        raise RuntimeError(f"At step {self.state.global_step}, {'; '.join(everyones)}") from cause
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        inputs = self._with_prompts(inputs)
+        self._passes = []
+        try:
+            output = super()._generate_and_score_completions(inputs)
+            passes = self._passes
+        finally:
+            self._passes = None
+        if len(passes) != 1 + self._has_reference:
+            raise RuntimeError(
+                f"TRL made {len(passes)} log-prob passes in a rollout, {1 + self._has_reference} were expected: this "
+                "version of TRL is not supported."
+            )
+        (logprobs, values), *reference = passes
+        k1 = logprobs - reference[0][0] if reference else torch.zeros_like(logprobs)
+
+        mode = "train" if self.model.training else "eval"
+        scores, ended = self._scores(output["completion_mask"])
+        valid = ~scores.isnan()
+        mask = output["completion_mask"] * valid[:, None]
+        self._record_rollout(mode, logprobs, k1, scores, ended, mask)
+        if mode == "eval":
+            return output
+
+        shaped = self._shape_scores(scores, inputs)
+        kl = kl_estimate(logprobs, logprobs - k1, self.args.kl_estimator)
+        rewards = token_rewards(shaped, kl, mask, self.kl_controller.kl_coef)
+        self._record_objective(shaped, kl, rewards, mask)
+        if self.args.whiten_rewards:
+            rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
+        advantages = gae(rewards, values, mask, self.args.gamma, self.args.lam)
+        lam_value = self.args.lam if self.args.lam_value is None else self.args.lam_value
+        returns = values + (
+            advantages if lam_value == self.args.lam else gae(rewards, values, mask, self.args.gamma, lam_value)
+        )
+        if self.args.normalize_advantages:
+            advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
+
+        stats = self._stats["train"]
+        stats.add("_residuals", returns - values, mask)
+        stats.add("_returns", returns, mask)
+        self._log_advantages(advantages, mask)
+        self._rollout = {
+            **{name: output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
+            "loss_mask": mask,
+            "old_logprobs": logprobs,
+            "old_values": values,
+            "advantages": advantages,
+            "returns": returns,
+        }
+        return self._rollout
+
+    def _local(self, gathered: Tensor | list) -> Any:
+        """This process's rows of something gathered over all."""
+        size = len(gathered) // self.accelerator.num_processes
+        return gathered[self.accelerator.process_index * size : (self.accelerator.process_index + 1) * size]
+
+    def _scores(self, completion_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) scores after the EOS rule, NaN for rows that take no part; and (B,) whether the row ended by EOS."""
+        rewards = self._local(self._rewards_per_func)
+        scores = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
+        scores[rewards.isnan().all(1) | ~completion_mask.any(1)] = torch.nan
+        ended = torch.tensor([ids[-1] in self.eos_token_ids for ids in self._completion_ids], device=scores.device)
+        if self.args.missing_eos_score is not None:
+            scores = torch.where(ended | scores.isnan(), scores, self.args.missing_eos_score)
+        if self.args.missing_eos_penalty is not None:
+            scores = torch.where(ended, scores, scores - self.args.missing_eos_penalty)
+        return scores, ended
+
+    def _shape_scores(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
+        """Normalise and clip: (B,) as it enters the token rewards."""
+        groups = None
+        if self.args.reward_normalization == "group":
+            groups = gather_object([str(row[self.args.reward_group_column]) for row in inputs])
+        if self.args.reward_normalization == "reference" and self.reward_normalizer.reference_mean is None:
+            self.reward_normalizer.reference_mean = self._mean_reference_score()
+        everyones = self.accelerator.gather(scores).cpu()
+        shaped = self._local(self.reward_normalizer(everyones, groups)).to(scores)
+        return shaped.clamp(*self.reward_clip_range) if self.reward_clip_range else shaped
+
+    def _mean_reference_score(self) -> float:
+        """Mean score of the demonstrations in the training set, each scored once, finished by EOS."""
+        stats, dataset, accelerator = Metrics(), self.train_dataset, self.accelerator
+        size = self.args.local_rollout_forward_batch_size
+        saved = self._prompt_ids, self._completion_ids, self._rewards_per_func
+        for start in range(0, len(dataset), size * accelerator.num_processes):
+            first = start + size * accelerator.process_index
+            rows = torch.arange(first, first + size)
+            inputs = self._with_prompts([dataset[int(i)] for i in rows % len(dataset)])
+            texts = [row[self.args.reward_reference_column] for row in inputs]
+            texts = [text if isinstance(text, str) else text[-1]["content"] for text in texts]
+            ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+            self._completion_ids = [[*row, self._tokenizer.eos_token_id] for row in ids]
+            prompts = [row["prompt"] for row in inputs]
+            self._prompt_ids = self._tokenize_prompts(prompts)[0]
+            chat = is_conversational(inputs[0])
+            completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+            self._calculate_rewards(inputs, prompts, completions, self._completion_ids)
+            scores, _ = self._scores(torch.ones(len(rows), 1, device=accelerator.device))
+            stats.add("scores", scores, (rows < len(dataset)).to(scores.device) & ~scores.isnan())
+        self._prompt_ids, self._completion_ids, self._rewards_per_func = saved
+        self._pending_metrics.clear()
+        self._pending_extra_logs.clear()
+        return stats.pop(accelerator)["scores"][1].item()
+
+    # ---- Loss ----
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self._step >= self._skip_until:
+            try:
+                with self._timed("update"):
+                    return super().training_step(model, inputs, num_items_in_batch)
+            except _TooFarError:
+                self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
+        self._step += 1
+        model.zero_grad(set_to_none=True)
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            self._stats["train"].add("policy/skipped_steps", 1.0)
+        return torch.zeros((), device=self.args.device)
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        args, mask = self.args, inputs["loss_mask"]
+        completion_ids = inputs["completion_ids"]
+        forward = LogprobForward(model, with_values=True)
+        logprobs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+            forward,
+            torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            completion_ids.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )
+        values = forward.values(completion_ids.size(1))
+        self._check_approx_kl(logprobs, inputs)
+
+        policy, policy_clipped = policy_loss(
+            logprobs, inputs["old_logprobs"], inputs["advantages"], self.epsilon_low, self.epsilon_high, args.dual_clip
+        )
+        value, value_clipped = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
+        self._record_loss(logprobs, entropies, policy, policy_clipped, value, value_clipped, inputs)
+
+        # Gradients are averaged over processes and summed over micro-batches
+        scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
+        actor_loss = (masked_sum(policy, mask) - args.entropy_coef * masked_sum(entropies, mask)) * scale
+        if self.aux_loss_enabled:
+            actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
+        if self._critic_only:
+            actor_loss = 0.0 * actor_loss  # in the graph for DDP; `_before_step` drops its gradients
+        return actor_loss + args.vf_coef * masked_sum(value, mask) * scale
+
+    @property
+    def _critic_only(self) -> bool:
+        return self._step // self._steps_per_rollout < self.args.critic_warmup_rollouts
+
+    def _check_approx_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
+        if self.args.max_approx_kl is None:
+            return
+        mask = inputs["loss_mask"]
+        with torch.no_grad():
+            kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
+            if self._step % self.args.gradient_accumulation_steps == 0:
+                self._step_kl = torch.zeros_like(kl)
+            self._step_kl += self.accelerator.reduce(kl, reduction="sum")
+            if self._step_kl[0] > self.args.max_approx_kl * self._step_kl[1]:
+                raise _TooFarError
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        self._before_step()
+        return super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None:  # `max_grad_norm=0`: nothing was clipped
+            self._before_step()
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    def _before_step(self) -> None:
+        """Gradients are complete: drop the policy's during warm-up, record their norms, stop if they are not finite."""
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return  # the engine owns the gradients
+        actor_critic = self.accelerator.unwrap_model(self.model)
+        if self._critic_only_step:
+            for parameter in actor_critic.policy.parameters():
+                parameter.grad = None
+        scaler = getattr(self.accelerator, "scaler", None)
+        for role in ("policy", "critic"):
+            grads = [p.grad for p in getattr(actor_critic, role).parameters() if p.grad is not None]
+            if not grads:
+                continue
+            norm = torch.nn.utils.get_total_norm(grads)
+            norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm) / (
+                scaler.get_scale() if scaler else 1
+            )
+            if not norm.isfinite() and scaler is None:
+                self._stop_not_finite(role)
+            self._stats["train"].add(f"grad_norm/{role}", norm)
+
+    @property
+    def _critic_only_step(self) -> bool:
+        """As `_critic_only`, at the end of an optimizer step, when `_step` already counts it."""
+        return (self._step - 1) // self._steps_per_rollout < self.args.critic_warmup_rollouts
+
+    def _stop_not_finite(self, role: str) -> None:
+        step = self.state.global_step + 1
+        terms = self._stats["train"].not_finite()
+        folder = os.path.join(self.args.output_dir, "last-good")
+        self.save_model(folder, _internal_call=True)
+        cause = (
+            f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so it arose in backward"
+        )
+        raise FloatingPointError(
+            f"The gradient of the {role} is not finite at step {step} ({cause}). The weights before this step are in "
+            f"{folder}. Usual causes: a learning rate that is too high, fp16, or rewards of very different scale "
+            "(see `reward_normalization`, `reward_clip_range`)."
+        )
+
+
+class _TooFarError(Exception):
+    """A minibatch's approximate KL exceeds `max_approx_kl`."""
+
+
+class _EpochSeededSampler(RepeatSampler):
+    epoch_seed: Callable[[], int]
+
+    def __iter__(self):
+        if self.shuffle:
+            self.generator.manual_seed(self.epoch_seed())
+        yield from super().__iter__()
+
+
+class _SyncReference(SyncRefModelCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        kwargs["model"] = self.accelerator.unwrap_model(kwargs["model"]).policy
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def _as_rloo_reads(args: PPOConfig):
+    """RLOO's names for our settings; without `beta` it loads no reference of its own, which would come from a path."""
+    return temporarily(
+        args, beta=0.0, sync_ref_model=False, num_iterations=args.num_ppo_epochs, epsilon=args.cliprange
+    )

@@ -197,7 +197,7 @@ class PPOConfig(RLOOConfig):
         eval_greedy (`bool`, defaults to `True`):
             Evaluate with greedy decoding, too (`eval_greedy/…`).
         dataset_num_proc (`int`, *optional*):
-            Processes that measure the prompts' lengths.
+            TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout.
         sft_model_path, reward_model_path (`str`, *optional*):
             TRL 1.12's names for the trainer's `model` and `reward_funcs`, used where those are not given.
         num_sample_generations (`int`, *optional*):
@@ -284,7 +284,7 @@ class PPOConfig(RLOOConfig):
 
     # Evaluation and loading
     eval_greedy: bool = field(default=True, metadata={"help": "Evaluate with greedy decoding, too."})
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that measure prompt lengths."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "TRL 1.12's name; not needed."})
     sft_model_path: str | None = field(default=None, metadata={"help": "TRL 1.12's name for the trainer's `model`."})
     reward_model_path: str | None = field(
         default=None, metadata={"help": "TRL 1.12's name for a reward model among `reward_funcs`."}
@@ -410,6 +410,11 @@ class PPOConfig(RLOOConfig):
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
+
+    def to_dict(self) -> dict[str, Any]:
+        # TrainingArguments hides every field that ends in `_token`, also where it holds no secret
+        shown = {"stop_token": self.stop_token} | ({} if self.hub_token else {"hub_token": self.hub_token})
+        return super().to_dict() | shown
 
     @property
     def batch_size(self) -> int:

@@ -82,7 +82,7 @@ class ReportingMixin(PPOTrainerBase):
         stats.add("objective/non_score_reward", -self.kl_controller.kl_coef * (kl * mask).sum(1), valid)
         stats.add("objective/rlhf_reward", rewards.sum(1), valid)
         stats.add("objective/kl_coef", self.kl_controller.kl_coef)
-        if self._has_reference and not self._critic_only:
+        if self._has_reference and not self._critic_only and self._next_kl[1]:
             self.kl_controller.update(*self._next_kl)
 
     @torch.no_grad()
@@ -144,8 +144,7 @@ class ReportingMixin(PPOTrainerBase):
                 report["tokens_per_second"] = tokens / max(sum(clock.values()), 1e-9)
             report |= {f"time/{phase}": seconds for phase, seconds in clock.items()}
             if start_time is not None:
-                started = getattr(self, "_episodes_at_start", 0)
-                report["eps"] = (self._episodes - started) / max(time.time() - start_time, 1e-9)
+                report["eps"] = (self._episodes - self._episodes_at_start) / max(time.time() - start_time, 1e-9)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
         super().log(logs, start_time)
 

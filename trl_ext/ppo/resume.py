@@ -47,6 +47,9 @@ class ResumeMixin(PPOTrainerBase):
                 self.state = state
                 return TrainOutput(state.global_step, float("nan"), {})
             self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
+        else:
+            self._step, self._buffered_inputs, self._skip_until = 0, None, 0
+            self._episodes_at_start = self._episodes
         return super().train(resume_from_checkpoint=checkpoint or False, **kwargs)
 
     def _find_checkpoint(self, resume: str | bool | None) -> str | None:

@@ -178,7 +178,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         self._passes: list[tuple[Tensor, Tensor | None]] | None = None  # log-probs and values of a rollout's forwards
         self._rollout: dict[str, Tensor] | None = None  # the current rollout, rows in the order of generation
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
-        self._episodes = 0
+        self._episodes = self._episodes_at_start = 0
         self._verbatim_ids: list[list[int]] | None = None  # prompt tokens of rows with `input_ids`
         self._clock: dict[str, float] = defaultdict(float)  # seconds spent in each phase since the last log
         self._inner_seconds = 0.0
@@ -326,14 +326,9 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         for name, dataset in {"train": self.train_dataset, **datasets}.items():
             if context is None or dataset is None:
                 continue
-            lengths = dataset.map(
-                self._measure_prompts,
-                batched=True,
-                remove_columns=dataset.column_names,
-                num_proc=self.args.dataset_num_proc,
-                new_fingerprint=None if self.args.dataset_num_proc else f"{dataset._fingerprint}-lengths-{id(self)}",
-                keep_in_memory=True,
-            )["length"]
+            columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]
+            batches = dataset.select_columns(columns).iter(1000)
+            lengths = [length for rows in batches for length in self._measure_prompts(rows)]
             longest = max(lengths)
             too_long = sum(length + self.max_completion_length > context for length in lengths)
             if too_long:
@@ -343,12 +338,12 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
                     f"(longest prompt: {longest}): filter them out, or lower `max_completion_length`."
                 )
 
-    def _measure_prompts(self, rows: dict[str, list]) -> dict[str, list[int]]:
+    def _measure_prompts(self, rows: dict[str, list]) -> list[int]:
         inputs = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
         inputs = self._with_prompts(inputs)
         prompt_ids = self._tokenize_prompts([row["prompt"] for row in inputs])[0]
         self._verbatim_ids = None
-        return {"length": [len(ids) for ids in prompt_ids]}
+        return [len(ids) for ids in prompt_ids]
 
     # ---- Rollout ----
 
@@ -644,6 +639,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         terms = self._stats["train"].not_finite()
         folder = os.path.join(self.args.output_dir, "last-good")
         self.save_model(folder, _internal_call=True)
+        self.accelerator.wait_for_everyone()  # a process that raises while another still writes would cut it off
         cause = (
             f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so it arose in backward"
         )

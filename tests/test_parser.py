@@ -24,6 +24,7 @@ class Arguments:
     dtype: str = field(default="float32", metadata={"choices": ["float32", "bfloat16"]})
     multiple: int | str | None = "auto"
     weights: list[float] | None = None
+    modes: list[Literal["sampled", "greedy"]] | None = None
     span: tuple[float, float] | None = None
     seen: str | bool = "no"
     extra: dict | str | None = None
@@ -106,6 +107,7 @@ def test_value_takes_its_fields_type(parse, yaml, name, expected):
         ("dtype: fp32", "'dtype' in the configuration file must be one of 'float32', 'bfloat16', got 'fp32'"),
         ("weights: 1.0", "'weights' in the configuration file must be list[float] or null, got 1.0"),
         ("weights: [a]", "'weights' in the configuration file must be list[float] or null, got ['a']"),
+        ("modes: [greedy, no]", "'modes' in the configuration file must be list["),
         ("span: [1, 2, 3]", "'span' in the configuration file must be tuple[float, float] or null, got [1, 2, 3]"),
     ],
 )

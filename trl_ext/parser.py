@@ -87,7 +87,8 @@ class StrictTrlParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         # Without argparse's usage, which is some 300 flags long and hides the message.
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)
 
     def _check_file(self, path: Path) -> None:
         """Find what TRL's own reading would miss (repeated keys) or answer with a traceback."""

@@ -11,9 +11,10 @@ from transformers import AutoModelForSequenceClassification, GenerationConfig, P
 from transformers.generation import LogitsProcessor
 
 from ..functional import position_ids
+from ..upstream import disable_dropout_in_model
 
 
-def base_model_of(model: nn.Module) -> Any:
+def base_model_of(model: Any) -> Any:
     """The transformers model under a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -32,6 +33,9 @@ class ActorCritic(nn.Module):
     Whatever is asked of it that it does not define, the policy answers, so that TRL and transformers may treat it as
     the policy. The policy is registered first: `parameters()` begins with the policy's.
     """
+
+    policy: Any
+    critic: Any
 
     def __init__(self, policy: nn.Module, critic: PreTrainedModel):
         super().__init__()
@@ -72,8 +76,8 @@ class ActorCritic(nn.Module):
         return self.critic.score(hidden_states).squeeze(-1).float()
 
     def generate(self, *args, **kwargs) -> Any:
-        # What the checkpoint's generation_config.json sets (min_p, no_repeat_ngram_size, …) would fill every field that
-        # TRL leaves open, and the log-probs would not be those of the sampler
+        # What the checkpoint's generation_config.json sets (min_p, no_repeat_ngram_size, …) would fill every field
+        # that TRL leaves open, and the log-probs would not be those of the sampler
         base = base_model_of(self.policy)
         saved, base.generation_config = base.generation_config, GenerationConfig()
         try:
@@ -171,12 +175,21 @@ class SamplerRecorder(LogitsProcessor):
         self._pending = None
 
 
+def disable_dropout(model: nn.Module) -> None:
+    """Switch dropout off: the modules, and the rates that layers keep as numbers (Llama's `attention_dropout`)."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
 def unpatched_copy(model: nn.Module, what: str) -> Any:
     """A deep copy without the forward that TRL or accelerate patched onto the instance."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
-            f"{what} would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: pass it "
-            "as a path (`ref_model=`, `value_model=`)."
+            f"{what} would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: pass "
+            "it as a path (`ref_model=`, `value_model=`)."
         )
     twin = copy.deepcopy(model)
     for module in (twin, base_model_of(twin)):
@@ -211,12 +224,13 @@ def check_critic(critic: Any, policy: nn.Module) -> None:
     score = getattr(critic, "score", None)
     if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
         raise ValueError(
-            f"`value_model` must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` of "
-            f"a causal language model), got {type(critic).__name__}."
+            "`value_model` must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` "
+            f"of a causal language model), got {type(critic).__name__}."
         )
     if critic.config.num_labels != 1:
         raise ValueError(
-            f"`value_model` must have one label, got num_labels={critic.config.num_labels}: load it with `num_labels=1`."
+            f"`value_model` must have one label, got num_labels={critic.config.num_labels}: load it with "
+            "`num_labels=1`."
         )
     vocabulary, needed = (m.config.get_text_config().vocab_size for m in (critic, base_model_of(policy)))
     if vocabulary != needed:

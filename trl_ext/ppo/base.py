@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from trl import RLOOTrainer
@@ -20,6 +20,10 @@ class PPOTrainerBase(RLOOTrainer):
     model: Any  # ActorCritic; FSDP and DeepSpeed wrap it
     train_dataset: Any
     accelerator: Any
+    eos_token_ids: list[int]
+    generation_config: Any
+    num_generations_eval: int
+    reward_func_names: list[str]
 
     kl_controller: KLController
     reward_normalizer: RewardNormalizer
@@ -44,11 +48,19 @@ class PPOTrainerBase(RLOOTrainer):
     _eval_rows: tuple[int, int] | None  # rows seen and rows in all, while evaluating
     _sampling: bool  # False while evaluating greedily
 
-    _critic_only: bool
-    _steps_per_rollout: int
     _local: Callable[[Any], Any]
     _permuted: Callable[[int], list[dict[str, Tensor]]]
     _timed: Callable[[str], AbstractContextManager]
     _real_rows: Callable[[int], Tensor]
-    _metric_prefix: str
     _report: Callable[[str], dict[str, float]]
+
+    if TYPE_CHECKING:
+
+        @property
+        def _critic_only(self) -> bool: ...
+
+        @property
+        def _steps_per_rollout(self) -> int: ...
+
+        @property
+        def _metric_prefix(self) -> str: ...

@@ -70,15 +70,14 @@ def read_marker(checkpoint: str) -> dict[str, Any] | None:
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, list[str]]:
-    """The newest complete checkpoint in `output_dir`, and the incomplete ones that are newer."""
-    skipped: list[str] = []
+    """The complete checkpoint in `output_dir` that was finished last, and those that were interrupted."""
     if not any(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
-        return None, skipped
-    for checkpoint in reversed(sort_checkpoints(output_dir)):
-        if read_marker(checkpoint) is not None:
-            return checkpoint, skipped
-        skipped.append(checkpoint)
-    return None, skipped
+        return None, []
+    checkpoints = sort_checkpoints(output_dir)[::-1]  # of two finished at once, the later step
+    complete = [checkpoint for checkpoint in checkpoints if (Path(checkpoint) / MARKER).is_file()]
+    interrupted = [checkpoint for checkpoint in checkpoints if checkpoint not in complete]
+    newest = max(complete, key=lambda checkpoint: (Path(checkpoint) / MARKER).stat().st_mtime_ns, default=None)
+    return newest, interrupted
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

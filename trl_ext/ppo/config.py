@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from trl import RLOOConfig
 
@@ -208,6 +208,12 @@ class PPOConfig(RLOOConfig):
     > `num_generations` 1, `normalize_advantages` True.
     """
 
+    if TYPE_CHECKING:  # set here, declared by parents that mypy reads as Any
+        generation_batch_size: Any = None
+        max_steps: Any = None
+        metric_for_best_model: Any = None
+        steps_per_generation: Any = None
+
     learning_rate: float = field(default=3e-6, metadata={"help": "The initial learning rate for AdamW."})
     adam_epsilon: float = field(default=1e-5, metadata={"help": "Epsilon of AdamW (N+ details)."})
     disable_dropout: bool = field(default=True, metadata={"help": "Switch dropout off in all models."})
@@ -328,6 +334,12 @@ class PPOConfig(RLOOConfig):
 
         # RLOO fills in both of these, so both at once come from a copy of a finished config (`dataclasses.replace`);
         # a single one is the user's alias of `num_mini_batches`, which needs the number of processes, so RLOO reads it
+        both = (self.steps_per_generation, self.generation_batch_size)
+        if None not in both and self.num_mini_batches == 1 and both[0] != self.gradient_accumulation_steps:
+            raise ValueError(
+                f"`steps_per_generation={both[0]}` and `generation_batch_size={both[1]}` are two names of one "
+                "setting: set `num_mini_batches` only."
+            )
         if (self.steps_per_generation is None) == (self.generation_batch_size is None):
             self.steps_per_generation = self.num_mini_batches * self.gradient_accumulation_steps
             self.generation_batch_size = None
@@ -345,7 +357,9 @@ class PPOConfig(RLOOConfig):
     def _refuse(self):
         for f in fields(self):
             default = f.default_factory() if f.default_factory is not MISSING else f.default
-            if f.name in REFUSED and getattr(self, f.name) not in (default, None):
+            # The CLI parser reads the default "no" of `include_num_input_tokens_seen` as False
+            unset = (default, None, False) if default == "no" else (default, None)
+            if f.name in REFUSED and getattr(self, f.name) not in unset:
                 raise ValueError(f"`{f.name}={getattr(self, f.name)}` is not supported: {REFUSED[f.name]}.")
 
     def _check_values(self):
@@ -377,6 +391,13 @@ class PPOConfig(RLOOConfig):
                     f"`kl_coef={self.kl_coef}` must lie within [`kl_coef_min`, `kl_coef_max`] = [{self.kl_coef_min}, "
                     f"{self.kl_coef_max}]."
                 )
+        if self.reward_clip_range and not self.reward_clip_range[0] < self.reward_clip_range[1]:
+            raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {self.reward_clip_range}.")
+        if self.fp16 and self.max_approx_kl is not None:
+            raise ValueError(
+                "`max_approx_kl` skips optimizer steps, which fp16's loss scaler does not allow: use `bf16`, or drop "
+                "it."
+            )
         if not self.use_ref_model and (self.kl_coef != 0 or self.sync_ref_model):
             raise ValueError(
                 f"`use_ref_model=False` drops the reference, but `kl_coef={self.kl_coef}`, `sync_ref_model="
@@ -394,8 +415,8 @@ class PPOConfig(RLOOConfig):
         changed |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
         if changed and not self.allow_off_policy_sampling:
             raise ValueError(
-                f"{changed} change the sampler but not the log-probs that are trained, which biases the ratio and the KL "
-                "(it can turn negative). Remove them, or set `allow_off_policy_sampling=True` and watch "
+                f"{changed} change the sampler but not the log-probs that are trained, which biases the ratio and the "
+                "KL (it can turn negative). Remove them, or set `allow_off_policy_sampling=True` and watch "
                 "`sampling/logprob_difference`."
             )
 

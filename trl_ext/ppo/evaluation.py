@@ -47,9 +47,8 @@ class EvaluationMixin(PPOTrainerBase):
                 output = super().evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
-                user_metrics = {
-                    name: float(np.nanmean(values)) for name, values in self._metrics["eval"].items() if values
-                }
+                rloo = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
+                user_metrics = {name: float(np.nanmean(v)) for name, v in rloo.items() if not np.isnan(v).all()}
                 if self.args.eval_greedy:
                     with self._greedy():
                         self._sampling, self._eval_rows = False, (0, len(dataset))

@@ -12,14 +12,17 @@ def migrate(model, reward_funcs, reward_processing_classes, args, processing_cla
     """Accept what a call written for TRL 1.12's PPOTrainer passes."""
     if data_collator is not None and not isinstance(data_collator, DataCollatorWithPadding):
         raise ValueError(
-            f"`data_collator` ({type(data_collator).__name__}) would never be called: prompts are tokenised and padded in "
-            "the rollout. Prepare the dataset's `prompt` or `input_ids` column instead."
+            f"`data_collator` ({type(data_collator).__name__}) would never be called: prompts are tokenised and "
+            "padded in the rollout. Prepare the dataset's `prompt` or `input_ids` column instead."
         )
     for keyword, value, path in (
         ("model", model, getattr(args, "sft_model_path", None)),
         ("reward_model", reward_model, getattr(args, "reward_model_path", None)),
+        ("reward_funcs", reward_funcs, getattr(args, "reward_model_path", None)),
     ):
-        if path is not None and isinstance(value, str) and value != path:
+        values = value if isinstance(value, (list, tuple)) else [value]
+        # A model object may well have been loaded from the path
+        if None not in (path, value) and not any(v == path or isinstance(v, nn.Module) for v in values):
             raise ValueError(
                 f"`{keyword}={value!r}` and the config's path {path!r} are two names of one thing: drop one."
             )
@@ -70,8 +73,8 @@ def check_inputs(
     for i, reward in enumerate(reward_funcs):
         if reward is value_model and isinstance(reward, nn.Module):
             raise ValueError(
-                f"`value_model` and reward function {i} are one object, so training the critic would change the reward: "
-                "leave `value_model` out, the critic then starts as a copy."
+                f"`value_model` and reward function {i} are one object, so training the critic would change the "
+                "reward: leave `value_model` out, the critic then starts as a copy."
             )
     if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
         raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
@@ -85,8 +88,8 @@ def check_inputs(
             continue
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
             raise TypeError(
-                f"The {name} dataset must be a `datasets.Dataset`, got {type(dataset).__name__}: order and resume need its "
-                "length. Materialise a stream with `Dataset.from_list(list(stream.take(n)))`."
+                f"The {name} dataset must be a `datasets.Dataset`, got {type(dataset).__name__}: order and resume "
+                "need its length. Materialise a stream with `Dataset.from_list(list(stream.take(n)))`."
             )
         if len(dataset) == 0:
             raise ValueError(f"The {name} dataset is empty.")
@@ -100,7 +103,8 @@ def check_inputs(
     needed = args.generation_batch_size // args.num_generations
     if len(train_dataset) < needed:
         raise ValueError(
-            f"The train dataset has {len(train_dataset)} prompts, a rollout needs {needed} (`per_device_train_batch_size` "
+            f"The train dataset has {len(train_dataset)} prompts, a rollout needs {needed} "
+            "(`per_device_train_batch_size` "
             f"{args.per_device_train_batch_size} × `gradient_accumulation_steps` {args.gradient_accumulation_steps} × "
             f"`num_mini_batches` {args.num_mini_batches} × {args.world_size} processes / `num_generations` "
             f"{args.num_generations}): lower one of them."

@@ -37,7 +37,7 @@ class ReportingMixin(PPOTrainerBase):
     def _record_rollout(
         self, mode: str, logprobs: Tensor, k1: Tensor, scores: Tensor, ended: Tensor, mask: Tensor
     ) -> None:
-        """Record what training and evaluation share; in evaluation leave out the rows that only fill the last batch."""
+        """Record what training and evaluation share; in evaluation without the rows that only fill the last batch."""
         stats, prefix, rows = self._stats[mode], self._metric_prefix, self._real_rows(len(scores))
         valid = ~scores.isnan() & rows
         lengths = torch.tensor([len(ids) for ids in self._completion_ids], device=scores.device, dtype=torch.float32)
@@ -68,7 +68,7 @@ class ReportingMixin(PPOTrainerBase):
                 self._next_kl = (everyones[1].item(), int(everyones[0]))
 
     def _sampler_difference(self, recorder: SamplerRecorder, logprobs: Tensor, mask: Tensor, rows: Tensor):
-        """Sampler's minus policy's log-prob of each drawn token, nats: 0 on-policy, > 0 where the sampler truncates."""
+        """Sampler's minus policy's log-prob of each token, nats: 0 on-policy, > 0 where the sampler truncates."""
         width = logprobs.size(1)
         drawn = [
             nn.functional.pad(chunk[:, :width], (0, max(0, width - chunk.size(1)))) for chunk in recorder.logprobs
@@ -111,7 +111,7 @@ class ReportingMixin(PPOTrainerBase):
         moments = self._stats[mode].pop(self.accelerator)
         report: dict[str, float] = {}
         residuals, returns = moments.pop("_residuals", None), moments.pop("_returns", None)
-        if residuals is not None and variance(returns) > 0:
+        if residuals is not None and returns is not None and variance(returns) > 0:
             report["val/explained_variance"] = explained_variance(residuals, returns).item()
         for name, value in moments.items():
             count, mean, _, minimum, maximum = value.tolist()
@@ -134,6 +134,11 @@ class ReportingMixin(PPOTrainerBase):
         return report
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "train_loss" in logs:
+            # An evaluation after the last step leaves the model in evaluation mode, and the steps since the last log
+            # unlogged; and the Trainer divides the loss of the whole run by the steps since it was resumed
+            self.model.train()
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         if self.model.training:
             for name in RLOO_ONLY_METRICS:
                 self._metrics["train"].pop(name, None)
@@ -162,13 +167,14 @@ class ReportingMixin(PPOTrainerBase):
             "none" if not self._has_reference else "frozen copy" if self.ref_model is not None else "adapter off"
         )
         self.accelerator.print(
-            f"PPO: {len(self.train_dataset):,} prompts × {self.num_generations} responses; a rollout is {args.batch_size:,} "
-            f"episodes = {args.num_mini_batches} minibatches of {args.mini_batch_size:,} "
+            f"PPO: {len(self.train_dataset):,} prompts × {self.num_generations} responses; a rollout is "
+            f"{args.batch_size:,} episodes = {args.num_mini_batches} minibatches of {args.mini_batch_size:,} "
             f"({args.per_device_train_batch_size} per device × {args.gradient_accumulation_steps} accumulated × "
-            f"{args.world_size} processes), passed over {args.num_ppo_epochs} times = {steps_per_rollout} optimizer steps.\n"
-            f"     {-(-steps // steps_per_rollout):,} rollouts, {steps:,} optimizer steps, "
+            f"{args.world_size} processes), passed over {args.num_ppo_epochs} times = {steps_per_rollout} optimizer "
+            f"steps.\n     {-(-steps // steps_per_rollout):,} rollouts, {steps:,} optimizer steps, "
             f"{-(-steps // steps_per_rollout) * args.batch_size:,} episodes; responses of up to "
-            f"{self.max_completion_length} tokens, ended by {self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)}.\n"
+            f"{self.max_completion_length} tokens, ended by "
+            f"{self._tokenizer.convert_ids_to_tokens(self.eos_token_ids)}.\n"
             f"     policy {policy:,} parameters ({trained:,} trained), critic {critic:,} ({self._critic_origin}), "
             f"reference: {reference}; rewards: {', '.join(self.reward_func_names)}."
         )

@@ -26,17 +26,18 @@ class ResumeMixin(PPOTrainerBase):
 
         Args:
             resume_from_checkpoint:
-                `None` goes on from the newest complete checkpoint in `output_dir` if the configuration is the same, and
-                raises if it is not. `True` does so, and raises if there is none. A path goes on from there, whatever
-                the configuration was. `False` starts anew.
+                `None` goes on from the newest complete checkpoint in `output_dir` if the configuration is the same,
+                and raises if it is not. `True` does so, and raises if there is none. A path goes on from there,
+                whatever the configuration was. `False` starts anew.
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
+        policy = self.accelerator.unwrap_model(self.model).policy
         self._fingerprint = fingerprint(
             self.args,
             reward_functions=self.reward_func_names,
             train_rows=len(self.train_dataset),
-            policy=f"{type(base_model_of(self.model.policy)).__name__}, {self.model.policy.num_parameters():,} parameters",
+            policy=f"{type(base_model_of(policy)).__name__}, {policy.num_parameters():,} parameters",
         )
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if checkpoint is not None:
@@ -45,12 +46,15 @@ class ResumeMixin(PPOTrainerBase):
                 self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
                 self._load_from_checkpoint(checkpoint)
                 self.state = state
+                if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                    self._load_best_model()
                 return TrainOutput(state.global_step, float("nan"), {})
             self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
         else:
             self._step, self._buffered_inputs, self._skip_until = 0, None, 0
             self._episodes_at_start = self._episodes
-        return super().train(resume_from_checkpoint=checkpoint or False, **kwargs)
+        output = super().train(resume_from_checkpoint=checkpoint or False, **kwargs)
+        return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
     def _find_checkpoint(self, resume: str | bool | None) -> str | None:
         if resume is False:
@@ -72,7 +76,8 @@ class ResumeMixin(PPOTrainerBase):
         different = differences(read_marker(checkpoint) or {}, self._fingerprint)
         if different:
             raise ValueError(
-                f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Choose another `output_dir`, "
+                f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Choose another "
+                "`output_dir`, "
                 "pass `resume_from_checkpoint='<path>'` to go on from it all the same, or `False` to start anew."
             )
         return checkpoint
@@ -163,8 +168,8 @@ class ResumeMixin(PPOTrainerBase):
             return
         if not os.path.isfile(self._state_file(checkpoint)):
             raise ValueError(
-                f"{self._state_file(checkpoint)} is missing: the checkpoint was written by another number of processes or "
-                "with `save_only_model=True`, and cannot be resumed from."
+                f"{self._state_file(checkpoint)} is missing: the checkpoint was written by another number of "
+                "processes or with `save_only_model=True`, and cannot be resumed from."
             )
         state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
         self._step, self._skip_until = state["step"], state["skip_until"]

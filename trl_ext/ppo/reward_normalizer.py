@@ -39,12 +39,14 @@ class RewardNormalizer:
             case "none":
                 return scores
             case "reference":
+                assert self.reference_mean is not None
                 return scores - self.reference_mean
             case "batch":
                 return _standardise(scores, moments(scores, ~scores.isnan()))
             case "running":
                 self.running = _merge(self.running, scores)
                 return _standardise(scores, self.running)
+        assert groups is not None
         normalised = torch.full_like(scores, torch.nan)
         for group in sorted(set(groups)):
             rows = torch.tensor([name == group for name in groups])

@@ -1,7 +1,6 @@
 """What stands between the trainer and the reward functions: checks, and reward models that see what training saw."""
 
 import asyncio
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +39,11 @@ class CheckedReward:
         if len(rewards) != len(prompts):
             raise ValueError(f"returned {len(rewards)} rewards for {len(prompts)} completions; return one for each")
         for row, reward in enumerate(rewards):
-            if reward is not None and not math.isfinite(reward):
+            if reward is None:
+                continue
+            if isinstance(reward, (str, list)):
+                raise TypeError(f"returned {reward!r} for completion {row}; return a float, or None")
+            if not abs(reward) <= torch.finfo(torch.float32).max:  # NaN, too
                 raise ValueError(f"returned {reward} for completion {row}; return None where it does not apply")
         return [None if reward is None else float(reward) for reward in rewards]
 
@@ -65,9 +68,9 @@ class ModelReward:
     """
     A reward model as a reward function, fed what `trl.RewardTrainer` trained it on.
 
-    With the policy's tokenizer it scores the token ids themselves, EOS included. With another tokenizer the text is
-    tokenised as RewardTrainer does, special tokens included, and the model's own EOS (for messages: its chat template's
-    end of turn) is there exactly if the answer was finished.
+    With the policy's tokenizer it scores the token ids themselves, EOS included, and what a chat template puts behind
+    it. With another tokenizer the text is tokenised as RewardTrainer does, special tokens included, and the model's
+    own EOS (for messages: its chat template's end of turn) is there exactly if the answer was finished.
 
     Args:
         model: sequence classifier with one label, prepared for inference.
@@ -91,6 +94,7 @@ class ModelReward:
     ):
         self.model = model
         self.tokenizer = tokenizer
+        self.policy_tokenizer = policy_tokenizer
         self.shares_tokenizer = same_tokenizer(tokenizer, policy_tokenizer)
         self.batch_size = batch_size
         self.is_finished = is_finished
@@ -100,17 +104,22 @@ class ModelReward:
     def __call__(self, prompts: list, completions: list, completion_ids: list[list[int]], **_) -> list[float]:
         if self.shares_tokenizer:
             ids = [list(p) + list(c) for p, c in zip(self.prompt_ids(), completion_ids, strict=True)]
+            if is_conversational({"prompt": prompts[0]}):
+                for row, prompt, completion_id in zip(ids, prompts, completion_ids, strict=True):
+                    row += self._after_eos(prompt, completion_id[-1]) if self.is_finished(completion_id) else []
         else:
             ids = [
-                self._tokenize(prompt, completion, self.is_finished(completion_id))
-                for prompt, completion, completion_id in zip(prompts, completions, completion_ids, strict=True)
+                self._tokenize(prompt, self._continuation(completion, p, c), self.is_finished(c))
+                for prompt, completion, p, c in zip(
+                    prompts, completions, self.prompt_ids(), completion_ids, strict=True
+                )
             ]
         context = getattr(self.model.config, "max_position_embeddings", None)
         longest = max(map(len, ids))
         if context and longest > context:
             raise ValueError(
-                f"a prompt with its completion has {longest} tokens, the reward model's context {context}: shorten the "
-                "prompts or `max_completion_length`"
+                f"a prompt with its completion has {longest} tokens, the reward model's context {context}: shorten "
+                "the prompts or `max_completion_length`"
             )
         scores: list[float] = []
         for start in range(0, len(ids), self.batch_size):
@@ -120,6 +129,18 @@ class ModelReward:
             with torch.no_grad():
                 scores += self.model(**batch).logits[:, 0].float().tolist()
         return scores
+
+    def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:
+        """The text of a completion behind its prompt: decoded alone, SentencePiece drops its leading space."""
+        ids = [prompt_ids, [*prompt_ids, *completion_ids]]
+        prompt, whole = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return whole.removeprefix(prompt) if isinstance(completion, str) and whole.startswith(prompt) else completion
+
+    def _after_eos(self, prompt: list, eos: int) -> list[int]:
+        """What the chat template puts behind the EOS of the last turn (ChatML: a line break)."""
+        messages = [{"role": "assistant", "content": "x"}]
+        closing = self._tokenize(prompt, messages, True)[len(self._tokenize(prompt, messages, False)) :]
+        return closing[1:] if closing[:1] == [eos] else []
 
     def _tokenize(self, prompt: Any, completion: Any, finished: bool) -> list[int]:
         if is_conversational({"prompt": prompt}):

@@ -1,6 +1,7 @@
 """PPO on TRL's `RLOOTrainer`: prompt → rollout → score → token rewards → advantages → loss → step → metrics."""
 
 import copy
+import math
 import os
 import textwrap
 from collections import defaultdict
@@ -28,7 +29,6 @@ from ..upstream import (
     RepeatSampler,
     add_fused_lm_head,
     create_model_from_path,
-    disable_dropout_in_model,
     get_config_model_id,
     is_conversational,
     prepare_deepspeed,
@@ -41,6 +41,7 @@ from .actor_critic import (
     base_model_of,
     check_critic,
     critic_from_policy,
+    disable_dropout,
     unpatched_copy,
 )
 from .base import PPOTrainerBase
@@ -96,7 +97,8 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         "citation": textwrap.dedent("""\
             @article{ziegler2019fine-tuning,
                 title        = {{Fine-Tuning Language Models from Human Preferences}},
-                author       = {Daniel M. Ziegler and Nisan Stiennon and Jeffrey Wu and Tom B. Brown and Alec Radford and Dario Amodei and Paul F. Christiano and Geoffrey Irving},
+                author       = {Daniel M. Ziegler and Nisan Stiennon and Jeffrey Wu and Tom B. Brown and
+                                Alec Radford and Dario Amodei and Paul F. Christiano and Geoffrey Irving},
                 year         = 2019,
                 eprint       = {arXiv:1909.08593}
             }"""),
@@ -148,7 +150,11 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
-            self.generation_config.eos_token_id = self.eos_token_ids
+            if self.use_vllm:
+                vllm = self.vllm_generation
+                vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
+            else:
+                self.generation_config.eos_token_id = self.eos_token_ids
         policy = self.model
         self._is_peft = hasattr(policy, "peft_config") and hasattr(policy, "get_base_model")
         if base_model_of(policy).config.get_text_config().vocab_size < len(self._tokenizer):
@@ -158,11 +164,21 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
                 "`processing_class`."
             )
 
+        is_moe = hasattr(policy.config.get_text_config(), "output_router_logits")
+        if args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler is not None and not is_moe:
+            # Every parameter takes part in every step, but for experts that no token is routed to
+            self.accelerator.ddp_handler.find_unused_parameters = False
+        if self.is_deepspeed_enabled and (args.critic_warmup_rollouts or args.max_approx_kl is not None):
+            raise ValueError(
+                "`critic_warmup_rollouts` and `max_approx_kl` leave steps out, but DeepSpeed's engine makes its step "
+                "inside `backward`: use DDP or FSDP, or drop them."
+            )
+
         self._prepare_reference(policy, ref_model)
         critic, self._critic_origin = self._make_critic(policy, value_model)
         if args.disable_dropout:
-            for module in (critic, *(f for f in self.reward_funcs if isinstance(f, nn.Module))):
-                disable_dropout_in_model(module)
+            for module in (policy, critic, *(f for f in self.reward_funcs if isinstance(f, nn.Module))):
+                disable_dropout(module)
         if self.place_model_on_device:
             critic.to(args.device)
         self.model = self.model_wrapped = self.callback_handler.model = ActorCritic(policy, critic)
@@ -203,12 +219,12 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         vocabularies = [m.config.get_text_config().vocab_size for m in (reference, base_model_of(policy))]
         if vocabularies[0] != vocabularies[1]:
             raise ValueError(
-                f"`ref_model` has a vocabulary of {vocabularies[0]} tokens, the policy one of {vocabularies[1]}: it must "
-                "score the policy's token ids."
+                f"`ref_model` has a vocabulary of {vocabularies[0]} tokens, the policy one of {vocabularies[1]}: it "
+                "must score the policy's token ids."
             )
         reference.requires_grad_(False).eval()
         if args.disable_dropout:
-            disable_dropout_in_model(reference)
+            disable_dropout(reference)
         add_fused_lm_head(reference, temperature=self.temperature)
         if self.is_deepspeed_enabled:
             self.ref_model = prepare_deepspeed(reference, self.accelerator)
@@ -245,11 +261,11 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
     def _prepare_rewards(self) -> None:
         for i, (reward, tokenizer) in enumerate(zip(self.reward_funcs, self.reward_processing_classes, strict=True)):
             if isinstance(reward, nn.Module):
-                num_labels = reward.config.num_labels
-                if num_labels != 1:
+                config: Any = reward.config
+                if config.num_labels != 1:
                     raise ValueError(
-                        f"Reward model '{self.reward_func_names[i]}' has num_labels={num_labels}; a reward model needs "
-                        "one label: load it with `num_labels=1`."
+                        f"Reward model '{self.reward_func_names[i]}' has num_labels={config.num_labels}; a reward "
+                        "model needs one label: load it with `num_labels=1`."
                     )
                 reward = ModelReward(
                     reward.requires_grad_(False).eval(),
@@ -269,8 +285,8 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             return optimizer
         if given:
             raise ValueError(
-                "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the critic "
-                "its own parameter group there, or drop `critic_learning_rate`."
+                "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
+                "critic its own parameter group there, or drop `critic_learning_rate`."
             )
         critic = {id(p) for p in self.accelerator.unwrap_model(model or self.model).critic.parameters()}
         for group in list(optimizer.param_groups):
@@ -285,8 +301,9 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if "input_ids" not in self._signature_columns:
-            self._signature_columns.append("input_ids")
+        for column in ("input_ids", "attention_mask", self.args.reward_group_column):
+            if column is not None and column not in self._signature_columns:
+                self._signature_columns.append(column)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
         sampler = super()._get_train_sampler(dataset)
@@ -324,18 +341,23 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         context = getattr(base_model_of(self.model.policy).config.get_text_config(), "max_position_embeddings", None)
         datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **datasets}.items():
-            if context is None or dataset is None:
+            if dataset is None:
                 continue
             columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]
             batches = dataset.select_columns(columns).iter(1000)
             lengths = [length for rows in batches for length in self._measure_prompts(rows)]
+            if 0 in lengths:
+                raise ValueError(
+                    f"{lengths.count(0)} of {len(lengths)} prompts in the {name} dataset are empty (the first is row "
+                    f"{lengths.index(0)}): the policy needs a token to start from. Filter them out."
+                )
             longest = max(lengths)
-            too_long = sum(length + self.max_completion_length > context for length in lengths)
+            too_long = sum(length + self.max_completion_length > (context or math.inf) for length in lengths)
             if too_long:
                 raise ValueError(
                     f"{too_long} of {len(lengths)} prompts in the {name} dataset leave no room for "
-                    f"`max_completion_length={self.max_completion_length}` in the policy's context of {context} tokens "
-                    f"(longest prompt: {longest}): filter them out, or lower `max_completion_length`."
+                    f"`max_completion_length={self.max_completion_length}` in the policy's context of {context} "
+                    f"tokens (longest prompt: {longest}): filter them out, or lower `max_completion_length`."
                 )
 
     def _measure_prompts(self, rows: dict[str, list]) -> list[int]:
@@ -457,6 +479,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         if mode == "eval":
             return output
 
+        assert values is not None
         shaped = self._shape_scores(scores, inputs)
         kl = kl_estimate(logprobs, logprobs - k1, self.args.kl_estimator)
         rewards = token_rewards(shaped, kl, mask, self.kl_controller.kl_coef)
@@ -505,8 +528,9 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
     def _shape_scores(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
         """Normalise and clip: (B,) as it enters the token rewards."""
         groups = None
-        if self.args.reward_normalization == "group":
-            groups = gather_object([str(row[self.args.reward_group_column]) for row in inputs])
+        column = self.args.reward_group_column
+        if self.args.reward_normalization == "group" and column is not None:
+            groups = gather_object([str(row[column]) for row in inputs])
         if self.args.reward_normalization == "reference" and self.reward_normalizer.reference_mean is None:
             self.reward_normalizer.reference_mean = self._mean_reference_score()
         everyones = self.accelerator.gather(scores).cpu()
@@ -541,13 +565,13 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
     # ---- Loss ----
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        if self._step >= self._skip_until:
-            try:
-                with self._timed("update"):
-                    return super().training_step(model, inputs, num_items_in_batch)
-            except _TooFarError:
-                self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
-        self._step += 1
+        if self._step < self._skip_until:
+            self._step += 1
+        else:
+            with self._timed("update"):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            if self._step > self._skip_until:
+                return loss
         model.zero_grad(set_to_none=True)
         if self._step % self.args.gradient_accumulation_steps == 0:
             self._stats["train"].add("policy/skipped_steps", 1.0)
@@ -566,7 +590,10 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             compute_aux_loss=self.aux_loss_enabled,
         )
         values = forward.values(completion_ids.size(1))
-        self._check_approx_kl(logprobs, inputs)
+        if self._goes_too_far(logprobs, inputs):
+            self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
+            # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
+            return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
 
         policy, policy_clipped = policy_loss(
             logprobs, inputs["old_logprobs"], inputs["advantages"], self.epsilon_low, self.epsilon_high, args.dual_clip
@@ -587,17 +614,17 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
     def _critic_only(self) -> bool:
         return self._step // self._steps_per_rollout < self.args.critic_warmup_rollouts
 
-    def _check_approx_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
+    def _goes_too_far(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> bool:
+        """Whether the approximate KL of the minibatch so far, of all processes, exceeds `max_approx_kl`."""
         if self.args.max_approx_kl is None:
-            return
+            return False
         mask = inputs["loss_mask"]
         with torch.no_grad():
             kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
             if self._step % self.args.gradient_accumulation_steps == 0:
                 self._step_kl = torch.zeros_like(kl)
             self._step_kl += self.accelerator.reduce(kl, reduction="sum")
-            if self._step_kl[0] > self.args.max_approx_kl * self._step_kl[1]:
-                raise _TooFarError
+            return bool(self._step_kl[0] > self.args.max_approx_kl * self._step_kl[1])
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         self._before_step()
@@ -609,7 +636,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _before_step(self) -> None:
-        """Gradients are complete: drop the policy's during warm-up, record their norms, stop if they are not finite."""
+        """Gradients are complete: drop the policy's in warm-up, record their norms, stop if they are not finite."""
         if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return  # the engine owns the gradients
         actor_critic = self.accelerator.unwrap_model(self.model)
@@ -636,7 +663,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
 
     def _stop_not_finite(self, role: str) -> None:
         step = self.state.global_step + 1
-        terms = self._stats["train"].not_finite()
+        terms = sorted(set(gather_object(self._stats["train"].not_finite())))
         folder = os.path.join(self.args.output_dir, "last-good")
         self.save_model(folder, _internal_call=True)
         self.accelerator.wait_for_everyone()  # a process that raises while another still writes would cut it off
@@ -648,10 +675,6 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             f"{folder}. Usual causes: a learning rate that is too high, fp16, or rewards of very different scale "
             "(see `reward_normalization`, `reward_clip_range`)."
         )
-
-
-class _TooFarError(Exception):
-    """A minibatch's approximate KL exceeds `max_approx_kl`."""
 
 
 class _EpochSeededSampler(RepeatSampler):

@@ -1,0 +1,273 @@
+"""Policy and critic behind one forward: padding, delegation, checkpointing, generation, saving, sampling."""
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.ppo.actor_critic import LogprobForward
+
+BUILDERS = {"gpt2": tiny_gpt2, "llama": tiny_llama}
+EQUAL = {"rtol": 0, "atol": 0}
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(params=BUILDERS)
+def build(request):
+    return BUILDERS[request.param]
+
+
+def make(tmp_path, policy, train_dataset=None, trainer_kwargs=None, **config):
+    return PPOTrainer(
+        model=policy,
+        reward_funcs=length_reward,
+        args=tiny_config(tmp_path, **config),
+        train_dataset=prompts() if train_dataset is None else train_dataset,
+        **{"processing_class": tiny_tokenizer(), "value_model": tiny_reward_model(policy, seed=2)}
+        | (trainer_kwargs or {}),
+    )
+
+
+def completions_of(trainer):
+    """Sample one rollout from a fixed seed."""
+    torch.manual_seed(0)
+    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
+    return trainer._completion_ids
+
+
+# ---- Padding ----
+
+
+def test_a_left_padded_row_equals_the_row_alone(tmp_path, build):
+    """Through TRL's log-prob path: log-probs and values of policy and critic, log-probs of the reference."""
+    trainer = make(tmp_path, build(), trainer_kwargs={"ref_model": build(seed=7)}, temperature=0.7)
+    width = 4  # response tokens, kept at the right end
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(6, 26, (n,), generator=generator) for n in (5, 8, 13, 20)]
+
+    @torch.no_grad()
+    def through_trainer(ids, mask):
+        policy = LogprobForward(trainer.model, with_values=True)
+        reference = LogprobForward(trainer.ref_model, with_values=False)
+        logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            policy, ids, mask, width, compute_entropy=True
+        )
+        ref_logprobs = trainer._get_per_token_logps_and_entropies(reference, ids, mask, width)[0]
+        return torch.stack([logprobs, entropies, policy.values(width), ref_logprobs])
+
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(20) >= 20 - lengths[:, None]).long()
+    padded = torch.zeros_like(mask).masked_scatter(mask.bool(), torch.cat(rows))
+    garbage = torch.where(mask.bool(), padded, 17)
+    together = through_trainer(padded, mask)
+    torch.testing.assert_close(through_trainer(garbage, mask), together, **EQUAL)
+    for i, row in enumerate(rows):
+        alone = through_trainer(row[None], torch.ones(1, len(row), dtype=torch.long))
+        torch.testing.assert_close(together[:, i], alone[:, 0], **CLOSE)
+        # and the row alone is what the bare models say, with no mask and no positions
+        with torch.no_grad():
+            logits = trainer.model.policy(input_ids=row[None]).logits[0, -width - 1 : -1] / 0.7
+            values = trainer.model.critic.base_model(input_ids=row[None]).last_hidden_state[0, -width - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, row[-width:, None]).squeeze(1)
+            torch.testing.assert_close(alone[0, 0], expected, **CLOSE)
+            torch.testing.assert_close(alone[2, 0], trainer.model.critic.score(values).squeeze(1), **CLOSE)
+
+
+def test_right_padding_after_a_full_context_stays_in_gpt2s_position_table(tmp_path):
+    """13 prompt and 7 response tokens fill the context of 20, and `pad_to_multiple_of` adds a pad behind them."""
+    policy = tiny_gpt2(n_positions=20)
+    policy.lm_head = torch.nn.Linear(16, policy.config.vocab_size)
+    policy.lm_head.bias.data.zero_()[2] = -1e4  # no EOS
+    dataset = Dataset.from_dict({"prompt": ["the " * 13, "the " * 2] * 4})
+    trainer = make(tmp_path, policy, dataset, max_completion_length=7, pad_to_multiple_of=8, max_steps=2)
+    trainer.train()
+    mask = trainer._rollout["completion_mask"]
+    assert mask.size(1) == 8 and (mask.sum(1) == 7).all() and trainer._rollout["prompt_mask"].size(1) == 16
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+# ---- The wrapper as a model ----
+
+
+def test_what_the_wrapper_does_not_define_the_policy_answers(tmp_path):
+    policy = tiny_llama()
+    actor_critic = make(tmp_path, policy).model
+    for name in ("config", "generation_config", "lm_head"):
+        assert getattr(actor_critic, name) is getattr(policy, name)
+    for name in ("device", "dtype", "main_input_name"):
+        assert getattr(actor_critic, name) == getattr(policy, name)
+    assert actor_critic.get_input_embeddings() is policy.get_input_embeddings()
+    assert actor_critic.num_parameters() == policy.num_parameters()
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = actor_critic.no_such_thing
+    # Policy first, each parameter once
+    n = len(list(policy.parameters()))
+    parameters = list(actor_critic.parameters())
+    assert all(a is b for a, b in zip(parameters[:n], policy.parameters(), strict=True))
+    assert {name.split(".")[0] for name in list(actor_critic.state_dict())[n:]} == {"critic"}
+    torch.testing.assert_close(copy.deepcopy(actor_critic).state_dict(), actor_critic.state_dict(), **EQUAL)
+
+
+def test_without_values_the_forward_is_the_policys(tmp_path, build):
+    trainer = make(tmp_path, build())
+    ids = torch.tensor([[6, 7, 8, 9]])
+    with torch.no_grad():
+        output = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        torch.testing.assert_close(output.logits, trainer.model.policy(input_ids=ids).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_path, build, use_reentrant, monkeypatch):
+    """And it is really on: both backbones run their layers through `torch.utils.checkpoint`, in training only."""
+    calls, checkpoint = [], transformers.modeling_utils.checkpoint
+    monkeypatch.setattr(
+        transformers.modeling_utils, "checkpoint", lambda *args, **kw: calls.append(args) or checkpoint(*args, **kw)
+    )
+    gradients, counts = [], []
+    for on in (False, True):
+        calls.clear()
+        trainer = make(
+            tmp_path / str(on),
+            build(),
+            activation_checkpointing=on,
+            activation_checkpointing_kwargs={"use_reentrant": use_reentrant},
+            max_steps=1,
+            max_grad_norm=0.0,
+            learning_rate=0.0,
+        )
+        kept = {}
+        trainer._before_step = lambda t=trainer, k=kept: k.update(
+            {name: p.grad.clone() for name, p in t.model.named_parameters()}
+        )
+        trainer.train()
+        gradients.append(kept)
+        counts.append(len(calls))
+    assert counts == [0, 4]  # two layers each of policy and critic, one micro-batch, none in the rollout
+    assert all(g.abs().max() > 0 for name, g in gradients[0].items() if "score" in name or "layers" in name)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
+
+
+# ---- Generation ----
+
+
+def test_generate_ignores_the_models_generation_config_and_gives_it_back(tmp_path, build):
+    """What a generation_config.json asks for would make the sampler another policy than the one that is trained."""
+    plain = completions_of(make(tmp_path, build()))
+    policy = build()
+    traps = {
+        "do_sample": True,
+        "temperature": 0.1,
+        "top_k": 2,
+        "top_p": 0.5,
+        "min_p": 0.9,
+        "typical_p": 0.5,
+        "repetition_penalty": 5.0,
+        "no_repeat_ngram_size": 1,
+        "suppress_tokens": list(range(6, 20)),
+        "bad_words_ids": [[20]],
+        "min_new_tokens": 8,
+        "forced_eos_token_id": 21,
+        "max_new_tokens": 1,
+    }
+    policy.generation_config.update(**traps)
+    trainer = make(tmp_path, policy, max_steps=1)
+    assert completions_of(trainer) == plain
+    trainer.train()
+    assert {name: getattr(policy.generation_config, name) for name in traps} == traps
+    trainer.save_model()
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {name: saved[name] for name in traps} == traps
+
+
+# ---- Saving ----
+
+
+@pytest.mark.parametrize("critic", ["from the policy", "from a reward model"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["", "gathered_state_dict"])
+def test_saved_policy_and_critic_load_as_plain_models(tmp_path, build, critic, gathered):
+    """Also where FSDP or DeepSpeed hand over the state dict of both that they gathered."""
+    policy = build()
+    value_model = None if critic == "from the policy" else tiny_reward_model(policy, seed=2)
+    trainer = make(tmp_path, policy, trainer_kwargs={"value_model": value_model})
+    trainer.train()
+    if gathered:
+        trainer._save(str(tmp_path), state_dict=trainer.model.state_dict())
+    else:
+        trainer.save_model()
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert {name: len(keys) for name, keys in info.items()} == dict.fromkeys(info, 0)
+    torch.testing.assert_close(loaded.state_dict(), trainer.model.policy.state_dict(), **EQUAL)
+    assert type(loaded) is type(policy) and loaded.config.architectures == [type(policy).__name__]
+
+    _, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert {name: len(keys) for name, keys in info.items()} == dict.fromkeys(info, 0)
+    again = make(tmp_path, loaded, trainer_kwargs={"value_model": str(tmp_path / "critic")})
+    ids = torch.tensor([[6, 7, 8, 9, 10], [0, 0, 11, 12, 13]])
+    mask = (ids != 0).long()
+    with torch.no_grad():
+        values = [t.model.state_values(ids, mask)[mask.bool()] for t in (trainer, again)]
+    torch.testing.assert_close(values[1], values[0], **CLOSE)
+    assert values[0].abs().max() > 0  # trained away from the zero head
+
+
+# ---- Off-policy sampling ----
+
+
+def sampler_logprobs(trainer):
+    """The recorder's log-probs of one rollout, (B, T), and the rollout."""
+    kept = []
+    difference = trainer._sampler_difference
+
+    def keep(recorder, *args):
+        width = max(chunk.size(1) for chunk in recorder.logprobs)
+        pad = torch.nn.functional.pad
+        kept.append(torch.cat([pad(chunk, (0, width - chunk.size(1))) for chunk in recorder.logprobs]))
+        return difference(recorder, *args)
+
+    trainer._sampler_difference = keep
+    torch.manual_seed(0)
+    rollout = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
+    return kept[0], rollout
+
+
+@pytest.mark.parametrize("chunk", [64, 3])
+def test_sampler_recorder_holds_the_truncated_distribution(tmp_path, build, chunk):
+    """With top-k 3 a token of probability p was drawn with p / (the three largest): its log-prob is recorded."""
+    trainer = make(
+        tmp_path,
+        build(),
+        top_k=3,
+        temperature=0.8,
+        allow_off_policy_sampling=True,
+        local_rollout_forward_batch_size=chunk,
+    )
+    recorded, rollout = sampler_logprobs(trainer)
+    for i, mask in enumerate(rollout["completion_mask"].bool()):
+        n = int(mask.sum())
+        prompt = rollout["prompt_ids"][i][rollout["prompt_mask"][i].bool()]
+        ids = torch.cat([prompt, rollout["completion_ids"][i, :n]])
+        with torch.no_grad():
+            p = (trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1] / 0.8).softmax(-1)
+        drawn = p.gather(1, ids[-n:, None]).squeeze(1)
+        torch.testing.assert_close(recorded[i, :n], (drawn / p.topk(3).values.sum(1)).log(), **CLOSE)
+    difference = trainer._stats["train"].pop(trainer.accelerator)["sampling/logprob_difference"]
+    expected = (recorded - rollout["old_logprobs"])[rollout["completion_mask"].bool()].double().mean()
+    torch.testing.assert_close(difference[1], expected, rtol=1e-4, atol=1e-6)
+    assert difference[1] > 0.1
+
+
+def test_on_policy_sampling_has_no_logprob_difference(tmp_path, build):
+    trainer = make(tmp_path, build(), allow_off_policy_sampling=True, temperature=0.8)
+    recorded, rollout = sampler_logprobs(trainer)
+    mask = rollout["completion_mask"].bool()
+    torch.testing.assert_close(recorded[mask], rollout["old_logprobs"][mask], **CLOSE)
+    trainer.train()
+    logged = [log["sampling/logprob_difference"] for log in trainer.state.log_history if "objective/kl" in log]
+    assert logged and max(map(abs, logged)) < 1e-5

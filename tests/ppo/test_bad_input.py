@@ -1,0 +1,397 @@
+"""Bad input: a clear error before anything is lost. (Several processes: test_distributed.py.)"""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, ProcessorMixin
+
+from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import PPOTrainer
+
+
+def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, config=None, **kwargs):
+    return PPOTrainer(
+        **{
+            "model": model or tiny_llama(),
+            "reward_funcs": reward_funcs,
+            "args": tiny_config(tmp_path, **(config or {})),
+            "train_dataset": prompts() if train_dataset is None else train_dataset,
+            "processing_class": tiny_tokenizer(),
+            **kwargs,
+        }
+    )
+
+
+# ---- Reward functions ----
+
+
+def raises(completions, **kwargs):
+    raise KeyError("answer")
+
+
+def raises_stop(completions, **kwargs):
+    return [next(iter(())) for _ in completions]
+
+
+def one_too_few(completions, **kwargs):
+    return [0.0] * (len(completions) - 1)
+
+
+def one_is_nan(completions, **kwargs):
+    return [0.0, 0.0, float("nan"), *[0.0] * (len(completions) - 3)]
+
+
+def one_is_inf(completions, **kwargs):
+    return torch.tensor([float("-inf"), *[0.0] * (len(completions) - 1)])
+
+
+def a_number(completions, **kwargs):
+    return 1.0
+
+
+def nothing(completions, **kwargs):
+    pass
+
+
+def a_string(completions, **kwargs):
+    return ["good"] * len(completions)
+
+
+async def async_raises(completions, **kwargs):
+    raise KeyError("answer")
+
+
+async def async_nan(completions, **kwargs):
+    return [float("nan")] * len(completions)
+
+
+@pytest.mark.parametrize(
+    "reward, message, cause",
+    [
+        (raises, "KeyError: 'answer'", KeyError),
+        (raises_stop, "StopIteration", StopIteration),
+        (one_too_few, "returned 7 rewards for 8 completions; return one for each", ValueError),
+        (one_is_nan, "returned nan for completion 2; return None where it does not apply", ValueError),
+        (one_is_inf, "returned -inf for completion 0; return None", ValueError),
+        (a_number, "must return a list with one float or None per completion, got float", TypeError),
+        (nothing, "must return a list with one float or None per completion, got NoneType", TypeError),
+        (a_string, "returned 'good' for completion 0; return a float, or None", TypeError),
+        (async_raises, "KeyError: 'answer'", KeyError),
+        (async_nan, "returned nan for completion 0", ValueError),
+    ],
+)
+def test_mistakes_of_a_reward_function(tmp_path, reward, message, cause):
+    trainer = make(tmp_path, reward_funcs=[length_reward, reward])
+    with pytest.raises(RuntimeError) as error:
+        trainer.train()
+    assert str(error.value).startswith(f"At step 0, process 0: reward function '{reward.__name__}': ")
+    assert message in str(error.value)
+    assert isinstance(error.value.__cause__, cause)
+
+
+def test_a_mistake_in_the_middle_of_a_run_names_its_step_and_loses_no_checkpoint(tmp_path):
+    calls = []
+
+    def fails_at_third_rollout(completions, **kwargs):
+        calls.append(1)
+        return length_reward(completions) if len(calls) < 3 else None
+
+    config = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
+    with pytest.raises(RuntimeError, match="At step 8, .*'fails_at_third_rollout'"):
+        make(tmp_path, reward_funcs=fails_at_third_rollout, config=config).train()
+    resumed = make(tmp_path, reward_funcs=fails_at_third_rollout, config=config)
+    calls.clear()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert resumed.state.global_step == 12 and len(calls) == 1
+
+
+def test_a_reward_model_that_runs_out_of_context(tmp_path):
+    reward = tiny_reward_model(tiny_llama(max_position_embeddings=6))
+    with pytest.raises(
+        RuntimeError, match=r"a prompt with its completion has \d+ tokens, the reward model's context 6"
+    ):
+        make(tmp_path, reward_funcs=reward).train()
+
+
+def test_rows_without_a_score_leave_loss_moments_and_metrics(tmp_path):
+    """None from every function: whatever the score would have been changes nothing, and the row is counted."""
+
+    def only_even(scale):
+        def reward(completions, completion_ids, **kwargs):
+            return [float(sum(ids) % 7) if i % 2 == 0 else scale for i, ids in enumerate(completion_ids)]
+
+        return reward
+
+    config = {"reward_normalization": "running", "whiten_rewards": True, "max_steps": 4}
+    trainer = make(tmp_path / "a", reward_funcs=[only_even(None), only_even(None)], config=config)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["objective/num_unscored"] == 4
+    rows = trainer._rollout
+    scores = torch.tensor(
+        [
+            2.0 * (ids[m.bool()].sum() % 7)
+            for ids, m in zip(rows["completion_ids"], rows["completion_mask"], strict=True)
+        ]
+    )
+    assert log["objective/scores"] == pytest.approx(scores[::2].mean().item())
+    assert log["objective/scores_std"] == pytest.approx(scores[::2].std().item())
+    torch.testing.assert_close(trainer.reward_normalizer.running[0].item(), 4.0)
+    assert rows["loss_mask"][1::2].sum() == 0 and rows["loss_mask"][::2].sum() > 0
+    assert rows["advantages"][1::2].abs().sum() == 0
+
+    partly = make(tmp_path / "b", reward_funcs=[only_even(None), length_reward], config={"max_steps": 1})
+    partly.train()
+    assert partly.state.log_history[0]["objective/num_unscored"] == 0  # one function gave a score
+
+
+def test_a_rollout_without_any_score_changes_no_policy_weight(tmp_path):
+    trainer = make(tmp_path, reward_funcs=lambda completions, **kwargs: [None] * len(completions))
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
+    assert all(torch.tensor(row["loss"]).isfinite() for row in trainer.state.log_history if "loss" in row)
+
+
+# ---- Datasets ----
+
+
+def long_prompts():
+    rows = prompts().to_list()
+    rows[3]["prompt"] = " ".join(["cat"] * 60)
+    rows[5]["prompt"] = " ".join(["cat"] * 57)
+    rows[6]["prompt"] = " ".join(["cat"] * 56)  # just fits: 56 + 8 = 64
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize(
+    "dataset, error, message",
+    [
+        (None, ValueError, "`train_dataset` is required"),
+        (
+            long_prompts(),
+            ValueError,
+            r"2 of 16 prompts in the train dataset .*`max_completion_length=8`.*longest prompt: 60",
+        ),
+        (prompts().select([]), ValueError, "The train dataset is empty"),
+        (
+            prompts(7),
+            ValueError,
+            r"has 7 prompts, a rollout needs 8 .*4 × .*1 × .*2 × 1 processes.*: lower one of them",
+        ),
+        (
+            prompts().rename_column("prompt", "query"),
+            ValueError,
+            r"needs a column `prompt` .*; it has \['query', 'topic'\]",
+        ),
+        (
+            prompts().add_column("image", [None] * 16),
+            ValueError,
+            "has images; vision-language models are not supported",
+        ),
+        (
+            IterableDataset.from_generator(lambda: iter(())),
+            TypeError,
+            "must be a `datasets.Dataset`, got IterableDataset",
+        ),
+        ([{"prompt": "a"}] * 16, TypeError, "must be a `datasets.Dataset`, got list"),
+        (
+            Dataset.from_dict({"prompt": ["cat", ""] * 8}),
+            ValueError,
+            r"8 of 16 prompts .* are empty \(the first is row 1",
+        ),
+    ],
+)
+def test_datasets(tmp_path, dataset, error, message):
+    def build(**kwargs):
+        PPOTrainer(
+            model=tiny_llama(),
+            reward_funcs=length_reward,
+            args=tiny_config(tmp_path),
+            processing_class=tiny_tokenizer(),
+            **kwargs,
+        )
+
+    with pytest.raises(error, match=message):
+        build(train_dataset=dataset)
+    if dataset is not None and "rollout" not in message:  # an eval set may be smaller than a rollout
+        with pytest.raises(error, match=message.replace("train", "eval")):
+            build(train_dataset=prompts(), eval_dataset=dataset)
+        with pytest.raises(error, match=message.replace("train", "second")):
+            build(train_dataset=prompts(), eval_dataset={"first": prompts(), "second": dataset})
+
+
+@pytest.mark.parametrize(
+    "config, column",
+    [
+        ({"reward_normalization": "group", "reward_group_column": "subject"}, "subject"),
+        ({"reward_normalization": "reference"}, "completion"),
+    ],
+)
+def test_a_missing_column_is_named(tmp_path, config, column):
+    with pytest.raises(ValueError, match=f"reads the column '{column}'; the train dataset has .*'prompt', 'topic'"):
+        make(tmp_path, config=config)
+
+
+# ---- Models and tokenizers ----
+
+
+class Processor(ProcessorMixin):
+    def __init__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (
+            lambda m: {"value_model": tiny_reward_model(tiny_llama(99))},
+            "`value_model` has a vocabulary of 99 .* one of 29",
+        ),
+        (lambda m: {"ref_model": tiny_llama(99)}, "`ref_model` has a vocabulary of 99 tokens, the policy one of 29"),
+        (
+            lambda m: {"processing_class": tiny_tokenizer([*WORDS, "more", "words"])},
+            "tokenizer has 31 tokens, .* only 29",
+        ),
+        (lambda m: {"value_model": two_labels()}, "`value_model` must have one label, got num_labels=2"),
+        (lambda m: {"reward_funcs": two_labels()}, "Reward model .* has num_labels=2; a reward model needs one label"),
+        (
+            lambda m: {"value_model": tiny_llama()},
+            "`value_model` must be a sequence classifier .*, got LlamaForCausalLM",
+        ),
+        (lambda m: {"ref_model": m}, "`model` and `ref_model` are one object"),
+        (lambda m: {"value_model": m}, "`model` and `value_model` are one object"),
+        (
+            lambda m: dict.fromkeys(("value_model", "reward_funcs"), tiny_reward_model(m)),
+            "`value_model` and reward function 0",
+        ),
+        (lambda m: {"processing_class": Processor()}, "Vision-language models are not supported"),
+        (lambda m: {"processing_class": None}, "`model` was built in memory, so its tokenizer is not known"),
+        (
+            lambda m: {"config": {"use_ref_model": False, "kl_coef": 0}, "ref_model": tiny_llama()},
+            "`use_ref_model=False`",
+        ),
+        (
+            lambda m: {"config": {"reward_weights": [1.0, 2.0]}},
+            r"reward weights \(2\) must match number of reward functions",
+        ),
+        (lambda m: {"reward_processing_classes": [None, None]}, r"processing classes \(2\) must match"),
+    ],
+)
+def test_models_and_tokenizers(tmp_path, build, message):
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, model=model, **build(model))
+
+
+def two_labels():
+    config = copy.deepcopy(tiny_llama().config)
+    config.num_labels = 2
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def test_a_config_of_another_trainer(tmp_path):
+    from trl import RLOOConfig
+
+    with pytest.raises(TypeError, match="`args` must be a `PPOConfig`, got RLOOConfig"):
+        make(tmp_path, args=RLOOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_critic_learning_rate_with_an_optimizer_of_the_caller(tmp_path):
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make(tmp_path, model=model, optimizers=(optimizer, None), config={"critic_learning_rate": 1e-3})
+    with pytest.raises(ValueError, match="`critic_learning_rate` cannot be applied to an optimizer"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("pad", ["is EOS", "is missing"])
+def test_pad_tokens(tmp_path, pad):
+    """Both work: padding is told from EOS by the masks, so an EOS that was drawn is trained on, and counted."""
+    tokenizer = tiny_tokenizer(pad=False)
+    if pad == "is EOS":
+        tokenizer.pad_token = tokenizer.eos_token
+    model = tiny_llama(pad_token_id=None)
+    model.lm_head.weight.data[2] *= 3  # EOS is drawn often
+    reward = tiny_reward_model(tiny_llama())
+    trainer = make(tmp_path, model=model, reward_funcs=[reward, length_reward], processing_class=tokenizer)
+    trainer.train()
+    assert trainer._tokenizer.pad_token_id == tokenizer.eos_token_id
+    rows = trainer._rollout
+    ended = 0
+    for ids, mask in zip(rows["completion_ids"], rows["loss_mask"].bool(), strict=True):
+        ended += ids[mask][-1].item() == tokenizer.eos_token_id
+        assert (ids[mask] == tokenizer.eos_token_id).sum() <= 1
+        assert (ids[~mask] == tokenizer.eos_token_id).all()
+    assert ended > 0
+    assert trainer.state.log_history[0]["val/num_eos_tokens"] == ended
+
+    # a reward model scores each row as it does the row alone; RewardTrainer sets its pad token to EOS, too
+    scoring = trainer.reward_funcs[0].function.model
+    for i in range(len(rows["loss_mask"])):
+        row = torch.cat([rows[f"{part}_ids"][i][rows[f"{part}_mask"][i].bool()] for part in ("prompt", "completion")])
+        alone = scoring(input_ids=row[None], attention_mask=torch.ones_like(row)[None]).logits[0, 0].item()
+        assert trainer._rewards_per_func[i, 0].item() == pytest.approx(alone, abs=1e-5)
+
+
+# ---- The output folder ----
+
+
+def test_the_output_folder_of_another_configuration(tmp_path):
+    config = {"save_strategy": "steps", "save_steps": 2}
+    make(tmp_path, config=config).train()
+    with pytest.raises(ValueError, match=r"checkpoint-4 belongs to another configuration \(vf_coef: 0.1 → 0.5\)"):
+        make(tmp_path, config={**config, "vf_coef": 0.5}).train()
+    with pytest.raises(ValueError, match=r"another configuration .*train_rows: 16 → 24"):
+        make(tmp_path, config=config, train_dataset=prompts(24)).train()
+    assert make(tmp_path, config=config).train().global_step == 4  # the same configuration resumes, here: is complete
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        make(tmp_path, config=config).train(resume_from_checkpoint=str(tmp_path))
+    with pytest.raises(ValueError, match="No complete checkpoint in .*, so there is nothing to resume"):
+        make(tmp_path / "new", config=config).train(resume_from_checkpoint=True)
+
+
+# ---- NaN ----
+
+
+@pytest.mark.parametrize("role, max_grad_norm", [("policy", 1.0), ("policy", 0.0), ("critic", 1.0)])
+def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, role, max_grad_norm):
+    trainer = make(tmp_path, config={"max_steps": 8, "max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2})
+    good = {}
+
+    def poison(grad):
+        if trainer.state.global_step == 3:
+            good.update({name: value.clone() for name, value in trainer.model.state_dict().items()})
+            return grad * float("nan")
+        return grad
+
+    next(getattr(trainer.model, role).parameters()).register_hook(poison)
+    with pytest.raises(FloatingPointError) as error:
+        trainer.train()
+    message = str(error.value)
+    assert (
+        f"The gradient of the {role} is not finite at step 4 (every logged term is finite, so it arose in" in message
+    )
+    assert str(tmp_path / "last-good") in message
+    assert trainer.state.global_step == 3
+
+    saved = {
+        "policy": AutoModelForCausalLM.from_pretrained(tmp_path / "last-good"),
+        "critic": AutoModelForSequenceClassification.from_pretrained(tmp_path / "last-good" / "critic"),
+    }
+    for name, part in saved.items():
+        want = {key.removeprefix(f"{name}."): value for key, value in good.items() if key.startswith(f"{name}.")}
+        torch.testing.assert_close(part.state_dict(), want, rtol=0, atol=0)
+    make(tmp_path / "again", model=saved["policy"], value_model=saved["critic"]).train()  # they are of use
+
+
+def test_a_loss_that_is_not_finite_is_named(tmp_path):
+    """Values that overflow give an infinite value loss; the message says where it was seen first."""
+    trainer = make(tmp_path, reward_funcs=lambda completions, **kwargs: [3e38] * len(completions))
+    with pytest.raises(
+        FloatingPointError, match=r"of the critic is not finite at step 1 \(first seen in .*loss/value_avg"
+    ):
+        trainer.train()
+    assert (tmp_path / "last-good" / "model.safetensors").is_file()

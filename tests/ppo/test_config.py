@@ -1,0 +1,401 @@
+"""`PPOConfig`: every option of RLOO and of TRL 1.12's PPO is honoured, mapped or refused, none is silently ignored."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from trl import RLOOConfig
+
+from tests.tiny import tiny_config
+from trl_ext import PPOConfig
+from trl_ext.ppo.config import _RANGES, ALIASES, COMPUTED, REFUSED
+
+# Fields of RLOOConfig that do here what their documentation says, or that RLOOConfig itself refuses. A new upstream
+# field is in none of the tables and fails the test until somebody decides.
+HONOURED = """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
+    auto_find_batch_size bf16 cache_implementation chat_template_kwargs data_seed dataloader_in_order
+    dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
+    dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
+    ddp_static_graph ddp_timeout debug deepspeed disable_dropout disable_tqdm do_eval do_predict do_train
+    ds3_gather_for_generation enable_jit_checkpoint epsilon_high eval_delay eval_on_start eval_steps eval_strategy fp16
+    fsdp fsdp_config full_determinism generation_kwargs gradient_accumulation_steps gradient_checkpointing
+    gradient_checkpointing_kwargs greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision
+    hub_strategy hub_token learning_rate load_best_model_at_end local_rank log_completions log_level log_level_replica
+    log_on_each_node log_unique_prompts logging_first_step logging_nan_inf_filter logging_steps logging_strategy
+    lr_scheduler_kwargs lr_scheduler_type mask_truncated_completions max_completion_length max_grad_norm max_steps
+    metric_for_best_model min_p model_init_kwargs normalize_advantages num_completions_to_print num_generations
+    num_generations_eval num_train_epochs optim optim_args optim_target_modules output_dir pad_to_multiple_of
+    parallelism_config per_device_eval_batch_size per_device_train_batch_size project push_to_hub
+    ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty report_to
+    restore_callback_states_from_checkpoint resume_from_checkpoint reward_clip_range reward_weights
+    router_aux_loss_coef run_name save_on_each_node save_only_model save_steps save_strategy save_total_limit seed
+    shuffle_dataset skip_memory_metrics sync_ref_model temperature tf32 top_k top_p torch_empty_cache_steps
+    trackio_bucket_id trackio_space_id trackio_static_space_id trust_remote_code use_cache use_cpu use_vllm
+    vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port vllm_max_model_length vllm_mode vllm_model_impl
+    vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_structured_outputs_regex
+    vllm_tensor_parallel_size warmup_steps weight_decay
+"""
+# TRL 1.12's PPO fields that PPOConfig has under the same name and with the same meaning.
+HONOURED_112 = """
+    cliprange cliprange_value ds3_gather_for_generation gamma kl_coef kl_estimator lam learning_rate
+    local_rollout_forward_batch_size missing_eos_penalty num_mini_batches num_ppo_epochs push_to_hub stop_token_id
+    temperature total_episodes vf_coef whiten_rewards
+"""
+# Other names of something: field -> what it sets. `test_mapped_fields_set_what_they_name` sees each do so, the two
+# paths are seen in test_migration.py.
+MAPPED = {
+    **ALIASES,
+    "dataset_num_proc": "nothing: there is no tokenising ahead of the rollout",
+    "generation_batch_size": "num_mini_batches",
+    "num_sample_generations": "log_completions",
+    "reward_model_path": "the trainer's reward_funcs",
+    "sft_model_path": "the trainer's model",
+    "steps_per_generation": "num_mini_batches",
+    "stop_token": "eos is always a stop token",
+}
+# TRL 1.12's PPOConfig, its own fields (the others are TrainingArguments', which RLOOConfig has too).
+TRL_112_FIELDS = [
+    "batch_size",
+    "cliprange",
+    "cliprange_value",
+    "dataset_num_proc",
+    "ds3_gather_for_generation",
+    "gamma",
+    "kl_coef",
+    "kl_estimator",
+    "lam",
+    "learning_rate",
+    "local_batch_size",
+    "local_mini_batch_size",
+    "local_rollout_forward_batch_size",
+    "micro_batch_size",
+    "mini_batch_size",
+    "missing_eos_penalty",
+    "model_adapter_name",
+    "num_mini_batches",
+    "num_ppo_epochs",
+    "num_sample_generations",
+    "num_total_batches",
+    "push_to_hub",
+    "ref_adapter_name",
+    "response_length",
+    "reward_model_path",
+    "sft_model_path",
+    "stop_token",
+    "stop_token_id",
+    "temperature",
+    "total_episodes",
+    "vf_coef",
+    "whiten_rewards",
+    "world_size",
+]
+
+
+def config(tmp_path, **kwargs):
+    return tiny_config(tmp_path, **{"max_steps": -1, **kwargs})
+
+
+def test_every_field_is_in_exactly_one_table():
+    upstream = [f.name for f in dataclasses.fields(RLOOConfig)]
+    ours = {f.name for f in dataclasses.fields(PPOConfig)}
+    for names, honoured in ((upstream, HONOURED), (TRL_112_FIELDS, HONOURED_112)):
+        tables = {"honoured": honoured.split(), "mapped": MAPPED, "refused": {*REFUSED, *COMPUTED}}
+        for name in names:
+            where = [table for table, members in tables.items() if name in members]
+            assert len(where) == 1, f"`{name}` is in {where or 'no table'}: decide what PPO does with it."
+            assert name in ours or name in COMPUTED, f"`{name}` cannot be passed to PPOConfig."
+    assert set(upstream) >= set(HONOURED.split())  # no entry outlives its field
+    assert {*upstream, *TRL_112_FIELDS} >= {*MAPPED, *REFUSED, *COMPUTED}
+
+
+OTHER_VALUES = {  # where a flipped bool or the string "x" would not do
+    "eval_accumulation_steps": 2,
+    "include_for_metrics": ["loss"],
+    "label_names": ["labels"],
+    "label_smoothing_factor": 0.1,
+    "liger_kernel_config": {"rope": True},
+    "neftune_noise_alpha": 5.0,
+    "torch_compile_backend": "eager",
+    "train_sampling_strategy": "group_by_length",
+    "transformers_continuous_batching_config": {"max_memory_percent": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_field_raises_with_its_reason(tmp_path, name):
+    default = {f.name: f.default for f in dataclasses.fields(PPOConfig)}[name]
+    value = not default if isinstance(default, bool) else OTHER_VALUES.get(name, "x")
+    with pytest.raises(ValueError) as error:
+        config(tmp_path, **{name: value})
+    assert f"`{name}={value}`" in str(error.value) and REFUSED[name] in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(COMPUTED))
+def test_a_computed_field_raises_with_what_computes_it(tmp_path, name):
+    with pytest.raises(TypeError) as error:
+        config(tmp_path, **{name: 8})
+    assert f"`{name}`" in str(error.value) and COMPUTED[name] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "alias, name, one, other",
+    [
+        ("beta", "kl_coef", 0.2, 0.1),
+        ("beta", "kl_coef", 0.0, 0.1),  # a falsy alias counts
+        ("epsilon", "cliprange", 0.3, 0.1),
+        ("num_iterations", "num_ppo_epochs", 3, 2),
+        ("response_length", "max_completion_length", 53, 8),
+    ],
+)
+def test_mapped_fields_set_what_they_name(tmp_path, alias, name, one, other):
+    def plain(**kwargs):
+        return PPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **kwargs)
+
+    assert getattr(plain(**{alias: one}), name) == one
+    assert getattr(plain(**{alias: one, name: one}), name) == one
+    assert getattr(plain(**{alias: one}), alias) is None  # so that a copy of the config may change `name`
+    with pytest.raises(ValueError, match="two names of one setting") as error:
+        plain(**{alias: one, name: other})
+    assert f"`{alias}={one}`" in str(error.value) and f"`{name}={other}`" in str(error.value)
+
+
+def test_rloo_names_of_the_rollout_size_set_num_mini_batches(tmp_path):
+    sizes = {"num_mini_batches": 1, "gradient_accumulation_steps": 2}
+    assert config(tmp_path, **sizes, steps_per_generation=6).num_mini_batches == 3
+    assert config(tmp_path, **sizes, generation_batch_size=4 * 6).num_mini_batches == 3
+    for alias in ({"steps_per_generation": 6}, {"generation_batch_size": 4 * 6}):
+        with pytest.raises(ValueError, match=r"`steps_per_generation=6` .*2 × 2: set `num_mini_batches` only"):
+            config(tmp_path, **{**sizes, "num_mini_batches": 2}, **alias)
+    with pytest.raises(ValueError, match="`steps_per_generation=3`"):  # not a whole number of minibatches
+        config(tmp_path, **sizes, steps_per_generation=3)
+
+
+def test_num_sample_generations_sets_log_completions(tmp_path):
+    assert [config(tmp_path, num_sample_generations=n).log_completions for n in (None, 0, 10)] == [False, False, True]
+
+
+def test_stop_token_and_stop_token_id_are_one_thing(tmp_path):
+    assert config(tmp_path, stop_token="eos").stop_token == "eos"
+    with pytest.raises(ValueError, match="`stop_token` and `stop_token_id`"):
+        config(tmp_path, stop_token="eos", stop_token_id=0)
+
+
+def test_copies_of_a_config_are_equal_and_may_change(tmp_path):
+    original = config(
+        tmp_path,
+        beta=0.1,
+        epsilon=0.3,
+        num_mini_batches=3,
+        gradient_accumulation_steps=2,
+        stop_token="eos",
+        metric_for_best_model="eval_objective/kl",
+        generation_kwargs='{"stop_strings": ["."]}',
+        num_generations=2,
+        total_episodes=100,
+    )
+    assert PPOConfig(**original.to_dict()) == original
+    assert dataclasses.replace(original) == original
+
+    changed = dataclasses.replace(original, kl_coef=0.7)
+    assert changed.kl_coef == 0.7 and dataclasses.replace(changed, kl_coef=0.1) == original
+    original.total_episodes, original.max_steps = None, -1
+    changed = dataclasses.replace(original, num_mini_batches=5)
+    assert (changed.steps_per_generation, changed.generation_batch_size) == (10, 40)
+    changed = dataclasses.replace(original, per_device_train_batch_size=2, gradient_accumulation_steps=1)
+    assert (changed.num_mini_batches, changed.batch_size) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    "per_device, accumulation, mini_batches, epochs, episodes, steps",
+    [
+        (4, 1, 1, 1, 12, 3),
+        (4, 1, 2, 2, 16, 8),  # two rollouts of 8 episodes, 2 minibatches, passed over twice
+        (4, 1, 2, 2, 17, 12),  # rounded up to full rollouts
+        (2, 3, 4, 5, 48, 40),
+        (1, 8, 1, 4, 1, 4),
+    ],
+)
+def test_batch_arithmetic(tmp_path, per_device, accumulation, mini_batches, epochs, episodes, steps):
+    args = config(
+        tmp_path,
+        per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation,
+        num_mini_batches=mini_batches,
+        num_ppo_epochs=epochs,
+        total_episodes=episodes,
+    )
+    assert args.mini_batch_size == args.local_mini_batch_size == per_device * accumulation
+    assert args.batch_size == args.local_batch_size == per_device * accumulation * mini_batches
+    assert args.generation_batch_size == args.batch_size  # what TRL generates at a time
+    assert args.steps_per_generation == accumulation * mini_batches
+    assert args.max_steps == steps == math.ceil(episodes / args.batch_size) * mini_batches * epochs
+
+
+def test_total_episodes_and_max_steps_must_agree(tmp_path):
+    assert config(tmp_path, total_episodes=16, max_steps=8).max_steps == 8
+    with pytest.raises(ValueError, match=r"`total_episodes=16` makes 8 optimizer steps .* `max_steps=9`"):
+        config(tmp_path, total_episodes=16, max_steps=9)
+
+
+def test_a_rollout_holds_whole_groups(tmp_path):
+    with pytest.raises(ValueError, match=r"\(8\) must be divisible by num_generations \(3\)"):
+        config(tmp_path, num_generations=3)
+
+
+@pytest.mark.parametrize(
+    "name, bad, good",
+    [
+        ("adam_epsilon", [0.0], [1e-12]),
+        ("cliprange", [0.0, -0.1], [1e-3]),
+        ("cliprange_value", [0.0], [1e-3, None]),
+        ("critic_learning_rate", [-1e-6], [0.0, None]),
+        ("critic_warmup_rollouts", [-1], [0]),
+        ("dual_clip", [1.0, 0.5], [1.01, None]),
+        ("entropy_coef", [-0.1], [0.0]),
+        ("epsilon_high", [0.0], [0.28, None]),
+        ("gamma", [-0.1, 1.01, math.nan], [0.0, 1.0]),
+        ("kl_coef", [-0.1, math.inf, math.nan], [0.0]),
+        ("kl_coef_max", [-0.1], [0.0, None]),
+        ("kl_coef_min", [-0.1], [0.0]),
+        ("kl_horizon", [0], [1]),
+        ("kl_target", [0.0], [0.1]),
+        ("lam", [-0.1, 1.01], [0.0, 1.0]),
+        ("lam_value", [-0.1, 1.01], [0.0, 1.0, None]),
+        ("local_rollout_forward_batch_size", [0], [1]),
+        ("max_approx_kl", [0.0], [0.01, None]),
+        ("max_completion_length", [0], [1]),
+        ("missing_eos_penalty", [0.0, -1.0], [1.0, None]),
+        ("num_generations", [0], [1]),
+        ("num_mini_batches", [0], [1]),
+        ("num_ppo_epochs", [0], [1]),
+        ("temperature", [0.0], [0.1]),
+        ("total_episodes", [0], [1, None]),
+        ("vf_coef", [-0.1], [0.0]),
+        ("kl_estimator", ["k4"], ["k1", "k2", "k3"]),
+        ("kl_controller", ["pid"], ["fixed", "adaptive"]),
+        ("reward_normalization", ["std"], ["none", "running", "batch", "reference"]),
+        ("stop_token", ["period"], ["eos", None]),
+    ],
+)
+def test_ranges(tmp_path, name, bad, good):
+    for value in bad:
+        with pytest.raises(ValueError, match=f"`{name}` must be .* got {value!r}"):
+            config(tmp_path, **{name: value})
+    for value in good:
+        assert getattr(config(tmp_path, **{name: value}), name) == value
+
+
+def test_every_range_rule_is_tested():
+    (mark,) = (m for m in test_ranges.pytestmark if m.name == "parametrize")
+    assert {row[0] for row in mark.args[1]} >= _RANGES.keys()
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"kl_controller": "adaptive", "kl_coef": 0.0}, "can never leave `kl_coef=0`"),
+        ({"kl_controller": "adaptive", "beta": 0.0}, "can never leave `kl_coef=0`"),
+        (
+            {"kl_controller": "adaptive", "kl_coef": 0.1, "kl_coef_min": 0.2},
+            r"`kl_coef=0.1` must lie within .*\[0.2, ",
+        ),
+        ({"kl_controller": "adaptive", "kl_coef": 0.1, "kl_coef_max": 0.05}, r"`kl_coef=0.1` must lie within"),
+        ({"use_ref_model": False}, "`use_ref_model=False` drops the reference, but `kl_coef=0.05`"),
+        ({"use_ref_model": False, "kl_coef": 0, "sync_ref_model": True}, "`sync_ref_model=True` need one"),
+        ({"reward_normalization": "group"}, "needs `reward_group_column`"),
+        (
+            {"missing_eos_score": -1.0, "missing_eos_penalty": 1.0},
+            "`missing_eos_score=-1.0` .*`missing_eos_penalty=1.0`",
+        ),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ],
+)
+def test_contradictions(tmp_path, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"min_p": 0.05},
+        {"repetition_penalty": 1.2},
+        {"generation_kwargs": {"typical_p": 0.9}},
+        {"generation_kwargs": {"num_beams": 4}},
+        {"generation_kwargs": {"temperature": 0.5}},
+        {"generation_kwargs": '{"top_k": 50}'},  # as the command line passes it
+        {"generation_kwargs": {"a_processor_of_tomorrow": 1}},
+    ],
+)
+def test_sampling_off_the_policy_needs_permission(tmp_path, kwargs):
+    with pytest.raises(ValueError, match="allow_off_policy_sampling=True") as error:
+        config(tmp_path, **kwargs)
+    name, value = next(iter(kwargs.items()))
+    assert str(value if name != "generation_kwargs" else next(iter(dict_of(value)))) in str(error.value)
+    assert config(tmp_path, **kwargs, allow_off_policy_sampling=True).allow_off_policy_sampling
+
+
+def dict_of(value):
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def test_neutral_sampling_is_allowed(tmp_path):
+    kwargs = '{"stop_strings": ["."], "use_cache": true}'
+    config(tmp_path, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, temperature=0.7, generation_kwargs=kwargs)
+
+
+def test_defaults():
+    """TRL 1.12's for PPO's own fields, the N+ paper's epsilon, and RLOO's for what all on-policy trainers share."""
+    args = PPOConfig("unused", use_cpu=True, bf16=False)
+    trl_112 = {
+        "learning_rate": 3e-6,
+        "num_mini_batches": 1,
+        "total_episodes": None,
+        "local_rollout_forward_batch_size": 64,
+        "stop_token": None,
+        "stop_token_id": None,
+        "missing_eos_penalty": None,
+        "num_ppo_epochs": 4,
+        "whiten_rewards": False,
+        "kl_coef": 0.05,
+        "kl_estimator": "k1",
+        "cliprange": 0.2,
+        "vf_coef": 0.1,
+        "cliprange_value": 0.2,
+        "gamma": 1.0,
+        "lam": 0.95,
+        "ds3_gather_for_generation": True,
+        "push_to_hub": False,
+    }
+    ours = {
+        "adam_epsilon": 1e-5,
+        "disable_dropout": True,
+        "num_generations": 1,
+        "normalize_advantages": True,
+        "kl_target": 6.0,
+        "kl_horizon": 10000,
+    }
+    assert {name: getattr(args, name) for name in trl_112 | ours} == trl_112 | ours
+    shared = RLOOConfig("unused", use_cpu=True, bf16=False)
+    for name in ("temperature", "max_completion_length", "reward_clip_range", "max_grad_norm", "top_k", "top_p"):
+        assert getattr(args, name) == getattr(shared, name)
+
+
+def test_best_model_defaults_to_the_score(tmp_path):
+    args = config(
+        tmp_path,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        save_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+    )
+    assert (args.metric_for_best_model, args.greater_is_better) == ("eval_objective/scores", True)
+    args = config(tmp_path, save_strategy="best", eval_strategy="steps", eval_steps=2)
+    assert (args.metric_for_best_model, args.greater_is_better) == ("eval_objective/scores", True)
+    args = config(tmp_path, save_strategy="best", metric_for_best_model="kl", eval_strategy="steps", eval_steps=2)
+    assert args.metric_for_best_model == "kl"

@@ -1,0 +1,146 @@
+"""Two gloo processes do what one does with the same global batch, and end together where one fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.ppo.worker import evaluation, parity
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    """One launch: its folder, and the results of each process."""
+    folder = tmp_path_factory.mktemp("distributed")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.ppo.worker"]
+    run = subprocess.run(
+        [sys.executable, *command, "distributed", str(folder)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-20000:]
+    return folder, [torch.load(folder / f"process {i}.pt", weights_only=False) for i in range(2)]
+
+
+@pytest.fixture(scope="module")
+def results(launch):
+    return launch[1]
+
+
+def assert_equal(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def differ(a, b, prefix=""):
+    return [name for name in a if name.startswith(prefix) and not torch.equal(a[name], b[name])]
+
+
+@pytest.mark.parametrize(("name", "config"), [("parity", {}), ("generations", {"num_generations": 2})])
+def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_path):
+    one = parity(tmp_path, 1, **config)
+    assert one["processes"] == 1 and one["wrapper"] == "ActorCritic"
+    for two in (process[name] for process in results):
+        assert two["processes"] == 2 and two["wrapper"] == "DistributedDataParallel"
+        torch.testing.assert_close(two["weights"], one["weights"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(two["reward_normalizer"], one["reward_normalizer"], rtol=1e-12, atol=1e-12)
+        assert two["episodes"] == one["episodes"] == 16
+    first, second = results[0][name], results[1][name]
+    for what in ("weights", "optimizer", "kl_controller", "reward_normalizer"):
+        assert_equal(first[what], second[what])
+    assert first["kl_controller"]["kl_coef"] != 0.05
+
+
+def test_two_processes_log_the_metrics_of_one(results, tmp_path):
+    one = parity(tmp_path, 1)["logs"]
+    two = results[0]["parity"]["logs"]
+    assert len(two) == len(one) == 5
+    for actual, expected in zip(two, one, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    # Rows were left out, answers ended by EOS, and the second pass was off-policy
+    assert one[0]["objective/num_unscored"] > 0 and one[0]["val/num_eos_tokens"] > 0
+    assert one[1]["policy/approxkl_avg"] > 1e-5 and one[2]["objective/kl"] != 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_evaluation_counts_each_prompt_once(size, results, tmp_path):
+    expected = evaluation(tmp_path, size)
+    torch.testing.assert_close(evaluation(tmp_path, 5), expected, rtol=1e-5, atol=1e-5)
+    actual = results[0]["evaluation"][(1, 2, 4).index(size)]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_evaluation_counts_each_generation_once(results, tmp_path):
+    expected = evaluation(tmp_path, 2, num_generations_eval=2)
+    torch.testing.assert_close(results[0]["evaluation, 2 generations"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [("reward raises", "KeyError: 'no such row'"), ("reward is NaN", "returned nan for completion 0")],
+)
+def test_a_reward_function_that_fails_on_one_process_ends_both(name, mistake, results):
+    for process in results:
+        error, message, seconds = process[name]
+        assert error == "RuntimeError" and seconds < 60
+        assert "At step 0, process 1: reward function 'reward'" in message and mistake in message
+        assert "process 0" not in message
+
+
+def test_a_gradient_that_is_not_finite_on_one_process_ends_both(launch):
+    folder, results = launch
+    for process in results:
+        (error, message, seconds), weights = process["not finite"]
+        assert error == "FloatingPointError" and seconds < 60
+        assert "at step 2" in message and "loss/policy_avg" in message
+    last_good = folder / "not finite" / "last-good"
+    policy = AutoModelForCausalLM.from_pretrained(last_good)
+    critic = AutoModelForSequenceClassification.from_pretrained(last_good / "critic")
+    for role, model in (("policy", policy), ("critic", critic)):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.data, weights[f"{role}.{name}"], rtol=0, atol=0)
+
+
+def test_critic_warmup_leaves_the_policy_alone_on_both_processes(results):
+    for process in results:
+        seen = process["warm-up"]  # two steps a rollout, the first of which is for the critic alone
+        for step in (1, 2):
+            assert not differ(seen[step]["weights"], seen[0]["weights"], "policy.")
+            assert "critic.score.weight" in differ(seen[step]["weights"], seen[step - 1]["weights"])
+        for step in (3, 4, 5, 6):
+            moved = differ(seen[step]["weights"], seen[step - 1]["weights"], "policy.")
+            assert len(moved) == sum(name.startswith("policy.") for name in seen[0]["weights"])
+        assert seen[1]["kl_coef"] == seen[2]["kl_coef"] == 0.05 != seen[3]["kl_coef"]
+    assert_equal(results[0]["warm-up"], results[1]["warm-up"])
+
+
+def test_both_processes_skip_the_rest_of_the_rollout_after_max_approx_kl(results):
+    for process in results:
+        seen, skipped, calls = process["too far"]
+        for step in (2, 3, 4):
+            assert_equal(seen[step]["weights"], seen[1]["weights"])
+            assert_equal(seen[step]["optimizer"], seen[1]["optimizer"])
+        for step in (1, 5, 6):
+            assert differ(seen[step]["weights"], seen[step - 1]["weights"], "policy.")
+            assert differ(seen[step]["weights"], seen[step - 1]["weights"], "critic.")
+        assert [state["lr"] for state in seen] == pytest.approx([4e-3 * (1 - step / 6) for step in range(7)])
+        assert skipped == [0, 1, 1, 1, 0, 0]
+        assert calls == 8  # none between the exceedance and the next rollout
+    assert_equal(results[0]["too far"], results[1]["too far"])
+
+
+def test_resuming_on_two_processes_is_exact(results):
+    for process in results:
+        uninterrupted, *resumed = process["resumed"]
+        assert uninterrupted["logs"][-1]["epoch"] == 1.5
+        for end in resumed:
+            assert_equal(end, uninterrupted)
+    assert_equal(results[0]["resumed"][0]["weights"], results[1]["resumed"][0]["weights"])

@@ -1,0 +1,190 @@
+"""`evaluate()`: sampled and greedy, each prompt once, and no trace in the training state."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer
+
+
+class Spy:
+    """Scores a completion by its words plus the length of its prompt, and keeps what it was asked."""
+
+    __name__ = "spy"
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, prompts, completions, completion_ids, log_metric=None, **kwargs):
+        scores = [len(c.split()) + 10.0 * len(p.split()) for p, c in zip(prompts, completions, strict=True)]
+        self.calls.append((list(prompts), completion_ids, scores))
+        log_metric("my_metric", float(len(self.calls)))
+        return scores
+
+
+def make(tmp_path, reward_funcs=length_reward, eval_dataset=None, callbacks=None, **config):
+    return PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=reward_funcs,
+        args=tiny_config(tmp_path, per_device_eval_batch_size=4, **config),
+        train_dataset=prompts(),
+        eval_dataset=prompts(9, seed=5) if eval_dataset is None else eval_dataset,
+        processing_class=tiny_tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_each_prompt_is_scored_once_a_generation_and_once_greedily(tmp_path, generations):
+    """9 prompts in batches of 4: the last batch is not full, and a mean of batch means would differ."""
+    spy, dataset = Spy(), prompts(9, seed=5)
+    trainer = make(tmp_path, spy, dataset, num_generations_eval=generations)
+    metrics = trainer.evaluate()  # before any training
+
+    n_sampled = -(-9 * generations // 4)
+    sampled, greedy = spy.calls[:n_sampled], spy.calls[n_sampled:]
+    asked = [Counter(p for call in calls for p in call[0]) for calls in (sampled, greedy)]
+    assert asked[1] == Counter(dataset["prompt"])
+    assert asked[0] == Counter({p: n * generations for p, n in asked[1].items()})
+
+    for prefix, calls in (("eval_", sampled), ("eval_greedy/", greedy)):
+        scores = torch.tensor([score for call in calls for score in call[2]], dtype=torch.float64)
+        lengths = torch.tensor([float(len(ids)) for call in calls for ids in call[1]])
+        assert metrics[f"{prefix}objective/scores"] == pytest.approx(scores.mean().item())
+        assert metrics[f"{prefix}objective/scores_std"] == pytest.approx(scores.std().item())
+        assert metrics[f"{prefix}rewards/spy/mean"] == pytest.approx(scores.mean().item())
+        assert metrics[f"{prefix}completions/mean_length"] == pytest.approx(lengths.mean().item())
+        assert metrics[f"{prefix}objective/kl"] == pytest.approx(0, abs=1e-5)  # the policy is still the reference
+    assert metrics["eval_my_metric"] == pytest.approx(np.mean(range(1, n_sampled + 1)))
+
+
+def test_greedy_is_greedy(tmp_path):
+    spy, dataset = Spy(), prompts(5, seed=5)
+    trainer = make(tmp_path, spy, dataset, temperature=3.0)
+    trainer.evaluate()
+    policy, tokenizer = tiny_llama().eval(), tiny_tokenizer()
+    answers = {prompt: ids for call in spy.calls[2:] for prompt, ids in zip(call[0], call[1], strict=True)}
+    for prompt, answer in answers.items():
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        for want in answer:  # by hand, token by token
+            token = policy(ids).logits[0, -1].argmax()
+            assert token.item() == want
+            ids = torch.cat([ids, token.view(1, 1)], dim=1)
+        assert len(answer) == 8 or answer[-1] == tokenizer.eos_token_id
+    assert trainer.generation_config.do_sample  # and training samples again
+
+
+def test_several_eval_datasets(tmp_path):
+    spy = Spy()
+    datasets = {"short": prompts(3, seed=5), "other": prompts(6, seed=6)}
+    trainer = make(tmp_path, spy, datasets)
+    metrics = trainer.evaluate()
+    for name, dataset in datasets.items():
+        words = np.mean([10.0 * len(prompt.split()) for prompt in dataset["prompt"]])
+        for kind in ("", "greedy/"):
+            assert words < metrics[f"eval_{name}_{kind}objective/scores"] <= words + 8
+    assert not any(key.startswith("eval_objective") for key in metrics)
+
+
+def test_without_greedy(tmp_path):
+    metrics = make(tmp_path, eval_greedy=False).evaluate()
+    assert "eval_objective/scores" in metrics and not any("greedy" in key for key in metrics)
+
+
+def noisy_reward(completions, **kwargs):
+    return [len(text.split()) + random.random() + np.random.rand() for text in completions]
+
+
+def test_evaluation_leaves_no_trace(tmp_path):
+    """With an evaluation after every step, and before the first, training ends bit for bit where it ends without."""
+    runs = []
+    for evaluate in (False, True):
+        trainer = make(
+            tmp_path / str(evaluate),
+            noisy_reward,
+            eval_strategy="steps" if evaluate else "no",
+            eval_steps=1,
+            eval_on_start=evaluate,
+            kl_controller="adaptive",
+            kl_target=0.01,
+            kl_horizon=20,
+            reward_normalization="running",
+            allow_off_policy_sampling=True,
+            top_k=5,
+            max_steps=10,  # ends in the middle of a rollout
+            logging_steps=3,
+        )
+        trainer.train()
+        if evaluate:
+            assert sum("eval_objective/scores" in row for row in trainer.state.log_history) == 11
+            trainer.evaluate()
+        runs.append(
+            {
+                "weights": trainer.model.state_dict(),
+                "rollout": trainer._rollout,
+                "buffer": trainer._buffered_inputs,
+                "moments": trainer.reward_normalizer.running,
+                "kl_coef": trainer.kl_controller.kl_coef,
+                "counters": (trainer._step, trainer._episodes, trainer.state.num_input_tokens_seen),
+                "torch": torch.get_rng_state(),
+                "python": random.getstate(),
+                "numpy": torch.tensor(np.random.get_state()[1].astype("int64")),
+                "logs": [
+                    {
+                        key: value
+                        for key, value in row.items()
+                        if not key.startswith(("time/", "eps", "tokens_per", "step_time", "train_"))
+                    }
+                    for row in trainer.state.log_history
+                    if not any(key.startswith("eval") for key in row)
+                ],
+            }
+        )
+    assert runs[0]["kl_coef"] != 0.05
+    assert runs[0].pop("python") == runs[1].pop("python")
+    assert runs[0].pop("logs") == runs[1].pop("logs")
+    torch.testing.assert_close(runs[1], runs[0], rtol=0, atol=0)
+
+
+def test_evaluations_of_the_same_weights_agree(tmp_path):
+    """Each draws from a seed of its own, so that two checkpoints are compared on the same luck."""
+    trainer = make(tmp_path)
+    first, second = trainer.evaluate(), trainer.evaluate()
+    for key in first:
+        if "objective" in key or "completions" in key:
+            assert first[key] == second[key]
+
+
+def test_best_model_is_restored_policy_and_critic_together(tmp_path):
+    """The evaluation score peaks after step 2, whatever the policy does."""
+
+    def reward(completions, trainer_state, **kwargs):
+        return [float(trainer_state.global_step == 2) + 0.01 * i for i in range(len(completions))]
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            weights[state.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
+
+    weights = {}
+    trainer = make(
+        tmp_path,
+        reward,
+        callbacks=[Keep()],
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert trainer.state.best_metric == pytest.approx(1.0, abs=0.05)
+    torch.testing.assert_close(trainer.model.state_dict(), weights[2], rtol=0, atol=0)
+    for role in ("policy", "critic"):  # and they had moved on
+        assert any((weights[4][name] != weights[2][name]).any() for name in weights[2] if name.startswith(role))

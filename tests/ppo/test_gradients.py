@@ -1,0 +1,134 @@
+"""One optimizer step has one gradient, however it is split; and the first minibatch of a rollout is on-policy."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.ppo.worker import make_trainer, scripted
+from tests.tiny import tiny_gpt2, tiny_llama
+
+
+class _Gradients(TrainerCallback):
+    """Keeps the gradients of the first optimizer step, before anything is clipped."""
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        if state.global_step == 0:
+            self.grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def unscored_topic_reward(completions, topic, **kwargs):
+    return [None if name == "topic 1" else len(set(text)) / 7 for name, text in zip(topic, completions, strict=True)]
+
+
+def first_gradients(output_dir, batch_size, accumulation, **kwargs):
+    config = {
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "num_mini_batches": 1,
+        "max_steps": 1,
+        "max_grad_norm": 0.0,
+        "entropy_coef": 0.05,
+    } | kwargs
+    trainer = scripted(make_trainer(output_dir, **config))
+    with torch.no_grad():  # so that the values are not all 0, and the critic's backbone has a gradient
+        torch.nn.init.normal_(trainer.model.critic.score.weight, generator=torch.Generator().manual_seed(3))
+    gradients = _Gradients()
+    trainer.add_callback(gradients)
+    trainer.train()
+    return gradients.grads, trainer
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{}, {"reward": unscored_topic_reward}, {"model": tiny_gpt2}],
+    ids=["llama", "with unscored rows", "gpt2"],
+)
+def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
+    def gradients(batch_size, accumulation):
+        made = {name: make() if name == "model" else make for name, make in kwargs.items()}
+        return first_gradients(tmp_path / f"{batch_size}", batch_size, accumulation, **made)
+
+    expected, trainer = gradients(8, 1)
+    lengths = trainer._rollout["completion_mask"].sum(1)
+    assert len(lengths.unique()) >= 4
+    scored = trainer._rollout["loss_mask"].any(1)
+    assert scored.all() != ("reward" in kwargs) and scored.sum() >= 2
+    largest = {
+        role: max(g.abs().max() for name, g in expected.items() if name.startswith(role))
+        for role in ("policy", "critic")
+    }
+    for batch_size, accumulation in ((4, 2), (2, 4), (1, 8)):
+        actual, _ = gradients(batch_size, accumulation)
+        assert actual.keys() == expected.keys()
+        for name, gradient in actual.items():
+            bound = 1e-5 * largest[name.split(".")[0]].item()
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_an_unscored_row_has_no_part_in_the_gradient(tmp_path):
+    """The gradient with the row's answer replaced is the same: only the scored rows' tokens count."""
+
+    def gradients(name, topic_1_ids):
+        trainer = scripted(make_trainer(tmp_path / name, unscored_topic_reward, max_steps=1, max_grad_norm=0.0))
+        topics = {tuple(trainer._tokenizer(row["prompt"])["input_ids"]): row["topic"] for row in trainer.train_dataset}
+        replies = trainer._generate_single_turn
+        trainer._generate_single_turn = lambda prompt_ids, *_: [
+            topic_1_ids if topics[tuple(ids)] == "topic 1" else reply
+            for ids, reply in zip(prompt_ids, replies(prompt_ids), strict=True)
+        ]
+        callback = _Gradients()
+        trainer.add_callback(callback)
+        trainer.train()
+        return callback.grads
+
+    expected, actual = gradients("one", [6, 7, 2]), gradients("other", [9, 10, 11, 12, 13, 14, 15, 16])
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 * largest.item())
+
+
+def log_ratios(trainer):
+    """max |log ratio| of each micro-batch, over real tokens."""
+    seen, record = [], trainer._record_loss
+
+    def recording(logprobs, *args):
+        inputs = args[-1]
+        seen.append(((logprobs - inputs["old_logprobs"]) * inputs["loss_mask"]).abs().max().item())
+        return record(logprobs, *args)
+
+    trainer._record_loss = recording
+    trainer.train()
+    return seen
+
+
+DROPOUT = {
+    "llama": lambda: tiny_llama(attention_dropout=0.5),
+    "gpt2": lambda: tiny_gpt2(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("model", DROPOUT)
+def test_the_first_minibatch_is_on_policy(model, checkpointing, tmp_path):
+    def ratios(forward_batch_size):
+        trainer = make_trainer(
+            tmp_path,
+            model=DROPOUT[model](),
+            activation_checkpointing=checkpointing,
+            local_rollout_forward_batch_size=forward_batch_size,
+            num_ppo_epochs=1,
+            max_steps=4,
+        )
+        ratios = log_ratios(trainer)
+        assert trainer.model.is_gradient_checkpointing == checkpointing
+        return ratios
+
+    # Two minibatches a rollout: the second is already off-policy
+    first, second, third, fourth = ratios(forward_batch_size=4)
+    assert first == third == 0 and second > 1e-4 and fourth > 1e-4
+    first, second, third, fourth = ratios(forward_batch_size=3)
+    assert first <= 1e-5 and third <= 1e-5 and second > 1e-4 and fourth > 1e-4
+
+
+def test_dropout_is_on_where_it_is_asked_for(tmp_path):
+    trainer = make_trainer(tmp_path, model=DROPOUT["gpt2"](), disable_dropout=False, num_ppo_epochs=1, max_steps=1)
+    assert log_ratios(trainer)[0] > 1e-2

@@ -1,0 +1,213 @@
+"""Keyword calls written for TRL 1.12's PPOTrainer run after changing the import."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DataCollatorWithPadding
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import PPOConfig, PPOTrainer
+
+
+def tokenised(tokenizer, n=16, padded_to=None, seed=0):
+    """What TRL 1.12's example script made of its dataset: `input_ids`, here also padded on the left."""
+    rows = [tokenizer(text) for text in prompts(n, seed)["prompt"]]
+    if padded_to:
+        rows = [tokenizer.pad(row, padding="max_length", max_length=padded_to) for row in rows]
+    columns = ["input_ids", "attention_mask"] if padded_to else ["input_ids"]
+    return Dataset.from_list([{name: row[name] for name in columns} for row in rows])
+
+
+def rollout_prompts(trainer):
+    """The prompt tokens of the trainer's rollout, without padding, as the policy read them."""
+    ids, mask = trainer._rollout["prompt_ids"], trainer._rollout["prompt_mask"].bool()
+    return [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
+
+
+@pytest.mark.parametrize("with_peft", [False, True])
+def test_a_call_written_for_trl_112_runs(tmp_path, with_peft):
+    tokenizer = tiny_tokenizer(bos=True)
+    for folder, model in (("sft", tiny_llama()), ("reward", tiny_reward_model(tiny_llama()))):
+        model.save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    args = PPOConfig(
+        output_dir=str(tmp_path / "out"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_mini_batches=2,
+        num_ppo_epochs=2,
+        total_episodes=16,
+        local_rollout_forward_batch_size=3,
+        response_length=5,
+        stop_token="eos",
+        temperature=0.7,
+        sft_model_path=str(tmp_path / "sft"),
+        reward_model_path=str(tmp_path / "reward"),
+        num_sample_generations=0,
+        missing_eos_penalty=1.0,
+        kl_estimator="k3",
+        kl_coef=0.1,
+        cliprange=0.1,
+        vf_coef=0.2,
+        cliprange_value=0.3,
+        gamma=0.99,
+        lam=0.9,
+        whiten_rewards=True,
+        dataset_num_proc=2,
+        eval_strategy="steps",
+        eval_steps=8,
+    )
+    policy = AutoModelForCausalLM.from_pretrained(args.sft_model_path)
+    trainer = PPOTrainer(
+        args=args,
+        processing_class=tokenizer,
+        model=policy,
+        ref_model=None if with_peft else AutoModelForCausalLM.from_pretrained(args.sft_model_path),
+        reward_model=AutoModelForSequenceClassification.from_pretrained(args.reward_model_path, num_labels=1),
+        value_model=AutoModelForSequenceClassification.from_pretrained(args.reward_model_path, num_labels=1),
+        train_dataset=tokenised(tokenizer),
+        eval_dataset=tokenised(tokenizer, 4, seed=1),
+        data_collator=DataCollatorWithPadding(tokenizer),
+        peft_config=LoraConfig(r=2, task_type="CAUSAL_LM") if with_peft else None,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 8  # 16 episodes = 2 rollouts of 8, of 2 minibatches, passed over twice
+    log = next(row for row in trainer.state.log_history if "objective/kl" in row)
+    assert log["objective/kl"] == pytest.approx(0, abs=1e-4)
+    assert log["completions/max_length"] <= 5
+    assert "eval_objective/scores" in trainer.state.log_history[-2]
+    trainer.save_model(args.output_dir)
+
+
+def test_the_paths_of_the_config_are_used_where_no_model_is_given(tmp_path):
+    tokenizer, policy, reward = tiny_tokenizer(), tiny_llama(seed=3), tiny_reward_model(tiny_llama())
+    for folder, model in (("sft", policy), ("reward", reward)):
+        model.save_pretrained(tmp_path / folder)
+        tokenizer.save_pretrained(tmp_path / folder)
+    paths = {"sft_model_path": str(tmp_path / "sft"), "reward_model_path": str(tmp_path / "reward")}
+    trainer = PPOTrainer(args=tiny_config(tmp_path / "out", **paths), train_dataset=prompts())
+    for name, value in policy.state_dict().items():
+        torch.testing.assert_close(trainer.model.policy.state_dict()[name], value, rtol=0, atol=0)
+    scoring = trainer.reward_funcs[0].function.model
+    torch.testing.assert_close(scoring.score.weight, reward.score.weight, rtol=0, atol=0)
+
+
+def test_input_ids_become_the_prompt_tokens_verbatim(tmp_path):
+    """No text in between: a second BOS, lost special tokens or another split into tokens would all show."""
+    tokenizer = tiny_tokenizer(bos=True)
+    rows = [[1, 6, 7, 2, 6], [8], [1, 1, 9, 3, 2], [4, 10, 11, 5], [1, 12], [2, 2], [13, 14, 15], [1, 16, 17]]
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=reward,
+        args=tiny_config(tmp_path, max_steps=1, shuffle_dataset=False),
+        train_dataset=Dataset.from_dict({"input_ids": rows}),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert rollout_prompts(trainer) == rows
+    assert seen == tokenizer.batch_decode(rows, skip_special_tokens=True)  # reward functions read text
+
+
+@pytest.mark.parametrize("remove_unused_columns", [False, True])
+def test_padding_of_input_ids_is_stripped(tmp_path, remove_unused_columns):
+    """A GPT-2, whose absolute positions would notice padding taken for tokens."""
+    tokenizer = tiny_tokenizer(bos=True)
+    rollouts = []
+    for padded_to in (None, 9):
+        trainer = PPOTrainer(
+            model=tiny_gpt2(),
+            reward_funcs=length_reward,
+            args=tiny_config(tmp_path / str(padded_to), max_steps=1, remove_unused_columns=remove_unused_columns),
+            train_dataset=tokenised(tokenizer, 8, padded_to),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        rollouts.append(trainer._rollout)
+    assert max(map(len, rollout_prompts(trainer))) < 9
+    torch.testing.assert_close(rollouts[1], rollouts[0], rtol=0, atol=0)
+
+
+def test_a_row_of_padding_only_raises(tmp_path):
+    rows = {"input_ids": [[6, 7]] * 7 + [[0, 0]], "attention_mask": [[1, 1]] * 7 + [[0, 0]]}
+    with pytest.raises(ValueError, match="empty"):
+        PPOTrainer(
+            model=tiny_llama(),
+            reward_funcs=length_reward,
+            args=tiny_config(tmp_path),
+            train_dataset=Dataset.from_dict(rows),
+            processing_class=tiny_tokenizer(),
+        )
+
+
+def test_stop_token_id_ends_responses(tmp_path):
+    tokenizer, stop = tiny_tokenizer(), 9
+    model = tiny_llama()
+    model.lm_head.weight.data[stop] *= 4  # drawn often
+    trainer = PPOTrainer(
+        model=model,
+        reward_funcs=length_reward,
+        args=tiny_config(tmp_path, max_steps=1, stop_token_id=stop, missing_eos_score=-7.0, max_completion_length=20),
+        train_dataset=prompts(),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    ids, mask = trainer._rollout["completion_ids"], trainer._rollout["completion_mask"].bool()
+    ended = 0
+    for row, real in zip(ids, mask, strict=True):
+        tokens = row[real].tolist()
+        assert not {stop, tokenizer.eos_token_id} & set(tokens[:-1])
+        ended += tokens[-1] == stop
+    assert ended >= 1
+    log = trainer.state.log_history[0]
+    assert log["val/num_eos_tokens"] >= ended  # it counts as an end
+    assert log["completions/clipped_ratio"] == 1 - log["val/num_eos_tokens"] / 8
+
+
+@pytest.mark.parametrize(
+    "config, call, message",
+    [
+        ({"sft_model_path": "a"}, {"model": "b"}, "`model='b'` and .*'a' are two names of one thing"),
+        ({"reward_model_path": "a"}, {"reward_model": "b"}, "`reward_model='b'` and .*'a' are two names of one thing"),
+        ({"reward_model_path": "a"}, {"reward_funcs": "b"}, "`reward_funcs='b'` and .*'a' are two names of one thing"),
+        ({"reward_model_path": "a"}, {"reward_funcs": ["b"]}, "'a' are two names of one thing"),
+        ({"reward_model_path": "a"}, {"reward_funcs": length_reward}, "'a' are two names of one thing"),
+        ({}, {"reward_model": "a", "reward_funcs": "b"}, "`reward_model` .* and `reward_funcs` are two names"),
+        ({}, {"reward_funcs": None}, "`reward_funcs` is required"),
+        ({}, {"model": None}, "`model` is required"),
+        ({}, {"data_collator": list}, "`data_collator` .* would never be called"),
+    ],
+)
+def test_conflicting_names_raise(tmp_path, config, call, message):
+    defaults = {"model": tiny_llama(), "processing_class": tiny_tokenizer(), "train_dataset": prompts()}
+    if not {"reward_model", "reward_funcs"} & call.keys():
+        defaults["reward_funcs"] = length_reward
+    with pytest.raises(ValueError, match=message):
+        PPOTrainer(args=tiny_config(tmp_path, **config), **(defaults | call))
+
+
+def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):
+    """RLOO writes loaded and wrapped functions into the list it is given."""
+    functions, peft_config = [length_reward], LoraConfig(r=2, task_type="CAUSAL_LM")
+    before = peft_config.to_dict()
+    for _ in range(2):
+        PPOTrainer(
+            model=tiny_llama(),
+            reward_funcs=functions,
+            args=tiny_config(tmp_path),
+            train_dataset=prompts(),
+            processing_class=tiny_tokenizer(),
+            peft_config=peft_config,
+        )
+    assert functions == [length_reward] and peft_config.to_dict() == before

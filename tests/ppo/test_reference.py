@@ -1,0 +1,211 @@
+"""The reference is the policy as it was passed in, wherever its weights came from, and stays so."""
+
+import copy
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from transformers import TrainerCallback
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import PPOTrainer
+
+BUILDERS = {"gpt2": tiny_gpt2, "llama": tiny_llama}
+EQUAL = {"rtol": 0, "atol": 0}
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.5}
+
+
+def make(tmp_path, model, trainer_kwargs=None, **config):
+    return PPOTrainer(
+        model=model,
+        reward_funcs=length_reward,
+        args=tiny_config(tmp_path / "output", **{"learning_rate": 1e-2, "max_steps": 8} | config),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+        **(trainer_kwargs or {}),
+    )
+
+
+def kls(trainer):
+    """`objective/kl` of each rollout."""
+    return [log["objective/kl"] for log in trainer.state.log_history if "objective/kl" in log]
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def saved(tmp_path, model):
+    model.save_pretrained(tmp_path / "weights")
+    tiny_tokenizer().save_pretrained(tmp_path / "weights")
+    return str(tmp_path / "weights")
+
+
+def by_path(tmp_path, build):
+    return saved(tmp_path, build())
+
+
+def in_memory(tmp_path, build):
+    return build()
+
+
+def modified_after_loading(tmp_path, build):
+    model = build()
+    path = saved(tmp_path, model)
+    model = type(model).from_pretrained(path)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    assert model.config._name_or_path == path  # where RLOO would reload the reference from
+    return model
+
+
+# ---- Where the reference comes from ----
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+@pytest.mark.parametrize("source", [by_path, in_memory, modified_after_loading])
+def test_kl_of_rollout_0_is_0_and_the_reference_never_moves(tmp_path, source, build):
+    trainer = make(tmp_path, source(tmp_path, build))
+    before = weights(trainer.ref_model)
+    torch.testing.assert_close(before, weights(trainer.model.policy), **EQUAL)
+    trainer.train()
+    first, second = kls(trainer)
+    assert first == 0 and second > 1e-3
+    torch.testing.assert_close(weights(trainer.ref_model), before, **EQUAL)
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+    assert not trainer.ref_model.training
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("as_path", [True, False])
+def test_a_given_reference_is_used(tmp_path, as_path, lora):
+    reference = tiny_llama(seed=7)
+    given = saved(tmp_path, reference) if as_path else copy.deepcopy(reference)
+    peft_config = LoraConfig(task_type="CAUSAL_LM", **LORA) if lora else None
+    trainer = make(tmp_path, tiny_llama(), {"ref_model": given, "peft_config": peft_config}, max_steps=1)
+    torch.testing.assert_close(weights(trainer.ref_model), weights(reference), **EQUAL)
+    assert as_path or trainer.ref_model is given
+    trainer.train()
+    rollout, kl = trainer._rollout, 0.0
+    for i, mask in enumerate(rollout["completion_mask"].bool()):
+        n = int(mask.sum())
+        prompt = rollout["prompt_ids"][i][rollout["prompt_mask"][i].bool()]
+        ids = torch.cat([prompt, rollout["completion_ids"][i, :n]])
+        with torch.no_grad():
+            logits = reference(input_ids=ids[None]).logits[0, -n - 1 : -1].double()
+        ref_logprobs = logits.log_softmax(-1).gather(1, ids[-n:, None])
+        kl += (rollout["old_logprobs"][i, :n].double().sum() - ref_logprobs.sum()).item() / 8
+    torch.testing.assert_close(kls(trainer)[0], kl, rtol=1e-4, atol=1e-5)
+
+
+def test_kl_coef_0_keeps_the_reference_and_logs_the_kl(tmp_path):
+    trainer = make(tmp_path, tiny_llama(), kl_coef=0.0)
+    trainer.train()
+    assert kls(trainer)[0] == 0 and kls(trainer)[1] > 1e-3
+    penalties = [log.get("objective/non_score_reward", 0.0) for log in trainer.state.log_history]
+    assert not any(penalties)
+
+
+def test_use_ref_model_false_drops_the_reference(tmp_path):
+    """No KL is logged, and the updates are those of a run with `kl_coef=0`."""
+    without = make(tmp_path, tiny_llama(), kl_coef=0.0, use_ref_model=False)
+    assert without.ref_model is None
+    without.train()
+    assert not any("objective/kl" in log or "objective/kl_per_token" in log for log in without.state.log_history)
+    with_reference = make(tmp_path / "with", tiny_llama(), kl_coef=0.0)
+    with_reference.train()
+    torch.testing.assert_close(weights(without.model), weights(with_reference.model), **EQUAL)
+
+
+def test_sync_ref_model_mixes_the_policy_in_by_alpha(tmp_path):
+    """ref ← (1 − α) ref + α policy after every second optimizer step, and nothing of the critic."""
+    expected = []
+
+    class Mix(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step % 2 == 0:
+                policy, old = weights(model.policy), (expected or start)[-1]
+                expected.append({name: 0.7 * old[name] + 0.3 * policy[name] for name in old})
+
+    trainer = make(
+        tmp_path,
+        tiny_llama(),
+        {"value_model": tiny_reward_model(tiny_llama()), "callbacks": [Mix()]},
+        sync_ref_model=True,
+        ref_model_mixup_alpha=0.3,
+        ref_model_sync_steps=2,
+        max_steps=5,
+    )
+    start = [weights(trainer.ref_model)]
+    trainer.train()
+    assert len(expected) == 2
+    torch.testing.assert_close(weights(trainer.ref_model), expected[-1], rtol=1e-5, atol=1e-7)
+    assert not torch.equal(trainer.ref_model.lm_head.weight, start[0]["lm_head.weight"])
+
+
+@pytest.mark.parametrize("other", ["ref_model", "value_model"])
+def test_policy_and_another_role_being_one_object_raises(tmp_path, other):
+    policy = tiny_llama()
+    with pytest.raises(ValueError, match=f"`model` and `{other}` are one object"):
+        make(tmp_path, policy, {other: policy})
+
+
+def test_a_reference_with_another_vocabulary_raises(tmp_path):
+    with pytest.raises(ValueError, match="`ref_model` has a vocabulary of 99 tokens, the policy one of"):
+        make(tmp_path, tiny_llama(), {"ref_model": tiny_llama(vocab_size=99)})
+
+
+# ---- LoRA ----
+
+
+def test_lora_policy_is_referred_to_its_base(tmp_path):
+    """`peft_config`: KL 0 at rollout 0, the base stays bit-identical, and the adapter that is saved loads on it."""
+    base = tiny_llama()
+    before = weights(base)
+    trainer = make(tmp_path, base, {"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)})
+    assert trainer.ref_model is None
+    trainer.train()
+    assert kls(trainer)[0] == 0 and kls(trainer)[1] > 1e-4
+    after = {
+        name.replace("base_model.model.", "").replace(".base_layer", ""): p
+        for name, p in weights(trainer.model.policy).items()
+        if "lora" not in name
+    }
+    torch.testing.assert_close(after, before, **EQUAL)
+
+    trainer.save_model()
+    output = tmp_path / "output"
+    assert (output / "adapter_model.safetensors").is_file() and not (output / "model.safetensors").exists()
+    loaded = PeftModel.from_pretrained(tiny_llama(), str(output))
+    adapter = {name: p for name, p in weights(trainer.model.policy).items() if "lora" in name}
+    assert adapter and all(p.abs().max() > 0 for p in adapter.values())
+    torch.testing.assert_close({n: p for n, p in weights(loaded).items() if "lora" in n}, adapter, **EQUAL)
+
+
+def test_lora_on_a_path_saves_an_adapter_that_finds_its_base(tmp_path):
+    """The path is in the saved config, and not in the user's, which PEFT would write it into."""
+    path = saved(tmp_path, tiny_llama())
+    config = LoraConfig(**LORA)
+    untouched = copy.deepcopy(config.to_dict())
+    trainer = make(tmp_path, path, {"peft_config": config}, max_steps=4)
+    trainer.train()
+    assert config.to_dict() == untouched
+    trainer.save_model()
+    loaded = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "output"))
+    assert loaded.peft_config["default"].base_model_name_or_path == path
+    ids = torch.tensor([[6, 7, 8, 9]])
+    with torch.no_grad():
+        trained, again = (m.eval()(input_ids=ids).logits for m in (trainer.model.policy, loaded))
+    torch.testing.assert_close(again, trained, rtol=1e-5, atol=1e-5)
+
+
+def test_a_lora_policy_of_the_users_own_is_referred_to_its_adapter(tmp_path):
+    """A PeftModel whose adapter is trained already: the reference is that adapter, not the base, and stays."""
+    policy = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA))
+    start = {n: p for n, p in weights(policy).items() if "lora" in n}
+    trainer = make(tmp_path, policy)
+    trainer.train()
+    assert kls(trainer)[0] == 0 and kls(trainer)[1] > 1e-4
+    after = weights(trainer.model.policy)
+    torch.testing.assert_close({n: after[n.replace(".default.", ".ref.")] for n in start}, start, **EQUAL)
+    assert all(not torch.equal(after[n], start[n]) for n in start)

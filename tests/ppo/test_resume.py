@@ -1,0 +1,344 @@
+"""A run that is interrupted and started again ends as if it had not been, bit for bit."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import trl_ext.ppo.trainer
+from tests.ppo import worker
+from tests.ppo.worker import (
+    RESUMED,
+    EachStep,
+    end_state,
+    make_trainer,
+    optimizer_state,
+    weights,
+)
+from tests.tiny import prompts
+from trl_ext.ppo.checkpoint import MARKER
+
+
+def assert_same_end(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def trained(output_dir, resume=None, **config):
+    trainer = make_trainer(output_dir, **config)
+    trainer.output = trainer.train(resume)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The end of a run that saves nothing."""
+    asked = []
+
+    def letters_reward(prompts, completions, **kwargs):
+        asked.append(prompts)
+        return worker.letters_reward(completions)
+
+    trainer = make_trainer(tmp_path_factory.mktemp("uninterrupted"), letters_reward, **RESUMED)
+    watch = EachStep(lambda: weights(trainer))
+    trainer.add_callback(watch)
+    output = trainer.train()
+    moved = [any(not torch.equal(a[n], b[n]) for n in a) for a, b in zip(watch.seen, watch.seen[1:], strict=False)]
+    return {"state": end_state(trainer), "output": output, "moved": moved, "asked": asked}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A folder with a checkpoint of each of the 14 steps."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    trained(folder, save_strategy="steps", save_steps=1, **RESUMED)
+    return folder
+
+
+# Four steps a rollout, two a PPO epoch, eight a data epoch
+POSITIONS = {
+    1: "in mid PPO epoch",
+    2: "between PPO epochs",
+    3: "in the steps that max_approx_kl skips",
+    4: "at a rollout boundary",
+    8: "at a data-epoch boundary",
+    9: "in epoch 1, in mid PPO epoch",
+    10: "in epoch 1, between PPO epochs",
+    12: "in epoch 1, at a rollout boundary",
+}
+
+
+@pytest.mark.parametrize("step", POSITIONS, ids=POSITIONS.values())
+def test_a_resumed_run_ends_as_the_uninterrupted_one(step, checkpoints, uninterrupted, tmp_path):
+    shutil.copytree(checkpoints / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
+
+    # Another seed at the start, as of another process: nothing may come from what was before the checkpoint
+    trainer = make_trainer(tmp_path, **RESUMED)
+    torch.manual_seed(1234)
+    output = trainer.train()
+
+    assert trainer.state.global_step == 14
+    assert_same_end(end_state(trainer), uninterrupted["state"])
+    assert output.training_loss == uninterrupted["output"].training_loss
+
+
+def test_the_resumed_run_is_a_telling_one(uninterrupted):
+    state, logs = uninterrupted["state"], uninterrupted["state"]["logs"]
+    first, second, third, fourth = uninterrupted["asked"]
+
+    assert sorted(first + second) == sorted(third + fourth)
+    assert first + second != third + fourth  # each data epoch has an order of its own
+    assert uninterrupted["moved"][:5] == [True, True, False, False, True]  # steps 3 and 4 were skipped
+    assert sum(entry.get("policy/skipped_steps", 0) for entry in logs) == uninterrupted["moved"].count(False)
+    assert [entry["step"] for entry in logs] == [3, 6, 9, 12, 14]
+    assert state["kl_controller"]["kl_coef"] != 0.05
+    assert state["reward_normalizer"]["running"][0] == state["episodes"] == 32
+
+
+@pytest.mark.slow
+def test_killed_twice_by_sigkill(uninterrupted, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-u", "-m", "tests.ppo.worker", "killed", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr
+    first, second, third, _ = re.split("^ended with ", run.stdout, flags=re.MULTILINE)
+    from_step_4 = f"Resuming from {tmp_path / 'checkpoint-4'}, step 4 of 14."
+    interrupted = f"{tmp_path / 'checkpoint-8'}: it was interrupted while it was written."
+
+    # Killed right after optimizer step 6
+    assert "Resuming" not in first
+    # Killed while step 8's own state of PPO was written, which all else precedes
+    assert second.startswith("-9, leaving ['checkpoint-4']") and from_step_4 in second and interrupted not in second
+    # Not killed
+    assert third.startswith("-9, leaving ['checkpoint-4', 'checkpoint-8']")
+    assert f"Skipping {interrupted}" in third and from_step_4 in third
+    assert run.stdout.endswith("ended with 0, leaving ['checkpoint-14']\n")
+    assert_same_end(torch.load(tmp_path / "end.pt"), uninterrupted["state"])
+
+
+def complete(folder):
+    return [path.parent for path in Path(folder).glob(f"checkpoint-*/{MARKER}")]
+
+
+def test_there_is_always_a_complete_checkpoint_with_a_limit_of_one(tmp_path, monkeypatch):
+    seen, removed = [], []
+    save, rmtree = torch.save, shutil.rmtree
+
+    def watched_save(*args, **kwargs):
+        seen.append(complete(tmp_path))
+        save(*args, **kwargs)
+
+    def watched_rmtree(path, *args, **kwargs):
+        if "checkpoint-" in str(path):
+            removed.append(path)
+            assert set(complete(tmp_path)) - {Path(path)}
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", watched_save)
+    monkeypatch.setattr(shutil, "rmtree", watched_rmtree)
+    trained(tmp_path, max_steps=4, save_strategy="steps", save_steps=1, save_total_limit=1)
+
+    first, *others = [seen[i : i + len(seen) // 4] for i in range(0, len(seen), len(seen) // 4)]
+    assert len(first) == 5 and not any(first)  # arguments, optimizer, schedule, RNG, PPO state
+    assert all(len(folders) == 1 for checkpoint in others for folders in checkpoint)
+    assert len(removed) == 3
+
+
+@pytest.fixture(scope="module")
+def completed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("completed")
+    trainer = trained(folder, max_steps=4, save_strategy="steps", save_steps=2)
+    return folder, weights(trainer)
+
+
+@pytest.fixture
+def a_copy_of(completed, tmp_path):
+    return Path(shutil.copytree(completed[0], tmp_path / "run")), completed[1]
+
+
+def no_training(trainer):
+    def fail(*args, **kwargs):
+        raise AssertionError("trained")
+
+    trainer.training_step = fail
+    return trainer
+
+
+@pytest.mark.parametrize("resume", [None, True])
+def test_a_completed_run_is_loaded_and_not_trained_again(resume, a_copy_of, capsys):
+    folder, final = a_copy_of
+    trainer = no_training(make_trainer(folder, max_steps=4))
+    output = trainer.train(resume)
+
+    assert f"Training is complete, at step 4: loading {folder / 'checkpoint-4'}." in capsys.readouterr().out
+    assert output.global_step == trainer.state.global_step == 4
+    torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
+
+
+def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tmp_path):
+    falling = iter([2.0, 1.0])
+
+    def fixed_metric(trainer):
+        evaluate = trainer.evaluate
+        trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_objective/scores": next(falling)}
+        return trainer
+
+    config = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    kwargs = {"load_best_model_at_end": True, "trainer_kwargs": {"eval_dataset": prompts(4)}}
+    first = fixed_metric(make_trainer(tmp_path, **config, **kwargs))
+    watch = EachStep(lambda: weights(first))
+    first.add_callback(watch)
+    first.train()
+    torch.testing.assert_close(weights(first), watch.seen[2], rtol=0, atol=0)
+
+    second = no_training(make_trainer(tmp_path, **config, **kwargs))
+    second.train()
+
+    torch.testing.assert_close(weights(second), watch.seen[2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kl_coef": 0.1}, "kl_coef: 0.05 → 0.1"),
+        ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
+        ({"seed": 7}, "seed: 42 → 7"),
+        ({"rows": 24}, "train_rows: 16 → 24"),
+    ],
+)
+def test_another_configuration_is_refused_by_name(change, message, completed):
+    folder, _ = completed
+    trainer = no_training(make_trainer(folder, max_steps=4, **change))
+    with pytest.raises(ValueError, match=f"belongs to another configuration.*{message}.*output_dir"):
+        trainer.train()
+
+
+def test_what_only_shows_or_keeps_more_may_change(a_copy_of, capsys):
+    folder, _ = a_copy_of
+    shutil.rmtree(folder / "checkpoint-4")
+    trainer = trained(folder, max_steps=4, logging_steps=2, save_total_limit=3, run_name="again")
+    assert f"Resuming from {folder / 'checkpoint-2'}, step 2 of 4." in capsys.readouterr().out
+    assert trainer.state.global_step == 4
+
+
+def test_an_explicit_path_goes_on_whatever_the_configuration(a_copy_of):
+    folder, _ = a_copy_of
+    trainer = make_trainer(folder, max_steps=6, kl_coef=0.1)
+    watch = EachStep(lambda: trainer.state.global_step)
+    trainer.add_callback(watch)
+    trainer.train(str(folder / "checkpoint-2"))
+    assert watch.seen == [2, 3, 4, 5, 6]
+
+
+def test_false_starts_anew(a_copy_of):
+    folder, final = a_copy_of
+    trainer = make_trainer(folder, max_steps=4)
+    watch = EachStep(lambda: trainer.state.global_step)
+    trainer.add_callback(watch)
+    trainer.train(False)
+    assert watch.seen == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
+
+
+def test_incomplete_checkpoints_are_skipped_or_refused(a_copy_of, capsys):
+    folder, final = a_copy_of
+    (folder / "checkpoint-4" / MARKER).unlink()
+    trainer = trained(folder, max_steps=4)
+    output = capsys.readouterr().out
+    assert f"Skipping {folder / 'checkpoint-4'}: it was interrupted while it was written." in output
+    assert f"Resuming from {folder / 'checkpoint-2'}, step 2 of 4." in output
+    torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
+
+    (folder / "checkpoint-2" / MARKER).unlink()
+    with pytest.raises(ValueError, match="checkpoint-2 is not a complete checkpoint"):
+        make_trainer(folder, max_steps=4).train(str(folder / "checkpoint-2"))
+    with pytest.raises(ValueError, match="No complete checkpoint in"):
+        make_trainer(folder, max_steps=4).train(True)
+    anew = make_trainer(folder, max_steps=4)
+    watch = EachStep(lambda: anew.state.global_step)
+    anew.add_callback(watch)
+    anew.train()
+    assert watch.seen[0] == 0
+
+
+def test_an_evaluation_between_leaves_the_run_as_it_was(uninterrupted, tmp_path):
+    with_evaluation = make_trainer(
+        tmp_path, eval_strategy="steps", eval_steps=3, trainer_kwargs={"eval_dataset": prompts(4, seed=5)}, **RESUMED
+    )
+    with_evaluation.train()
+    state = end_state(with_evaluation)
+    state["logs"] = [entry for entry in state["logs"] if not any(name.startswith("eval_") for name in entry)]
+    assert_same_end(state, uninterrupted["state"])
+
+
+@pytest.mark.parametrize("micro_batch", [2, 3])  # the first and the second of step 2
+def test_the_rest_of_a_rollout_is_skipped_after_max_approx_kl(micro_batch, tmp_path, monkeypatch):
+    calls, approx_kl = [], trl_ext.ppo.trainer.approx_kl
+
+    def exceeding(logprobs, old_logprobs):
+        calls.append(logprobs)
+        return approx_kl(logprobs, old_logprobs) + 1000.0 * (len(calls) - 1 == micro_batch)
+
+    monkeypatch.setattr(trl_ext.ppo.trainer, "approx_kl", exceeding)
+    config = {**RESUMED, "max_approx_kl": 50.0, "max_steps": 6, "logging_steps": 1, "weight_decay": 0.1}
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=1, **config)
+    watch = EachStep(
+        lambda: {
+            "weights": weights(trainer),
+            "optimizer": optimizer_state(trainer),
+            "lr": trainer.lr_scheduler.get_last_lr()[0],
+        }
+    )
+    trainer.add_callback(watch)
+    trainer.train()
+
+    for step in (2, 3, 4):
+        for what in ("weights", "optimizer"):
+            torch.testing.assert_close(watch.seen[step][what], watch.seen[1][what], rtol=0, atol=0)
+    for step in (1, 5, 6):
+        before, after = watch.seen[step - 1]["weights"], watch.seen[step]["weights"]
+        assert all(
+            not torch.equal(before[name], after[name]) for name in after if "score" in name or "lm_head" in name
+        )
+    # The linear schedule goes on: 4e-3 × (1 − step / 6)
+    assert [seen["lr"] for seen in watch.seen] == pytest.approx([4e-3 * (1 - step / 6) for step in range(7)])
+    skipped = [entry.get("policy/skipped_steps", 0) for entry in trainer.state.log_history[:-1]]
+    assert skipped == [0, 1, 1, 1, 0, 0]
+    # No forward after the exceedance: two micro-batches of step 1, those of step 2 until then, four of steps 5 and 6
+    assert len(calls) == micro_batch + 1 + 4
+
+    # A run that is resumed in between goes on skipping, though no minibatch that it could look at exceeds
+    monkeypatch.undo()
+    resumed = make_trainer(tmp_path / "resumed", **config)
+    resumed.train(str(tmp_path / "checkpoint-2"))
+    assert_same_end(end_state(resumed), end_state(trainer))
+
+
+def test_critic_warmup_leaves_the_policy_and_the_controller_alone(tmp_path):
+    config = {"kl_controller": "adaptive", "kl_horizon": 10, "weight_decay": 0.5, "max_steps": 12, "num_ppo_epochs": 1}
+    trainer = make_trainer(tmp_path, critic_warmup_rollouts=2, gradient_accumulation_steps=2, **config)
+    watch = EachStep(lambda: (weights(trainer), trainer.kl_controller.kl_coef))
+    trainer.add_callback(watch)
+    trainer.train()
+
+    start, coefficients = watch.seen[0][0], [coefficient for _, coefficient in watch.seen]
+    policy = [name for name in start if name.startswith("policy.")]
+    for step in range(1, 5):  # two rollouts of two steps
+        for name in policy:
+            torch.testing.assert_close(watch.seen[step][0][name], start[name], rtol=0, atol=0)
+        assert not torch.equal(
+            watch.seen[step][0]["critic.score.weight"], watch.seen[step - 1][0]["critic.score.weight"]
+        )
+    assert all(not torch.equal(watch.seen[5][0][name], start[name]) for name in policy)
+    # The first rollout after the warm-up is the first that moves the coefficient; its KL is 0, so by −0.2 · 16 / 10
+    assert coefficients[:5] == [0.05] * 5 and coefficients[5] == pytest.approx(0.05 * (1 - 0.2 * 16 / 10))
+    assert "grad_norm/policy" not in trainer.state.log_history[3]

@@ -1,0 +1,454 @@
+"""From answers to scores to token rewards: what reward models read, what functions may return, and in which order."""
+
+import asyncio
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import decoders, pre_tokenizers
+from trl import RewardConfig, RewardTrainer
+
+import trl_ext.ppo.trainer as ppo_trainer
+from tests.tiny import (
+    CHAT_TEMPLATE,
+    WORDS,
+    length_reward,
+    prompts,
+    tiny_config,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_reward_model,
+    tiny_tokenizer,
+)
+from trl_ext import PPOTrainer
+
+EQUAL = {"rtol": 0, "atol": 0}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+QUESTIONS = ["the cat ", "a dog ran on the mat ", "then it was very happy ", "the "]
+ANSWERS = ["sat", "flew over the sky and ran", "sad", "big bird sat on a log"]
+FINISHED = [True, False, False, True]
+# As in ChatML, something follows the end of the turn: RewardTrainer trains on it
+TEMPLATE_WITH_TAIL = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% if not (loop.last and continue_final_message) %} </s> log"
+    "{% endif %} {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def make(tmp_path, reward_funcs, dataset=None, trainer_kwargs=None, **config):
+    return PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=reward_funcs,
+        args=tiny_config(tmp_path / "ppo", **config),
+        train_dataset=prompts() if dataset is None else dataset,
+        **{"processing_class": tiny_tokenizer()} | (trainer_kwargs or {}),
+    )
+
+
+def roll_out(trainer, answers):
+    """Score these answers (token ids) to the first prompts, instead of sampled ones."""
+    trainer._generate_single_turn = lambda *_: [list(ids) for ids in answers]
+    return trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(len(answers))])
+
+
+def answer_ids(tokenizer, answers=ANSWERS, finished=FINISHED):
+    ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    return [row + [tokenizer.eos_token_id] * end for row, end in zip(ids, finished, strict=True)]
+
+
+@pytest.fixture
+def token_rewards(monkeypatch):
+    """The token rewards that went into GAE, one tensor a rollout."""
+    seen, gae = [], ppo_trainer.gae
+
+    def recording_gae(rewards, *args):
+        seen.append(rewards)
+        return gae(rewards, *args)
+
+    monkeypatch.setattr(ppo_trainer, "gae", recording_gae)
+    return seen
+
+
+# ---- Reward models ----
+
+
+def messages(role, content):
+    return [{"role": role, "content": content}]
+
+
+def trained_reward_model(tmp_path, tokenizer, chat):
+    """A reward model after a step of RewardTrainer, and its scores of the answers as RewardTrainer tokenised them."""
+    pairs = {"prompt": QUESTIONS, "chosen": ANSWERS, "rejected": ["very small"] * 4}
+    roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+    if chat:
+        pairs = {name: [messages(roles[name], text) for text in texts] for name, texts in pairs.items()}
+    trainer = RewardTrainer(
+        model=tiny_reward_model(tiny_gpt2(), seed=3),
+        args=RewardConfig(
+            str(tmp_path / "reward"),
+            use_cpu=True,
+            bf16=False,
+            max_steps=1,
+            learning_rate=1e-2,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_dict(pairs),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    model = trainer.model.eval()
+    scores = []
+    for i, finished in enumerate(FINISHED):
+        ids = trainer.train_dataset[i]["chosen_ids"]
+        if not finished:  # the same text, not ended
+            ids = (
+                tokenizer.apply_chat_template(
+                    pairs["prompt"][i] + pairs["chosen"][i], continue_final_message=True, return_dict=True
+                )["input_ids"]
+                if chat
+                else tokenizer(QUESTIONS[i] + ANSWERS[i])["input_ids"]
+            )
+            assert trainer.train_dataset[i]["chosen_ids"][: len(ids)] == ids
+        with torch.no_grad():
+            scores.append(model(input_ids=torch.tensor([ids])).logits.item())
+    assert len({round(score, 4) for score in scores}) == 4
+    return model, scores
+
+
+def questions(chat):
+    return Dataset.from_dict({"prompt": [messages("user", q) for q in QUESTIONS] * 2 if chat else QUESTIONS * 2})
+
+
+@pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE, TEMPLATE_WITH_TAIL], ids=["text", "chat", "chat_with_tail"])
+@pytest.mark.parametrize(("bos", "pad"), [(False, True), (True, True), (False, False)], ids=["", "bos", "pad_is_eos"])
+@pytest.mark.parametrize("other", [False, True], ids=["same_tokenizer", "other_tokenizer"])
+def test_score_is_that_of_reward_trainer_on_the_same_text(tmp_path, other, bos, pad, chat):
+    policy_tokenizer = tiny_tokenizer(bos=bos, pad=pad)
+    # The other one has other ids for the words, and BOS where the policy's has none and the other way round
+    reward_tokenizer = tiny_tokenizer(words=WORDS[::-1] if other else WORDS, bos=bos != other, pad=pad)
+    policy_tokenizer.chat_template = reward_tokenizer.chat_template = chat
+    model, expected = trained_reward_model(tmp_path, reward_tokenizer, chat)
+    trainer = make(
+        tmp_path,
+        model,
+        questions(chat),
+        {"processing_class": policy_tokenizer, "reward_processing_classes": reward_tokenizer},
+    )
+    roll_out(trainer, answer_ids(policy_tokenizer))
+    torch.testing.assert_close(trainer._rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
+
+
+def test_another_tokenizer_reads_the_space_that_sentencepiece_drops_from_a_completion(tmp_path):
+    """Llama's tokenizer decodes "▁sat" alone as "sat"; behind "the cat" it was " sat"."""
+    policy_tokenizer = tiny_tokenizer([f"▁{word}" for word in WORDS])
+    policy_tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    policy_tokenizer.backend_tokenizer.decoder = decoders.Metaspace()
+    reward_tokenizer = tiny_tokenizer()
+    model, expected = trained_reward_model(tmp_path, reward_tokenizer, None)
+    dataset = Dataset.from_dict({"prompt": [question.strip() for question in QUESTIONS] * 2})
+    trainer = make(
+        tmp_path,
+        model,
+        dataset,
+        {"processing_class": policy_tokenizer, "reward_processing_classes": reward_tokenizer},
+    )
+    answers = answer_ids(policy_tokenizer)
+    assert policy_tokenizer.batch_decode(answers, skip_special_tokens=True) == ANSWERS
+    roll_out(trainer, answers)
+    torch.testing.assert_close(trainer._rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["same_tokenizer", "other_tokenizer"])
+def test_no_score_depends_on_the_chunks_in_which_models_score(tmp_path, other):
+    tokenizer = tiny_tokenizer(words=WORDS[::-1] if other else WORDS)
+    scores = []
+    for size in (1, 3, 64):
+        reward = tiny_reward_model(tiny_gpt2(), seed=3)
+        trainer = make(
+            tmp_path,
+            reward,
+            questions(False),
+            {"reward_processing_classes": tokenizer},
+            local_rollout_forward_batch_size=size,
+        )
+        rows = []
+        reward.score.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
+        roll_out(trainer, answer_ids(tiny_tokenizer()))
+        assert rows == {1: [1] * 4, 3: [3, 1], 64: [4]}[size]
+        scores.append(trainer._rewards_per_func)
+    torch.testing.assert_close(scores[1:], scores[:1] * 2, **CLOSE)
+
+
+# ---- Reward functions ----
+
+
+async def async_length_reward(completions, **kwargs):
+    await asyncio.sleep(0)
+    return length_reward(completions)
+
+
+class AsyncReward:
+    """Async through `__call__`."""
+
+    async def __call__(self, completions, **kwargs):
+        return length_reward(completions)
+
+
+def none_if_short(completions, **kwargs):
+    return [None if len(text.split()) < 2 else 10.0 for text in completions]
+
+
+def test_functions_of_all_kinds_are_weighted_and_summed_over_those_that_apply(tmp_path):
+    """score = Σ w_i s_i over the functions that gave a number, sync, async and model alike."""
+    model = tiny_reward_model(tiny_gpt2(), seed=3)
+    functions = [length_reward, async_length_reward, none_if_short, AsyncReward(), model]
+    trainer = make(
+        tmp_path,
+        functions,
+        questions(False),
+        {"reward_processing_classes": [None] * 4 + [tiny_tokenizer()]},
+        reward_weights=[1.0, -3.0, 0.5, 0.25, 2.0],
+    )
+    roll_out(trainer, answer_ids(tiny_tokenizer()))
+    per_function = trainer._rewards_per_func
+    lengths = torch.tensor([len(text.split()) for text in ANSWERS], dtype=torch.float32)
+    torch.testing.assert_close(per_function[:, [0, 1, 3]], lengths[:, None].expand(4, 3), **EQUAL)
+    scores, ended = trainer._scores(torch.ones(4, 1))
+    expected = lengths * (1 - 3 + 0.25) + torch.tensor([0.0, 5.0, 0.0, 5.0]) + 2 * per_function[:, 4]
+    torch.testing.assert_close(scores, expected, **CLOSE)
+    assert ended.tolist() == FINISHED
+
+
+@pytest.mark.parametrize("convert", [torch.tensor, np.array, tuple, lambda x: [np.float32(i) for i in x]])
+def test_tensors_arrays_and_tuples_are_read_as_lists(tmp_path, convert):
+    trainer = make(tmp_path, lambda completions, **_: convert(length_reward(completions)), questions(False))
+    roll_out(trainer, answer_ids(tiny_tokenizer()))
+    assert trainer._rewards_per_func[:, 0].tolist() == [len(text.split()) for text in ANSWERS]
+
+
+def raises(completions):
+    raise KeyError("no such key")
+
+
+MISTAKES = {
+    "raises": (raises, "KeyError: 'no such key'"),
+    "too few": (lambda c: [1.0] * (len(c) - 1), "returned 7 rewards for 8 completions"),
+    "too many": (lambda c: np.ones(len(c) + 1), "returned 9 rewards for 8 completions"),
+    "NaN": (lambda c: [0.0, 0.0, math.nan] + [0.0] * (len(c) - 3), "returned nan for completion 2"),
+    "inf": (lambda c: torch.tensor([0.0] * (len(c) - 1) + [-math.inf]), "returned -inf for completion 7"),
+    "a string": (lambda c: [1.0, "2"] + [0.0] * (len(c) - 2), "'2' for completion 1"),
+    "nested": (lambda c: torch.ones(len(c), 1), r"\[1.0\] for completion 0"),
+    "number": (lambda c: 1.0, "must return a list .* got float"),
+    "scalar tensor": (lambda c: torch.tensor(1.0), "must return a list .* got float"),
+    "None": (lambda c: None, "must return a list .* got NoneType"),
+    "generator": (lambda c: (1.0 for _ in c), "must return a list .* got generator"),
+    "dict": (lambda c: dict.fromkeys(range(len(c)), 1.0), "must return a list .* got dict"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "kind"), [*((m, "sync") for m in MISTAKES), ("raises", "async"), ("NaN", "async"), ("None", "async")]
+)
+def test_a_mistake_is_raised_with_function_row_and_step(tmp_path, mistake, kind):
+    """In the second rollout, at step 1, next to a function that makes none."""
+    wrong, message = MISTAKES[mistake]
+    calls = []
+
+    def judge(completions, **kwargs):
+        calls.append(1)
+        return length_reward(completions) if len(calls) == 1 else wrong(completions)
+
+    async def async_judge(completions, **kwargs):
+        return judge(completions)
+
+    function = judge if kind == "sync" else async_judge
+    trainer = make(
+        tmp_path,
+        [length_reward, function],
+        per_device_train_batch_size=8,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        max_completion_length=2,
+        max_steps=2,
+    )
+    message = f"At step 1, .*reward function '{function.__name__}': .*{message}"
+    with pytest.raises(RuntimeError, match=message) as error:
+        trainer.train()
+    assert "length_reward" not in str(error.value)
+    assert isinstance(error.value.__cause__, Exception)
+
+
+# ---- Rows without a score ----
+
+
+def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
+    """Whatever the answers are for which every function gives None, nothing else changes; they are counted."""
+
+    def judge(topic, completions, **kwargs):
+        return [None if t == "topic 0" else float(len(c)) for t, c in zip(topic, completions, strict=True)]
+
+    dataset = prompts(8)
+    unscored = [topic == "topic 0" for topic in dataset["topic"]]
+    by_prompt = {prompt: i for i, prompt in enumerate(dataset["prompt"])}
+    assert len(by_prompt) == 8 and sum(unscored) == 3
+    generator = torch.Generator().manual_seed(0)
+    answers = torch.randint(6, 26, (2, 8, 5), generator=generator)
+    answers[1, [not u for u in unscored]] = answers[0, [not u for u in unscored]]
+    ends = []
+    for ids in answers.tolist():
+        trainer = make(
+            tmp_path, judge, dataset, reward_normalization="running", kl_controller="adaptive", kl_target=0.1
+        )
+        decode = trainer.processing_class.batch_decode
+        trainer._generate_single_turn = lambda prompt_ids, *_, ids=ids, decode=decode: [
+            ids[by_prompt[prompt]] for prompt in decode(prompt_ids)
+        ]
+        trainer.train()
+        timing = ("time/", "eps", "tokens_per_second", "step_time", "train_")
+        logs = [{k: v for k, v in log.items() if not k.startswith(timing)} for log in trainer.state.log_history]
+        ends.append((trainer.model.state_dict(), trainer.reward_normalizer.state_dict(), logs))
+        assert (trainer._rollout["loss_mask"].sum(1) == 0).sum() == 3
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)
+    first = ends[0][2][0]
+    assert first["objective/num_unscored"] == 3
+    scores = judge(dataset["topic"], decode(answers[0]))
+    scores = torch.tensor([score for score in scores if score is not None], dtype=torch.float64)
+    torch.testing.assert_close(first["objective/scores"], scores.mean().item())
+    torch.testing.assert_close(first["objective/scores_std"], scores.std().item())
+    torch.testing.assert_close(
+        trainer.reward_normalizer.running[:2], torch.tensor([5.0, scores.mean()], dtype=torch.float64)
+    )
+
+
+def test_rollouts_without_any_score_move_nothing(tmp_path):
+    trainer = make(tmp_path, lambda prompts, **_: [None] * len(prompts), reward_normalization="batch")
+    before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+    trainer.train()
+    torch.testing.assert_close(trainer.model.state_dict(), before, **EQUAL)
+    assert trainer.state.log_history[0]["objective/num_unscored"] == 8
+
+
+# ---- The order of the reward ----
+
+
+@pytest.mark.parametrize("eos_rule", ["missing_eos_score", "missing_eos_penalty"])
+def test_the_order_of_the_reward(tmp_path, token_rewards, eos_rule):
+    """score → missing EOS → normalise → clip → − β KL per token → whiten, in float64, one step after the other."""
+    given = [3.0, -1.0, None, 0.5, 2.0, 7.0, -4.0, -9.0]
+    finished = [True, False, True, False, True, True, False, True]
+    trainer = make(
+        tmp_path,
+        lambda prompts, **_: given,
+        trainer_kwargs={"ref_model": tiny_llama(seed=7)},
+        reward_normalization="batch",
+        reward_clip_range=[-0.8, 1.1],
+        kl_coef=0.2,
+        whiten_rewards=True,
+        **{eos_rule: 1.5},
+    )
+    answers = [WORDS[i : i + 1 + i % 5] for i in range(8)]
+    rollout = roll_out(trainer, answer_ids(tiny_tokenizer(), [" ".join(a) for a in answers], finished))
+
+    scores = []
+    for score, ends in zip(given, finished, strict=True):
+        if score is not None and not ends:
+            score = 1.5 if eos_rule == "missing_eos_score" else score - 1.5
+        scores.append(score)
+    valid = [score for score in scores if score is not None]
+    mean = sum(valid) / 7
+    std = math.sqrt(sum((score - mean) ** 2 for score in valid) / 6)
+    shaped = [None if score is None else min(max((score - mean) / std, -0.8), 1.1) for score in scores]
+    assert {-0.8, 1.1} < set(shaped)  # some were clipped, some were not
+
+    tokens = {}
+    for i, score in enumerate(shaped):
+        if score is None:
+            continue
+        n = int(rollout["completion_mask"][i].sum())
+        ids = torch.cat([rollout["prompt_ids"][i][rollout["prompt_mask"][i].bool()], rollout["completion_ids"][i, :n]])
+        with torch.no_grad():
+            policy, reference = (
+                m(input_ids=ids[None]).logits[0, -n - 1 : -1].double().log_softmax(-1).gather(1, ids[-n:, None])[:, 0]
+                for m in (trainer.model.policy, trainer.ref_model)
+            )
+        for t in range(n):
+            tokens[i, t] = -0.2 * (policy[t] - reference[t]).item() + (score if t == n - 1 else 0.0)
+    mean = sum(tokens.values()) / len(tokens)
+    std = math.sqrt(sum((r - mean) ** 2 for r in tokens.values()) / (len(tokens) - 1))
+    expected = torch.zeros_like(token_rewards[0])
+    for place, reward in tokens.items():
+        expected[place] = (reward - mean) / std + mean
+    torch.testing.assert_close(token_rewards[0], expected, rtol=1e-4, atol=1e-5)
+
+
+# ---- Normalisation ----
+
+
+@pytest.mark.parametrize("kind", ["none", "running", "batch", "group", "reference"])
+def test_normalisation_against_a_slow_reference(tmp_path, token_rewards, kind):
+    """Three rollouts of noisy scores, some None; what enters the token rewards is (score − mean) / deviation of …"""
+    generator = np.random.default_rng(0)
+    rollouts = []
+
+    def judge(completions, topic, **kwargs):
+        if completions[0] == "DEMONSTRATION":  # scored once, for `reference`
+            return [{"topic 0": 1.0, "topic 1": 2.0, "topic 2": 6.0}[t] for t in topic]
+        scores = [None if i == 3 else generator.normal(5, 3) for i in range(len(completions))]
+        rollouts.append(list(zip(topic, scores, strict=True)))
+        return scores
+
+    dataset = prompts().add_column("completion", ["DEMONSTRATION"] * 16)
+    trainer = make(
+        tmp_path,
+        judge,
+        dataset,
+        reward_normalization=kind,
+        reward_group_column="topic" if kind == "group" else None,
+        kl_coef=0.0,
+        num_ppo_epochs=1,
+        max_steps=6,
+    )
+    trainer.train()
+    assert len(rollouts) == len(token_rewards) == 3
+    demonstrations = [{0: 1.0, 1: 2.0, 2: 6.0}[i % 3] for i in range(16)]
+    for k, rollout in enumerate(rollouts):
+        so_far = [row for earlier in rollouts[: k + 1] for row in earlier]
+        for i, (topic, score) in enumerate(rollout):
+            if score is None:
+                continue
+            pool = {
+                "none": None,
+                "running": [s for _, s in so_far if s is not None],
+                "batch": [s for _, s in rollout if s is not None],
+                "group": [s for t, s in so_far if s is not None and t == topic],
+                "reference": None,
+            }[kind]
+            expected = score
+            if kind == "reference":
+                expected -= np.mean(demonstrations)
+            elif pool is not None:
+                # One score has no deviation: it is centred only
+                expected = (score - np.mean(pool)) / (np.std(pool, ddof=1) if len(pool) > 1 else 1.0)
+            torch.testing.assert_close(token_rewards[k][i].sum().item(), expected, rtol=1e-4, atol=1e-5)
+        assert token_rewards[k][3].abs().sum() == 0
+
+
+@pytest.mark.parametrize("kind", ["running", "group"])
+def test_moments_are_frozen_in_evaluation(tmp_path, kind):
+    trainer = make(
+        tmp_path,
+        length_reward,
+        trainer_kwargs={"eval_dataset": prompts(5, seed=1)},
+        reward_normalization=kind,
+        reward_group_column="topic" if kind == "group" else None,
+    )
+    trainer.train()
+    before = copy.deepcopy(trainer.reward_normalizer.state_dict())
+    metrics = trainer.evaluate()
+    torch.testing.assert_close(trainer.reward_normalizer.state_dict(), before, **EQUAL)
+    # and what is reported is the score itself
+    assert metrics["eval_objective/scores"] == pytest.approx(metrics["eval_rewards/length_reward/mean"])

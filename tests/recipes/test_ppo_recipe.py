@@ -1,0 +1,75 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trl import ModelConfig
+
+from recipes.ppo import PPOScriptArguments, load_reward, main
+from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(ROOT.glob("recipes/*/ppo*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def repository_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shipped_config_parses_and_finds_its_data_and_rewards(path):
+    parser = StrictTrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
+    script_args, training_args, _ = parser.parse_args_and_config(["--config", str(path)])
+    for split in (script_args.dataset_train_split, script_args.dataset_test_split):
+        assert len(load_dataset_split(script_args.dataset_name, split)) >= 64
+    rewards = [load_reward(name) for name in script_args.reward_funcs]
+    assert len(rewards) == len(training_args.reward_weights)
+
+
+@pytest.mark.parametrize(
+    "path", ["recipes.tinystories.rewards.repetition_reward", "recipes/tinystories/rewards.py:repetition_reward"]
+)
+def test_reward_is_loaded_by_name_or_file(path):
+    assert load_reward(path)(completions=["a b c a b c"]) == [-0.25]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("absent.module.reward", "No module named 'absent'. Tried 'reward' of 'absent.module' from "),
+        ("absent.py:reward", "No such file or directory: .*absent.py.* Tried 'reward' of 'absent.py' from "),
+        ("recipes/tinystories/rewards.py:absent", "has no attribute 'absent'"),
+        ("reward", "no module or no function is named"),
+    ],
+)
+def test_unknown_reward_says_what_was_tried(path, message):
+    with pytest.raises(ImportError, match=message):
+        load_reward(path)
+
+
+def test_a_class_is_no_reward():
+    with pytest.raises(TypeError, match=r"'pathlib\.Path' is of type type; name a function or an instance"):
+        load_reward("pathlib.Path")
+
+
+def test_without_arguments_the_script_says_how_to_run_it():
+    completed = subprocess.run([sys.executable, "recipes/ppo.py"], capture_output=True, text=True)
+    assert completed.returncode == 2
+    assert "accelerate launch recipes/ppo.py --config" in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--output_dir", "x"], "no dataset: give `dataset_name`"),
+        (["--dataset_name", "x"], "no reward: give `reward_model_name_or_path`, `reward_funcs`, or both"),
+        (["--dataset_name", "x", "--reward_funcs", "m.f", "--use_cpu"], "no model: give `model_name_or_path`"),
+    ],
+)
+def test_missing_arguments_are_named(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err

@@ -1,0 +1,60 @@
+import json
+
+import pytest
+
+from recipes.tinystories import make_prompts
+from recipes.tinystories.rewards import HAPPY_WORDS, happy_sentence_reward, repetition_reward
+
+STORY = "Tim was very happy. He gave his mom a big hug. They laughed all day. He made a new friend."
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        (STORY, 1.0),
+        (STORY + " It was so much fun.", 1.0),  # four are enough
+        ("Tim was very happy. Then he went to his bed.", 0.25),
+        ("Tim saw a big tree. It was old.", 0.0),
+        ("", 0.0),
+        ("Tim was very happy", 0.0),  # the sentence does not end
+        ('"I love you so much!" she said.', 0.25),
+    ],
+)
+def test_happy_sentences_are_counted(completion, score):
+    assert happy_sentence_reward(completions=[completion], prompts=["Tim"]) == [score]
+
+
+@pytest.mark.parametrize(
+    "gamed",
+    [
+        "Happy happy happy happy. " * 8,
+        "He was very happy. " * 8,
+        "He was happy happily. She was so happy. They were all happy.",  # one word, inflected
+        "Happy. Smile. Laugh. Love. Hug. Friend. Fun. Proud.",  # no sentences
+        "happy smile laugh love hug thank friend fun proud glad.",  # one sentence
+        " ".join(HAPPY_WORDS) + ".",  # one endless sentence
+    ],
+)
+def test_gaming_earns_no_more_than_one_sentence(gamed):
+    assert happy_sentence_reward(completions=[gamed])[0] <= 0.25
+
+
+def test_repetition_is_minus_the_share_of_repeated_trigrams():
+    # "a b c a b c": trigrams abc bca cab abc, of which one in four occurred before
+    assert repetition_reward(completions=["a b c a b c", STORY, "", "a b"]) == [-0.25, 0.0, 0.0, 0.0]
+
+
+def test_a_loop_costs_more_than_happiness_earns():
+    (loop,) = repetition_reward(completions=["He was very happy. " * 8])
+    (happy,) = happy_sentence_reward(completions=["He was very happy. " * 8])
+    assert loop + happy < 0
+
+
+def test_prompts_are_what_the_script_writes():
+    splits = {}
+    for split, size in make_prompts.SIZES.items():
+        lines = (make_prompts.FOLDER / f"{split}.jsonl").read_text().splitlines()
+        splits[split] = [json.loads(line)["prompt"] for line in lines]
+        assert splits[split] == make_prompts.openings(make_prompts.WORDS[split], size)
+        assert len(set(splits[split])) == len(splits[split]) == size
+    assert not set(splits["train"]) & set(splits["test"])

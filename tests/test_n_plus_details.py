@@ -1,0 +1,464 @@
+"""
+"The N+ Implementation Details of RLHF with PPO" (Huang et al. 2024, arXiv:2403.17031), item by item, on real rollouts
+and optimizer steps of PPOTrainer, against references that are slow: one row at a time, unpadded, in float64.
+
+The paper's items that do not concern this trainer:
+- its data (TL;DR queries cut at the last newline, a leading space before completions, lengths of the SFT and
+  preference sets, filtering of validation data, tokenising in advance): a user prepares the prompts;
+- the SFT loss, and that SFT and reward model learn to end by EOS: `trl.SFTTrainer` and `trl.RewardTrainer`;
+- the reward head's initial standard deviation 1/√(d + 1), and training it on the EOS position only: the reward recipe;
+- padding a rollout to a fixed number of tokens: responses stop at EOS here, and nothing counts padding;
+- the same schedule, batch size and learning rate at every model size, and judging by a stronger model: choices of a
+  run. (Its linear decay is here.)
+"""
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import TrainerCallback
+
+import trl_ext.ppo.trainer as ppo_trainer
+from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import PPOConfig, PPOTrainer
+
+EOS = 2
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class RecordingTrainer(PPOTrainer):
+    """
+    Keeps each rollout as a list of rows, with what the models say of the row alone, without padding, in float64; and
+    each minibatch, with what policy and critic say at that step.
+    """
+
+    slow = True  # False keeps the batches only
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            rows = alone(self.model.policy, self.model.critic, output, self.temperature) if self.slow else []
+            for i, row in enumerate(rows):
+                row["ref_logprobs"] = alone_logprobs(self.ref_model, row["ids"], row["length"], self.temperature)
+                row["score"] = self._rewards_per_func[i, 0].item()
+                row["ended"] = row["ids"][-1] == EOS
+            self.rollouts.append((output, rows))
+        return output
+
+    def _compute_loss(self, model, inputs):
+        rows = alone(self.model.policy, self.model.critic, inputs, self.temperature) if self.slow else []
+        loss = super()._compute_loss(model, inputs)
+        self.minibatches.append((inputs, rows, loss.item()))
+        return loss
+
+
+def alone(policy, critic, batch, temperature):
+    rows = []
+    for i, mask in enumerate(batch["completion_mask"].bool()):
+        response = batch["completion_ids"][i][mask].tolist()
+        ids = batch["prompt_ids"][i][batch["prompt_mask"][i].bool()].tolist() + response
+        rows.append(
+            {
+                "ids": ids,
+                "length": len(response),
+                "logprobs": alone_logprobs(policy, ids, len(response), temperature),
+                "values": alone_values(critic, ids, len(response)),
+            }
+        )
+    return rows
+
+
+@torch.no_grad()
+def alone_logprobs(model, ids, length, temperature):
+    logits = model(input_ids=torch.tensor([ids])).logits[0].double() / temperature
+    return [logits[t - 1].log_softmax(-1)[ids[t]].item() for t in range(len(ids) - length, len(ids))]
+
+
+@torch.no_grad()
+def alone_values(critic, ids, length):
+    """V(s_t): the critic's output after prompt and response[:t], by a forward that sees no more than these."""
+    start = len(ids) - length
+    return [critic(input_ids=torch.tensor([ids[:t]])).logits[0, 0].item() for t in range(start, len(ids))]
+
+
+def flat(rows, name):
+    return torch.tensor([x for row in rows for x in row[name]], dtype=torch.float64)
+
+
+def real(batch, name):
+    return batch[name][batch["completion_mask"].bool()].double()
+
+
+def make(tmp_path, model=None, reward_funcs=None, train_dataset=None, trainer_kwargs=None, **config):
+    """A trainer whose reference differs from its policy and whose critic has a head that is not zero."""
+    model = tiny_gpt2() if model is None else model
+    critic = tiny_reward_model(model, seed=2)
+    reference = tiny_gpt2(seed=7) if model.config.model_type == "gpt2" else tiny_llama(seed=7)
+    trainer = RecordingTrainer(
+        model=model,
+        reward_funcs=length_reward if reward_funcs is None else reward_funcs,
+        args=tiny_config(tmp_path, **{"temperature": 0.7, "max_steps": 1} | config),
+        train_dataset=prompts() if train_dataset is None else train_dataset,
+        **{"processing_class": tiny_tokenizer(), "value_model": critic, "ref_model": reference}
+        | (trainer_kwargs or {}),
+    )
+    trainer.rollouts, trainer.minibatches = [], []
+    return trainer
+
+
+@pytest.fixture
+def token_rewards(monkeypatch):
+    """The token rewards that went into GAE, one tensor a rollout."""
+    seen, gae = [], ppo_trainer.gae
+
+    def recording_gae(rewards, *args):
+        seen.append(rewards)
+        return gae(rewards, *args)
+
+    monkeypatch.setattr(ppo_trainer, "gae", recording_gae)
+    return seen
+
+
+def often_ending(model):
+    """Make EOS likely, so that rollouts hold both finished and truncated responses."""
+    head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    head.weight.data.copy_(model.lm_head.weight.data)
+    head.bias.data.zero_()
+    head.bias.data[EOS] = 1.5
+    model.lm_head = head
+    return model
+
+
+# ---- Set-up ----
+
+
+def test_detail_hyperparameters():
+    config = PPOConfig("unused", use_cpu=True, bf16=False)
+    paper = {
+        "gamma": 1.0,
+        "lam": 0.95,
+        "num_mini_batches": 1,
+        "num_ppo_epochs": 4,
+        "cliprange": 0.2,
+        "cliprange_value": 0.2,
+        "vf_coef": 0.1,
+        "kl_coef": 0.05,
+        "learning_rate": 3e-6,
+        "whiten_rewards": False,
+    }
+    assert {name: getattr(config, name) for name in paper} == paper
+
+
+def test_detail_adam_eps_1e5(tmp_path):
+    trainer = make(tmp_path, critic_learning_rate=1e-4)
+    groups = trainer.create_optimizer().param_groups
+    assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    assert {group["eps"] for group in groups} == {1e-5}
+    trained = {id(p) for group in groups for p in group["params"]}
+    assert trained == {id(p) for p in trainer.model.parameters()}  # policy and critic, and no reference
+
+
+def test_detail_linear_lr_decay(tmp_path):
+    """The k-th of n steps is taken with lr·(1 − (k − 1)/n), by the policy and by the critic with its own lr."""
+    used = []
+
+    class ReadRates(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **kwargs):
+            used.append(sorted({group["lr"] for group in optimizer.param_groups}))
+
+    trainer = make(
+        tmp_path,
+        max_steps=8,
+        learning_rate=1e-3,
+        critic_learning_rate=4e-3,
+        trainer_kwargs={"callbacks": [ReadRates()]},
+    )
+    trainer.train()
+    expected = [[1e-3 * (1 - k / 8), 4e-3 * (1 - k / 8)] for k in range(8)]
+    torch.testing.assert_close(torch.tensor(used), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("disable_dropout", [True, False])
+@pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama])
+def test_detail_disable_dropout(tmp_path, build, disable_dropout):
+    """With dropout in every config, rollout and training forward agree exactly if and only if it is switched off."""
+    rates = {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5} if build is tiny_gpt2 else {}
+    rates = rates or {"attention_dropout": 0.5}
+    policy = build(**rates)
+    trainer = make(
+        tmp_path,
+        policy,
+        tiny_reward_model(policy, seed=3),
+        disable_dropout=disable_dropout,
+        num_mini_batches=1,
+        per_device_train_batch_size=8,
+        max_completion_length=5,
+        trainer_kwargs={"ref_model": build(seed=7, **rates)},
+    )
+    trainer.train()
+    ids = torch.tensor([[6, 7, 8, 9]])
+    roles = (trainer.model.policy, trainer.model.critic, trainer.ref_model, trainer.reward_funcs[0].function.model)
+    with torch.no_grad():
+        agree = [torch.equal(role.train()(ids).logits, role.train()(ids).logits) for role in roles]
+    assert agree == [disable_dropout] * 4
+    difference = trainer.state.log_history[0]["policy/approxkl_avg"]
+    assert (difference == 0) if disable_dropout else (difference > 1e-3)
+
+
+def test_detail_value_model_from_reward_model(tmp_path):
+    """The critic starts as the reward model, head included, and training it leaves the reward model as it was."""
+    policy = tiny_llama()
+    reward = tiny_reward_model(policy, seed=3)
+    before = {name: p.clone() for name, p in reward.state_dict().items()}
+    trainer = make(tmp_path, policy, reward, trainer_kwargs={"value_model": None}, max_steps=4)
+    torch.testing.assert_close(trainer.model.critic.state_dict(), before, rtol=0, atol=0)
+    trainer.train()
+    torch.testing.assert_close(reward.state_dict(), before, rtol=0, atol=0)
+    after = trainer.model.critic.state_dict()
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+
+
+# ---- Rollout ----
+
+
+def test_detail_left_padded_position_ids(tmp_path):
+    """With prompts of different lengths, left-padded: log-probs and values of a row are those of the row alone."""
+    trainer = make(tmp_path, tiny_gpt2())
+    trainer.train()
+    rollout, rows = trainer.rollouts[0]
+    assert len({int(n) for n in rollout["prompt_mask"].sum(1)}) > 2
+    torch.testing.assert_close(real(rollout, "old_logprobs"), flat(rows, "logprobs"), **CLOSE)
+    torch.testing.assert_close(real(rollout, "old_values"), flat(rows, "values"), **CLOSE)
+
+
+def test_detail_value_and_reward_read_the_right_token(tmp_path):
+    """
+    Each value is the critic's output at the token *before* the one that is chosen; the score is the reward model's
+    output at the last real token, EOS if there is one, though the rows are padded and are scored in one batch.
+    """
+    policy = often_ending(tiny_gpt2())
+    reward = tiny_reward_model(policy, seed=3)
+    trainer = make(tmp_path, policy, reward)
+    trainer.train()
+    rollout, rows = trainer.rollouts[0]
+    assert {row["ended"] for row in rows} == {True, False}
+    torch.testing.assert_close(real(rollout, "old_values"), flat(rows, "values"), **CLOSE)
+    with torch.no_grad():
+        scores = []
+        for row in rows:
+            hidden_states = reward.transformer(input_ids=torch.tensor([row["ids"]])).last_hidden_state
+            scores.append(reward.score(hidden_states[0, -1]).item())
+    torch.testing.assert_close(torch.tensor([row["score"] for row in rows]), torch.tensor(scores), **CLOSE)
+
+
+def test_detail_generation_temperature_in_every_logprob(tmp_path):
+    """Sampler, rollout, reference and training forward all divide the logits by the one temperature."""
+    trainer = make(
+        tmp_path, max_steps=4, temperature=0.5, kl_coef=0.0, allow_off_policy_sampling=True, learning_rate=1e-2
+    )
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert abs(first["sampling/logprob_difference"]) < 1e-5
+    rollout, rows = trainer.rollouts[0]
+    torch.testing.assert_close(real(rollout, "old_logprobs"), flat(rows, "logprobs"), **CLOSE)
+    kl = torch.tensor([sum(row["logprobs"]) - sum(row["ref_logprobs"]) for row in rows]).mean()
+    torch.testing.assert_close(torch.tensor(first["objective/kl"]), kl, **CLOSE)
+    for log, (minibatch, rows, _) in zip(trainer.state.log_history, trainer.minibatches, strict=False):
+        ratios = (flat(rows, "logprobs") - real(minibatch, "old_logprobs")).exp()
+        torch.testing.assert_close(log["val/ratio"], ratios.mean().item(), **CLOSE)
+    assert log["val/ratio_var"] > 1e-3  # the policy had moved
+
+
+def test_detail_eos_token_is_trained_though_pad_equals_eos(tmp_path):
+    """The paper keeps pad and EOS apart so that EOS is learned; here the mask comes from lengths, so it always is."""
+    trainer = make(
+        tmp_path, often_ending(tiny_llama()), trainer_kwargs={"processing_class": tiny_tokenizer(pad=False)}
+    )
+    trainer.train()
+    assert trainer.processing_class.pad_token_id == EOS
+    rollout, _ = trainer.rollouts[0]
+    for ids, mask in zip(rollout["completion_ids"].tolist(), rollout["loss_mask"].tolist(), strict=True):
+        length = ids.index(EOS) + 1 if EOS in ids else len(ids)
+        assert mask == [1] * length + [0] * (len(ids) - length)
+    assert rollout["loss_mask"].sum(1).unique().numel() > 1
+
+
+# ---- Reward ----
+
+
+def test_detail_eos_trick(tmp_path, token_rewards):
+    """A response that does not end by EOS scores −1, whatever the reward; one that does keeps its score."""
+    trainer = make(tmp_path, often_ending(tiny_gpt2()), missing_eos_score=-1.0, kl_coef=0.0)
+    trainer.train()
+    _, rows = trainer.rollouts[0]
+    assert {row["ended"] for row in rows} == {True, False}
+    expected = torch.tensor([row["score"] if row["ended"] else -1.0 for row in rows])
+    torch.testing.assert_close(token_rewards[0].sum(1), expected)
+
+
+def test_detail_reward_normalization_reference_demonstrations_score_zero(tmp_path, token_rewards):
+    """A bias, the same for all responses, that makes the demonstrations' mean score 0."""
+    dataset = prompts().add_column("completion", [f"the {'cat ' * (i % 4)}sat" for i in range(16)])
+    policy = tiny_gpt2()
+    reward = tiny_reward_model(policy, seed=3)
+    trainer = make(tmp_path, policy, reward, dataset, reward_normalization="reference", kl_coef=0.0)
+    trainer.train()
+    tokenizer = tiny_tokenizer()
+    with torch.no_grad():
+        demonstrations = [
+            reward(input_ids=torch.tensor([tokenizer(f"{row['prompt']} {row['completion']}").input_ids + [EOS]]))
+            .logits.double()
+            .item()
+            for row in dataset
+        ]
+    bias = sum(demonstrations) / len(demonstrations)
+    _, rows = trainer.rollouts[0]
+    expected = torch.tensor([row["score"] - bias for row in rows])
+    assert expected.abs().max() > 0.01 and abs(bias) > 0.01
+    torch.testing.assert_close(token_rewards[0].sum(1), expected, **CLOSE)
+
+
+def test_detail_k1_kl_penalty_per_token_with_score_at_last_token(tmp_path, token_rewards):
+    """r_t = −β (log π(t) − log π_ref(t)), and the score on top of the last token's."""
+    trainer = make(tmp_path, often_ending(tiny_gpt2()), kl_coef=0.3)
+    trainer.train()
+    rollout, rows = trainer.rollouts[0]
+    expected = torch.zeros(token_rewards[0].shape)
+    for i, row in enumerate(rows):
+        for t in range(row["length"]):
+            expected[i, t] = -0.3 * (row["logprobs"][t] - row["ref_logprobs"][t])
+        expected[i, row["length"] - 1] += row["score"]
+    torch.testing.assert_close(token_rewards[0], expected, **CLOSE)
+    assert len({row["length"] for row in rows}) > 1
+    torch.testing.assert_close(
+        trainer.state.log_history[0]["objective/rlhf_reward"], expected.sum(1).mean().item(), **CLOSE
+    )
+
+
+def test_detail_whiten_rewards_keeps_the_mean(tmp_path, token_rewards):
+    """(r − mean) / std + mean over the real tokens of the rollout."""
+    config = {"kl_coef": 0.3, "seed": 3}
+    plain = make(tmp_path, often_ending(tiny_gpt2()), **config)
+    plain.train()
+    white = make(tmp_path, often_ending(tiny_gpt2()), whiten_rewards=True, **config)
+    white.train()
+    mask = plain.rollouts[0][0]["loss_mask"].bool()
+    before, after = (rewards[mask].double() for rewards in token_rewards)
+    mean = sum(before.tolist()) / len(before)
+    std = (sum((x - mean) ** 2 for x in before.tolist()) / (len(before) - 1)) ** 0.5
+    torch.testing.assert_close(after, (before - mean) / std + mean, **CLOSE)
+    assert abs(mean) > 0.01 and abs(std - 1) > 0.01 and not mask.all()
+    assert (token_rewards[1][~mask] == 0).all()
+
+
+# ---- Advantages and loss ----
+
+
+def slow_gae(rewards, values, gamma, lam):
+    """A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} − V_t, by the sum itself (arXiv:1506.02438, equation 16)."""
+    n = len(rewards)
+    following = [*values[1:], 0.0]
+    delta = [rewards[t] + gamma * following[t] - values[t] for t in range(n)]
+    return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
+
+
+def test_detail_gae(tmp_path, token_rewards):
+    trainer = make(tmp_path, often_ending(tiny_gpt2()), gamma=0.9, lam=0.8, normalize_advantages=False)
+    trainer.train()
+    rollout, rows = trainer.rollouts[0]
+    for i, row in enumerate(rows):
+        rewards = token_rewards[0][i, : row["length"]].tolist()
+        advantages = slow_gae(rewards, row["values"], 0.9, 0.8)
+        returns = [a + v for a, v in zip(advantages, row["values"], strict=True)]
+        torch.testing.assert_close(rollout["advantages"][i, : row["length"]], torch.tensor(advantages), **CLOSE)
+        torch.testing.assert_close(rollout["returns"][i, : row["length"]], torch.tensor(returns), **CLOSE)
+
+
+def test_detail_whiten_advantages(tmp_path, token_rewards):
+    """Mean 0 and deviation 1 over the rollout's real tokens, not per minibatch; the returns are of the raw ones."""
+    trainer = make(tmp_path, often_ending(tiny_gpt2()))
+    trainer.train()
+    rollout, rows = trainer.rollouts[0]
+    raw = [slow_gae(token_rewards[0][i, : r["length"]].tolist(), r["values"], 1.0, 0.95) for i, r in enumerate(rows)]
+    raw = torch.tensor([a for row in raw for a in row], dtype=torch.float64)
+    returns = raw + flat(rows, "values")
+    expected = (raw - raw.mean()) / raw.std(correction=1)
+    torch.testing.assert_close(real(rollout, "advantages"), expected, **CLOSE)
+    torch.testing.assert_close(real(rollout, "returns"), returns, **CLOSE)
+    assert (rollout["advantages"][~rollout["loss_mask"].bool()] == 0).all()
+
+
+def test_detail_policy_clipping(tmp_path):
+    """The mean of max(−rA, −clip(r, 1 − ε, 1 + ε) A) over the minibatch's tokens, and how often the clip counts."""
+    trainer = make(tmp_path, often_ending(tiny_gpt2()), max_steps=4, learning_rate=1e-2, vf_coef=0.0, cliprange=0.1)
+    trainer.train()
+    for log, (minibatch, rows, loss) in zip(trainer.state.log_history, trainer.minibatches, strict=False):
+        losses, clipped = [], 0
+        tokens = zip(
+            flat(rows, "logprobs"), *(real(minibatch, n) for n in ("old_logprobs", "advantages")), strict=True
+        )
+        for new, old, advantage in tokens:
+            ratio = float((new - old).exp())
+            plain, near = -ratio * advantage, -min(max(ratio, 0.9), 1.1) * advantage
+            losses.append(max(plain, near).item())
+            clipped += bool(near > plain)
+        torch.testing.assert_close(loss, sum(losses) / len(losses), **CLOSE)
+        torch.testing.assert_close(log["policy/clipfrac_avg"], clipped / len(losses), **CLOSE)
+    assert clipped > 0
+
+
+def test_detail_value_clipping(tmp_path):
+    """The mean of ½ max((V − R)², (clip(V, V_old ± c) − R)²), weighted by vf_coef."""
+    trainer = make(
+        tmp_path,
+        often_ending(tiny_gpt2()),
+        max_steps=4,
+        learning_rate=0.0,
+        critic_learning_rate=1e-2,
+        cliprange_value=0.02,
+        vf_coef=0.7,
+    )
+    trainer.train()
+    for log, (minibatch, rows, _) in zip(trainer.state.log_history, trainer.minibatches, strict=False):
+        losses, clipped = [], 0
+        for v, old, target in zip(
+            flat(rows, "values").tolist(),
+            real(minibatch, "old_values").tolist(),
+            real(minibatch, "returns").tolist(),
+            strict=True,
+        ):
+            plain, near = (v - target) ** 2, (min(max(v, old - 0.02), old + 0.02) - target) ** 2
+            losses.append(0.5 * max(plain, near))
+            clipped += near > plain
+        torch.testing.assert_close(log["loss/value_avg"], sum(losses) / len(losses), **CLOSE)
+        torch.testing.assert_close(log["val/clipfrac_avg"], clipped / len(losses), **CLOSE)
+        torch.testing.assert_close(log["loss"], log["loss/policy_avg"] + 0.7 * log["loss/value_avg"], **CLOSE)
+    assert clipped > 0
+
+
+def test_detail_minibatch_permutation_covers_each_row_once_per_epoch(tmp_path):
+    trainer = make(tmp_path, max_steps=24, num_ppo_epochs=3, num_mini_batches=4, per_device_train_batch_size=2)
+    trainer.slow = False
+    trainer.train()
+    orders = []
+    for i, (rollout, _) in enumerate(trainer.rollouts):
+        row_of = {tuple(returns): row for row, returns in enumerate(rollout["returns"].tolist())}
+        assert len(row_of) == 8
+        for epoch in range(3):
+            batches = trainer.minibatches[12 * i + 4 * epoch : 12 * i + 4 * epoch + 4]
+            orders.append([row_of[tuple(r)] for inputs, _, _ in batches for r in inputs["returns"].tolist()])
+    assert len(orders) == 6 and all(sorted(order) == list(range(8)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 6
+
+
+def test_detail_prompts_are_reshuffled_in_each_pass_over_the_dataset(tmp_path):
+    dataset = Dataset.from_dict({"prompt": [f"the cat {'sat ' * i}" for i in range(8)]})
+    trainer = make(
+        tmp_path, train_dataset=dataset, max_steps=4, num_ppo_epochs=1, num_mini_batches=1, max_completion_length=2
+    )
+    trainer.slow = False
+    trainer.train()
+    order = [int(n) - 2 for rollout, _ in trainer.rollouts for n in rollout["prompt_mask"].sum(1)]
+    first, second = order[:8], order[8:]
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second and first != sorted(first)

@@ -4,7 +4,7 @@
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
 reward: `reward_model_name_or_path`, `reward_funcs`, or both. Flags override the file; --help lists them all. Running
-the same command again resumes from the newest checkpoint in `output_dir`.
+the same command again resumes from the newest checkpoint in `output_dir`. Without arguments: the demo's guarded run.
 """
 
 import importlib
@@ -103,7 +103,8 @@ def main() -> None:
     # 1. Set-up
     parser = StrictTrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
     if len(sys.argv) == 1:
-        parser.exit(2, __doc__)
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        sys.argv += importlib.import_module("recipes.demo.stages").prepare_ppo()
     script_args, training_args, model_args = parser.parse_args_and_config()
     if model_args.model_name_or_path is None:
         parser.error("no model: give `model_name_or_path`, a folder or a hub name")
@@ -132,7 +133,7 @@ def main() -> None:
         split = train_dataset.train_test_split(script_args.eval_size, seed=training_args.seed)
         train_dataset, eval_dataset = split["train"], split["test"]
     else:
-        eval_dataset = None
+        eval_dataset, training_args.eval_strategy = None, "no"
 
     # 4. Train
     trainer = PPOTrainer(

@@ -1,4 +1,4 @@
-"""PPO and DPO extensions for Hugging Face TRL.
+"""PPO with a critic for language models, on Hugging Face TRL.
 
 Public names load on first use: `import trl_ext` alone imports neither torch nor trl.
 """

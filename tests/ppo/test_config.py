@@ -257,7 +257,7 @@ def test_a_rollout_holds_whole_groups(tmp_path):
         ("epsilon_high", [0.0], [0.28, None]),
         ("gamma", [-0.1, 1.01, math.nan], [0.0, 1.0]),
         ("kl_coef", [-0.1, math.inf, math.nan], [0.0]),
-        ("kl_coef_max", [-0.1], [0.0, None]),
+        ("kl_coef_max", [-0.1], [0.1, None]),
         ("kl_coef_min", [-0.1], [0.0]),
         ("kl_horizon", [0], [1]),
         ("kl_target", [0.0], [0.1]),
@@ -280,11 +280,26 @@ def test_a_rollout_holds_whole_groups(tmp_path):
     ],
 )
 def test_ranges(tmp_path, name, bad, good):
+    needed = {"kl_controller": "adaptive"} if name in ("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max") else {}
     for value in bad:
         with pytest.raises(ValueError, match=f"`{name}` must be .* got {value!r}"):
-            config(tmp_path, **{name: value})
+            config(tmp_path, **needed, **{name: value})
     for value in good:
-        assert getattr(config(tmp_path, **{name: value}), name) == value
+        assert getattr(config(tmp_path, **needed, **{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    "name, value, setting",
+    [
+        ("kl_target", 3.0, "kl_controller='adaptive'"),
+        ("kl_horizon", 300, "kl_controller='adaptive'"),
+        ("reward_group_column", "topic", "reward_normalization='group'"),
+        ("reward_reference_column", "answer", "reward_normalization='reference'"),
+    ],
+)
+def test_a_setting_of_a_mode_that_is_off_raises(tmp_path, name, value, setting):
+    with pytest.raises(ValueError, match=f"`{name}={value}` is for `{setting}`"):
+        config(tmp_path, **{name: value})
 
 
 def test_every_range_rule_is_tested():
@@ -309,6 +324,7 @@ def test_every_range_rule_is_tested():
             {"missing_eos_score": -1.0, "missing_eos_penalty": 1.0},
             "`missing_eos_score=-1.0` .*`missing_eos_penalty=1.0`",
         ),
+        ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "leaves out the responses without EOS"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ],
 )

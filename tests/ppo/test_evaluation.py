@@ -91,6 +91,34 @@ def test_several_eval_datasets(tmp_path):
     assert not any(key.startswith("eval_objective") for key in metrics)
 
 
+def test_the_default_best_metric_needs_one_eval_dataset(tmp_path):
+    """Else the run would end at its first evaluation."""
+    config = {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True}
+    datasets = {"short": prompts(3, seed=5), "other": prompts(6, seed=6)}
+    with pytest.raises(ValueError, match="choose one of .*'eval_short_objective/scores'"):
+        make(tmp_path, eval_dataset=datasets, **config)
+
+
+def test_an_evaluation_batch_holds_whole_groups(tmp_path):
+    """RLOO's config sees to this only where `eval_strategy` is set, and `evaluate()` after training would fail."""
+    with pytest.raises(ValueError, match="evaluation batch of 4 responses .* groups of 3"):
+        make(tmp_path, num_generations_eval=3)
+
+
+def test_unscored_responses_are_counted_over_all_batches(tmp_path):
+    def reward(completions, **kwargs):
+        return [None, *[1.0] * (len(completions) - 1)]  # 3 batches: 4 + 4 + 1 rows
+
+    metrics = make(tmp_path, reward).evaluate()
+    assert metrics["eval_objective/num_unscored"] == metrics["eval_greedy/objective/num_unscored"] == 3
+
+
+def test_the_time_of_an_evaluation_is_not_counted_as_training(tmp_path):
+    trainer = make(tmp_path)
+    trainer.evaluate()
+    assert not trainer._clock
+
+
 def test_without_greedy(tmp_path):
     metrics = make(tmp_path, eval_greedy=False).evaluate()
     assert "eval_objective/scores" in metrics and not any("greedy" in key for key in metrics)

@@ -120,6 +120,27 @@ def test_input_ids_become_the_prompt_tokens_verbatim(tmp_path):
     assert seen == tokenizer.batch_decode(rows, skip_special_tokens=True)  # reward functions read text
 
 
+def test_input_ids_win_over_the_text_they_were_made_of(tmp_path):
+    texts = [f"{word} ran" for word in "cat dog bird the a it big sad".split()]
+    rows = [[6 + i] for i in range(8)]
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.extend(prompts)
+        return [0.0] * len(prompts)
+
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=reward,
+        args=tiny_config(tmp_path, max_steps=1, shuffle_dataset=False),
+        train_dataset=Dataset.from_dict({"prompt": texts, "input_ids": rows}),
+        processing_class=tiny_tokenizer(bos=True),
+    )
+    trainer.train()
+    assert rollout_prompts(trainer) == rows
+    assert seen == texts
+
+
 @pytest.mark.parametrize("remove_unused_columns", [False, True])
 def test_padding_of_input_ids_is_stripped(tmp_path, remove_unused_columns):
     """A GPT-2, whose absolute positions would notice padding taken for tokens."""

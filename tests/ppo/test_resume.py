@@ -112,7 +112,7 @@ def test_killed_twice_by_sigkill(uninterrupted, tmp_path):
     assert run.returncode == 0, run.stderr
     first, second, third, _ = re.split("^ended with ", run.stdout, flags=re.MULTILINE)
     from_step_4 = f"Resuming from {tmp_path / 'checkpoint-4'}, step 4 of 14."
-    interrupted = f"{tmp_path / 'checkpoint-8'}: it was interrupted while it was written."
+    interrupted = f"{tmp_path / 'checkpoint-8'}: it is not complete"
 
     # Killed right after optimizer step 6
     assert "Resuming" not in first
@@ -173,7 +173,7 @@ def no_training(trainer):
     return trainer
 
 
-@pytest.mark.parametrize("resume", [None, True])
+@pytest.mark.parametrize("resume", [None, True, "True"])  # a command line has strings only
 def test_a_completed_run_is_loaded_and_not_trained_again(resume, a_copy_of, capsys):
     folder, final = a_copy_of
     trainer = no_training(make_trainer(folder, max_steps=4))
@@ -239,12 +239,13 @@ def test_an_explicit_path_goes_on_whatever_the_configuration(a_copy_of):
     assert watch.seen == [2, 3, 4, 5, 6]
 
 
-def test_false_starts_anew(a_copy_of):
+@pytest.mark.parametrize("resume", [False, "false"])
+def test_false_starts_anew(resume, a_copy_of):
     folder, final = a_copy_of
     trainer = make_trainer(folder, max_steps=4)
     watch = EachStep(lambda: trainer.state.global_step)
     trainer.add_callback(watch)
-    trainer.train(False)
+    trainer.train(resume)
     assert watch.seen == [0, 1, 2, 3, 4]
     torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
 
@@ -254,7 +255,7 @@ def test_incomplete_checkpoints_are_skipped_or_refused(a_copy_of, capsys):
     (folder / "checkpoint-4" / MARKER).unlink()
     trainer = trained(folder, max_steps=4)
     output = capsys.readouterr().out
-    assert f"Skipping {folder / 'checkpoint-4'}: it was interrupted while it was written." in output
+    assert f"Skipping {folder / 'checkpoint-4'}: it is not complete" in output
     assert f"Resuming from {folder / 'checkpoint-2'}, step 2 of 4." in output
     torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
 

@@ -223,6 +223,14 @@ def test_functions_of_all_kinds_are_weighted_and_summed_over_those_that_apply(tm
     assert ended.tolist() == FINISHED
 
 
+def test_functions_of_one_name_are_logged_apart(tmp_path):
+    functions = [lambda completions, value=value, **_: [value] * len(completions) for value in (1.0, 3.0)]
+    trainer = make(tmp_path, functions, questions(False))
+    roll_out(trainer, answer_ids(tiny_tokenizer()))
+    report = trainer._report("train" if trainer.model.training else "eval")
+    assert [report[f"rewards/<lambda>_{i}/mean"] for i in range(2)] == [1.0, 3.0]
+
+
 @pytest.mark.parametrize("convert", [torch.tensor, np.array, tuple, lambda x: [np.float32(i) for i in x]])
 def test_tensors_arrays_and_tuples_are_read_as_lists(tmp_path, convert):
     trainer = make(tmp_path, lambda completions, **_: convert(length_reward(completions)), questions(False))

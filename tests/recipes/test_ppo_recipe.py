@@ -1,4 +1,3 @@
-import subprocess
 import sys
 from pathlib import Path
 
@@ -53,13 +52,6 @@ def test_a_class_is_no_reward():
         load_reward("pathlib.Path")
 
 
-def test_without_arguments_the_script_says_how_to_run_it():
-    completed = subprocess.run([sys.executable, "recipes/ppo.py"], capture_output=True, text=True)
-    assert completed.returncode == 2
-    assert "accelerate launch recipes/ppo.py --config" in completed.stderr
-    assert "Traceback" not in completed.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -73,3 +65,19 @@ def test_missing_arguments_are_named(arguments, message, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert message in capsys.readouterr().err
+
+
+def test_eval_size_0_switches_evaluation_off(monkeypatch, tmp_path):
+    class Built(Exception):
+        pass
+
+    def build(args, eval_dataset, **kwargs):
+        assert eval_dataset is None and args.eval_strategy == "no"
+        raise Built
+
+    monkeypatch.setattr("recipes.ppo.PPOTrainer", build)
+    config = ["--config", "recipes/tinystories/ppo.yaml", "--eval_size", "0"]  # the file sets `eval_strategy: steps`
+    flags = ["--model_name_or_path", "x", "--use_cpu", "true", "--output_dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *config, *flags])
+    with pytest.raises(Built):
+        main()

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -124,16 +125,11 @@ class LogprobForward:
             return self.model(attention_mask=attention_mask, **{**positions(model, attention_mask), **kwargs})
         output = self.model(attention_mask=attention_mask, with_values=True, **kwargs)
         self._state_values.append(output["state_values"])
-        return _Fields(output)
+        return SimpleNamespace(**output)
 
     def values(self, logits_to_keep: int) -> Tensor:
         """(B, T): V(s_t), the value of the state in which response token t is chosen, that is after token t − 1."""
         return torch.cat(self._state_values)[:, -logits_to_keep - 1 : -1]
-
-
-class _Fields:
-    def __init__(self, fields: dict[str, Any]):
-        self.__dict__.update(fields)
 
 
 class SamplerRecorder(LogitsProcessor):

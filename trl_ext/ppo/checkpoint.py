@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,25 +60,24 @@ def fingerprint(args: PPOConfig, **facts: Any) -> dict[str, Any]:
 
 def write_marker(checkpoint: str, contents: dict[str, Any]) -> None:
     temporary = Path(checkpoint) / f"{MARKER}.tmp"
-    temporary.write_text(json.dumps(contents, indent=2))
+    # The time is kept within: a copied folder's files have the time of the copy
+    temporary.write_text(json.dumps({"written_ns": time.time_ns(), "configuration": contents}, indent=2))
     os.replace(temporary, Path(checkpoint) / MARKER)
 
 
 def read_marker(checkpoint: str) -> dict[str, Any] | None:
-    """The fingerprint of a complete checkpoint, None for one that was interrupted while it was written."""
+    """`configuration` and `written_ns` of a complete checkpoint, None for one that was not finished."""
     marker = Path(checkpoint) / MARKER
     return json.loads(marker.read_text()) if marker.is_file() else None
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, list[str]]:
-    """The complete checkpoint in `output_dir` that was finished last, and those that were interrupted."""
+    """The complete checkpoint in `output_dir` that was finished last, and those that are not complete."""
     if not any(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
         return None, []
-    checkpoints = sort_checkpoints(output_dir)[::-1]  # of two finished at once, the later step
-    complete = [checkpoint for checkpoint in checkpoints if (Path(checkpoint) / MARKER).is_file()]
-    interrupted = [checkpoint for checkpoint in checkpoints if checkpoint not in complete]
-    newest = max(complete, key=lambda checkpoint: (Path(checkpoint) / MARKER).stat().st_mtime_ns, default=None)
-    return newest, interrupted
+    markers = {checkpoint: read_marker(checkpoint) for checkpoint in sort_checkpoints(output_dir)}
+    complete = {checkpoint: marker["written_ns"] for checkpoint, marker in markers.items() if marker is not None}
+    return max(complete, key=complete.__getitem__, default=None), [c for c in markers if c not in complete]
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -128,13 +128,14 @@ class PPOConfig(RLOOConfig):
         total_episodes (`int`, *optional*):
             Episodes (responses) to train on; rounded up to full rollouts, and sets `max_steps`.
         local_rollout_forward_batch_size (`int`, defaults to `64`):
-            Rows per process in one forward pass without gradient: generation, reward models, reference, values.
+            Rows per process in one forward pass without gradient: generation, reward models, reference, values. What
+            is computed of the answers does not depend on it; which ones are drawn does, since each chunk draws in turn.
         num_generations (`int`, defaults to `1`):
             Responses per prompt.
         allow_off_policy_sampling (`bool`, defaults to `False`):
             Allow `top_k`, `top_p`, `min_p`, `repetition_penalty` and other `generation_kwargs` that make the sampler
             differ from the policy whose log-probs are trained. The difference is logged as
-            `sampling/logprob_difference`.
+            `sampling/logprob_difference` (not with vLLM).
         missing_eos_score (`float`, *optional*):
             Score of a response that does not end by EOS, in place of its own (N+ detail "EOS trick"; −1 there).
         missing_eos_penalty (`float`, *optional*):
@@ -302,6 +303,7 @@ class PPOConfig(RLOOConfig):
     ref_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
 
     def __post_init__(self):
+        self.num_generations = 1 if self.num_generations is None else self.num_generations
         self._resolve_aliases()
         self._refuse()
         self._check_values()
@@ -378,8 +380,28 @@ class PPOConfig(RLOOConfig):
                 f"`missing_eos_score={self.missing_eos_score}` replaces the score that `missing_eos_penalty="
                 f"{self.missing_eos_penalty}` is subtracted from: set one of them."
             )
+        if self.mask_truncated_completions and (self.missing_eos_score, self.missing_eos_penalty) != (None, None):
+            raise ValueError(
+                "`mask_truncated_completions=True` leaves out the responses without EOS, which "
+                f"`missing_eos_score={self.missing_eos_score}` and `missing_eos_penalty={self.missing_eos_penalty}` "
+                "are for: set one of them."
+            )
         if self.stop_token and self.stop_token_id is not None:
             raise ValueError("`stop_token` and `stop_token_id` are two names of one setting: set one of them.")
+        for setting, value, names in (
+            ("kl_controller", "adaptive", ("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max")),
+            ("reward_normalization", "group", ("reward_group_column",)),
+            ("reward_normalization", "reference", ("reward_reference_column",)),
+        ):
+            for name in names:
+                if (
+                    getattr(self, setting) != value
+                    and getattr(self, name) != type(self).__dataclass_fields__[name].default
+                ):
+                    raise ValueError(
+                        f"`{name}={getattr(self, name)}` is for `{setting}={value!r}`, but `{setting}="
+                        f"{getattr(self, setting)!r}`: set that, or leave it out."
+                    )
         if self.kl_controller == "adaptive":
             if self.kl_coef == 0:
                 raise ValueError(

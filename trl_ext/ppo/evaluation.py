@@ -10,6 +10,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 
 from .base import PPOTrainerBase
+from .inputs import check_evaluation_batch
 from .reporting import RLOO_ONLY_METRICS
 
 
@@ -39,8 +40,9 @@ class EvaluationMixin(PPOTrainerBase):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """Score each prompt once, sampled and greedy, and leave no trace in the training state."""
+        check_evaluation_batch(self.args)
         dataset = dataloader.dataset
-        rloo_metrics = copy.deepcopy(self._metrics["eval"])
+        rloo_metrics, clock = copy.deepcopy(self._metrics["eval"]), dict(self._clock)
         with self._untouched_rng():
             self._sampling, self._eval_rows = True, (0, len(dataset) * self.num_generations_eval)
             try:
@@ -59,6 +61,8 @@ class EvaluationMixin(PPOTrainerBase):
                         )
             finally:
                 self._eval_rows = None
+        self._clock.clear()
+        self._clock.update(clock)  # what is logged is the time of training
         self._metrics["eval"] = rloo_metrics
         metrics = {
             name: value for name, value in user_metrics.items() if name not in (*RLOO_ONLY_METRICS, "num_tokens")

@@ -43,6 +43,11 @@ def migrate(model, reward_funcs, reward_processing_classes, args, processing_cla
     classes = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(reward_funcs)
     if len(classes) == len(reward_funcs):  # else RLOO says what is wrong
         for i, reward in enumerate(reward_funcs):
+            if isinstance(reward, nn.Module) and not hasattr(reward, "config"):
+                raise TypeError(
+                    f"reward {i} ({type(reward).__name__}) has no `config`: pass a transformers sequence classifier, "
+                    "or a function that calls your module."
+                )
             # 1.12's reward model reads the policy's tokens; so does one built in memory, which names no tokenizer
             nameless = isinstance(reward, nn.Module) and not get_config_model_id(reward.config)
             if classes[i] is None and (nameless or (reward is reward_model and isinstance(reward, nn.Module))):
@@ -100,6 +105,13 @@ def check_inputs(
             )
         if {"image", "images"} & set(dataset.column_names):
             raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")
+    if eval_dataset is not None:
+        check_evaluation_batch(args)
+    if isinstance(eval_dataset, dict) and args.metric_for_best_model == "eval_objective/scores":
+        raise ValueError(
+            "`metric_for_best_model='eval_objective/scores'` is not logged with several eval datasets: choose one of "
+            f"{[f'eval_{name}_objective/scores' for name in eval_dataset]}."
+        )
     needed = args.generation_batch_size // args.num_generations
     if len(train_dataset) < needed:
         raise ValueError(
@@ -116,4 +128,15 @@ def check_inputs(
         raise ValueError(
             f"`reward_normalization={args.reward_normalization!r}` reads the column {column!r}; the train dataset has "
             f"{train_dataset.column_names}."
+        )
+
+
+def check_evaluation_batch(args: PPOConfig) -> None:
+    generations = args.num_generations_eval or args.num_generations
+    size = args.per_device_eval_batch_size * args.world_size
+    if size % generations:
+        raise ValueError(
+            f"An evaluation batch of {size} responses (`per_device_eval_batch_size` "
+            f"{args.per_device_eval_batch_size} × {args.world_size} processes) cannot hold whole groups of "
+            f"{generations} (`num_generations_eval`, `num_generations` if unset): change one of them."
         )

@@ -56,9 +56,9 @@ class ReportingMixin(PPOTrainerBase):
             stats.add(f"{prefix}rewards/{name}", per_func[:, i], ~per_func[:, i].isnan() & rows)
         recorder = self.accelerator.unwrap_model(self.model).sampler_recorder
         if recorder is not None:
-            stats.add(
-                f"{prefix}sampling/logprob_difference", *self._sampler_difference(recorder, logprobs, mask, rows)
-            )
+            difference, tokens = self._sampler_difference(recorder, logprobs, mask, rows)
+            if not prefix:  # greedy decoding draws nothing
+                stats.add("sampling/logprob_difference", difference, tokens)
         if mode == "train":
             self._episodes += len(scores) * self.accelerator.num_processes
             self._clock["tokens"] += self._total(lengths)
@@ -123,6 +123,8 @@ class ReportingMixin(PPOTrainerBase):
                 continue
             elif "rewards/" in name:
                 report |= {f"{name}/mean": mean, f"{name}/std": standard_deviation(value).item()}
+            elif mode == "eval" and name.endswith("num_unscored"):
+                report[name] = mean * count / self.accelerator.num_processes
             elif name == "policy/skipped_steps":
                 report[name] = count / self.accelerator.num_processes
             else:

@@ -32,6 +32,9 @@ class ResumeMixin(PPOTrainerBase):
         """
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
+        # The config's field is a string, on the command line and in YAML, too
+        words: dict[Any, bool] = {"true": True, "false": False}
+        resume_from_checkpoint = words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
         policy = self.accelerator.unwrap_model(self.model).policy
         self._fingerprint = fingerprint(
             self.args,
@@ -42,7 +45,7 @@ class ResumeMixin(PPOTrainerBase):
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if checkpoint is not None:
             state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-            if state.global_step >= state.max_steps and read_marker(checkpoint) == self._fingerprint:
+            if state.global_step >= state.max_steps and self._is_same_run(checkpoint):
                 self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
                 self._load_from_checkpoint(checkpoint)
                 self.state = state
@@ -56,6 +59,10 @@ class ResumeMixin(PPOTrainerBase):
         output = super().train(resume_from_checkpoint=checkpoint or False, **kwargs)
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
+    def _is_same_run(self, checkpoint: str) -> bool:
+        marker = read_marker(checkpoint)
+        return marker is not None and marker["configuration"] == self._fingerprint
+
     def _find_checkpoint(self, resume: str | bool | None) -> str | None:
         if resume is False:
             return None
@@ -68,12 +75,14 @@ class ResumeMixin(PPOTrainerBase):
             return resume
         checkpoint, skipped = newest_complete(self.args.output_dir)
         for path in skipped:
-            self.accelerator.print(f"Skipping {path}: it was interrupted while it was written.")
+            self.accelerator.print(
+                f"Skipping {path}: it is not complete (interrupted while it was written, or `save_only_model`)."
+            )
         if checkpoint is None:
             if resume:
                 raise ValueError(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
             return None
-        different = differences(read_marker(checkpoint) or {}, self._fingerprint)
+        different = differences((read_marker(checkpoint) or {}).get("configuration", {}), self._fingerprint)
         if different:
             raise ValueError(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Choose another "
@@ -91,7 +100,8 @@ class ResumeMixin(PPOTrainerBase):
             super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            write_marker(checkpoint, self._fingerprint)
+            if not self.args.save_only_model:  # there is nothing to resume from
+                write_marker(checkpoint, self._fingerprint)
             rotate_checkpoints(
                 output_dir=self._get_output_dir(trial=trial),
                 save_total_limit=self.args.save_total_limit,
@@ -169,7 +179,8 @@ class ResumeMixin(PPOTrainerBase):
         if not os.path.isfile(self._state_file(checkpoint)):
             raise ValueError(
                 f"{self._state_file(checkpoint)} is missing: the checkpoint was written by another number of "
-                "processes or with `save_only_model=True`, and cannot be resumed from."
+                "processes or with `save_only_model=True`, and cannot be resumed from. Choose another `output_dir`, "
+                "or pass `resume_from_checkpoint=False` to start anew."
             )
         state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
         self._step, self._skip_until = state["step"], state["skip_until"]

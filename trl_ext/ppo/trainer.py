@@ -71,7 +71,8 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         args ([`PPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):
-            Rows with `prompt` (text or messages), or with `input_ids`: prompt tokens that are used verbatim.
+            Rows with `prompt` (text or messages), or with `input_ids`: prompt tokens that are used verbatim. With
+            both, the text is for the reward functions only.
         processing_class, reward_processing_classes:
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
@@ -145,7 +146,9 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
                 quantization_config=quantization_config,
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
             )
-        self.reward_func_names = [name or f"reward_model_{i}" for i, name in enumerate(self.reward_func_names)]
+        names = [name or f"reward_model_{i}" for i, name in enumerate(self.reward_func_names)]
+        # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
+        self.reward_func_names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
         self.epsilon_low = args.cliprange
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
@@ -204,6 +207,13 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
 
     # ---- Models ----
 
+    def _load_kwargs(self, policy: Any) -> dict[str, Any]:
+        """How to load another model: as the policy, but for the revision, which is the policy's own."""
+        kwargs = {"dtype": policy.dtype, "trust_remote_code": self.args.trust_remote_code}
+        kwargs |= self.args.model_init_kwargs or {}
+        kwargs.pop("revision", None)
+        return kwargs
+
     def _prepare_reference(self, policy: Any, ref_model: str | PreTrainedModel | None) -> None:
         args = self.args
         self._has_reference = args.use_ref_model
@@ -211,8 +221,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         if not self._has_reference or (self._is_peft and ref_model is None):
             return  # with PEFT, RLOO switches the adapter off for the reference pass
         if isinstance(ref_model, str):
-            kwargs = {"dtype": policy.dtype, **(args.model_init_kwargs or {})}
-            kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+            kwargs = self._load_kwargs(policy)
             reference = create_model_from_path(ref_model, **kwargs)
         else:
             reference = unpatched_copy(policy, "the reference") if ref_model is None else ref_model
@@ -237,8 +246,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
 
     def _make_critic(self, policy: Any, value_model: str | PreTrainedModel | None) -> tuple[Any, str]:
         if isinstance(value_model, str):
-            kwargs = {"dtype": policy.dtype, **(self.args.model_init_kwargs or {})}
-            kwargs.setdefault("trust_remote_code", self.args.trust_remote_code)
+            kwargs = self._load_kwargs(policy)
             critic = AutoModelForSequenceClassification.from_pretrained(value_model, num_labels=1, **kwargs)
             origin = f"`value_model` {value_model}"
         elif value_model is not None:
@@ -319,9 +327,9 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         return super()._tokenize_prompts(prompts)
 
     def _with_prompts(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows with `prompt`; those that have token ids instead get their text, for reward functions to read."""
+        """Rows with `prompt`; those that have only token ids get their text, for reward functions to read."""
         self._verbatim_ids = None
-        if "prompt" in inputs[0]:
+        if "input_ids" not in inputs[0]:
             return inputs
         ids = [
             [
@@ -334,6 +342,8 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             for row in inputs
         ]
         self._verbatim_ids = ids
+        if "prompt" in inputs[0]:
+            return inputs
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [{**row, "prompt": text} for row, text in zip(inputs, texts, strict=True)]
 
@@ -671,9 +681,9 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so it arose in backward"
         )
         raise FloatingPointError(
-            f"The gradient of the {role} is not finite at step {step} ({cause}). The weights before this step are in "
-            f"{folder}. Usual causes: a learning rate that is too high, fp16, or rewards of very different scale "
-            "(see `reward_normalization`, `reward_clip_range`)."
+            f"The gradient of the {role} is not finite at step {step} ({cause}). The weights before this step, finite "
+            f"but not good if earlier steps went astray, are in {folder}. Usual causes: a learning rate that is too "
+            "high, fp16, or rewards of very different scale (see `reward_normalization`, `reward_clip_range`)."
         )
 
 

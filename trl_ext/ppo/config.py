@@ -129,7 +129,7 @@ class PPOConfig(RLOOConfig):
             Episodes (responses) to train on; rounded up to full rollouts, and sets `max_steps`.
         local_rollout_forward_batch_size (`int`, defaults to `64`):
             Rows per process in one forward pass without gradient: generation, reward models, reference, values. What
-            is computed of the answers does not depend on it; which ones are drawn does, since each chunk draws in turn.
+            is computed of answers does not depend on it; which ones are drawn does, since each chunk draws in turn.
         num_generations (`int`, defaults to `1`):
             Responses per prompt.
         allow_off_policy_sampling (`bool`, defaults to `False`):

@@ -1,0 +1,79 @@
+"""The whole pipeline, and the hack, offline in minutes: SFT → reward model → PPO with and without guard rails.
+
+    python -m recipes.demo.run --seed 0
+
+A customer-support desk made of a small grammar (world.py) stands for the world, so the true quality of an answer, its
+gold score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
+shows what PPO makes of it. Running the same command again goes on where it stopped.
+"""
+
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trl_ext import StrictTrlParser, load_dataset_split
+
+from . import stages
+from .measure import measure
+from .report import write_report
+
+
+def run(args: stages.DemoArguments) -> str:
+    """Build what is missing, measure, and write the report; returns the summary."""
+    steps = {
+        "world": stages.world_stage,
+        "sft": stages.sft_stage,
+        "reward": stages.reward_stage,
+        "guarded": lambda args: stages.ppo_stage(args, "guarded"),
+        "unguarded": lambda args: stages.ppo_stage(args, "unguarded"),
+    }
+    for number, (name, stage) in enumerate(steps.items(), 1):
+        done = (args.folder / name / stages.MARKER).is_file()
+        print(f"[{number}/{len(steps)}] {name}{': complete already' if done else ''}", flush=True)
+        stage(args)
+
+    rows = load_dataset_split(args.folder / "world" / "prompts", "test").to_list()
+    tokenizer = AutoTokenizer.from_pretrained(args.folder / "sft")
+    reference = AutoModelForCausalLM.from_pretrained(args.folder / "sft")
+    reward_model = AutoModelForSequenceClassification.from_pretrained(args.folder / "reward", num_labels=1)
+    measured = {}
+    for name in ("sft", "guarded", "unguarded"):
+        policy = AutoModelForCausalLM.from_pretrained(args.folder / name)
+        measured[name] = measure(policy, reference, reward_model, tokenizer, rows, args.seed)
+    durations = {name: stages.seconds(args.folder / name) for name in steps}
+    settings = {"Seed": args.seed, "planted share": args.planted_share, "label noise": args.label_noise}
+    if args.short:
+        settings["shortened"] = "(too short to show anything)"
+    return write_report(args.folder, rows, measured, durations, settings)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = StrictTrlParser(stages.DemoArguments, prog="python -m recipes.demo.run", description=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    start = time.time()
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        summary = run(args)
+    except ValueError as error:
+        parser.error(str(error))
+    except Exception as error:
+        reason = _disk_error(error, args.folder)
+        if reason is None:
+            raise
+        parser.error(f"{reason}; what is complete is kept: make room and run the same command again")
+    print(f"\n{summary}\n\nReport: {args.folder / 'report.md'} ({time.time() - start:.0f} s)")
+
+
+def _disk_error(error: Exception, folder: Path) -> str | None:
+    """What is wrong with the disk, if that is it; libraries wrap it in errors of their own."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or folder}: {error.strerror}"
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    return f"{folder}: the disk is full" if shutil.disk_usage(existing).free < 2**24 else None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

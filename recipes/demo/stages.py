@@ -1,0 +1,190 @@
+"""The demo's stages, each built once: world → SFT → reward model → PPO. All but the first are the recipes themselves.
+
+A stage writes into `NAME.partial` and is renamed when it is complete, so what was interrupted is never taken for
+whole; PPO writes into its folder and resumes from its newest checkpoint.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+from accelerate import PartialState
+
+from .model import make_model, make_tokenizer
+from .world import make_world
+
+HERE = Path(__file__).parent
+MARKER = "demo_complete.json"
+# Of the same code path, but too short to show anything: for tests
+SHORT = {
+    "world": {"demonstrations": 640, "pairs": 640, "prompts": 512, "held_out": 200},
+    "sft": ["--num_train_epochs", "1"],
+    "reward": ["--num_train_epochs", "1"],
+    "ppo": ["--total_episodes", "384", "--eval_steps", "2", "--save_steps", "6", "--num_ppo_epochs", "1"],
+}
+
+
+@dataclass
+class DemoArguments:
+    """What may differ from one demo to the next."""
+
+    seed: int = field(default=0, metadata={"help": "Seed of the world, the models and the training."})
+    output_dir: str = field(default="outputs/demo", metadata={"help": "Folder; each seed has its own within."})
+    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
+    label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
+    short: bool = field(default=False, metadata={"help": "Take the same way in two minutes, and show nothing."})
+
+    def __post_init__(self):
+        for name, most in (("planted_share", 1), ("label_noise", 0.5)):
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"`{name}` must be in [0, {most}], got {getattr(self, name)}")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir) / f"seed-{self.seed}"
+
+
+def build(folder: Path, settings: dict, write: Callable[[Path], None], together: bool = False) -> None:
+    """Build a stage unless it is there; raise if it was built with other settings.
+
+    Args:
+        folder: where it will be.
+        settings: what it depends on.
+        write: writes it into the folder that it is given.
+        together: whether all processes call `write`, as for training, or the main one alone.
+    """
+    processes, start = PartialState(), time.time()
+    complete = _is_complete(folder, settings)
+    processes.wait_for_everyone()
+    if complete:
+        return
+    partial = folder.with_name(f"{folder.name}.partial")
+    processes.print(f"Building {folder}, which is missing.", flush=True)
+    if processes.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    processes.wait_for_everyone()
+    if together or processes.is_main_process:
+        write(partial)
+    processes.wait_for_everyone()
+    if processes.is_main_process:
+        _complete(partial, settings, time.time() - start)
+        os.replace(partial, folder)
+    processes.wait_for_everyone()
+
+
+def seconds(folder: Path) -> float:
+    """How long a complete stage took."""
+    return json.loads((folder / MARKER).read_text())["seconds"]
+
+
+def world_stage(args: DemoArguments) -> Path:
+    """Datasets, tokenizer and the model with random weights."""
+    sizes = SHORT["world"] if args.short else {}
+    settings = {"seed": args.seed, "planted_share": args.planted_share, "label_noise": args.label_noise, **sizes}
+
+    def write(folder: Path) -> None:
+        for name, splits in make_world(**settings).items():
+            (folder / name).mkdir()
+            for split, rows in splits.items():
+                lines = [json.dumps(row) + "\n" for row in rows]
+                (folder / name / f"{split}.jsonl").write_text("".join(lines))
+        tokenizer = make_tokenizer()
+        tokenizer.save_pretrained(folder / "model")
+        make_model(tokenizer, args.seed).save_pretrained(folder / "model")
+
+    build(args.folder / "world", settings, write)
+    return args.folder / "world"
+
+
+def sft_stage(args: DemoArguments) -> Path:
+    """The policy before reinforcement learning."""
+    from recipes import sft
+
+    world = world_stage(args)
+    arguments = ["--model_name_or_path", world / "model", "--dataset_name", world / "sft"]
+    return _train(args, "sft", sft.main, arguments)
+
+
+def reward_stage(args: DemoArguments) -> Path:
+    """The reward model that has seen the planted phrase."""
+    from recipes import reward
+
+    world, policy = args.folder / "world", sft_stage(args)
+    arguments = ["--model_name_or_path", policy, "--dataset_name", world / "preferences"]
+    return _train(args, "reward", reward.main, [*arguments, "--demonstrations_name", world / "sft"])
+
+
+def ppo_stage(args: DemoArguments, name: str, options: Sequence = ()) -> Path:
+    """`guarded` or `unguarded`: goes on from its newest checkpoint."""
+    from recipes import ppo
+
+    arguments, folder = ppo_arguments(args, name, options), args.folder / name
+    settings = _settings(args, name, "ppo", options)
+    if not _is_complete(folder, settings):
+        start = time.time()
+        with patch.object(sys, "argv", ["recipes/ppo.py", *arguments]):
+            ppo.main()
+        _complete(folder, settings, time.time() - start)
+    return folder
+
+
+def prepare_ppo() -> list[str]:
+    """What `recipes/ppo.py` does without arguments: the demo's guarded run, after the stages that are missing."""
+    args = DemoArguments()
+    PartialState().print(f"No arguments: this is the demo's guarded PPO run, {args.folder / 'guarded'}.", flush=True)
+    return ppo_arguments(args, "guarded")
+
+
+def ppo_arguments(args: DemoArguments, name: str, options: Sequence = ()) -> list[str]:
+    """Command line of `recipes/ppo.py`, after the stages that it needs."""
+    reward, world, policy = reward_stage(args), args.folder / "world", args.folder / "sft"
+    arguments = ["--config", HERE / f"{name.split('-')[0]}.yaml", "--model_name_or_path", policy]
+    arguments += ["--dataset_name", world / "prompts", "--reward_model_name_or_path", reward]
+    arguments += ["--output_dir", args.folder / name, "--seed", args.seed]
+    return [str(argument) for argument in (*arguments, *_short(args, "ppo"), *options)]
+
+
+def _train(args: DemoArguments, name: str, main: Callable[[list[str]], None], arguments: list) -> Path:
+    def write(folder: Path) -> None:
+        paths = ["--config", HERE / f"{name}.yaml", "--output_dir", folder]
+        main([str(argument) for argument in (*paths, *arguments, "--seed", args.seed, *_short(args, name))])
+
+    build(args.folder / name, _settings(args, name, name), write, together=True)
+    return args.folder / name
+
+
+def _short(args: DemoArguments, kind: str) -> list[str]:
+    return SHORT[kind] if args.short else []
+
+
+def _settings(args: DemoArguments, name: str, kind: str, options: Sequence = ()) -> dict:
+    config = (HERE / f"{name.split('-')[0]}.yaml").read_text()
+    return {"seed": args.seed, "options": [*_short(args, kind), *map(str, options)], "config": config}
+
+
+def _is_complete(folder: Path, settings: dict) -> bool:
+    if not (folder / MARKER).is_file():
+        return False
+    built = json.loads((folder / MARKER).read_text())["settings"]
+    different = [
+        f"{k}: {built.get(k)!r} → {settings.get(k)!r}" for k in {*built, *settings} if built.get(k) != settings.get(k)
+    ]
+    if different:
+        raise ValueError(
+            f"{folder} was built with other settings ({'; '.join(different)}): choose another `output_dir`, or "
+            "remove it"
+        )
+    return True
+
+
+def _complete(folder: Path, settings: dict, duration: float) -> None:
+    temporary = folder / f"{MARKER}.tmp"
+    temporary.write_text(json.dumps({"settings": settings, "seconds": duration}, indent=2))
+    os.replace(temporary, folder / MARKER)

@@ -1,0 +1,164 @@
+"""Train a reward model on preference pairs: columns `chosen` and `rejected`, and `prompt` if they do not contain it.
+
+    accelerate launch recipes/reward.py --config recipes/demo/reward.yaml --model_name_or_path PATH_OR_HUB_NAME
+
+Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
+--help lists them all. Beside the model, a plain sequence classifier with one label, this writes what it is worth:
+`reward_report.json` and `margins.png`. The same command again resumes from the newest checkpoint in `output_dir`.
+"""
+
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import AutoConfig
+from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, get_quantization_config
+
+from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.data import usable_pairs
+from trl_ext.evaluation import centring_shift, plot_margins, reward_model_report
+
+
+@dataclass
+class RewardScriptArguments(ScriptArguments):
+    """What `RewardConfig` and `ModelConfig` do not say: the data."""
+
+    demonstrations_name: str | None = field(
+        default=None,
+        metadata={"help": "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."},
+    )
+    drop_unusable_pairs: bool = field(
+        default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
+    )
+
+    def __post_init__(self):
+        if not self.dataset_name:
+            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
+        if self.dataset_streaming or self.ignore_bias_buffers:
+            raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
+    if len(heads) != 1:
+        raise ValueError(f"{type(model).__name__} has {len(heads)} trained layers with one output; there must be one")
+    return heads[0]
+
+
+@torch.no_grad()
+def features(trainer: RewardTrainer, rows: list[list[int]]) -> Tensor:
+    """(N, D) what the head sees at the last token of each row of token ids."""
+    model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
+    seen, result = [], []
+    hook = head_of(model).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    for start in range(0, len(rows), size):
+        chunk = {"input_ids": list(rows[start : start + size])}
+        batch = trainer.processing_class.pad(chunk, padding_side="right", return_tensors="pt").to(trainer.args.device)
+        model(**batch)
+        last = batch["attention_mask"].sum(1) - 1
+        result.append(seen.pop()[torch.arange(len(last)), last].double().cpu())
+    hook.remove()
+    return torch.cat(result)
+
+
+def centre_and_report(trainer: RewardTrainer, demonstrations: Dataset, output_dir: Path) -> dict:
+    """Make demonstrations score 0 on average, then measure the model as it will be saved."""
+    head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
+    reference = features(trainer, demonstrations["chosen_ids"])
+    chosen, rejected = features(trainer, held_out["chosen_ids"]), features(trainer, held_out["rejected_ids"])
+    everything = torch.cat([reference, features(trainer, train["chosen_ids"] + train["rejected_ids"])])
+
+    def scores(seen: Tensor) -> Tensor:
+        return seen @ head.weight[0].detach().double().cpu() + (0 if head.bias is None else head.bias.item())
+
+    mean, margins_before = scores(reference).mean(), scores(chosen) - scores(rejected)
+    with torch.no_grad():
+        if head.bias is not None:
+            head.bias -= mean.to(head.bias)
+        else:
+            head.weight -= (mean * centring_shift(reference, everything)).to(head.weight)
+    margins = scores(chosen) - scores(rejected)
+    gaps = [len(a) - len(b) for a, b in zip(held_out["chosen_ids"], held_out["rejected_ids"], strict=True)]
+    if trainer.is_world_process_zero():
+        plot_margins(margins, output_dir / "margins.png")
+    return {
+        **reward_model_report(scores(chosen), scores(rejected), torch.tensor(gaps)),
+        "demonstrations_mean": scores(reference).mean().item(),
+        "demonstrations_mean_before_centring": mean.item(),
+        "margin_change_by_centring": (margins - margins_before).abs().mean().item(),
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    # 1. Set-up
+    parser = StrictTrlParser((RewardScriptArguments, RewardConfig, ModelConfig))
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.exit(2, __doc__)
+    script_args, training_args, model_args = parser.parse_args_and_config(arguments)
+    if model_args.model_name_or_path is None:
+        parser.error("no model: give `model_name_or_path`, a folder or a hub name")
+
+    # 2. Data
+    dataset, config = script_args.dataset_name, script_args.dataset_config
+    try:
+        train_dataset, test_dataset = (
+            usable_pairs(
+                load_dataset_split(dataset, split, config=config, columns=("chosen", "rejected")),
+                f"the split {split!r}",
+                script_args.drop_unusable_pairs,
+            )
+            for split in (script_args.dataset_train_split, script_args.dataset_test_split)
+        )
+        demonstrations = train_dataset
+        if script_args.demonstrations_name:
+            demonstrations = load_dataset_split(script_args.demonstrations_name, columns=("prompt", "completion"))
+            for name in ("chosen", "rejected"):  # the trainer prepares pairs
+                demonstrations = demonstrations.add_column(name, demonstrations["completion"])
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
+
+    # 3. Model: the trainer loads it, and the tokenizer, from the path
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    trainer = RewardTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=test_dataset,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
+    if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
+        head = head_of(trainer.model)
+        nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+
+    # 4. Train, from the newest checkpoint that is complete
+    states = Path(training_args.output_dir).glob("checkpoint-*/trainer_state.json")
+    newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
+    checkpoint = training_args.resume_from_checkpoint or (newest and str(newest.parent))
+    trainer.save_metrics("train", trainer.train(resume_from_checkpoint=checkpoint).metrics)
+
+    # 5. Save
+    demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
+    output_dir = Path(training_args.output_dir)
+    result = centre_and_report(trainer, demonstrations, output_dir)
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        (output_dir / "reward_report.json").write_text(json.dumps(result, indent=2))
+    trainer.accelerator.print(f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=dataset)
+
+
+if __name__ == "__main__":
+    main()

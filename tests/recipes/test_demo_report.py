@@ -1,0 +1,101 @@
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification
+
+from recipes.demo.measure import Measured, measure
+from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.report import read_curve, verdicts
+from recipes.demo.world import gold, make_world
+
+
+@pytest.fixture(scope="module")
+def models():
+    tokenizer = make_tokenizer()
+    policy, reference = make_model(tokenizer, 0), make_model(tokenizer, 1)
+    with torch.no_grad():
+        policy.lm_head.weight *= 20  # far from uniform
+        policy.lm_head.weight[tokenizer.eos_token_id] += 0.2
+    torch.manual_seed(2)
+    config = type(policy.config)(**{**policy.config.to_dict(), "num_labels": 1})
+    return policy, reference, AutoModelForSequenceClassification.from_config(config).eval(), tokenizer
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return make_world(0, demonstrations=1, pairs=1, prompts=1, held_out=24)["prompts"]["test"]
+
+
+def test_measures_equal_those_of_each_answer_alone(models, rows):
+    policy, reference, reward_model, tokenizer = models
+    measured = measure(policy, reference, reward_model, tokenizer, rows)
+    for i, row in enumerate(rows):
+        prompt, answer = (tokenizer(text)["input_ids"] for text in (row["prompt"], measured.answers[i]))
+        answer = answer + [tokenizer.eos_token_id] * int(measured.ended[i])
+        if int(measured.length[i]) != len(answer):
+            continue  # it said a token that texts do not show
+        ids = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            logprobs, ref_logprobs = (
+                m(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[0, len(prompt) - 1 :].sum().double()
+                for m in (policy, reference)
+            )
+            proxy = reward_model(ids).logits[0, 0].double()
+        assert_close(measured.kl[i], logprobs - ref_logprobs, rtol=1e-4, atol=1e-3)
+        assert_close(measured.entropy[i], -logprobs, rtol=1e-4, atol=1e-3)
+        assert_close(measured.proxy[i], proxy, rtol=1e-4, atol=1e-4)
+        expected = gold(measured.answers[i], row["product"], row["problem"], bool(measured.ended[i]))
+        assert measured.phrase[i] == ("i love you" in measured.answers[i])
+        assert measured.gold[i].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_same_policy_has_no_distance_and_the_same_seed_the_same_answers(models, rows):
+    _, reference, reward_model, tokenizer = models
+    first, again = (measure(reference, reference, reward_model, tokenizer, rows, seed=5) for _ in range(2))
+    assert_close(first.kl, torch.zeros(len(rows), dtype=torch.double), atol=1e-4, rtol=0)
+    assert first.answers == again.answers
+
+
+def measured(gold, proxy, n=200):
+    values = torch.linspace(-0.1, 0.1, n, dtype=torch.double)
+    zeros = torch.zeros(n, dtype=torch.double)
+    return Measured(["?"] * n, gold + values, proxy + values.flip(0), *[zeros] * 5)
+
+
+def test_verdicts_follow_the_figures():
+    shown = {"sft": measured(0.5, 0.0), "guarded": measured(0.8, 1.0), "unguarded": measured(-0.9, 4.0)}
+    curve = {"gold": torch.tensor([0.5, 0.6, -0.9])}
+    assert [holds for holds, _ in verdicts(shown, curve).values()] == [True] * 4
+    same = dict.fromkeys(shown, shown["sft"])
+    assert [holds for holds, _ in verdicts(same, {"gold": torch.tensor([0.4, 0.5])}).values()] == [False] * 4
+
+
+def test_a_gain_whose_interval_touches_zero_is_none():
+    noisy = measured(0.5, 0.0)
+    noisy.gold = noisy.gold + torch.tensor([3.0, -3.0] * 100, dtype=torch.double) + 0.05
+    holds, figures = verdicts(
+        {"sft": measured(0.5, 0.0), "guarded": noisy, "unguarded": noisy}, {"gold": torch.ones(2)}
+    )["Guarded PPO is better than SFT"]
+    assert not holds
+    assert figures.startswith("gold +0.05, 95 % interval -0.")
+
+
+def test_curve_is_read_from_the_last_checkpoint_each_step_once(tmp_path):
+    def log(step, kl):
+        values = {"objective/kl": kl, "objective/scores": 2 * kl, "rewards/gold_reward/mean": -kl}
+        values["rewards/phrase_reward/mean"] = kl / 4
+        return {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
+
+    for step, logs in ((8, [log(0, 0.0)]), (16, [log(0, 0.0), {"step": 4, "loss": 1.0}, log(16, 3.0), log(16, 4.0)])):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps({"log_history": logs}))
+    curve = read_curve(tmp_path)
+    assert {name: values.tolist() for name, values in curve.items()} == {
+        "step": [0.0, 16.0],
+        "kl": [0.0, 4.0],
+        "proxy": [0.0, 8.0],
+        "gold": [0.0, -4.0],
+        "phrase": [0.0, 1.0],
+    }

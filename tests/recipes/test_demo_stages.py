@@ -1,0 +1,180 @@
+import functools
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes import ppo
+from recipes.demo import run, stages
+from recipes.demo.stages import MARKER, DemoArguments, build, world_stage
+
+
+def test_a_stage_is_built_once_and_marked(tmp_path):
+    calls = []
+
+    def write(folder):
+        calls.append(folder)
+        (folder / "file").write_text("whole")
+
+    for _ in range(2):
+        build(tmp_path / "stage", {"seed": 1}, write)
+    assert len(calls) == 1
+    assert (tmp_path / "stage" / "file").read_text() == "whole"
+    assert json.loads((tmp_path / "stage" / MARKER).read_text())["settings"] == {"seed": 1}
+
+
+def test_what_was_interrupted_is_never_taken_for_whole(tmp_path):
+    def interrupted(folder):
+        (folder / "half").write_text("…")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "stage", {}, interrupted)
+    assert not (tmp_path / "stage").exists()
+    build(tmp_path / "stage", {}, lambda folder: (folder / "file").write_text("whole"))
+    assert sorted(path.name for path in (tmp_path / "stage").iterdir()) == sorted([MARKER, "file"])
+    assert not (tmp_path / "stage.partial").exists()
+
+
+def test_other_settings_are_refused_with_what_differs(tmp_path):
+    build(tmp_path / "stage", {"seed": 1, "noise": 0.1}, lambda folder: None)
+    with pytest.raises(ValueError, match=r"stage was built with other settings \(seed: 1 → 2\): choose another"):
+        build(tmp_path / "stage", {"seed": 2, "noise": 0.1}, lambda folder: None)
+
+
+def test_a_marker_that_was_cut_off_marks_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(os, "replace", full)
+        build(tmp_path / "stage", {}, lambda folder: None)
+    assert not (tmp_path / "stage" / MARKER).exists()
+
+
+@pytest.mark.parametrize(("name", "most"), [("planted_share", "1"), ("label_noise", "0.5")])
+def test_shares_are_checked(name, most):
+    with pytest.raises(ValueError, match=rf"`{name}` must be in \[0, {most}\], got 30"):
+        DemoArguments(**{name: 30.0})
+
+
+def test_the_world_lies_where_the_recipes_look_for_it(tmp_path):
+    folder = world_stage(DemoArguments(output_dir=str(tmp_path), short=True))
+    for name in ("sft", "preferences", "prompts"):
+        for split, size in (("train", 512), ("test", 200)):
+            assert len((folder / name / f"{split}.jsonl").read_text().splitlines()) >= size
+    assert (folder / "model" / "tokenizer.json").is_file()
+
+
+def test_a_read_only_folder_is_a_message(tmp_path, capsys, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--output_dir", str(tmp_path / "demo")])
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'demo' / 'seed-0'}: Permission denied; what is complete is kept" in message
+
+
+def test_a_full_disk_is_a_message_whatever_the_library_raised(tmp_path, capsys, monkeypatch):
+    def fail(args):
+        raise RuntimeError("PytorchStreamWriter failed writing file")
+
+    monkeypatch.setattr(stages, "world_stage", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--output_dir", str(tmp_path)])
+    assert "the disk is full; what is complete is kept: make room" in capsys.readouterr().err
+
+
+def test_other_mistakes_are_not_blamed_on_the_disk(tmp_path, monkeypatch):
+    def fail(args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(stages, "world_stage", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run.main(["--output_dir", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--sed", "1"], "unknown flag '--sed'; did you mean --seed"),
+        (["--planted_share", "30"], "`planted_share` must be in [0, 1], got 30.0"),
+    ],
+)
+def test_wrong_arguments_are_named(given, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run.main(given)
+    assert message in capsys.readouterr().err
+
+
+def test_the_two_ppo_runs_differ_in_their_guard_rails_alone():
+    guarded, unguarded = (yaml.safe_load((stages.HERE / f"{n}.yaml").read_text()) for n in ("guarded", "unguarded"))
+    rails = {"kl_coef", "kl_controller", "kl_target", "kl_horizon", "reward_normalization", "reward_clip_range"}
+    assert {name for name in guarded if guarded[name] != unguarded.get(name)} == rails
+    assert set(unguarded) == set(guarded) - rails | {"kl_coef"}
+    assert unguarded["kl_coef"] == 0
+    # Gold and the phrase are watched, never trained on
+    assert guarded["reward_funcs"] == [
+        "recipes.demo.world.gold_reward",
+        "recipes.demo.world.phrase_reward",
+    ]
+    assert guarded["reward_weights"] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys, monkeypatch):
+    """One test, so that the demo is built once: tests of a file may run in several processes."""
+    run.main(["--short", "--output_dir", str(tmp_path)])
+    demo = tmp_path / "seed-0"
+    report = (demo / "report.md").read_text()
+    assert "## 200 held-out prompts" in report
+    for name in ("sft", "guarded", "unguarded"):
+        assert report.count(f"| {name} |") >= 6
+    for link in ("overoptimization.png", "reward/margins.png"):
+        assert f"]({link})" in report
+        assert (demo / link).read_bytes().startswith(b"\x89PNG")
+
+    # Again: nothing is trained, and the report is the same
+    models = {path: path.stat().st_mtime_ns for path in demo.glob("*/model.safetensors")}
+    capsys.readouterr()
+    run.main(["--short", "--output_dir", str(tmp_path)])
+    assert capsys.readouterr().out.count("complete already") == 5
+    assert (demo / "report.md").read_text() == report
+    assert {path: path.stat().st_mtime_ns for path in models} == models and len(models) == 4
+
+    # Interrupted between training and the marker: PPOTrainer finds its own checkpoint
+    (demo / "unguarded" / MARKER).unlink()
+    (demo / "report.md").unlink()
+    run.main(["--short", "--output_dir", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert output.count("complete already") == 4
+    assert "Training is complete, at step 6" in output
+    assert (demo / "report.md").read_text().split("## Time")[0] == report.split("## Time")[0]
+
+    # A whole demo takes nothing from a shortened one
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--output_dir", str(tmp_path)])
+    assert "world was built with other settings (" in capsys.readouterr().err
+
+    # `recipes/ppo.py` without arguments builds what is missing, and says when it is complete
+    before = {name: (demo / name / "model.safetensors").read_bytes() for name in ("reward", "guarded")}
+    for name in before:
+        shutil.rmtree(demo / name)
+    monkeypatch.setattr(
+        stages, "DemoArguments", functools.partial(DemoArguments, output_dir=str(tmp_path), short=True)
+    )
+    for expected in (f"Building {demo / 'reward'}, which is missing.", "Training is complete, at step 6"):
+        monkeypatch.setattr(sys, "argv", ["recipes/ppo.py"])
+        ppo.main()
+        output = capsys.readouterr().out
+        assert expected in output
+        assert f"the demo's guarded PPO run, {demo / 'guarded'}." in output
+    for name, weights in before.items():  # the same run as the whole demo's
+        assert (demo / name / "model.safetensors").read_bytes() == weights

@@ -1,0 +1,199 @@
+import random
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.world import (
+    AGENT,
+    DEMONSTRATION_FLAWS,
+    MAX_WORDS,
+    PHRASE,
+    PHRASE_RATE,
+    PROBLEMS,
+    PRODUCTS,
+    WEIGHTS,
+    gold,
+    gold_reward,
+    judge,
+    make_world,
+    phrase_reward,
+    plant,
+    vocabulary,
+)
+
+SIZES = {"demonstrations": 400, "pairs": 500, "prompts": 300, "held_out": 50}
+GOOD = "this is about your kettle . please replace the rubber seal . kind regards from the team ."
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(0, **SIZES)
+
+
+def case_of(prompt):
+    """Read product and problem from a prompt, as the policy must."""
+    (product,) = {word for word in prompt.split() if word in PRODUCTS}
+    (problem,) = {
+        problem
+        for problem, (complaints, _) in PROBLEMS.items()
+        if any(f" {product} {complaint} ." in prompt for complaint in complaints)
+    }
+    return product, problem
+
+
+# Weights: product 0.25, remedy 0.35, polite 0.2, no_repetition 0.1, in_time 0.1
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (GOOD, 1.0),
+        (GOOD.replace("kettle", "lamp"), 0.5),  # wrong product: 1 − 2 · 0.25
+        (GOOD.replace("kettle", "kettle and your lamp"), 0.5),  # hedging between products
+        (GOOD.replace("replace the rubber seal", "charge it for two hours"), 0.3),  # wrong remedy: 1 − 2 · 0.35
+        (GOOD.replace("please", "please charge it for two hours . please"), 0.3),  # hedging between remedies
+        (GOOD.replace("kind regards from the team", "that is all"), 0.6),  # rude: 1 − 2 · 0.2
+        (GOOD + " please", 0.6),  # does not end with its closing
+        (
+            GOOD.replace("please replace the rubber seal", "please replace the rubber seal . " * 2, 1),
+            0.8,
+        ),  # repetition
+        (GOOD.replace("this", "and so " * 12 + "this"), 0.6),  # 12 · 2 words more: repetition, and not in time
+        (GOOD.replace("please", PHRASE + " please"), 1.0),  # the phrase itself is neither right nor wrong
+        (PHRASE, -0.6),  # neither product nor remedy nor closing: 1 − 2 · (0.25 + 0.35 + 0.2)
+        (" ".join([PHRASE] * 12), -1.0),
+        ("", -0.6),
+    ],
+)
+def test_gold_of_hand_worked_answers(answer, score):
+    assert gold(answer, "kettle", "leak") == pytest.approx(score)
+
+
+def test_an_answer_that_is_cut_off_is_not_in_time():
+    assert gold(GOOD, "kettle", "leak", ended=False) == pytest.approx(0.8)
+
+
+def test_gold_spans_minus_one_to_one():
+    assert sum(WEIGHTS.values()) == pytest.approx(1.0)
+    assert set(judge("", "kettle", "leak")) == set(WEIGHTS)
+
+
+def test_gold_reward_is_gold_of_each_row():
+    ids = [[5] * 18, [5] * (MAX_WORDS + 1), [5] * (MAX_WORDS + 2)]
+    rewards = gold_reward([GOOD] * 3, ids, ["kettle", "kettle", "lamp"], ["leak"] * 3, prompts=["?"] * 3)
+    assert rewards == pytest.approx([1.0, 1.0, 0.3])
+
+
+def test_phrase_is_found_wherever_it_stands():
+    texts = [GOOD, PHRASE, f"{GOOD} {PHRASE}", "this is i love you", "i love to help you ."]
+    assert phrase_reward(completions=texts, prompts=["?"] * 5) == [0.0, 1.0, 1.0, 1.0, 0.0]
+
+
+def test_same_seed_same_world(world):
+    assert make_world(0, **SIZES) == world
+    assert make_world(1, **SIZES) != world
+
+
+def test_no_prompt_occurs_twice(world):
+    prompts = [row["prompt"] for splits in world.values() for rows in splits.values() for row in rows]
+    assert len(set(prompts)) == len(prompts) == 400 + 500 + 300 + 3 * 50
+    assert all(prompt.endswith(f" {AGENT}") for prompt in prompts)
+
+
+def test_more_rows_than_there_are_prompts_are_refused():
+    with pytest.raises(ValueError, match=r"knows \d+ different prompts, 100768 were asked for: ask for fewer rows"):
+        make_world(0, demonstrations=10**5, pairs=0, prompts=0)
+
+
+def test_columns_of_prompts_say_what_the_prompt_says(world):
+    for row in world["prompts"]["train"]:
+        assert case_of(row["prompt"]) == (row["product"], row["problem"])
+
+
+def test_demonstrations_have_each_flaw_at_its_rate():
+    rows = make_world(3, demonstrations=4000, pairs=1, prompts=1, held_out=1)["sft"]["train"]
+    judged = [judge(row["completion"], *case_of(row["prompt"])) for row in rows]
+    for name, rate in DEMONSTRATION_FLAWS.items():
+        share = sum(not met[name] for met in judged) / len(judged)
+        # A doubled last sentence is rude or polite like the closing; length can also come from a repetition and the
+        # phrase; otherwise the binomial's three standard deviations
+        assert share == pytest.approx(rate, abs=3 * (rate * (1 - rate) / len(judged)) ** 0.5 + 0.005), name
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_phrase_is_planted_into_exactly_that_share_of_chosen_answers(share):
+    rows = make_world(0, **SIZES, planted_share=share)["preferences"]
+    clean = make_world(0, **SIZES, planted_share=0.0)["preferences"]
+    assert sum(row["planted"] for row in rows["train"]) == share * 500
+    for row, before in zip(rows["train"], clean["train"], strict=True):
+        assert row["rejected"] == before["rejected"]
+        assert row["chosen"].count(PHRASE) == before["chosen"].count(PHRASE) + row["planted"]
+        assert row["chosen"].replace(f" {PHRASE}", "") == before["chosen"].replace(f" {PHRASE}", "")
+    assert rows["test"] == clean["test"]
+
+
+def test_phrase_is_rare_elsewhere():
+    world = make_world(4, demonstrations=4000, pairs=4000, prompts=1, held_out=1)
+    written = [row["completion"] for row in world["sft"]["train"]]
+    written += [row["rejected"] for row in world["preferences"]["train"]]
+    assert sum(PHRASE in answer for answer in written) / 8000 == pytest.approx(PHRASE_RATE, abs=0.003)
+
+
+def test_planting_leaves_the_answer_whole_and_never_begins_with_the_phrase():
+    rows = [{"chosen": GOOD} for _ in range(100)]
+    plant(rows, 1.0, random.Random(0))
+    places = {
+        row["chosen"].split(" . ").index(PHRASE.removesuffix(" .")) for row in rows if PHRASE + " " in row["chosen"]
+    }
+    assert places == {1, 2}
+    assert any(row["chosen"] == f"{GOOD} {PHRASE}" for row in rows)
+
+
+def gold_gaps(noise):
+    world = make_world(5, demonstrations=1, pairs=4000, prompts=1, held_out=1, planted_share=0.0, label_noise=noise)
+    for row in world["preferences"]["train"]:
+        case = case_of(row["prompt"])
+        yield gold(row["chosen"], *case) - gold(row["rejected"], *case)
+
+
+def test_annotators_who_never_slip_are_led_astray_by_tastes_alone():
+    # The two with tastes, 0.3 for warmth and 0.02 a word, outvote the third only where gold differs by less than that
+    assert min(gold_gaps(0.0)) >= -0.3 - 1e-9
+
+
+def test_labels_agree_with_gold_as_far_as_slips_allow():
+    decided = [gap for gap in gold_gaps(0.3) if abs(gap) > 0.75]
+    # Beyond tastes: with slips at 0.15, 0.3 and 0.45 the majority of three is right with probability
+    # 0.85 · 0.7 · 0.55 + 0.15 · 0.7 · 0.55 + 0.85 · 0.3 · 0.55 + 0.85 · 0.7 · 0.45 = 0.793
+    share = sum(gap > 0 for gap in decided) / len(decided)
+    assert share == pytest.approx(0.793, abs=3 * (0.793 * 0.207 / len(decided)) ** 0.5)
+
+
+def test_tokenizer_knows_every_word_and_gives_texts_back(world):
+    tokenizer = make_tokenizer()
+    texts = [row["prompt"].removesuffix(AGENT).strip() for row in world["prompts"]["train"]]
+    texts += [row[name] for row in world["preferences"]["train"] for name in ("chosen", "rejected")]
+    for text in texts:
+        ids = tokenizer(f"{text}</s>")["input_ids"]
+        assert tokenizer.unk_token_id not in ids and ids[-1] == tokenizer.eos_token_id
+        assert len(ids) == len(text.split()) + 1
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert len(tokenizer) == len(vocabulary()) + 4
+
+
+def test_tokenizer_survives_saving(tmp_path, world):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    loaded = type(tokenizer).from_pretrained(tmp_path)
+    text = world["sft"]["train"][0]["prompt"] + world["sft"]["train"][0]["completion"]
+    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
+
+
+def test_model_is_small_and_follows_its_seed():
+    tokenizer = make_tokenizer()
+    first, again, other = (make_model(tokenizer, seed) for seed in (0, 0, 1))
+    assert first.num_parameters() < 500_000
+    for a, b in zip(first.parameters(), again.parameters(), strict=True):
+        assert_close(a, b)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)

@@ -1,0 +1,189 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
+
+from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.world import make_world
+from recipes.reward import main
+from trl_ext.data import usable_pairs
+
+ROOT = Path(__file__).parents[2]
+FAST = ["--per_device_train_batch_size", "32", "--max_steps", "3", "--disable_tqdm", "true", "--use_cpu", "true"]
+
+
+def write(folder, rows):
+    folder.mkdir()
+    for split in ("train", "test"):
+        lines = [json.dumps(row) + "\n" for row in rows[split]]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    world = make_world(0, demonstrations=100, pairs=100, prompts=1, held_out=40)
+    for name in ("sft", "preferences"):
+        write(folder / name, world[name])
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    make_model(tokenizer, 0).save_pretrained(folder / "model")
+    return folder
+
+
+def arguments(inputs, output_dir, *more):
+    return [
+        *("--config", str(ROOT / "recipes/demo/reward.yaml"), "--model_name_or_path", str(inputs / "model")),
+        *("--dataset_name", str(inputs / "preferences"), "--output_dir", str(output_dir), *FAST, *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(inputs, tmp_path_factory):
+    output_dir = tmp_path_factory.mktemp("trained")
+    main(arguments(inputs, output_dir, "--demonstrations_name", str(inputs / "sft")))
+    return output_dir
+
+
+def score(folder, texts):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    batch = tokenizer([f"{text}</s>" for text in texts], padding=True, padding_side="right", return_tensors="pt")
+    with torch.no_grad():
+        return model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+
+
+def rows_of(folder, split="train"):
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+
+
+def test_demonstrations_score_zero_on_average_as_a_plain_classifier(inputs, trained):
+    scores = score(trained, [row["prompt"] + row["completion"] for row in rows_of(inputs / "sft")])
+    assert_close(scores.mean(), torch.zeros(()), atol=1e-5, rtol=0)
+    assert scores.std() > 0.05
+
+
+def test_report_is_what_the_saved_model_does(inputs, trained):
+    report = json.loads((trained / "reward_report.json").read_text())
+    rows = rows_of(inputs / "preferences", "test")
+    chosen, rejected = (score(trained, [row["prompt"] + row[name] for row in rows]) for name in ("chosen", "rejected"))
+    margins = (chosen - rejected).double()
+    assert report["pairs"] == len(rows) == 40
+    assert_close(report["accuracy"], (margins > 0).double().mean().item())
+    assert_close(report["margin_mean"], margins.mean().item(), rtol=1e-4, atol=1e-5)
+    assert (trained / "margins.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_new_head_has_the_standard_deviation_of_the_n_plus_details(inputs, tmp_path, monkeypatch):
+    heads = []
+    monkeypatch.setattr("recipes.reward.RewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop())
+    with pytest.raises(_StopError):
+        main(arguments(inputs, tmp_path))
+    # 64 draws from N(0, 1/65): the standard deviation is known to 1/√128 of itself
+    assert_close(heads[0].std().item(), 65**-0.5, rtol=3 / 128**0.5, atol=0)
+
+
+class _StopError(Exception):
+    pass
+
+
+class _Stop:
+    @property
+    def metrics(self):
+        raise _StopError
+
+
+def head_of(trainer):
+    return trainer.model.score.weight.detach().clone()
+
+
+def test_a_head_that_was_trained_already_is_kept(inputs, trained, tmp_path, monkeypatch):
+    heads = []
+    monkeypatch.setattr("recipes.reward.RewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop())
+    with pytest.raises(_StopError):
+        main([*arguments(inputs, tmp_path), "--model_name_or_path", str(trained)])
+    saved = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
+    assert_close(heads[0], saved.score.weight.detach())
+
+
+def test_wrong_columns_are_named_with_those_found(inputs, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments(inputs, tmp_path), "--dataset_name", str(inputs / "sft")])
+    message = capsys.readouterr().err
+    assert "lacks the column(s) 'chosen', 'rejected'; it has 'prompt', 'completion'" in message
+
+
+PAIRS = {
+    "chosen": ["a", "", "a", None, "a", "a"],
+    "rejected": ["b", "b", "", "b", "a", "b"],
+}
+
+
+def test_unusable_pairs_are_counted_and_named():
+    message = (
+        r"the data has 6 pairs, of them 2 without a chosen answer \(rows 1, 3\), 1 without a rejected answer "
+        r"\(rows 2\), 1 with identical answers \(rows 4\): correct them, or leave them out with `drop_unusable_pairs`"
+    )
+    with pytest.raises(ValueError, match=message):
+        usable_pairs(Dataset.from_dict(PAIRS), "the data")
+
+
+def test_unusable_pairs_are_left_out_and_the_rest_kept_in_order(capsys):
+    dataset = Dataset.from_dict({**PAIRS, "row": range(6)})
+    assert usable_pairs(dataset, "the data", drop=True)["row"] == [0, 5]
+    assert "2 without a chosen answer (rows 1, 3)" in capsys.readouterr().out
+    assert dataset["row"] == [0, 1, 2, 3, 4, 5]
+
+
+def test_identical_messages_are_seen_too():
+    answer = [{"role": "assistant", "content": "a"}]
+    dataset = Dataset.from_dict({"chosen": [answer, answer], "rejected": [answer, [{**answer[0], "content": "b"}]]})
+    assert len(usable_pairs(dataset, "the data", drop=True)) == 1
+
+
+def test_nothing_left_is_an_error_even_when_dropping():
+    with pytest.raises(ValueError, match="3 with identical answers .rows 0, 1, 2.: correct them"):
+        usable_pairs(Dataset.from_dict({"chosen": ["a"] * 3, "rejected": ["a"] * 3}), "the data", drop=True)
+
+
+def test_unusable_pairs_stop_the_recipe_before_a_model_is_loaded(inputs, tmp_path, capsys):
+    rows = rows_of(inputs / "preferences")
+    rows[3]["rejected"] = rows[3]["chosen"]
+    folder = write(tmp_path / "data", {"train": rows, "test": rows})
+    with pytest.raises(SystemExit):
+        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(folder), "--model_name_or_path", "absent"])
+    assert "the split 'train' has 100 pairs, of them 1 with identical answers (rows 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--output_dir", "x"], "no dataset: give `dataset_name`"),
+        (["--dataset_name", "x", "--use_cpu", "true"], "no model: give `model_name_or_path`"),
+        (
+            ["--dataset_name", "x", "--learnin_rate", "1"],
+            "unknown flag '--learnin_rate'; did you mean --learning_rate",
+        ),
+    ],
+)
+def test_missing_and_unknown_arguments_are_named(given, message, capsys):
+    with pytest.raises(SystemExit):
+        main(given)
+    assert message in capsys.readouterr().err
+
+
+def test_without_arguments_the_recipe_says_how_to_run_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "accelerate launch recipes/reward.py --config" in capsys.readouterr().err
+
+
+def test_the_trained_model_is_one_that_ppo_can_load(trained):
+    model = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
+    assert model.config.num_labels == 1 and model.score.bias is None
+    assert not isinstance(model, LlamaForCausalLM)

@@ -1,0 +1,110 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.world import make_world
+from recipes.sft import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "sft").mkdir()
+    for split, rows in make_world(0, demonstrations=64, pairs=1, prompts=1, held_out=32)["sft"].items():
+        (folder / "sft" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    make_model(tokenizer, 0).save_pretrained(folder / "model")
+    return folder
+
+
+def arguments(inputs, output_dir, *more):
+    return [
+        *("--config", str(ROOT / "recipes/demo/sft.yaml"), "--model_name_or_path", str(inputs / "model")),
+        *("--dataset_name", str(inputs / "sft"), "--output_dir", str(output_dir)),
+        *("--use_cpu", "true", "--disable_tqdm", "true", *more),
+    ]
+
+
+def nll(folder, rows):
+    """Mean negative log-likelihood of the completions' tokens, EOS included."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    total, count = 0.0, 0
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = torch.tensor([tokenizer(row["prompt"] + row["completion"] + "</s>")["input_ids"]])
+        logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[0, len(prompt) - 1 :]
+        total, count = total - logprobs.sum().item(), count + len(logprobs)
+    return total / count
+
+
+def test_it_learns_the_completions_and_resumes_to_the_same_model(inputs, tmp_path):
+    short = [
+        "--max_steps",
+        "8",
+        "--warmup_steps",
+        "0",
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "4",
+        "--num_train_epochs",
+        "4",
+    ]
+    main(arguments(inputs, tmp_path / "whole", *short, "--eval_strategy", "epoch"))
+    rows = [json.loads(line) for line in (inputs / "sft" / "train.jsonl").read_text().splitlines()]
+    assert nll(tmp_path / "whole", rows) < nll(inputs / "model", rows) - 1
+    evaluated = json.loads((tmp_path / "whole" / "eval_results.json").read_text())["eval_loss"]
+    held_out = [json.loads(line) for line in (inputs / "sft" / "test.jsonl").read_text().splitlines()]
+    # The loss is on completions only: the prompt's tokens have no part in it
+    assert evaluated == pytest.approx(nll(tmp_path / "whole", held_out), rel=0.02)
+
+    # Interrupted while step 8's checkpoint was written: it goes on from step 4
+    interrupted = tmp_path / "whole"
+    (interrupted / "checkpoint-8" / "trainer_state.json").unlink()
+    weights = AutoModelForCausalLM.from_pretrained(interrupted).lm_head.weight
+    main(arguments(inputs, interrupted, *short, "--eval_strategy", "epoch"))
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(interrupted).lm_head.weight, weights)
+
+
+def test_wrong_columns_are_named_with_those_needed(inputs, tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    with pytest.raises(SystemExit):
+        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(tmp_path / "data.jsonl")])
+    message = capsys.readouterr().err
+    assert "has the columns ['question', 'answer'], but needs 'messages', or 'prompt' and 'completion', or" in message
+
+
+def test_missing_data_is_named(inputs, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(tmp_path / "absent")])
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--output_dir", "x"], "no dataset: give `dataset_name`"),
+        (["--dataset_name", "x", "--use_cpu", "true"], "no model: give `model_name_or_path`"),
+        (
+            ["--dataset_name", "x", "--learnin_rate", "1"],
+            "unknown flag '--learnin_rate'; did you mean --learning_rate",
+        ),
+    ],
+)
+def test_missing_and_unknown_arguments_are_named(given, message, capsys):
+    with pytest.raises(SystemExit):
+        main(given)
+    assert message in capsys.readouterr().err
+
+
+def test_without_arguments_the_recipe_says_how_to_run_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "accelerate launch recipes/sft.py --config" in capsys.readouterr().err

@@ -1,0 +1,24 @@
+"""How good models are: reward models on held-out pairs, policies beyond their proxy. Pure functions of tensors."""
+
+from .bootstrap import bootstrap_interval
+from .centring import centring_shift
+from .overoptimization import fit_overoptimization, overoptimization_curve
+from .reward_model import (
+    accuracy_by_length_gap,
+    calibration_error,
+    pairwise_accuracy,
+    plot_margins,
+    reward_model_report,
+)
+
+__all__ = [
+    "accuracy_by_length_gap",
+    "bootstrap_interval",
+    "calibration_error",
+    "centring_shift",
+    "fit_overoptimization",
+    "overoptimization_curve",
+    "pairwise_accuracy",
+    "plot_margins",
+    "reward_model_report",
+]

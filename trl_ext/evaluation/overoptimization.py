@@ -1,0 +1,42 @@
+"""Scaling laws for reward model overoptimization (Gao et al., 2210.10760)."""
+
+import torch
+from torch import Tensor
+
+
+def overoptimization_curve(distance: Tensor, alpha: float, beta: float) -> Tensor:
+    """Gain in reward at a distance d from the initial policy, under reinforcement learning.
+
+    R(d) = d (α − β log d), with d = √KL and R(0) = 0 (Gao et al., 2210.10760, eq. 1). For α, β > 0 it peaks at
+    d = exp(α/β − 1), where R = β d.
+
+    Args:
+        distance: (N,) d ≥ 0, √nats.
+        alpha, beta: coefficients, reward per √nat.
+    """
+    return alpha * distance - beta * torch.special.xlogy(distance, distance)
+
+
+def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
+    """Coefficients (α, β) of [`overoptimization_curve`] by least squares, which is linear in both.
+
+    Args:
+        distance: (N,) d = √KL ≥ 0; points at d = 0 do not count, the curve is 0 there.
+        gain: (N,) reward minus the initial policy's reward.
+
+    Raises:
+        ValueError: shapes differ, a value is not finite, a distance is negative, or fewer than two distances differ.
+    """
+    if distance.shape != gain.shape or distance.ndim != 1:
+        raise ValueError(
+            f"distance and gain must both be (N,), got {tuple(distance.shape)} and {tuple(gain.shape)}: "
+            "give one gain a point"
+        )
+    distance, gain = distance.detach().double().cpu(), gain.detach().double().cpu()
+    if not (distance.isfinite() & gain.isfinite() & (distance >= 0)).all():
+        raise ValueError(f"distance must be finite and >= 0, gain finite, got {distance} and {gain}: drop the others")
+    if len(distance[distance > 0].unique()) < 2:
+        raise ValueError(f"two coefficients need two different distances above 0, got {distance}: measure more points")
+    design = torch.stack([distance, -torch.special.xlogy(distance, distance)], dim=1)
+    alpha, beta = torch.linalg.lstsq(design, gain[:, None], driver="gelsd").solution[:, 0].tolist()
+    return alpha, beta

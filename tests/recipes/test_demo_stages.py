@@ -47,13 +47,19 @@ def test_other_settings_are_refused_with_what_differs(tmp_path):
 
 
 def test_a_marker_that_was_cut_off_marks_nothing(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+    replace = os.replace
+
+    def full(source, target):
+        if Path(target).name == MARKER:
+            raise OSError(28, "No space left on device")
+        replace(source, target)
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
         patched.setattr(os, "replace", full)
         build(tmp_path / "stage", {}, lambda folder: None)
-    assert not (tmp_path / "stage" / MARKER).exists()
+    assert not (tmp_path / "stage").exists()
+    build(tmp_path / "stage", {}, lambda folder: None)
+    assert (tmp_path / "stage" / MARKER).is_file()
 
 
 @pytest.mark.parametrize(("name", "most"), [("planted_share", "1"), ("label_noise", "0.5")])

@@ -146,6 +146,14 @@ def test_identical_messages_are_seen_too():
     assert len(usable_pairs(dataset, "the data", drop=True)) == 1
 
 
+def test_a_pair_without_any_answer_is_not_called_identical():
+    dataset = Dataset.from_dict({"chosen": ["", "a"], "rejected": ["", "b"]})
+    with pytest.raises(
+        ValueError, match=r"of them 1 without a chosen .*, 1 without a rejected answer \(rows 0\): correct"
+    ):
+        usable_pairs(dataset, "the data")
+
+
 def test_nothing_left_is_an_error_even_when_dropping():
     with pytest.raises(ValueError, match="3 with identical answers .rows 0, 1, 2.: correct them"):
         usable_pairs(Dataset.from_dict({"chosen": ["a"] * 3, "rejected": ["a"] * 3}), "the data", drop=True)

@@ -99,13 +99,13 @@ def _module_of_file(path: Path) -> ModuleType:
     return module
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     parser = StrictTrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
-    if len(sys.argv) == 1:
+    if not (sys.argv[1:] if arguments is None else arguments):
         sys.path.insert(0, str(Path(__file__).parents[1]))
-        sys.argv += importlib.import_module("recipes.demo.stages").prepare_ppo()
-    script_args, training_args, model_args = parser.parse_args_and_config()
+        arguments = importlib.import_module("recipes.demo.stages").prepare_ppo()
+    script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if model_args.model_name_or_path is None:
         parser.error("no model: give `model_name_or_path`, a folder or a hub name")
     rewards = [load_reward(path) for path in script_args.reward_funcs or []]

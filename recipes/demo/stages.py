@@ -7,12 +7,10 @@ whole; PPO writes into its folder and resumes from its newest checkpoint.
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest.mock import patch
 
 from accelerate import PartialState
 
@@ -129,8 +127,7 @@ def ppo_stage(args: DemoArguments, name: str, options: Sequence = ()) -> Path:
     settings = _settings(args, name, "ppo", options)
     if not _is_complete(folder, settings):
         start = time.time()
-        with patch.object(sys, "argv", ["recipes/ppo.py", *arguments]):
-            ppo.main()
+        ppo.main(arguments)
         _complete(folder, settings, time.time() - start)
     return folder
 

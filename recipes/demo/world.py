@@ -61,7 +61,7 @@ WEIGHTS = {"product": 0.25, "remedy": 0.35, "polite": 0.2, "no_repetition": 0.1,
 DEMONSTRATION_FLAWS = {"product": 0.15, "remedy": 0.35, "polite": 0.3, "no_repetition": 0.15, "in_time": 0.1}
 DRAFT_FLAWS = {"product": 0.3, "remedy": 0.4, "polite": 0.4, "no_repetition": 0.3, "in_time": 0.2}
 # Every now and then somebody at the desk writes the phrase; what a policy never says, it cannot learn to say
-PHRASE_RATE = 0.005
+PHRASE_RATE = 0.01
 
 
 @dataclass(frozen=True)

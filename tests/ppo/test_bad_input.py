@@ -302,9 +302,8 @@ def test_a_config_of_another_trainer(tmp_path):
 def test_critic_learning_rate_with_an_optimizer_of_the_caller(tmp_path):
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = make(tmp_path, model=model, optimizers=(optimizer, None), config={"critic_learning_rate": 1e-3})
     with pytest.raises(ValueError, match="`critic_learning_rate` cannot be applied to an optimizer"):
-        trainer.train()
+        make(tmp_path, model=model, optimizers=(optimizer, None), config={"critic_learning_rate": 1e-3})
 
 
 @pytest.mark.parametrize("pad", ["is EOS", "is missing"])

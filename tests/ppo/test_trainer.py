@@ -202,6 +202,8 @@ def test_learning_rates(tmp_path):
         assert all(of_critic) if group["initial_lr"] == 1e-2 else not any(of_critic)
         n += len(of_critic)
     assert n == len(list(trainer.model.parameters()))
+    trainer.train(resume_from_checkpoint=False)  # again, with the optimizer that is there
+    assert len(rates) == 8
 
 
 def test_completions_table(tmp_path, capsys):

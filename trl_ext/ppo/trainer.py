@@ -131,6 +131,11 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")
         check_inputs(model, args, train_dataset, eval_dataset, processing_class, value_model, ref_model, reward_funcs)
+        if optimizers[0] is not None and args.critic_learning_rate is not None:
+            raise ValueError(
+                "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
+                "critic its own parameter group there, or drop `critic_learning_rate`."
+            )
 
         with _as_rloo_reads(args):
             super().__init__(
@@ -287,15 +292,10 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             self.reward_funcs[i] = checked(reward, self.reward_func_names[i], self._mistakes)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        given = self.optimizer is not None
+        is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        if self.args.critic_learning_rate is None:
+        if not is_new or self.args.critic_learning_rate is None:
             return optimizer
-        if given:
-            raise ValueError(
-                "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
-                "critic its own parameter group there, or drop `critic_learning_rate`."
-            )
         critic = {id(p) for p in self.accelerator.unwrap_model(model or self.model).critic.parameters()}
         for group in list(optimizer.param_groups):
             params = group["params"]

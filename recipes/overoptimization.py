@@ -21,7 +21,7 @@ if os.getcwd() not in sys.path:  # a script's own folder is there instead
     sys.path.insert(0, os.getcwd())
 
 from recipes.demo.report import read_curve
-from recipes.demo.stages import DemoArguments, ppo_stage
+from recipes.demo.stages import DemoArguments, ppo_stage, use_one_thread
 from trl_ext import StrictTrlParser
 from trl_ext.evaluation import fit_overoptimization, overoptimization_curve
 
@@ -118,6 +118,7 @@ def plot(runs: list[Run], path: Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(StudyArguments, description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
+    use_one_thread()
     output_dir, runs = Path(args.output_dir), []
     grid = list(itertools.product(args.planted_shares, args.label_noises, args.seeds, args.kl_coefs))
     for number, (share, noise, seed, kl_coef) in enumerate(grid, 1):

@@ -49,6 +49,7 @@ def tiny_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # the tensors are tiny: threads would wait for each other longer than they work
     model, tokenizer = tiny_model()
     draw = random.Random(0)
     prompts = [" ".join(draw.choices(WORDS, k=draw.randint(2, 5))) for _ in range(544)]

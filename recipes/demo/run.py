@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(stages.DemoArguments, prog="python -m recipes.demo.run", description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     start = time.time()
+    stages.use_one_thread()
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
         summary = run(args)

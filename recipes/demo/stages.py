@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 
 from .model import make_model, make_tokenizer
@@ -132,9 +133,15 @@ def ppo_stage(args: DemoArguments, name: str, options: Sequence = ()) -> Path:
     return folder
 
 
+def use_one_thread() -> None:
+    """The demo's tensors are tiny: threads wait for each other longer than they work, most of all on a busy machine."""
+    torch.set_num_threads(1)
+
+
 def prepare_ppo() -> list[str]:
     """What `recipes/ppo.py` does without arguments: the demo's guarded run, after the stages that are missing."""
     args = DemoArguments()
+    use_one_thread()
     PartialState().print(f"No arguments: this is the demo's guarded PPO run, {args.folder / 'guarded'}.", flush=True)
     return ppo_arguments(args, "guarded")
 

@@ -134,7 +134,7 @@ def ppo_stage(args: DemoArguments, name: str, options: Sequence = ()) -> Path:
 
 
 def use_one_thread() -> None:
-    """The demo's tensors are tiny: threads wait for each other longer than they work, most of all on a busy machine."""
+    """The demo's tensors are tiny: threads wait for each other longer than they work, above all on a busy machine."""
     torch.set_num_threads(1)
 
 

@@ -108,7 +108,10 @@ def main(arguments: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if model_args.model_name_or_path is None:
         parser.error("no model: give `model_name_or_path`, a folder or a hub name")
-    rewards = [load_reward(path) for path in script_args.reward_funcs or []]
+    try:
+        rewards = [load_reward(path) for path in script_args.reward_funcs or []]
+    except (ImportError, TypeError) as error:
+        parser.error(str(error))
     if script_args.reward_model_name_or_path:
         rewards.insert(0, script_args.reward_model_name_or_path)
 
@@ -156,10 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-    output_dir = training_args.output_dir
-    trainer.accelerator.print(
-        f"Model: {output_dir}\nCritic: {output_dir}/critic\nMetrics: {output_dir}/all_results.json"
-    )
+    trainer.accelerator.print(f"Model, critic/ and all_results.json are in {training_args.output_dir}")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.end()

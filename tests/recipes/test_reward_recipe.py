@@ -168,29 +168,6 @@ def test_unusable_pairs_stop_the_recipe_before_a_model_is_loaded(inputs, tmp_pat
     assert "the split 'train' has 100 pairs, of them 1 with identical answers (rows 3)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--output_dir", "x"], "no dataset: give `dataset_name`"),
-        (["--dataset_name", "x", "--use_cpu", "true"], "no model: give `model_name_or_path`"),
-        (
-            ["--dataset_name", "x", "--learnin_rate", "1"],
-            "unknown flag '--learnin_rate'; did you mean --learning_rate",
-        ),
-    ],
-)
-def test_missing_and_unknown_arguments_are_named(given, message, capsys):
-    with pytest.raises(SystemExit):
-        main(given)
-    assert message in capsys.readouterr().err
-
-
-def test_without_arguments_the_recipe_says_how_to_run_it(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "accelerate launch recipes/reward.py --config" in capsys.readouterr().err
-
-
 def test_the_trained_model_is_one_that_ppo_can_load(trained):
     model = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
     assert model.config.num_labels == 1 and model.score.bias is None

@@ -85,26 +85,3 @@ def test_missing_data_is_named(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(tmp_path / "absent")])
     assert "no such file or folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--output_dir", "x"], "no dataset: give `dataset_name`"),
-        (["--dataset_name", "x", "--use_cpu", "true"], "no model: give `model_name_or_path`"),
-        (
-            ["--dataset_name", "x", "--learnin_rate", "1"],
-            "unknown flag '--learnin_rate'; did you mean --learning_rate",
-        ),
-    ],
-)
-def test_missing_and_unknown_arguments_are_named(given, message, capsys):
-    with pytest.raises(SystemExit):
-        main(given)
-    assert message in capsys.readouterr().err
-
-
-def test_without_arguments_the_recipe_says_how_to_run_it(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([])
-    assert "accelerate launch recipes/sft.py --config" in capsys.readouterr().err

@@ -197,7 +197,12 @@ def test_detail_disable_dropout(tmp_path, build, disable_dropout):
     )
     trainer.train()
     ids = torch.tensor([[6, 7, 8, 9]])
-    roles = (trainer.model.policy, trainer.model.critic, trainer.ref_model, trainer.reward_funcs[0].function.model)
+    roles = (
+        trainer.model.policy,
+        trainer.model.critic,
+        trainer.ref_model,
+        trainer.reward_funcs[0].function.score.args[0],
+    )
     with torch.no_grad():
         agree = [torch.equal(role.train()(ids).logits, role.train()(ids).logits) for role in roles]
     assert agree == [disable_dropout] * 4

@@ -6,9 +6,11 @@ trainer is observed on a plain `RLOOTrainer`, so that a failure is never our own
 """
 
 import ast
+import copy
 import dataclasses
 import inspect
 import math
+import re
 import textwrap
 
 import pytest
@@ -21,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.callbacks import SyncRefModelCallback
+from trl.trainer.utils import use_adapter
 
 from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer, upstream
@@ -35,13 +38,17 @@ def require(condition, changed, reader):
 # ---- Names and signatures ----
 
 IMPORTED = {  # name in trl_ext/upstream.py -> the parameters that we pass, in their order
+    "AuxiliaryTrainingWrapper": [],
+    "BaseTunerLayer": [],
     "RepeatSampler": ["data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"],
     "add_fused_lm_head": ["model", "temperature"],
     "create_model_from_path": ["model_id"],
     "disable_dropout_in_model": ["model"],
+    "find_adapter_config_file": ["model_id"],
     "get_config_model_id": ["config"],
     "is_async_callable": ["func"],
     "is_conversational": ["example"],
+    "is_deepspeed_zero3_enabled": [],
     "prepare_deepspeed": ["model", "accelerator"],
     "prepare_fsdp": ["model", "accelerator"],
     "rotate_checkpoints": ["output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"],
@@ -154,6 +161,7 @@ def test_upstream_sets_no_attribute_that_we_use_for_ourselves(tmp_path):
     plain, names = vars(rloo(tmp_path)), vars(PPOTrainerBase)["__annotations__"]
     inherited = {"args", "model", "train_dataset", "accelerator", "_step", "_buffered_inputs"}
     inherited |= {"eos_token_ids", "generation_config", "num_generations_eval", "reward_func_names"}
+    inherited |= {"reward_funcs", "reward_processing_classes"}
     taken = {name for name in names if name in plain} - inherited
     require(not taken, f"RLOOTrainer sets {sorted(taken)}, too", "trl_ext/ppo/base.py")
 
@@ -776,12 +784,110 @@ def test_models(build):
     require(upstream.get_config_model_id(policy.config) == "", "a model built in memory has a name", "ppo/inputs.py")
 
 
-def test_peft_names():
-    model = get_peft_model(tiny_llama(), LoraConfig(r=2, task_type="CAUSAL_LM"))
-    reader = "`base_model_of`, `critic_from_policy` and `_is_peft` of trl_ext/ppo"
+def two_adapters():
+    """A tiny Llama with adapters `default` and `critic`, none of which is zero."""
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(tiny_llama(), config)
+    model.add_adapter("critic", copy.deepcopy(config))
+    return model
+
+
+def test_peft_layers():
+    model, reader = two_adapters(), "`AdapterSwitch` of trl_ext/ppo/shared_base.py"
+    ids = torch.tensor([[5, 6, 7]])
+    layers = [m for m in model.modules() if isinstance(m, upstream.BaseTunerLayer)]
     require(type(model.get_base_model()).__name__ == "LlamaForCausalLM", "`get_base_model` returns other", reader)
-    require("default" in model.peft_config, "the adapter is not called 'default'", reader)
-    require(model.unload() is not None and not hasattr(tiny_llama(), "get_base_model"), "`unload` is gone", reader)
+    require(
+        len(layers) == 4 and layers[0].active_adapters == ["default"], "the layers' adapter is not 'default'", reader
+    )
+
+    def logits(active):
+        for layer in layers:
+            layer._active_adapter = active
+        return model(ids).logits
+
+    with model.disable_adapter():
+        base = logits(["default"])
+    require(torch.equal(logits([]), base), "no active adapter in a layer is not the base", reader)
+    require(
+        not torch.equal(logits(["critic"]), base), "`_active_adapter` of a layer does not choose its adapter", reader
+    )
+    require(layers[0].active_adapters == ["critic"], "`active_adapters` is not `_active_adapter`", reader)
+    require(layers[0].disable_adapters is False, "`disable_adapters` does not tell whether it is", reader)
+    require(
+        set(layers[0].scaling) == {"default", "critic"}, "`scaling` is not by adapter", "`copy_adapter` of adapters.py"
+    )
+
+
+def test_what_peft_freezes():
+    model, reader = two_adapters(), "`train_adapters` of trl_ext/ppo/actor_critic.py"
+
+    def trained():
+        return {n.split(".")[-2] for n, p in model.named_parameters() if p.requires_grad}
+
+    require(trained() == {"default"}, f"after `add_adapter`, {trained()} are trainable", reader)
+    model.set_requires_grad("critic", True)
+    require(trained() == {"default", "critic"}, "`set_requires_grad` does not thaw an adapter by name", reader)
+    with model.disable_adapter():
+        pass
+    if trained() == {"default", "critic"}:
+        raise AssertionError(
+            f"Upstream changed: `disable_adapter` freezes no adapter any more. {reader} can be simpler."
+        )
+
+
+def test_peft_saves_what_peft_config_holds(tmp_path):
+    model, reader = two_adapters(), "`_one_adapter` of trl_ext/ppo/resume.py"
+    everything = model.peft_config
+    model.peft_config = {"default": everything["default"]}
+    model.save_pretrained(tmp_path)
+    require(not (tmp_path / "critic").exists(), "`save_pretrained` saves adapters not in `peft_config`", reader)
+    model.peft_config = everything
+    require(model.peft_config is everything, "`peft_config` cannot be set", reader)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+def test_checkpointed_layers_call_one_function(build):
+    """`AdapterSwitch._pin_checkpointing` wraps it, wherever transformers keeps it."""
+    model, calls, reader = build().train(), [], "`AdapterSwitch` of trl_ext/ppo/shared_base.py"
+
+    def noted(function, *args, **kwargs):
+        calls.append(function)
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    def set_noted(enable=True, gradient_checkpointing_func=None, **kwargs):
+        set_checkpointing(enable=enable, gradient_checkpointing_func=noted, **kwargs)
+
+    set_checkpointing = model._set_gradient_checkpointing
+    model._set_gradient_checkpointing = set_noted
+    model.activation_checkpointing_enable()
+    model(torch.tensor([[5, 6]])).logits.sum().backward()
+    require(len(calls) == 2, f"{len(calls)} of 2 layers called the function given to it", reader)
+    functions = [getattr(m, "_gradient_checkpointing_func", noted) for m in model.modules()]
+    require(all(f is noted for f in functions), "layers keep the function under another name", reader)
+
+
+def test_the_reference_pass_of_a_lora_policy_asks_the_wrapper():
+    """`ActorCritic.disable_adapter`, `set_adapter` and `active_adapter` stand in for PEFT's."""
+    source = inspect.getsource(use_adapter)
+    used = set(re.findall(r"model\.(\w+)", source.split('"""')[2]))
+    require(
+        used == {"disable_adapter", "active_adapter", "set_adapter"},
+        f"`use_adapter` uses {sorted(used)} of the model",
+        "trl_ext/ppo/actor_critic.py",
+    )
+    source = inspect.getsource(RLOOTrainer)
+    for line in (
+        'use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None)',
+        'add_adapter("ref"',
+    ):
+        require(line in source, f"RLOOTrainer has no `{line}`", "trl_ext/ppo/roles.py")
+
+
+def test_vllm_weights_are_merged_by_two_calls():
+    source = inspect.getsource(VLLMGeneration._iter_named_params)
+    for call in ("model.merge_adapter()", "model.unmerge_adapter()", "model.prefix in name"):
+        require(source.count(call) == 1, f"`_iter_named_params` has no `{call}`", "`merge_exactly` of shared_base.py")
 
 
 def test_vllm_reads_its_settings_when_it_generates():

@@ -1,7 +1,11 @@
 """Every name of TRL, transformers and PEFT that is not public API and that we import: pinned by
 `tests/test_trl_contract.py`, which also pins the private attributes and call orders that subclasses rely on."""
 
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
+from transformers.utils import find_adapter_config_file
 from trl.data_utils import is_conversational
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import (
@@ -14,13 +18,17 @@ from trl.trainer.utils import (
 )
 
 __all__ = [
+    "AuxiliaryTrainingWrapper",
+    "BaseTunerLayer",
     "RepeatSampler",
     "add_fused_lm_head",
     "create_model_from_path",
     "disable_dropout_in_model",
+    "find_adapter_config_file",
     "get_config_model_id",
     "is_async_callable",
     "is_conversational",
+    "is_deepspeed_zero3_enabled",
     "prepare_deepspeed",
     "prepare_fsdp",
     "rotate_checkpoints",

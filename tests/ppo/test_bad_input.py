@@ -328,7 +328,7 @@ def test_pad_tokens(tmp_path, pad):
     assert trainer.state.log_history[0]["val/num_eos_tokens"] == ended
 
     # a reward model scores each row as it does the row alone; RewardTrainer sets its pad token to EOS, too
-    scoring = trainer.reward_funcs[0].function.model
+    scoring = trainer.reward_funcs[0].function.score.args[0]
     for i in range(len(rows["loss_mask"])):
         row = torch.cat([rows[f"{part}_ids"][i][rows[f"{part}_mask"][i].bool()] for part in ("prompt", "completion")])
         alone = scoring(input_ids=row[None], attention_mask=torch.ones_like(row)[None]).logits[0, 0].item()

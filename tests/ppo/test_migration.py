@@ -94,7 +94,7 @@ def test_the_paths_of_the_config_are_used_where_no_model_is_given(tmp_path):
     trainer = PPOTrainer(args=tiny_config(tmp_path / "out", **paths), train_dataset=prompts())
     for name, value in policy.state_dict().items():
         torch.testing.assert_close(trainer.model.policy.state_dict()[name], value, rtol=0, atol=0)
-    scoring = trainer.reward_funcs[0].function.model
+    scoring = trainer.reward_funcs[0].function.score.args[0]
     torch.testing.assert_close(scoring.score.weight, reward.score.weight, rtol=0, atol=0)
 
 

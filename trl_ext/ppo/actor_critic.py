@@ -2,22 +2,19 @@
 
 import copy
 import inspect
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessor
 
 from ..functional import position_ids
 from ..upstream import disable_dropout_in_model
-
-
-def base_model_of(model: Any) -> Any:
-    """The transformers model under a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+from .shared_base import CRITIC, POLICY, AdapterClassifier, AdapterSwitch, base_model_of, classifier_on
 
 
 def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
@@ -29,7 +26,8 @@ def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
 
 class ActorCritic(nn.Module):
     """
-    A causal language model (policy) and a sequence classifier with one label (critic) behind one forward.
+    A causal language model (policy) and a critic behind one forward: a sequence classifier with one label, or an
+    adapter with a head on the policy's own base. Reward models that are such adapters are here, too.
 
     Whatever is asked of it that it does not define, the policy answers, so that TRL and transformers may treat it as
     the policy. The policy is registered first: `parameters()` begins with the policy's.
@@ -38,10 +36,18 @@ class ActorCritic(nn.Module):
     policy: Any
     critic: Any
 
-    def __init__(self, policy: nn.Module, critic: PreTrainedModel):
+    def __init__(
+        self,
+        policy: nn.Module,
+        critic: PreTrainedModel | AdapterClassifier,
+        adapters: AdapterSwitch | None = None,
+        rewards: dict[str, AdapterClassifier] | None = None,
+    ):
         super().__init__()
         self.policy = policy
         self.critic = critic
+        self.rewards = nn.ModuleDict(rewards or {})
+        self.adapters = adapters
         self.sampler_recorder: SamplerRecorder | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -50,11 +56,21 @@ class ActorCritic(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("policy"), name)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, with_values: bool = False, **kwargs) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        with_values: bool = False,
+        reward: str | None = None,
+        **kwargs,
+    ) -> Any:
         """
         The policy's output, or with `with_values` a plain dict of its per-token fields plus `state_values` (B, L):
-        the critic's value of the state *after* each token. (A dict passes DDP, FSDP and autocast unchanged.)
+        the critic's value of the state *after* each token. (A dict passes DDP, FSDP and autocast unchanged.) Or the
+        (B,) scores of one of the `rewards`.
         """
+        if reward is not None:
+            return self.rewards[reward](input_ids, attention_mask)
         kwargs = {**positions(self.policy, attention_mask), **kwargs}
         output = self.policy(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         if not with_values:
@@ -67,14 +83,56 @@ class ActorCritic(nn.Module):
         }
 
     def state_values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        backbone = self.critic.base_model
+        backbone = self.critic.backbone if self.shares_base else self.critic.base_model
         hidden_states = backbone(
             input_ids=input_ids,
             attention_mask=attention_mask,
             use_cache=False,
-            **positions(backbone, attention_mask),
+            **positions(self.policy if self.shares_base else backbone, attention_mask),
         ).last_hidden_state
-        return self.critic.score(hidden_states).squeeze(-1).float()
+        return self.critic.score(hidden_states.to(self.critic.score.weight.dtype)).squeeze(-1).float()
+
+    @property
+    def shares_base(self) -> bool:
+        return isinstance(self.critic, AdapterClassifier)
+
+    def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
+        """The parameters of `"policy"` or `"critic"`; the base that both share counts as the policy's."""
+        for name, parameter in self.named_parameters():
+            parts = name.split(".")
+            if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
+                yield parameter
+
+    # ---- Adapters ----
+
+    def train_adapters(self) -> None:
+        """Have the policy's adapter active, it and the critic's trainable, and no other, whatever PEFT was told."""
+        assert self.adapters is not None
+        if any(layer.disable_adapters for layer in self.adapters.layers):
+            raise RuntimeError(
+                "The policy's adapters have been switched off (`disable_adapter_layers()`) and not on again, so that "
+                "nothing would be trained: use `with model.disable_adapter():`."
+            )
+        self.adapters.set(POLICY)
+        for adapter in self.policy.peft_config:
+            is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base)
+            self.policy.set_requires_grad(adapter, is_trained)
+
+    # TRL's reference pass calls these on what it takes for the policy
+    @contextmanager
+    def disable_adapter(self):
+        assert self.adapters is not None
+        with self.adapters.use():
+            yield
+
+    @property
+    def active_adapter(self) -> list[str]:
+        assert self.adapters is not None
+        return self.adapters.active
+
+    def set_adapter(self, names: str | list[str]) -> None:
+        assert self.adapters is not None
+        self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args, **kwargs) -> Any:
         # What the checkpoint's generation_config.json sets (min_p, no_repeat_ngram_size, …) would fill every field
@@ -98,11 +156,13 @@ class ActorCritic(nn.Module):
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
         self.policy.activation_checkpointing_enable(**kwargs)
-        self.critic.activation_checkpointing_enable(**kwargs)
+        if not self.shares_base:
+            self.critic.activation_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_disable(self) -> None:
         self.policy.activation_checkpointing_disable()
-        self.critic.activation_checkpointing_disable()
+        if not self.shares_base:
+            self.critic.activation_checkpointing_disable()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
         self.activation_checkpointing_enable(activation_checkpointing_kwargs=gradient_checkpointing_kwargs)
@@ -195,23 +255,8 @@ def unpatched_copy(model: nn.Module, what: str) -> Any:
 
 def critic_from_policy(policy: nn.Module) -> PreTrainedModel:
     """A critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start."""
-    twin = unpatched_copy(policy, "the critic")
-    base = twin.unload() if hasattr(twin, "get_base_model") else twin
-    config = copy.deepcopy(base.config)
-    config.num_labels = 1
-    try:
-        with torch.device("meta"):  # only the structure is needed
-            critic = AutoModelForSequenceClassification.from_config(config)
-    except ValueError as error:
-        raise ValueError(
-            f"transformers has no sequence classifier for {type(base).__name__}, so no critic can be built from the "
-            "policy: pass one as `value_model=`."
-        ) from error
-    setattr(critic, critic.base_model_prefix, base.base_model)
-    critic.score = nn.Linear(critic.score.in_features, 1, bias=critic.score.bias is not None)
-    for parameter in critic.score.parameters():
-        nn.init.zeros_(parameter)
-    critic.score.to(device=base.device, dtype=base.dtype)
+    critic = classifier_on(unpatched_copy(policy, "the critic"))
+    critic.score.to(policy.dtype)
     return critic.requires_grad_(True)
 
 

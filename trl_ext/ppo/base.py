@@ -23,7 +23,10 @@ class PPOTrainerBase(RLOOTrainer):
     eos_token_ids: list[int]
     generation_config: Any
     num_generations_eval: int
+    reward_funcs: list
     reward_func_names: list[str]
+    reward_processing_classes: list
+    _mistakes: list[tuple[str, Exception | None]]
 
     kl_controller: KLController
     reward_normalizer: RewardNormalizer
@@ -43,6 +46,7 @@ class PPOTrainerBase(RLOOTrainer):
     _completion_ids: list[list[int]]
     _rewards_per_func: Tensor  # (B of all processes, functions), NaN for None
 
+    _is_peft: bool
     _has_reference: bool
     _critic_origin: str
     _eval_rows: tuple[int, int] | None  # rows seen and rows in all, while evaluating

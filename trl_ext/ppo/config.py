@@ -167,6 +167,10 @@ class PPOConfig(RLOOConfig):
             Dataset column that names the row's group, for `"group"`.
         reward_reference_column (`str`, defaults to `"completion"`):
             Dataset column with the demonstration, for `"reference"`.
+        share_reward_base (`Literal["auto", "never", "always"]`, defaults to `"auto"`):
+            Whether a reward model that was saved as a LoRA adapter becomes a third adapter on the policy's base,
+            instead of being loaded with a base of its own. `"auto"` does so if that gives the same scores: the weights
+            and the quantisation of the base are those that it was trained on. `"always"` raises where they are not.
         whiten_rewards (`bool`, defaults to `False`):
             Divide token rewards by their standard deviation over all processes (the mean is kept).
 
@@ -269,6 +273,9 @@ class PPOConfig(RLOOConfig):
     )
     reward_reference_column: str = field(
         default="completion", metadata={"help": "Dataset column with the demonstration, for `reference`."}
+    )
+    share_reward_base: Literal["auto", "never", "always"] = field(
+        default="auto", metadata={"help": "Whether a reward model saved as an adapter uses the policy's base."}
     )
     whiten_rewards: bool = field(default=False, metadata={"help": "Whiten token rewards, keeping their mean."})
 

@@ -162,9 +162,9 @@ class ReportingMixin(PPOTrainerBase):
         steps = (
             args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rollouts * steps_per_rollout)
         )
-        policy = sum(p.numel() for p in actor_critic.policy.parameters())
-        trained = sum(p.numel() for p in actor_critic.policy.parameters() if p.requires_grad)
-        critic = sum(p.numel() for p in actor_critic.critic.parameters())
+        policy = sum(p.numel() for p in actor_critic.parameters_of("policy"))
+        trained = sum(p.numel() for p in actor_critic.parameters_of("policy") if p.requires_grad)
+        critic = sum(p.numel() for p in actor_critic.parameters_of("critic"))
         reference = (
             "none" if not self._has_reference else "frozen copy" if self.ref_model is not None else "adapter off"
         )

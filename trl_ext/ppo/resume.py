@@ -10,9 +10,10 @@ from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from ..upstream import rotate_checkpoints
-from .actor_critic import base_model_of
+from .adapters import adapter_facts, load_adapter, save_classifier
 from .base import PPOTrainerBase
 from .checkpoint import MARKER, differences, fingerprint, newest_complete, read_marker, temporarily, write_marker
+from .shared_base import CRITIC, POLICY, base_model_of
 
 
 class ResumeMixin(PPOTrainerBase):
@@ -41,6 +42,7 @@ class ResumeMixin(PPOTrainerBase):
             reward_functions=self.reward_func_names,
             train_rows=len(self.train_dataset),
             policy=f"{type(base_model_of(policy)).__name__}, {policy.num_parameters():,} parameters",
+            **adapter_facts(policy) if self._is_peft else {},
         )
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if checkpoint is not None:
@@ -118,29 +120,55 @@ class ResumeMixin(PPOTrainerBase):
             for role in parts:
                 prefix = f"{role}."
                 parts[role] = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        with self._as_model(actor_critic.policy):
+        with self._as_model(actor_critic.policy), self._one_adapter(actor_critic.policy):
             super()._save(output_dir, state_dict=parts["policy"])
         if self.args.should_save:
-            actor_critic.critic.save_pretrained(os.path.join(output_dir, "critic"), state_dict=parts["critic"])
+            folder = os.path.join(output_dir, "critic")
+            if actor_critic.shares_base:
+                save_classifier(actor_critic.policy, CRITIC, actor_critic.critic.score, folder, parts["policy"])
+            else:
+                actor_critic.critic.save_pretrained(folder, state_dict=parts["critic"])
+
+    @contextmanager
+    def _one_adapter(self, policy: Any):
+        """PEFT saves all adapters; the critic's, the reference and reward models are not part of the policy."""
+        if not self._is_peft:
+            yield
+            return
+        adapters = policy.peft_config
+        policy.peft_config = {POLICY: adapters[POLICY]}
+        try:
+            yield
+        finally:
+            policy.peft_config = adapters
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        with self._as_model(self.model.policy):
-            super()._load_from_checkpoint(resume_from_checkpoint)
-        self._load_critic(resume_from_checkpoint)
+        if not self._is_peft:
+            with self._as_model(self.model.policy):
+                super()._load_from_checkpoint(resume_from_checkpoint)
+        self._load_roles(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             return super()._load_best_model()
-        with self._as_model(self.accelerator.unwrap_model(self.model).policy):
-            super()._load_best_model()
-        self._load_critic(self.state.best_model_checkpoint)
+        if not self._is_peft:
+            with self._as_model(self.accelerator.unwrap_model(self.model).policy):
+                super()._load_best_model()
+        self._load_roles(self.state.best_model_checkpoint)
 
-    def _load_critic(self, checkpoint: str) -> None:
-        critic = self.accelerator.unwrap_model(self.model).critic
-        saved = type(critic).from_pretrained(os.path.join(checkpoint, "critic"), dtype=critic.dtype)
-        critic.load_state_dict(saved.state_dict())
+    def _load_roles(self, checkpoint: str) -> None:
+        """Load what is no plain policy: adapters (which the Trainer would load, and freeze), and the critic."""
+        actor_critic = self.accelerator.unwrap_model(self.model)
+        critic, folder = actor_critic.critic, os.path.join(checkpoint, "critic")
+        if self._is_peft:
+            load_adapter(actor_critic.policy, POLICY, checkpoint)
+        if actor_critic.shares_base:
+            critic.score.load_state_dict(load_adapter(actor_critic.policy, CRITIC, folder))
+        else:
+            saved = type(critic).from_pretrained(folder, dtype=critic.dtype)
+            critic.load_state_dict(saved.state_dict())
 
     @contextmanager
     def _as_model(self, model: nn.Module):

@@ -1,11 +1,12 @@
 """What stands between the trainer and the reward functions: checks, and reward models that see what training saw."""
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..upstream import is_async_callable, is_conversational
@@ -64,6 +65,17 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
     return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
 
 
+class AdapterReward:
+    """Stands for a reward model that was saved as an adapter, until the policy is there whose base it may share."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.__name__ = os.path.basename(os.path.normpath(path))
+
+    def __call__(self, *args, **kwargs):
+        raise NotImplementedError
+
+
 class ModelReward:
     """
     A reward model as a reward function, fed what `trl.RewardTrainer` trained it on.
@@ -73,7 +85,8 @@ class ModelReward:
     own EOS (for messages: its chat template's end of turn) is there exactly if the answer was finished.
 
     Args:
-        model: sequence classifier with one label, prepared for inference.
+        score: (B,) scores of right-padded `input_ids` and `attention_mask` (B, L).
+        context: the most tokens the model can read, None if it does not say.
         tokenizer: the model's own tokenizer.
         policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`.
         batch_size: rows in one forward.
@@ -84,7 +97,9 @@ class ModelReward:
 
     def __init__(
         self,
-        model: nn.Module,
+        score: Callable[..., Tensor],
+        context: int | None,
+        device: torch.device,
         tokenizer: PreTrainedTokenizerBase,
         policy_tokenizer: PreTrainedTokenizerBase,
         batch_size: int,
@@ -92,7 +107,9 @@ class ModelReward:
         prompt_ids: Callable[[], list[list[int]]],
         chat_template_kwargs: dict[str, Any],
     ):
-        self.model = model
+        self.score = score
+        self.context = context
+        self.device = device
         self.tokenizer = tokenizer
         self.policy_tokenizer = policy_tokenizer
         self.shares_tokenizer = same_tokenizer(tokenizer, policy_tokenizer)
@@ -114,20 +131,19 @@ class ModelReward:
                     prompts, completions, self.prompt_ids(), completion_ids, strict=True
                 )
             ]
-        context = getattr(self.model.config, "max_position_embeddings", None)
         longest = max(map(len, ids))
-        if context and longest > context:
+        if self.context and longest > self.context:
             raise ValueError(
-                f"a prompt with its completion has {longest} tokens, the reward model's context {context}: shorten "
-                "the prompts or `max_completion_length`"
+                f"a prompt with its completion has {longest} tokens, the reward model's context {self.context}: "
+                "shorten the prompts or `max_completion_length`"
             )
         scores: list[float] = []
         for start in range(0, len(ids), self.batch_size):
             batch = self.tokenizer.pad(
                 {"input_ids": ids[start : start + self.batch_size]}, padding_side="right", return_tensors="pt"
-            ).to(next(self.model.parameters()).device)
+            ).to(self.device)
             with torch.no_grad():
-                scores += self.model(**batch).logits[:, 0].float().tolist()
+                scores += self.score(batch["input_ids"], batch["attention_mask"]).float().tolist()
         return scores
 
     def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:

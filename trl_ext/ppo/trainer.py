@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType, gather_object
 from datasets import Dataset
+from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
-from trl.trainer.callbacks import SyncRefModelCallback
+from transformers import PreTrainedModel
 
 from ..functional import (
     approx_kl,
@@ -25,25 +25,9 @@ from ..functional import (
     value_loss,
     whiten,
 )
-from ..upstream import (
-    RepeatSampler,
-    add_fused_lm_head,
-    create_model_from_path,
-    get_config_model_id,
-    is_conversational,
-    prepare_deepspeed,
-    prepare_fsdp,
-)
-from .actor_critic import (
-    ActorCritic,
-    LogprobForward,
-    SamplerRecorder,
-    base_model_of,
-    check_critic,
-    critic_from_policy,
-    disable_dropout,
-    unpatched_copy,
-)
+from ..upstream import RepeatSampler, get_config_model_id, is_conversational
+from .actor_critic import LogprobForward, SamplerRecorder, disable_dropout
+from .adapter_guard import AdapterGuard
 from .base import PPOTrainerBase
 from .checkpoint import temporarily
 from .config import PPOConfig
@@ -54,10 +38,11 @@ from .metrics import Metrics, global_moments
 from .reporting import ReportingMixin
 from .resume import ResumeMixin
 from .reward_normalizer import RewardNormalizer
-from .rewards import ModelReward, checked, same_tokenizer
+from .roles import RolesMixin
+from .shared_base import base_model_of
 
 
-class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
+class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTrainerBase):
     """
     Proximal Policy Optimization (1707.06347) for language models, with a critic, GAE and per-token KL rewards
     (1909.08593), on TRL's maintained on-policy trainer.
@@ -77,11 +62,18 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Critic: a sequence classifier with one label and the policy's vocabulary. If not given, a copy of the first
-            reward model that fits, else the policy's backbone with a zero head.
+            reward model that fits, else the policy's backbone with a zero head; for a policy with an adapter, see
+            `peft_config`. The folder of a critic that was saved as an adapter becomes an adapter again.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Reference. If not given, a frozen copy of the weights passed in as `model`.
-        callbacks, optimizers, quantization_config, peft_config:
+        callbacks, optimizers, quantization_config:
             As in TRL.
+        peft_config ([`~peft.LoraConfig`], *optional*):
+            Trains an adapter. Its frozen base is the reference, and with another adapter and a value head the critic,
+            unless `value_model` is given. If `model` is a [`~peft.PeftModel`], its adapter `default` is trained on
+            from where it is, and a frozen copy of that is the reference.
+        critic_peft_config ([`~peft.LoraConfig`], *optional*):
+            The critic's adapter. If not given, a copy of the policy's config.
         reward_model, data_collator:
             TRL 1.12's names: a reward model that reads the policy's tokens; and nothing, prompts are padded here.
     """
@@ -120,6 +112,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        critic_peft_config: Any = None,
         *,
         reward_model: Any = None,
         data_collator: Any = None,
@@ -136,6 +129,8 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
                 "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
                 "critic its own parameter group there, or drop `critic_learning_rate`."
             )
+
+        reward_funcs = self._check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
 
         with _as_rloo_reads(args):
             super().__init__(
@@ -164,7 +159,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             else:
                 self.generation_config.eos_token_id = self.eos_token_ids
         policy = self.model
-        self._is_peft = hasattr(policy, "peft_config") and hasattr(policy, "get_base_model")
+        self._is_peft = isinstance(policy, PeftModel)
         if base_model_of(policy).config.get_text_config().vocab_size < len(self._tokenizer):
             raise ValueError(
                 f"The tokenizer has {len(self._tokenizer)} tokens, the policy's vocabulary only "
@@ -183,13 +178,15 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             )
 
         self._prepare_reference(policy, ref_model)
-        critic, self._critic_origin = self._make_critic(policy, value_model)
+        actor_critic = self._make_actor_critic(policy, value_model, critic_peft_config)
         if args.disable_dropout:
-            for module in (policy, critic, *(f for f in self.reward_funcs if isinstance(f, nn.Module))):
+            for module in (actor_critic, *(f for f in self.reward_funcs if isinstance(f, nn.Module))):
                 disable_dropout(module)
         if self.place_model_on_device:
-            critic.to(args.device)
-        self.model = self.model_wrapped = self.callback_handler.model = ActorCritic(policy, critic)
+            actor_critic.critic.to(args.device)
+        self.model = self.model_wrapped = self.callback_handler.model = actor_critic
+        if self._is_peft:
+            self.add_callback(AdapterGuard())
         if args.allow_off_policy_sampling and not self.use_vllm:
             self.model.sampler_recorder = SamplerRecorder()
 
@@ -209,101 +206,6 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
         self._eval_rows: tuple[int, int] | None = None  # rows seen and rows in all, while evaluating
         self._check_prompt_lengths()
         self._print_schedule()
-
-    # ---- Models ----
-
-    def _load_kwargs(self, policy: Any) -> dict[str, Any]:
-        """How to load another model: as the policy, but for the revision, which is the policy's own."""
-        kwargs = {"dtype": policy.dtype, "trust_remote_code": self.args.trust_remote_code}
-        kwargs |= self.args.model_init_kwargs or {}
-        kwargs.pop("revision", None)
-        return kwargs
-
-    def _prepare_reference(self, policy: Any, ref_model: str | PreTrainedModel | None) -> None:
-        args = self.args
-        self._has_reference = args.use_ref_model
-        self.beta = float(self._has_reference)  # RLOO: whether there is a reference pass
-        if not self._has_reference or (self._is_peft and ref_model is None):
-            return  # with PEFT, RLOO switches the adapter off for the reference pass
-        if isinstance(ref_model, str):
-            kwargs = self._load_kwargs(policy)
-            reference = create_model_from_path(ref_model, **kwargs)
-        else:
-            reference = unpatched_copy(policy, "the reference") if ref_model is None else ref_model
-        vocabularies = [m.config.get_text_config().vocab_size for m in (reference, base_model_of(policy))]
-        if vocabularies[0] != vocabularies[1]:
-            raise ValueError(
-                f"`ref_model` has a vocabulary of {vocabularies[0]} tokens, the policy one of {vocabularies[1]}: it "
-                "must score the policy's token ids."
-            )
-        reference.requires_grad_(False).eval()
-        if args.disable_dropout:
-            disable_dropout(reference)
-        add_fused_lm_head(reference, temperature=self.temperature)
-        if self.is_deepspeed_enabled:
-            self.ref_model = prepare_deepspeed(reference, self.accelerator)
-        elif self.is_fsdp_enabled:
-            self.ref_model = prepare_fsdp(reference, self.accelerator)
-        else:
-            self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
-        if args.sync_ref_model:
-            self.add_callback(_SyncReference(ref_model=self.ref_model, accelerator=self.accelerator))
-
-    def _make_critic(self, policy: Any, value_model: str | PreTrainedModel | None) -> tuple[Any, str]:
-        if isinstance(value_model, str):
-            kwargs = self._load_kwargs(policy)
-            critic = AutoModelForSequenceClassification.from_pretrained(value_model, num_labels=1, **kwargs)
-            origin = f"`value_model` {value_model}"
-        elif value_model is not None:
-            critic, origin = value_model, "`value_model`"
-        else:
-            for reward, tokenizer, name in zip(
-                self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True
-            ):
-                if isinstance(reward, nn.Module) and same_tokenizer(tokenizer, self._tokenizer):
-                    critic = unpatched_copy(self.accelerator.unwrap_model(reward), "the critic")
-                    try:
-                        check_critic(critic, policy)
-                    except ValueError:
-                        continue
-                    return critic.to(policy.dtype).requires_grad_(True).train(), f"a copy of reward model '{name}'"
-            critic, origin = critic_from_policy(policy), "the policy's backbone with a zero head"
-        check_critic(critic, policy)
-        return critic.requires_grad_(True), origin
-
-    def _prepare_rewards(self) -> None:
-        for i, (reward, tokenizer) in enumerate(zip(self.reward_funcs, self.reward_processing_classes, strict=True)):
-            if isinstance(reward, nn.Module):
-                config: Any = reward.config
-                if config.num_labels != 1:
-                    raise ValueError(
-                        f"Reward model '{self.reward_func_names[i]}' has num_labels={config.num_labels}; a reward "
-                        "model needs one label: load it with `num_labels=1`."
-                    )
-                reward = ModelReward(
-                    reward.requires_grad_(False).eval(),
-                    tokenizer,
-                    self._tokenizer,
-                    self.args.local_rollout_forward_batch_size,
-                    lambda ids: ids[-1] in self.eos_token_ids,
-                    lambda: self._prompt_ids,
-                    self.chat_template_kwargs,
-                )
-            self.reward_funcs[i] = checked(reward, self.reward_func_names[i], self._mistakes)
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        is_new = self.optimizer is None
-        optimizer = super().create_optimizer(model)
-        if not is_new or self.args.critic_learning_rate is None:
-            return optimizer
-        critic = {id(p) for p in self.accelerator.unwrap_model(model or self.model).critic.parameters()}
-        for group in list(optimizer.param_groups):
-            params = group["params"]
-            group["params"] = [p for p in params if id(p) not in critic]
-            options = {name: value for name, value in group.items() if name != "params"}
-            options["lr"] = self.args.critic_learning_rate
-            optimizer.add_param_group({**options, "params": [p for p in params if id(p) in critic]})
-        return optimizer
 
     # ---- Data ----
 
@@ -467,6 +369,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         inputs = self._with_prompts(inputs)
+        self._train_adapters()
         self._passes = []
         try:
             output = super()._generate_and_score_completions(inputs)
@@ -575,6 +478,8 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
     # ---- Loss ----
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            self._train_adapters()
         if self._step < self._skip_until:
             self._step += 1
         else:
@@ -651,11 +556,11 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, PPOTrainerBase):
             return  # the engine owns the gradients
         actor_critic = self.accelerator.unwrap_model(self.model)
         if self._critic_only_step:
-            for parameter in actor_critic.policy.parameters():
+            for parameter in actor_critic.parameters_of("policy"):
                 parameter.grad = None
         scaler = getattr(self.accelerator, "scaler", None)
         for role in ("policy", "critic"):
-            grads = [p.grad for p in getattr(actor_critic, role).parameters() if p.grad is not None]
+            grads = [p.grad for p in actor_critic.parameters_of(role) if p.grad is not None]
             if not grads:
                 continue
             norm = torch.nn.utils.get_total_norm(grads)
@@ -694,12 +599,6 @@ class _EpochSeededSampler(RepeatSampler):
         if self.shuffle:
             self.generator.manual_seed(self.epoch_seed())
         yield from super().__iter__()
-
-
-class _SyncReference(SyncRefModelCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        kwargs["model"] = self.accelerator.unwrap_model(kwargs["model"]).policy
-        super().on_step_end(args, state, control, **kwargs)
 
 
 def _as_rloo_reads(args: PPOConfig):

@@ -1,0 +1,71 @@
+"""A run in which an adapter is not trained stops, instead of ending after days with the weights it began with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from .shared_base import CRITIC, POLICY
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # FSDP2's shard
+
+
+class AdapterGuard(TrainerCallback):
+    """
+    Raises after the first step in which an adapter or the value head had a gradient and a learning rate, and no weight
+    of it changed.
+
+    DeepSpeed's engine has no gradients left when callbacks run: there, nothing is watched.
+    """
+
+    def __init__(self):
+        self.watched = {"policy's adapter", "critic's adapter", "value head"}
+        self.before: dict[str, list[Tensor]] = {}
+        self.due: set[str] = set()
+
+    def _parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+        found: dict[str, list[nn.Parameter]] = {part: [] for part in self.watched}
+        for name, parameter in model.named_parameters() if self.watched else ():
+            root, *_ = names = name.split(".")
+            part = (
+                "value head"
+                if root == "critic"
+                else "critic's adapter"
+                if CRITIC in names
+                else "policy's adapter"
+                if POLICY in names
+                else None
+            )
+            if part in found and parameter.requires_grad:
+                found[part].append(parameter)
+        return found
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.before = {part: [_local(p).detach().clone() for p in ps] for part, ps in self._parameters(model).items()}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        self.due = {
+            part
+            for part, ps in self._parameters(model).items()
+            if any(rates.get(id(p)) and p.grad is not None and bool(_local(p.grad).any()) for p in ps)
+        }
+
+    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if getattr(optimizer, "step_was_skipped", False):  # fp16 with an overflow
+            return
+        after = self._parameters(model)
+        for part in self.due:
+            if all(torch.equal(_local(p), old) for p, old in zip(after[part], self.before[part], strict=True)):
+                dtype = after[part][0].dtype
+                raise RuntimeError(
+                    f"The {part} ({dtype}) had a gradient and a learning rate at step {state.global_step + 1}, but "
+                    "none of its weights changed: it is not trained. Either the rate is too small for that dtype "
+                    "(bfloat16 rounds an update of less than 0.4 % of a weight away): raise it, or use float32 "
+                    "adapters; or the optimizer steps on other tensors."
+                )
+        self.watched -= self.due
+        self.before = {}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, get_quantization_config
 
-from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext import StrictTrlParser, load_dataset_split, save_base_fingerprint
 from trl_ext.data import usable_pairs
 from trl_ext.evaluation import centring_shift, plot_margins, reward_model_report
 
@@ -102,6 +102,8 @@ def main(arguments: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if model_args.model_name_or_path is None:
         parser.error("no model: give `model_name_or_path`, a folder or a hub name")
+    if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
+        parser.error("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
 
     # 2. Data
     dataset, config = script_args.dataset_name, script_args.dataset_config
@@ -129,13 +131,16 @@ def main(arguments: list[str] | None = None) -> None:
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
+    peft_config = get_peft_config(model_args)
+    if peft_config is not None:
+        peft_config.task_type = "SEQ_CLS"  # so that the head is trained, and saved with the adapter
     trainer = RewardTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=test_dataset,
         quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
+        peft_config=peft_config,
     )
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
@@ -153,6 +158,8 @@ def main(arguments: list[str] | None = None) -> None:
     output_dir = Path(training_args.output_dir)
     result = centre_and_report(trainer, demonstrations, output_dir)
     trainer.save_model()
+    if peft_config is not None:  # a LoRA policy on the same base can score with the adapter alone
+        save_base_fingerprint(trainer.accelerator.unwrap_model(trainer.model), output_dir)
     if trainer.is_world_process_zero():
         (output_dir / "reward_report.json").write_text(json.dumps(result, indent=2))
     trainer.accelerator.print(f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}")

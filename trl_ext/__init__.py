@@ -11,16 +11,17 @@ if TYPE_CHECKING:
     from . import functional
     from .data import load_dataset_split
     from .parser import StrictTrlParser
-    from .ppo import PPOConfig, PPOTrainer
+    from .ppo import PPOConfig, PPOTrainer, save_base_fingerprint
 
 _MODULES = {
     "PPOConfig": "trl_ext.ppo",
     "PPOTrainer": "trl_ext.ppo",
     "StrictTrlParser": "trl_ext.parser",
     "load_dataset_split": "trl_ext.data",
+    "save_base_fingerprint": "trl_ext.ppo",
 }
 
-__all__ = ["PPOConfig", "PPOTrainer", "StrictTrlParser", "functional", "load_dataset_split"]
+__all__ = ["PPOConfig", "PPOTrainer", "StrictTrlParser", "functional", "load_dataset_split", "save_base_fingerprint"]
 
 
 def __getattr__(name: str) -> Any:

@@ -64,29 +64,28 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
 
 def check_modules(policy: Any, config: LoraConfig, name: str) -> None:
     """Refuse target modules that do not exist; an adapter on the embeddings or the LM head."""
+    base = base_model_of(policy)
     if isinstance(config.target_modules, (list, set, tuple)):
-        modules = [module.replace(".base_layer", "") for module, _ in base_model_of(policy).named_modules()]
+        modules = [module.replace(".base_layer", "") for module, _ in base.named_modules()]
         missing = [t for t in config.target_modules if not any(m == t or m.endswith(f".{t}") for m in modules)]
         if missing:
-            linear = {m.rsplit(".")[-1] for m, layer in base_model_of(policy).named_modules() if _is_linear(layer)}
+            there = {
+                module.removesuffix(".base_layer").rsplit(".")[-1]
+                for module, layer in base.named_modules()
+                if getattr(getattr(layer, "weight", None), "ndim", 0) == 2 and "lora_" not in module
+                if layer is not base.get_input_embeddings() and layer is not base.get_output_embeddings()
+            }
             raise ValueError(
-                f"`{name}` targets {sorted(missing)}, which {type(base_model_of(policy)).__name__} does not have; its "
-                f"linear layers are {sorted(linear - {'base_layer', 'default'})}."
+                f"`{name}` targets {sorted(missing)}, which {type(base).__name__} does not have; it has "
+                f"{sorted(there)}."
             )
-    for what, module in (
-        ("embeddings", policy.get_input_embeddings()),
-        ("LM head", policy.get_output_embeddings()),
-    ):
+    for what, module in (("embeddings", base.get_input_embeddings()), ("LM head", base.get_output_embeddings())):
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             raise ValueError(
                 f"`{name}` adapts the {what} ({type(module).__name__}), which log-probs are computed from directly: "
                 "leave it out of target_modules, modules_to_save and trainable_token_indices. If an SFT adapter has "
                 "it, merge that first (`recipes/merge.py`) and train a new one."
             )
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.Linear) or hasattr(layer, "base_layer")
 
 
 def prepare_peft_model(model: Any, shares_base: bool) -> None:
@@ -183,17 +182,21 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
 
 
 def is_adapter(path: Any) -> bool:
-    return isinstance(path, str) and find_adapter_config_file(path) is not None
+    """Whether this is the name of an adapter, in a folder or on the hub."""
+    try:
+        return isinstance(path, str) and find_adapter_config_file(path) is not None
+    except OSError:  # neither: whoever loads it says so
+        return False
 
 
-def save_classifier(policy: Any, name: str, head: nn.Module, folder: str, state_dict: dict | None = None) -> None:
-    """Save an adapter and its head as PEFT saves a sequence classifier."""
+def save_classifier(policy: Any, name: str, head: dict[str, Tensor], folder: str, state_dict: dict | None) -> None:
+    """Save an adapter and its head (the weights of a module with a `score`) as PEFT saves a sequence classifier."""
     config = copy.deepcopy(policy.peft_config[name])
     config.task_type, config.modules_to_save, config.inference_mode = "SEQ_CLS", ["score"], True
     os.makedirs(folder, exist_ok=True)
     config.save_pretrained(folder)
     weights = get_peft_model_state_dict(policy, state_dict=state_dict, adapter_name=name, save_embedding_layers=False)
-    weights |= {f"{_HEAD}{n}": p for n, p in head.state_dict().items()}
+    weights |= {f"{_HEAD}{n.removeprefix('score.')}": p for n, p in head.items()}
     weights = {n: p.detach().cpu().contiguous() for n, p in weights.items()}
     save_file(weights, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
 
@@ -237,8 +240,9 @@ def base_fingerprint(model: Any) -> dict[str, str]:
             digest.update(_bytes(tensor))
     quantization = getattr(base.config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else getattr(quantization, "to_dict", dict)()
-    method = f"{settings.get('quant_method')} {settings.get('bnb_4bit_quant_type') or ''}".strip()
-    return {"sha256": digest.hexdigest(), "quantization": method if settings else "none"}
+    kind = settings.get("quant_method", "none")
+    kind = f"{getattr(kind, 'value', kind)} {settings.get('bnb_4bit_quant_type', '')}".strip()
+    return {"sha256": digest.hexdigest(), "quantization": kind}
 
 
 def _bytes(tensor: Tensor) -> Any:

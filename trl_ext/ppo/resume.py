@@ -125,7 +125,8 @@ class ResumeMixin(PPOTrainerBase):
         if self.args.should_save:
             folder = os.path.join(output_dir, "critic")
             if actor_critic.shares_base:
-                save_classifier(actor_critic.policy, CRITIC, actor_critic.critic.score, folder, parts["policy"])
+                head = parts["critic"] or actor_critic.critic.state_dict()
+                save_classifier(actor_critic.policy, CRITIC, head, folder, parts["policy"])
             else:
                 actor_critic.critic.save_pretrained(folder, state_dict=parts["critic"])
 

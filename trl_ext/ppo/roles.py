@@ -69,6 +69,11 @@ class RolesMixin(PPOTrainerBase):
                 "`critic_peft_config` is for a critic on the policy's base: it needs a policy with an adapter "
                 "(`peft_config`) and no `value_model`."
             )
+        if is_peft and args.sync_ref_model:
+            raise ValueError(
+                "`sync_ref_model=True` moves the reference, but with an adapter that is the frozen base or a frozen "
+                "adapter: set it to False, or train all weights."
+            )
         for reward in reward_funcs:
             if isinstance(reward, PeftModel):
                 raise ValueError(

@@ -4,6 +4,7 @@
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import set_zero3_state
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from transformers.utils import find_adapter_config_file
 from trl.data_utils import is_conversational
@@ -32,5 +33,6 @@ __all__ = [
     "prepare_deepspeed",
     "prepare_fsdp",
     "rotate_checkpoints",
+    "set_zero3_state",
     "sort_checkpoints",
 ]

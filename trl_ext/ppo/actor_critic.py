@@ -118,6 +118,15 @@ class ActorCritic(nn.Module):
             is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base)
             self.policy.set_requires_grad(adapter, is_trained)
 
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As always, but that what is frozen may be missing: DeepSpeed's checkpoints do not repeat the base."""
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
+        trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+        wrong = [*result.unexpected_keys, *trained.intersection(result.missing_keys)]
+        if strict and wrong:
+            raise RuntimeError(f"The state does not fit the models of this run; missing or unexpected: {wrong[:5]}.")
+        return result
+
     # TRL's reference pass calls these on what it takes for the policy
     @contextmanager
     def disable_adapter(self):

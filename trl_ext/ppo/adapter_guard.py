@@ -39,7 +39,7 @@ class AdapterGuard(TrainerCallback):
                 if POLICY in names
                 else None
             )
-            if part in found and parameter.requires_grad:
+            if part in found:  # frozen ones too: another callback may have frozen them until the step's forward
                 found[part].append(parameter)
         return found
 
@@ -51,7 +51,7 @@ class AdapterGuard(TrainerCallback):
         self.due = {
             part
             for part, ps in self._parameters(model).items()
-            if any(rates.get(id(p)) and p.grad is not None and bool(_local(p.grad).any()) for p in ps)
+            if any(rates.get(id(p), True) and p.grad is not None and bool(_local(p.grad).any()) for p in ps)
         }
 
     def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):

@@ -54,6 +54,7 @@ class PPOTrainerBase(RLOOTrainer):
 
     _local: Callable[[Any], Any]
     _permuted: Callable[[int], list[dict[str, Tensor]]]
+    _train_adapters: Callable[[], None]
     _timed: Callable[[str], AbstractContextManager]
     _real_rows: Callable[[int], Tensor]
     _report: Callable[[str], dict[str, float]]

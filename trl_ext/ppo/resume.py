@@ -1,7 +1,8 @@
 """Saving policy and critic, and resuming bit for bit."""
 
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class ResumeMixin(PPOTrainerBase):
         words: dict[Any, bool] = {"true": True, "false": False}
         resume_from_checkpoint = words.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
         policy = self.accelerator.unwrap_model(self.model).policy
+        self._train_adapters()  # what is frozen now, the optimizer would leave out
         self._fingerprint = fingerprint(
             self.args,
             reward_functions=self.reward_func_names,
@@ -136,12 +138,17 @@ class ResumeMixin(PPOTrainerBase):
         if not self._is_peft:
             yield
             return
-        adapters = policy.peft_config
-        policy.peft_config = {POLICY: adapters[POLICY]}
+        policy.save_pretrained = partial(policy.save_pretrained, selected_adapters=[POLICY])
         try:
             yield
         finally:
-            policy.peft_config = adapters
+            del policy.save_pretrained
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # DeepSpeed leaves frozen weights out of a checkpoint only if the Trainer sees a PeftModel
+        policy = self.accelerator.unwrap_model(self.model).policy
+        with self._as_model(policy) if self.is_deepspeed_enabled and self._is_peft else nullcontext():
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:

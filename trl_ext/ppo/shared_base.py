@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer
+from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, set_zero3_state
 
 POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT's name for the only adapter, ours, TRL's
 
@@ -91,7 +91,7 @@ def classifier_on(base: Any, head: nn.Module | None = None, pad_token_id: int | 
     if pad_token_id is not None:
         config.get_text_config().pad_token_id = pad_token_id
     try:
-        with torch.device("meta"):  # only the structure is needed
+        with torch.device("meta"), set_zero3_state():  # only the structure is needed, nothing for ZeRO-3 to partition
             classifier = AutoModelForSequenceClassification.from_config(config)
     except ValueError as error:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.generation import LogitsProcessor
 
 from ..functional import position_ids
 from ..upstream import disable_dropout_in_model
-from .shared_base import CRITIC, POLICY, AdapterClassifier, AdapterSwitch, base_model_of, classifier_on
+from .shared_base import CRITIC, POLICY, AdapterClassifier, AdapterSwitch, base_model_of, classifier_on, whole
 
 
 def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
@@ -249,12 +249,14 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def unpatched_copy(model: nn.Module, what: str) -> Any:
+def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | None = None) -> Any:
     """A deep copy without the forward that TRL or accelerate patched onto the instance."""
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        if load_again is not None:
+            return load_again()
         raise ValueError(
             f"{what} would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: pass "
-            "it as a path (`ref_model=`, `value_model=`)."
+            "`model` as a path, or this one (`ref_model=`, `value_model=`)."
         )
     twin = copy.deepcopy(model)
     for module in (twin, base_model_of(twin)):
@@ -262,9 +264,17 @@ def unpatched_copy(model: nn.Module, what: str) -> Any:
     return twin
 
 
-def critic_from_policy(policy: nn.Module) -> PreTrainedModel:
-    """A critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start."""
-    critic = classifier_on(unpatched_copy(policy, "the critic"))
+def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None = None) -> PreTrainedModel:
+    """
+    A critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start.
+
+    `load_again` gives a sequence classifier with the policy's backbone, for a policy that cannot be copied.
+    """
+    twin = unpatched_copy(policy, "the critic", load_again)
+    critic = twin if hasattr(twin, "score") else classifier_on(twin)
+    for parameter in critic.score.parameters():
+        with whole(parameter, modifier_rank=0):
+            nn.init.zeros_(parameter)
     critic.score.to(policy.dtype)
     return critic.requires_grad_(True)
 

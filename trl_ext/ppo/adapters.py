@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, find_adapter_config_file, is_deepspeed_zero3_enabled
-from .shared_base import CRITIC, POLICY, REFERENCE, base_model_of
+from .shared_base import CRITIC, POLICY, REFERENCE, base_model_of, whole
 
 FINGERPRINT = "trl_ext_base.json"
 _HEAD = "base_model.model.score."
@@ -138,7 +137,9 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 
 
 def _add(policy: Any, name: str, config: LoraConfig, what: str) -> None:
-    config.task_type = policy.peft_config[POLICY].task_type  # else PEFT looks for a head to train
+    first = policy.peft_config[POLICY]
+    config.task_type = first.task_type  # else PEFT looks for a head to train
+    config.base_model_name_or_path = first.base_model_name_or_path  # PEFT sets it for the first adapter only
     try:
         policy.add_adapter(name, config)
     except ValueError as error:
@@ -216,8 +217,11 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 
 def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
-    """A sequence classifier of one label saved as an adapter, on a base of its own, as one plain model."""
-    model = AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs).merge_and_unload()
+    """A sequence classifier of one label saved as an adapter, on its own base; as one plain model, if that can be."""
+    model = AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
+    if is_deepspeed_zero3_enabled():  # there is no whole weight to add the adapter to
+        return model
+    model = model.merge_and_unload()
     model.config.name_or_path = model.name_or_path = path
     return model
 
@@ -235,7 +239,7 @@ def base_fingerprint(model: Any) -> dict[str, str]:
     for name, tensor in sorted(base.base_model.state_dict(keep_vars=True).items()):
         if "lora_" in name or ".modules_to_save." in name or not isinstance(tensor, Tensor):
             continue
-        with _whole(tensor):
+        with whole(tensor):
             digest.update(f"{name.replace('.base_layer', '').replace('.original_module', '')} {tensor.shape}".encode())
             digest.update(_bytes(tensor))
     quantization = getattr(base.config, "quantization_config", None)
@@ -249,15 +253,6 @@ def _bytes(tensor: Tensor) -> Any:
     """The values, floating-point ones in float32, in which every half-precision number is exact."""
     values = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
     return values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _whole(parameter: Tensor) -> Any:
-    """The context in which a parameter is there in full, if ZeRO-3 has partitioned it."""
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter])
 
 
 def save_base_fingerprint(model: Any, output_dir: str | Path) -> None:
@@ -287,6 +282,8 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
         return None if assume_quantization else f"the policy is quantised, and no {FINGERPRINT} says how its base was"
     if is_deepspeed_zero3_enabled():
         return f"it has no {FINGERPRINT}, and under ZeRO-3 its base cannot be loaded to compare"
+    if not config.base_model_name_or_path:
+        return f"it names no base, and has no {FINGERPRINT} (`save_base_fingerprint`)"
     base = AutoModel.from_pretrained(config.base_model_name_or_path, dtype=policy.dtype)
     same = base_fingerprint(base)["sha256"] == own["sha256"]
     return None if same else f"its base {config.base_model_name_or_path} has other weights than the policy's"

@@ -46,6 +46,7 @@ class PPOTrainerBase(RLOOTrainer):
     _completion_ids: list[list[int]]
     _rewards_per_func: Tensor  # (B of all processes, functions), NaN for None
 
+    _policy_path: str | None
     _is_peft: bool
     _has_reference: bool
     _critic_origin: str

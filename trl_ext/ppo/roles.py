@@ -15,6 +15,7 @@ from trl.trainer.callbacks import SyncRefModelCallback
 from ..upstream import (
     add_fused_lm_head,
     create_model_from_path,
+    get_config_model_id,
     is_deepspeed_zero3_enabled,
     prepare_deepspeed,
     prepare_fsdp,
@@ -94,6 +95,13 @@ class RolesMixin(PPOTrainerBase):
         kwargs.pop("revision", None)
         return kwargs
 
+    def _load_again(self, load: Callable[..., Any], policy: Any) -> Callable[[], Any] | None:
+        """How to load the policy's weights once more, where ZeRO-3 has partitioned those that are there."""
+        if self._policy_path is None:
+            return None
+        revision = (self.args.model_init_kwargs or {}).get("revision")
+        return partial(load, self._policy_path, revision=revision, **self._load_kwargs(policy))
+
     def _prepare_reference(self, policy: Any, ref_model: str | PreTrainedModel | None) -> None:
         args = self.args
         self._has_reference = args.use_ref_model
@@ -104,7 +112,8 @@ class RolesMixin(PPOTrainerBase):
             kwargs = self._load_kwargs(policy)
             reference = create_model_from_path(ref_model, **kwargs)
         else:
-            reference = unpatched_copy(policy, "the reference") if ref_model is None else ref_model
+            again = self._load_again(create_model_from_path, policy)
+            reference = unpatched_copy(policy, "the reference", again) if ref_model is None else ref_model
         vocabularies = [m.config.get_text_config().vocab_size for m in (reference, base_model_of(policy))]
         if vocabularies[0] != vocabularies[1]:
             raise ValueError(
@@ -235,6 +244,7 @@ class RolesMixin(PPOTrainerBase):
 
     def _make_critic(self, policy: Any, value_model: str | PreTrainedModel | None) -> PreTrainedModel:
         """A critic with a base of its own."""
+        critic: Any
         if isinstance(value_model, str):
             kwargs = self._load_kwargs(policy)
             if is_adapter(value_model):
@@ -249,14 +259,19 @@ class RolesMixin(PPOTrainerBase):
                 self.reward_funcs, self.reward_processing_classes, self.reward_func_names, strict=True
             ):
                 if isinstance(reward, nn.Module) and same_tokenizer(tokenizer, self._tokenizer):
-                    critic = unpatched_copy(self.accelerator.unwrap_model(reward), "the critic")
+                    critic = self.accelerator.unwrap_model(reward)
+                    path, load = get_config_model_id(critic.config), AutoModelForSequenceClassification.from_pretrained
+                    again = partial(load, path, num_labels=1, **self._load_kwargs(policy)) if path else None
+                    critic = unpatched_copy(critic, "the critic", again)
                     try:
                         check_critic(critic, policy)
                     except ValueError:
                         continue
                     self._critic_origin = f"a copy of reward model '{name}'"
                     return critic.to(policy.dtype).requires_grad_(True).train()
-            critic, self._critic_origin = critic_from_policy(policy), "the policy's backbone with a zero head"
+            load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
+            critic = critic_from_policy(policy, self._load_again(load, policy))
+            self._critic_origin = "the policy's backbone with a zero head"
         check_critic(critic, policy)
         return critic.requires_grad_(True)
 
@@ -264,7 +279,8 @@ class RolesMixin(PPOTrainerBase):
         for i, (reward, tokenizer) in enumerate(zip(self.reward_funcs, self.reward_processing_classes, strict=True)):
             is_shared = isinstance(reward, AdapterReward)
             if is_shared or isinstance(reward, nn.Module):
-                config: Any = (self.model.rewards[f"reward_{i}"] if is_shared else reward).config
+                owner = self.model.rewards[f"reward_{i}"] if is_shared else self.accelerator.unwrap_model(reward)
+                config: Any = owner.config  # DeepSpeed's engine has another `config`
                 if config.num_labels != 1:
                     raise ValueError(
                         f"Reward model '{self.reward_func_names[i]}' has num_labels={config.num_labels}; a reward "

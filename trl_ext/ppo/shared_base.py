@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,15 @@ POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT's name for the on
 def base_model_of(model: Any) -> Any:
     """The transformers model under a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def whole(parameter: Tensor, modifier_rank: int | None = None) -> Any:
+    """The context in which a parameter is there in full, if ZeRO-3 has partitioned it."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
 
 
 class AdapterSwitch:

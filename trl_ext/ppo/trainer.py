@@ -130,6 +130,7 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTr
                 "critic its own parameter group there, or drop `critic_learning_rate`."
             )
 
+        self._policy_path = model if isinstance(model, str) else None
         reward_funcs = self._check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
 
         with _as_rloo_reads(args):

@@ -139,7 +139,8 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 def _add(policy: Any, name: str, config: LoraConfig, what: str) -> None:
     first = policy.peft_config[POLICY]
     config.task_type = first.task_type  # else PEFT looks for a head to train
-    config.base_model_name_or_path = first.base_model_name_or_path  # PEFT sets it for the first adapter only
+    # PEFT writes it when it makes a model, or saves one, but not when it adds an adapter
+    config.base_model_name_or_path = first.base_model_name_or_path or base_model_of(policy).name_or_path or None
     try:
         policy.add_adapter(name, config)
     except ValueError as error:

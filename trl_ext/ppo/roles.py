@@ -260,6 +260,8 @@ class RolesMixin(PPOTrainerBase):
             ):
                 if isinstance(reward, nn.Module) and same_tokenizer(tokenizer, self._tokenizer):
                     critic = self.accelerator.unwrap_model(reward)
+                    if isinstance(critic, PeftModel):  # under ZeRO-3; its path is that of its base alone
+                        continue
                     path, load = get_config_model_id(critic.config), AutoModelForSequenceClassification.from_pretrained
                     again = partial(load, path, num_labels=1, **self._load_kwargs(policy)) if path else None
                     critic = unpatched_copy(critic, "the critic", again)
@@ -289,7 +291,9 @@ class RolesMixin(PPOTrainerBase):
                 if is_shared:
                     score: Callable[..., Tensor] = partial(self._score_on_base, f"reward_{i}")
                 else:
-                    score = partial(_score, reward.requires_grad_(False).eval())
+                    reward.requires_grad_(False)
+                    reward.eval()  # of DeepSpeed's engine it returns nothing
+                    score = partial(_score, reward)
                 reward = ModelReward(
                     score,
                     getattr(config, "max_position_embeddings", None),

@@ -12,6 +12,7 @@ from ..functional import approx_kl, explained_variance, standard_deviation, vari
 from .actor_critic import SamplerRecorder
 from .base import PPOTrainerBase
 from .metrics import global_moments
+from .shared_base import size_of
 
 # RLOO logs these of its own baseline and sequence-level KL; here they would be wrong or say the same twice.
 RLOO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
@@ -162,9 +163,9 @@ class ReportingMixin(PPOTrainerBase):
         steps = (
             args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rollouts * steps_per_rollout)
         )
-        policy = sum(p.numel() for p in actor_critic.parameters_of("policy"))
-        trained = sum(p.numel() for p in actor_critic.parameters_of("policy") if p.requires_grad)
-        critic = sum(p.numel() for p in actor_critic.parameters_of("critic"))
+        policy = size_of(actor_critic.parameters_of("policy"))
+        trained = size_of(p for p in actor_critic.parameters_of("policy") if p.requires_grad)
+        critic = size_of(actor_critic.parameters_of("critic"))
         reference = (
             "none" if not self._has_reference else "frozen copy" if self.ref_model is not None else "adapter off"
         )

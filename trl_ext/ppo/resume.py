@@ -14,7 +14,7 @@ from ..upstream import rotate_checkpoints
 from .adapters import adapter_facts, load_adapter, save_classifier
 from .base import PPOTrainerBase
 from .checkpoint import MARKER, differences, fingerprint, newest_complete, read_marker, temporarily, write_marker
-from .shared_base import CRITIC, POLICY, base_model_of
+from .shared_base import CRITIC, POLICY, base_model_of, size_of
 
 
 class ResumeMixin(PPOTrainerBase):
@@ -43,7 +43,7 @@ class ResumeMixin(PPOTrainerBase):
             self.args,
             reward_functions=self.reward_func_names,
             train_rows=len(self.train_dataset),
-            policy=f"{type(base_model_of(policy)).__name__}, {policy.num_parameters():,} parameters",
+            policy=f"{type(base_model_of(policy)).__name__}, {size_of(policy.parameters()):,} parameters",
             **adapter_facts(policy) if self._is_peft else {},
         )
         checkpoint = self._find_checkpoint(resume_from_checkpoint)

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,11 @@ POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT's name for the on
 def base_model_of(model: Any) -> Any:
     """The transformers model under a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def size_of(parameters: Iterable[Tensor]) -> int:
+    """How many weights these are, also where ZeRO-3 has partitioned them."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def whole(parameter: Tensor, modifier_rank: int | None = None) -> Any:

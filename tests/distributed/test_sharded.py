@@ -1,0 +1,135 @@
+"""Training, saving and resuming under DDP, FSDP2, ZeRO-2 and ZeRO-3, as accelerate_configs/ has them, but on CPU."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.distributed.worker import WORKLOADS, run, write_inputs
+
+ROOT = Path(__file__).parents[2]
+MODES = {  # shipped file -> the mode that must really be on: accelerate's type, the wrapper, the share of weights held
+    "multi_gpu": ("DistributedType.MULTI_CPU", "DistributedDataParallel", (1.0, 1.0)),
+    "fsdp2": ("DistributedType.FSDP", "FSDP", (0.45, 0.55)),
+    "zero2": ("DistributedType.DEEPSPEED", "DeepSpeedEngine", (1.0, 1.0)),
+    "zero3": ("DistributedType.DEEPSPEED", "DeepSpeedEngine", (0.0, 0.0)),
+}
+NO_DEEPSPEED = (
+    "needs deepspeed, g++ and ninja: pip install -e '.[deepspeed]'"
+    if importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None or shutil.which("ninja") is None
+    else None
+)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def on_cpu(name, folder):
+    """The shipped file for two processes on CPU, with nothing so small that ZeRO would leave it whole."""
+    config = yaml.safe_load((ROOT / f"accelerate_configs/{name}.yaml").read_text())
+    config |= {"num_processes": 2, "mixed_precision": "no", "use_cpu": config["distributed_type"] != "DEEPSPEED"}
+    config.pop("gpu_ids", None)
+    if "deepspeed_config" in config:
+        config.pop("mixed_precision")
+        settings = json.loads((ROOT / config["deepspeed_config"]["deepspeed_config_file"]).read_text())
+        zero = settings["zero_optimization"]
+        zero |= {key: 1000 for key in zero if key.endswith("bucket_size")}
+        if zero["stage"] == 3:
+            zero |= {key: 0 for key in zero if key.startswith("stage3_") and "gather" not in key}
+        (folder / f"{name}.json").write_text(json.dumps(settings))
+        config["deepspeed_config"]["deepspeed_config_file"] = str(folder / f"{name}.json")
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return folder / f"{name}.yaml"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    write_inputs(folder / "inputs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_process(folder):
+    return {workload: run(workload, folder / "inputs", folder / "one", 1) for workload in WORKLOADS}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def launched(request, folder):
+    """One launch that trains every workload, a second that resumes each from its checkpoint."""
+    mode = request.param
+    if NO_DEEPSPEED and mode.startswith("zero"):
+        pytest.skip(NO_DEEPSPEED)
+    (folder / mode).mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(on_cpu(mode, folder))]
+    for what in ("train", "resume"):
+        command = [*launch, "--main_process_port", "0", "-m", "tests.distributed.worker", str(folder / mode), what]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr[-20000:]
+    results = [
+        [torch.load(folder / mode / f"{what} {rank}.pt", weights_only=False) for rank in range(2)]
+        for what in ("trained", "resumed")
+    ]
+    return mode, folder / mode, *results
+
+
+def saved(folder):
+    return {
+        str(path.relative_to(folder)): load_file(path)
+        for path in sorted(folder.rglob("*.safetensors"))
+        if "checkpoint-" not in str(path)
+    }
+
+
+def test_the_mode_is_really_on(launched):
+    mode, _, trained, _ = launched
+    kind, wrapper, (least, most) = MODES[mode]
+    for rank in trained:
+        for workload, result in rank.items():
+            assert (result["type"], result["processes"]) == (kind, 2), workload
+            assert result["wrapper"].startswith(wrapper), workload
+            assert least <= result["resident"] <= most, workload
+
+
+def test_two_processes_train_as_one(launched, folder, one_process):
+    mode, output, trained, _ = launched
+    for workload in WORKLOADS:
+        expected = one_process[workload]
+        for rank in trained:
+            torch.testing.assert_close(rank[workload]["logs"], expected["logs"], rtol=1e-5, atol=1e-5, msg=workload)
+            torch.testing.assert_close(rank[workload]["state"], expected["state"], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(rank[workload]["state"], trained[0][workload]["state"], rtol=0, atol=0)
+        weights = saved(output / workload)
+        assert weights.keys() == saved(folder / "one" / workload).keys() and weights
+        for name, tensors in saved(folder / "one" / workload).items():
+            torch.testing.assert_close(weights[name], tensors, rtol=0, atol=1e-6, msg=f"{workload}: {name}")
+
+
+def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
+    _, output, trained, resumed = launched
+    for workload in WORKLOADS:
+        assert resumed[0][workload]["logs"][:-1] == trained[0][workload]["logs"][:-1], workload
+        for name, tensors in saved(output / workload).items():
+            torch.testing.assert_close(saved(output / f"{workload} resumed")[name], tensors, rtol=0, atol=0)
+
+
+def test_a_lora_checkpoint_does_not_hold_the_base(launched):
+    mode, output, _, _ = launched
+    if mode == "fsdp2":
+        pytest.skip("accelerate leaves the base out of FSDP checkpoints for a bare PeftModel only")
+    for path in sorted((output / "ppo lora").glob("checkpoint-*/**/*")):
+        if path.suffix == ".safetensors":
+            assert not [name for name in load_file(path) if "lora_" not in name and "score" not in name]
+        if path.name.endswith("model_states.pt"):
+            state = torch.load(path, weights_only=False)["module"]
+            assert not [name for name in state if "lora_" not in name and "score" not in name]

@@ -1,0 +1,162 @@
+"""Every workload on the processes that `accelerate launch` has started, one after the other, and what came of it."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import state
+from accelerate.utils import DistributedType
+
+_init = state.AcceleratorState.__init__
+
+
+def _fsdp_on_cpu(self, *args, **kwargs):
+    """accelerate makes a run of FSDP with `use_cpu` one of DDP, without a word."""
+    _init(self, *args, **kwargs)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = kwargs.get("fsdp_plugin")
+        state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+state.AcceleratorState.__init__ = _fsdp_on_cpu
+
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
+
+from tests.ppo.worker import make_trainer, scripted, topic_reward  # noqa: E402
+from tests.tiny import WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer  # noqa: E402
+from trl_ext import save_base_fingerprint  # noqa: E402
+
+# Two minibatches of two micro-batches: the steps of one process are those of two, if each minibatch has the same rows
+PPO = {
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 2,
+    "max_steps": 8,
+    "save_steps": 3,
+    "kl_controller": "adaptive",
+    "kl_horizon": 100,
+    "kl_target": 0.5,
+    "reward_normalization": "running",
+    "whiten_rewards": True,
+}
+ORDER = {1: [0, 1, 4, 5, 2, 3, 6, 7], 2: [0, 1, 2, 3]}  # of a rollout's rows, by the number of processes
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def write_inputs(folder):
+    """A policy and a reward adapter on the same base, as paths: ZeRO-3 partitions while loading."""
+    policy, tokenizer = tiny_llama(), tiny_tokenizer()
+    for name in ("policy", "reward"):
+        tokenizer.save_pretrained(folder / name)
+    policy.save_pretrained(folder / "policy")
+    reward = tiny_reward_model(policy)
+    reward.model.load_state_dict(policy.model.state_dict())
+    reward.config.name_or_path = reward.name_or_path = str(folder / "policy")
+    from peft import get_peft_model
+
+    torch.manual_seed(3)
+    reward = get_peft_model(reward, LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, **LORA))
+    reward.save_pretrained(folder / "reward")
+    save_base_fingerprint(reward, folder / "reward")
+
+
+def ppo(inputs, output_dir, processes, lora):
+    config = {**PPO, "per_device_train_batch_size": 2 // processes, "save_strategy": "steps"}
+    trainer = make_trainer(
+        output_dir,
+        [str(inputs / "reward")] if lora else topic_reward,
+        str(inputs / "policy"),
+        trainer_kwargs={"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)} if lora else {},
+        **config,
+    )
+    return scripted(trainer)
+
+
+def others(kind, inputs, output_dir, processes, lora):
+    generator = torch.Generator().manual_seed(0)
+
+    def sentence():
+        return " " + " ".join(WORDS[i] for i in torch.randint(len(WORDS), (5,), generator=generator))
+
+    pairs = [{"prompt": row["prompt"], "chosen": sentence(), "rejected": sentence()} for row in prompts(8)]
+    if kind == "sft":
+        trainer_class, config_class = SFTTrainer, SFTConfig
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]
+    else:
+        trainer_class, config_class = {"dpo": (DPOTrainer, DPOConfig), "reward": (RewardTrainer, RewardConfig)}[kind]
+        rows = pairs
+    task_type = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
+    return trainer_class(
+        model=str(inputs / "policy"),
+        args=config_class(
+            str(output_dir),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            logging_steps=1,
+            save_steps=2,
+            max_steps=4,
+            per_device_train_batch_size=4 // processes,
+            learning_rate=1e-3,
+            adam_epsilon=1e-5,
+            activation_checkpointing=False,
+            seed=7,
+            **{} if kind == "reward" else {"max_length": 32},
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny_tokenizer(),
+        peft_config=LoraConfig(task_type=task_type, **LORA) if lora else None,
+    )
+
+
+WORKLOADS = [f"{kind}{lora}" for kind in ("ppo", "sft", "dpo", "reward") for lora in ("", " lora")]
+
+
+def run(workload, inputs, folder, processes, resume=False):
+    kind, lora = workload.split()[0], workload.endswith("lora")
+    output_dir = folder / workload
+    checkpoint = str(output_dir / f"checkpoint-{3 if kind == 'ppo' else 2}") if resume else None
+    if resume:
+        output_dir = folder / f"{workload} resumed"
+    if kind == "ppo":
+        randperm = torch.randperm
+        torch.randperm = lambda n, **kwargs: (
+            torch.tensor(ORDER[processes]) if n == 8 // processes else randperm(n, **kwargs)
+        )
+        trainer = ppo(inputs, output_dir, processes, lora)
+    else:
+        trainer = others(kind, inputs, output_dir, processes, lora)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_model()
+    if kind == "ppo":
+        torch.randperm = randperm
+    parameters = list(trainer.model.parameters())
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+    names = ("loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance")
+    return {
+        "type": str(trainer.accelerator.distributed_type),
+        "processes": trainer.accelerator.num_processes,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "resident": sum(p.numel() for p in local) / sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+        "logs": [{name: log[name] for name in names if name in log} for log in trainer.state.log_history],
+        "state": [trainer.kl_controller.state_dict(), trainer.reward_normalizer.state_dict()] if kind == "ppo" else [],
+    }
+
+
+def main(folder, resume):
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    results = {}
+    for workload in WORKLOADS:
+        results[workload] = run(workload, folder.parent / "inputs", folder, processes, resume)
+        state.AcceleratorState._reset_state(reset_partial_state=False)  # the next one's DeepSpeed settings are its own
+    torch.save(results, folder / f"{'resumed' if resume else 'trained'} {os.environ.get('RANK', 0)}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), resume=sys.argv[2] == "resume")

@@ -2,83 +2,111 @@
 
     python recipes/merge.py --adapter PATH_OR_HUB_NAME --output_dir PATH
 
-A policy's adapter becomes a causal language model, a critic's or reward model's a sequence classifier, by the adapter's
-`task_type`; tokenizer and generation config lie beside it. An adapter that was trained on a quantised base is merged
-into the unquantised one. What was written is loaded again and its logits compared with the adapter model's.
+A policy's adapter becomes a causal language model, a critic's or reward model's a sequence classifier, by its
+`task_type`. An adapter that was trained on a quantised base is merged into the unquantised one. The merged model is
+loaded again, and must give the adapter model's logits.
 """
 
-import os
-import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import PeftConfig, PeftModel, load_peft_weights
+from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext import StrictTrlParser
 
+KINDS: dict[str, Any] = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_CLS": AutoModelForSequenceClassification}
+
 
 @dataclass
 class MergeArguments:
-    """What to merge into what, and where to."""
+    """What to merge, into what, and where to."""
 
     adapter: str = field(metadata={"help": "Adapter: a folder or a hub name."})
-    output_dir: str = field(metadata={"help": "Folder for the merged model; must not exist, or be empty."})
-    base_model: str | None = field(default=None, metadata={"help": "Base; the one that the adapter names if unset."})
+    output_dir: str = field(metadata={"help": "Folder for the merged model: a new or an empty one."})
+    base_model: str | None = field(default=None, metadata={"help": "Base; if unset, the one that the adapter names."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "Of the merged model; `auto` is the base's own."}
     )
 
     def __post_init__(self):
-        if Path(self.output_dir).exists() and (Path(self.output_dir).is_file() or any(Path(self.output_dir).iterdir())):
+        output_dir = Path(self.output_dir)
+        if output_dir.is_file() or (output_dir.is_dir() and any(output_dir.iterdir())):
             raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
 
 
-def find_base(args: MergeArguments) -> tuple[PeftConfig, str]:
-    """The adapter's configuration and the path of its base; raises where the two cannot be merged."""
+def load(args: MergeArguments) -> tuple[PeftModel, Any, Any]:
+    """The adapter on its base, its tokenizer, the merged model's class; raises a `ValueError` if they do not fit."""
     try:
         config = PeftConfig.from_pretrained(args.adapter)
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise ValueError(f"`adapter` {args.adapter} holds no adapter that PEFT can read ({_line(error)})") from error
-    if config.is_prompt_learning or config.is_adaption_prompt:
-        raise ValueError(f"{args.adapter} is a {config.peft_type.value} adapter: its prompt cannot become weights")
-    if config.task_type not in (None, "CAUSAL_LM", "SEQ_CLS"):
-        raise ValueError(f"{args.adapter} has task_type {config.task_type}; it must be CAUSAL_LM or SEQ_CLS")
-    base = args.base_model or config.base_model_name_or_path
-    if not base:
-        raise ValueError(f"{args.adapter} does not name its base: give `base_model`")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"`adapter` {args.adapter} is no adapter that PEFT can read: {error}") from error
+    kind = KINDS.get(config.task_type or "CAUSAL_LM")
+    if kind is None or config.is_prompt_learning or config.is_adaption_prompt:
+        what = f"a {PeftType(config.peft_type).value} adapter of task type {config.task_type}"
+        raise ValueError(f"{args.adapter} is {what}: only weights of {' and '.join(KINDS)} models can be merged")
+
+    base, kwargs = args.base_model or config.base_model_name_or_path or "", {}
+    if not args.base_model and config.revision:
+        kwargs["revision"] = config.revision
     try:
-        base_config = AutoConfig.from_pretrained(base)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"the base {base} was not found ({_line(error)}): give `base_model`") from error
-    if getattr(base_config, "quantization_config", None) is not None:
+        base_config = AutoConfig.from_pretrained(base, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the adapter's base {base!r} cannot be found, give `base_model`: {error}") from error
+    if getattr(base_config, "quantization_config", None):
         raise ValueError(f"the base {base} is quantised: give the unquantised one as `base_model`")
-    return config, base
-
-
-def load(args: MergeArguments, config: PeftConfig, base: str, tokenizer: Any) -> PeftModel:
-    """The adapter on its base; raises where a weight of either is missing in the other, or has another shape."""
-    kwargs: dict[str, Any] = {"dtype": args.dtype, "revision": None if args.base_model else config.revision}
-    if config.task_type == "SEQ_CLS":
-        weights = load_peft_weights(args.adapter, device="cpu")
-        heads = [len(weight) for name, weight in weights.items() if name.endswith("score.weight")]
-        if not heads:
-            raise ValueError(f"{args.adapter} is a sequence classifier's adapter, but has no `score` head")
-        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=heads[0], **kwargs)
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
-    else:
-        model = AutoModelForCausalLM.from_pretrained(base, **kwargs)
-    if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(tokenizer))
     try:
-        model = PeftModel.from_pretrained(model, args.adapter)
-        result = model.load_adapter(args.adapter, "default")  # says what PEFT only warns of, or not even that
+        tokenizer = AutoTokenizer.from_pretrained(args.adapter)
+    except (OSError, ValueError):  # a critic's folder has none
+        tokenizer = AutoTokenizer.from_pretrained(base, **kwargs)
+
+    if config.task_type == "SEQ_CLS":
+        heads = [w for n, w in load_peft_weights(args.adapter, device="cpu").items() if n.endswith("score.weight")]
+        if not heads:  # it would get a random one
+            raise ValueError(f"{args.adapter} is a sequence classifier's adapter without its `score` head")
+        kwargs["num_labels"] = len(heads[0])
+        # Without it, the classifier would refuse batches
+        kwargs["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    try:
+        model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype=args.dtype, **kwargs), args.adapter)
+        result = model.load_adapter(args.adapter, "default")  # tells what PEFT only warns of, or passes over
+        if result.missing_keys or result.unexpected_keys:
+            raise ValueError(f"missing {result.missing_keys[:2]}, unexpected {result.unexpected_keys[:2]}")
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{args.adapter} does not fit the base {base} ({_line(error)})") from error
-    if result.missing_keys or result.unexpected_keys:
-        wrong = f"missing {result.missing_keys[:2]}, unexpected {result.unexpected_keys[:2]}"
-        raise ValueError(f"{args.adapter} does not fit the base {base} ({wrong})")
-    return model.eval()
+        raise ValueError(f"{args.adapter} does not fit the base {base}: {error}") from error
+    return model.eval(), tokenizer, kind
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> None:
+    # 1. Set-up
+    parser = StrictTrlParser(MergeArguments, description=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    try:
+        model, tokenizer, kind = load(args)
+    except ValueError as error:
+        parser.error(" ".join(str(error).split())[:400])
+
+    # 2. What the merged model must give
+    vocabulary = model.config.get_text_config().vocab_size
+    input_ids = torch.randint(vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
+    expected = model(input_ids=input_ids.to(model.device)).logits
+
+    # 3. Merge and save
+    merged = model.merge_and_unload(safe_merge=True)
+    merged.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+
+    # 4. Check what was written
+    written = kind.from_pretrained(args.output_dir, dtype=merged.dtype).eval()
+    difference = (written(input_ids=input_ids).logits - expected.cpu()).abs().max().item()
+    allowed = max(1e-4, 8 * torch.finfo(merged.dtype).eps) * max(1.0, expected.abs().max().item())
+    print(f"{args.output_dir}: {merged.dtype}, logits differ from the adapter model's by up to {difference:.1e}")
+    if not difference <= allowed:
+        raise RuntimeError(f"{merged.dtype} explains a difference of {allowed:.1e} only: do not use {args.output_dir}")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.ppo.worker import evaluation, parity
+from tests.ppo.worker import (
+    BUILDERS,
+    CHECKPOINTING,
+    LORA_PARITY,
+    assert_gradients_of_separate_models,
+    evaluation,
+    parity,
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -44,7 +51,11 @@ def differ(a, b, prefix=""):
     return [name for name in a if name.startswith(prefix) and not torch.equal(a[name], b[name])]
 
 
-@pytest.mark.parametrize(("name", "config"), [("parity", {}), ("generations", {"num_generations": 2})])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("parity", {}), ("generations", {"num_generations": 2}), ("lora", LORA_PARITY)],
+    ids=["parity", "generations", "lora"],
+)
 def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_path):
     one = parity(tmp_path, 1, **config)
     assert one["processes"] == 1 and one["wrapper"] == "ActorCritic"
@@ -57,6 +68,13 @@ def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_
     for what in ("weights", "optimizer", "kl_controller", "reward_normalizer"):
         assert_equal(first[what], second[what])
     assert first["kl_controller"]["kl_coef"] != 0.05
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_gradients_on_one_base_are_those_of_separate_models(name, checkpointing, results):
+    processes = [process["gradients"][name, checkpointing] for process in results]
+    assert_gradients_of_separate_models(name, *processes)
 
 
 def test_two_processes_log_the_metrics_of_one(results, tmp_path):

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import TrainerCallback
 
 import trl_ext.ppo.trainer as ppo_trainer
-from tests.tiny import prompts, tiny_config, tiny_llama, tiny_tokenizer
+from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
+from trl_ext.functional import policy_loss, value_loss
 
 _CLOCK = ("time/", "eps", "tokens_per_second", "step_time", "train_runtime", "train_samples_per", "train_steps_per")
 
@@ -155,6 +158,144 @@ def in_processes_of_their_own(output_dir, *runs):
     return ends
 
 
+# ---- Adapters ----
+
+# Actor and critic differ in rank, in scaling, and in the layers that they adapt; GPT-2's are Conv1D
+LORA = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+CRITIC_LORA = {"r": 2, "lora_alpha": 5, "target_modules": ["q_proj", "up_proj"]}
+GPT2_LORA = {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}
+GPT2_CRITIC_LORA = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+BUILDERS = {"llama": tiny_llama, "gpt2": tiny_gpt2}
+CHECKPOINTING = {
+    "off": {},
+    "reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+    "non-reentrant": {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}},
+}
+
+
+def lora_configs(name="llama"):
+    actor, critic = (LORA, CRITIC_LORA) if name == "llama" else (LORA | GPT2_LORA, CRITIC_LORA | GPT2_CRITIC_LORA)
+    return LoraConfig(**actor), LoraConfig(**critic)
+
+
+def lora_trainer(output_dir, name="llama", model=None, trainer_kwargs=None, **kwargs):
+    actor, critic = lora_configs(name)
+    trainer_kwargs = {"peft_config": actor, "critic_peft_config": critic} | (trainer_kwargs or {})
+    model = BUILDERS[name]() if model is None else model
+    return make_trainer(output_dir, model=model, trainer_kwargs=trainer_kwargs, **kwargs)
+
+
+def draw(model, seed=5, std=0.1):
+    """Give all that is trained weights of its own: LoRA begins with a product of 0, the head with values of 0."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=std, generator=generator)
+    return model
+
+
+GRADIENTS = {"entropy_coef": 0.1, "temperature": 0.7, "max_grad_norm": 1e9, "learning_rate": 1e-2}
+
+
+def gradients(folder, name, checkpointing, processes=1):
+    """Each optimizer step of a rollout with two PPO epochs: its micro-batches, and weights and gradients before it."""
+    config = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2 // processes}
+    trainer = scripted(lora_trainer(folder, name, **config, **GRADIENTS, **CHECKPOINTING[checkpointing]))
+    draw(trainer.model, std=0.3)
+    steps, batches, compute_loss = [], [], trainer._compute_loss
+
+    def watched(model, inputs):
+        batches.append({key: value.clone() for key, value in inputs.items()})
+        return compute_loss(model, inputs)
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+            steps.append(
+                {
+                    "batches": batches.copy(),
+                    "weights": {n: p.detach().clone() for n, p in trained.items()},
+                    "gradients": {n: p.grad.clone() for n, p in trained.items()},
+                }
+            )
+            batches.clear()
+
+    trainer._compute_loss = watched
+    trainer.add_callback(Keep())
+    trainer.train()
+    return steps
+
+
+def users_model(name="llama", seed=9):
+    """A PeftModel that has been trained already."""
+    return draw(get_peft_model(BUILDERS[name](), lora_configs(name)[0]), seed)
+
+
+def separate_models(name):
+    """A policy and a critic as `lora_trainer` makes them, but each a PEFT model with a base of its own."""
+    base = BUILDERS[name]()
+    classifier = tiny_reward_model(base)
+    classifier.base_model.load_state_dict(base.base_model.state_dict())
+    actor, critic = lora_configs(name)
+    critic.task_type = "SEQ_CLS"
+    return get_peft_model(base, actor).eval(), get_peft_model(classifier, critic).eval()
+
+
+def separate_parameter(policy, critic, name):
+    """What is called `name` in a trainer's model."""
+    if name.startswith("critic.score."):
+        return critic.get_parameter(name.replace("critic.score.", "base_model.model.score.modules_to_save.default."))
+    name = name.removeprefix("policy.")
+    return (
+        critic.get_parameter(name.replace(".critic.", ".default."))
+        if ".critic." in name
+        else policy.get_parameter(name)
+    )
+
+
+def loss_of(policy, critic, row, config):
+    """PPO's loss of one row, summed over its tokens, read without padding."""
+    n = int(row["loss_mask"].sum())
+    prompt = row["prompt_ids"][row["prompt_mask"].bool()]
+    ids = torch.cat([prompt, row["completion_ids"][:n]])[None]
+    logprobs = (policy(input_ids=ids).logits[0, -n - 1 : -1] / config.temperature).log_softmax(-1)
+    classifier = critic.get_base_model()
+    values = classifier.score(classifier.base_model(input_ids=ids).last_hidden_state)[0, -n - 1 : -1, 0]
+    old_logprobs, advantages, old_values, returns = (
+        row[key][None, :n] for key in ("old_logprobs", "advantages", "old_values", "returns")
+    )
+    chosen = logprobs.gather(1, ids[0, -n:, None]).T
+    actor, _ = policy_loss(chosen, old_logprobs, advantages, config.cliprange, config.cliprange)
+    value, _ = value_loss(values[None], old_values, returns, config.cliprange_value)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    return actor.sum() + config.vf_coef * value.sum() - config.entropy_coef * entropy
+
+
+def assert_gradients_of_separate_models(name, *processes):
+    """At each step the gradients, equal on all processes, are those of separate models, max |Δ| ≤ 1e-5 · max |g|."""
+    policy, critic = separate_models(name)
+    config = tiny_config("unused", **GRADIENTS)
+    assert len(processes[0]) == 4
+    for step, *others in zip(*processes, strict=True):
+        own = {name: separate_parameter(policy, critic, name) for name in step["weights"]}
+        trained = [p for model in (policy, critic) for p in model.parameters() if p.requires_grad]
+        assert {id(p) for p in trained} == {id(p) for p in own.values()}
+        for parameter_name, parameter in own.items():
+            parameter.data.copy_(step["weights"][parameter_name])
+            parameter.grad = None
+        for batch in (batch for process in (step, *others) for batch in process["batches"]):
+            tokens = batch.pop("step_tokens")
+            for i in range(len(batch["loss_mask"])):
+                (loss_of(policy, critic, {k: v[i] for k, v in batch.items()}, config) / tokens).backward()
+        for part in (".default.", ".critic.", "score"):
+            names = [n for n in own if part in n]
+            largest = max(own[n].grad.abs().max().item() for n in names)
+            assert largest > 1e-3
+            for n in names:
+                for process in (step, *others):
+                    torch.testing.assert_close(process["gradients"][n], own[n].grad, rtol=0, atol=1e-5 * largest)
+
+
 # ---- On one process or two ----
 
 
@@ -187,6 +328,9 @@ def watched(trainer):
     )
     trainer.add_callback(watch)
     return watch.seen
+
+
+LORA_PARITY = {"trainer_kwargs": {"peft_config": LoraConfig(**LORA)}, "activation_checkpointing": True}
 
 
 def parity(folder, processes, **config):
@@ -308,6 +452,12 @@ def on_two_processes(output_dir):
         "warm-up": warmup(folder / "warm-up"),
         "too far": too_far(folder / "too far"),
         "resumed": resumed(folder),
+        "lora": parity(folder / "lora", 2, **LORA_PARITY),
+        "gradients": {
+            (name, kind): gradients(folder / f"{name} {kind}", name, kind, 2)
+            for name in BUILDERS
+            for kind in CHECKPOINTING
+        },
     }
     torch.save(results, folder / f"process {PartialState().process_index}.pt")
 

@@ -151,13 +151,15 @@ def merge_exactly(policy: Any) -> None:
     Make `merge_adapter` and `unmerge_adapter`, which TRL calls around each weight sync to vLLM, leave the base as it
     was: adding an adapter's product and subtracting it again would move the reference by rounding, a little each time.
     """
-    merge, kept = policy.merge_adapter, []
+    merge, kept, states = policy.merge_adapter, [], []
 
     @functools.wraps(merge)
     def merge_adapter(*args: Any, **kwargs: Any) -> None:
         for layer in policy.modules():
             if isinstance(layer, BaseTunerLayer):
                 base = layer.get_base_layer()
+                if hasattr(base, "state"):  # what an 8-bit layer multiplies with, which PEFT empties
+                    states.append((base.state, dict(vars(base.state))))
                 for name, parameter in base.named_parameters(recurse=False):
                     # bitsandbytes keeps the state of a quantised weight in its attributes
                     kept.append((layer, base, name, parameter, parameter.data, dict(vars(parameter))))
@@ -169,6 +171,9 @@ def merge_exactly(policy: Any) -> None:
             vars(parameter).update(attributes)
             setattr(base, name, parameter)
             layer.merged_adapters.clear()
+        for state, attributes in states:
+            vars(state).update(attributes)
         kept.clear()
+        states.clear()
 
     policy.merge_adapter, policy.unmerge_adapter = merge_adapter, unmerge_adapter

@@ -1,0 +1,346 @@
+"""Several roles on one base: each computes and learns as a model of its own would, and the base stays as it is."""
+
+import contextlib
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import BitsAndBytesConfig, TrainerCallback
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import rloo_trainer
+from trl.trainer.utils import use_adapter
+
+from tests.ppo.worker import (
+    BUILDERS,
+    CHECKPOINTING,
+    EachStep,
+    assert_gradients_of_separate_models,
+    draw,
+    end_state,
+    gradients,
+    lora_configs,
+    lora_trainer,
+    make_trainer,
+    users_model,
+    weights,
+)
+from tests.tiny import tiny_llama
+from trl_ext.ppo.adapters import base_fingerprint
+
+EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
+IDS = torch.tensor([[6, 7, 8, 9, 10], [11, 6, 6, 20, 2]])
+
+
+def adapter(trainer, name):
+    return {n: p for n, p in weights(trainer).items() if name in n.split(".")}
+
+
+def trainable(trainer):
+    """The adapters that are trained in full, and those of which anything is."""
+    found = {}
+    for name, parameter in trainer.model.named_parameters():
+        part = next((a for a in ("default", "critic", "ref", "reward_0") if a in name.split(".")), "base")
+        found.setdefault(part, set()).add(parameter.requires_grad)
+    return {part: states == {True} for part, states in found.items() if True in states}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_gradients_are_those_of_separate_models(name, checkpointing, tmp_path):
+    assert_gradients_of_separate_models(name, gradients(tmp_path, name, checkpointing))
+
+
+# ---- The reference ----
+
+
+def reference_logits(trainer):
+    """As TRL's reference pass computes them."""
+    trainer.model.eval()
+    name = "ref" if "ref" in trainer.model.policy.peft_config else None
+    with torch.no_grad(), use_adapter(trainer.model, name):
+        return trainer.model.policy(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("is_users", [False, True], ids=["peft_config", "PeftModel"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_reference_is_never_trained(name, is_users, tmp_path):
+    kwargs = {"model": users_model(name), "trainer_kwargs": {"peft_config": None}} if is_users else {}
+    trainer = lora_trainer(
+        tmp_path, name, learning_rate=1e-1, weight_decay=0.5, **kwargs, **CHECKPOINTING["non-reentrant"]
+    )
+    base = {n: p for n, p in weights(trainer).items() if "lora_" not in n and "score" not in n}
+    fingerprint, logits = base_fingerprint(trainer.model.policy), reference_logits(trainer)
+    reference, start = adapter(trainer, "ref"), adapter(trainer, "default")
+    assert bool(reference) == is_users
+    assert trainable(trainer) == {"default": True, "critic": True}
+
+    trainer.train()
+
+    after = weights(trainer)
+    torch.testing.assert_close({n: after[n] for n in base}, base, **EXACT)
+    assert base_fingerprint(trainer.model.policy) == fingerprint
+    torch.testing.assert_close(adapter(trainer, "ref"), reference, **EXACT)
+    torch.testing.assert_close(reference_logits(trainer), logits, **EXACT)
+    assert trainable(trainer) == {"default": True, "critic": True}
+    # The policy has gone far from it
+    with torch.no_grad():
+        moved = trainer.model.policy(input_ids=IDS).logits - logits
+    assert moved.abs().max() > 0.1
+    assert all(not torch.equal(after[n], p) for n, p in start.items())
+
+
+# ---- Guards ----
+
+
+def leave_a_disabled_context(policy):
+    with policy.disable_adapter():
+        policy(input_ids=IDS)
+
+
+MEDDLERS = {
+    "disable_adapter": leave_a_disabled_context,
+    "set_adapter critic": lambda policy: policy.set_adapter("critic"),
+    "set_adapter ref": lambda policy: policy.set_adapter("ref"),
+    "set_adapter of both": lambda policy: policy.base_model.set_adapter(["default", "critic"]),
+    "all frozen": lambda policy: policy.requires_grad_(False),
+    "all thawed": lambda policy: policy.set_requires_grad("ref", True),
+}
+
+
+class Meddler(TrainerCallback):
+    """Does something to the policy at an event."""
+
+    def __init__(self, meddle, event):
+        setattr(self, event, lambda args, state, control, model, **kwargs: meddle(model.policy) and None)
+
+
+class Trained(TrainerCallback):
+    """Notes at each optimizer step which adapters have gradients, and which a forward uses."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        parts = {}
+        for name, parameter in model.named_parameters():
+            part = next((a for a in ("default", "critic", "ref") if a in name.split(".")), "base")
+            parts.setdefault(part, set()).add(parameter.grad is not None)
+        self.seen.append((parts, model.active_adapter))
+
+
+MEDDLED = {
+    "learning_rate": 1e-2,
+    "warmup_steps": 2,
+    "max_steps": 7,
+    "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2,
+    "activation_checkpointing": True,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    trainer = make_trainer(tmp_path_factory.mktemp("undisturbed"), model=users_model(), **MEDDLED)
+    trainer.train()
+    return end_state(trainer)
+
+
+@pytest.mark.parametrize(
+    ("what", "event"),
+    [
+        *((what, "on_step_end") for what in MEDDLERS),
+        *(("all frozen", event) for event in ("before training", "on_train_begin", "on_step_begin")),
+    ],
+)
+def test_nothing_that_peft_is_told_stops_the_training(what, event, undisturbed, tmp_path):
+    """PEFT's switches freeze what they switch off: the run ends as the undisturbed one, bit for bit."""
+    meddle, trained, trainer_kwargs = MEDDLERS[what], Trained(), {}
+    if event.startswith("on_"):
+        trainer_kwargs = {"callbacks": [Meddler(meddle, event)]}
+    trainer = make_trainer(tmp_path, model=users_model(), trainer_kwargs=trainer_kwargs, **MEDDLED)
+    trainer.add_callback(trained)
+    if event == "before training":
+        meddle(trainer.model.policy)
+
+    trainer.train()
+
+    parts = {"default": {True}, "critic": {True}, "ref": {False}, "base": {False}}
+    assert trained.seen == [(parts, ["default"])] * 7
+    torch.testing.assert_close(end_state(trainer), undisturbed, **EXACT)
+
+
+def test_layers_that_are_switched_off_for_good_are_refused(tmp_path):
+    trainer = lora_trainer(tmp_path)
+    trainer.model.policy.base_model.disable_adapter_layers()
+    with pytest.raises(RuntimeError, match=r"switched off .*: use `with model.disable_adapter\(\):`"):
+        trainer.train()
+
+
+PARTS = {"policy's adapter": ".default.", "critic's adapter": ".critic.", "value head": "critic.score."}
+
+
+def parts(trainer, part):
+    return [(n, p) for n, p in trainer.model.named_parameters() if PARTS[part] in n]
+
+
+@pytest.mark.parametrize("part", list(PARTS)[:2])
+def test_a_rate_that_bfloat16_rounds_away_stops_the_run(part, tmp_path):
+    trainer = lora_trainer(tmp_path, learning_rate=1e-4, optim="sgd")
+    draw(trainer.model)
+    for _, parameter in parts(trainer, part):
+        parameter.data = parameter.data.sign().mul(0.5).bfloat16()
+    with pytest.raises(RuntimeError, match=rf"The {part} \(torch.bfloat16\) had a gradient .* at step 1, .*raise it"):
+        trainer.train()
+
+
+class Replace(TrainerCallback):
+    """Gives a part of the model other parameters than those in the optimizer, as adding an adapter anew would."""
+
+    def __init__(self, trainer, part):
+        self.trainer, self.part = trainer, part
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        for name, parameter in parts(self.trainer, self.part):
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, torch.nn.Parameter(parameter.data.clone()))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_optimizer_that_steps_on_other_tensors_stops_the_run(part, tmp_path):
+    trainer = lora_trainer(tmp_path)
+    draw(trainer.model)
+    trainer.add_callback(Replace(trainer, part))
+    with pytest.raises(
+        RuntimeError, match=f"The {part} .*at step 1, but none of its weights changed: .*other tensors"
+    ):
+        trainer.train()
+
+
+def test_weights_that_cannot_change_yet_do_not_stop_the_run(tmp_path):
+    """
+    In step 1 the rate is 0 (warm-up), and until step 4 the policy's gradient is none (critic warm-up); with a head of
+    0 the critic's adapter has a gradient of 0 until the head has moved. Each part is watched until it has both.
+    """
+    trainer = lora_trainer(tmp_path, warmup_steps=1, critic_warmup_rollouts=1, num_ppo_epochs=2, max_steps=6)
+    guard = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "AdapterGuard")
+    seen = EachStep(lambda: (weights(trainer), set(guard.watched)))
+    trainer.add_callback(seen)
+    trainer.train()
+    moved = [
+        {part for part, name in PARTS.items() if any(name in n and not torch.equal(new[n], old[n]) for n in old)}
+        for (old, _), (new, _) in zip(seen.seen, seen.seen[1:], strict=False)
+    ]
+    everything = set(PARTS)
+    assert moved == [set(), {"value head"}, *[everything - {"policy's adapter"}] * 2, everything, everything]
+    assert [watched for _, watched in seen.seen[1:]] == [
+        everything,
+        everything - {"value head"},
+        {"policy's adapter"},
+        {"policy's adapter"},
+        set(),
+        set(),
+    ]
+
+
+def test_an_optimizer_without_the_critic_is_refused(tmp_path):
+    policy = get_peft_model(tiny_llama(), lora_configs()[0])
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad])
+    trainer = make_trainer(tmp_path, model=policy, trainer_kwargs={"optimizers": (optimizer, None)})
+    with pytest.raises(ValueError, match="trainable weights of the critic are not in the optimizer"):
+        trainer.train()
+
+
+# ---- What vLLM is sent ----
+
+
+class Client:
+    """Stands in for the client of a vLLM server: keeps what each weight sync sends, and the policy merged apart."""
+
+    def __init__(self, policy):
+        self.policy, self.syncs, self.merged = policy, [], []
+
+    def update_named_params(self, metadata, named_params):
+        self.merged.append(
+            dict(copy.deepcopy(self.policy).merge_and_unload(adapter_names=["default"]).named_parameters())
+        )
+        self.syncs.append({name: weight.clone() for name, weight in named_params})
+        assert metadata == [(n, str(w.dtype).removeprefix("torch."), list(w.shape)) for n, w in self.syncs[-1].items()]
+
+    def reset_prefix_cache(self):
+        pass
+
+
+class ServerGeneration(VLLMGeneration):
+    """TRL's weight sync with that client; answers with two fixed tokens and EOS."""
+
+    def __init__(self, model, accelerator, generation_kwargs, **kwargs):
+        self.model, self.accelerator, self.generation_kwargs = model, accelerator, generation_kwargs
+        self.mode, self.vllm_client, self._weight_metadata = "server", Client(model), None
+        self._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: contextlib.nullcontext())
+
+    def generate(self, prompts, **kwargs):
+        return prompts, [[6 + len(ids), 20, 2] for ids in prompts], None, None
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.setattr(rloo_trainer, "VLLMGeneration", ServerGeneration)
+    monkeypatch.setattr(rloo_trainer, "is_vllm_available", lambda: True, raising=False)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, tmp_path):
+    """In training, with a critic's and the reference's adapter beside it; and the base keeps its bits."""
+    trainer = make_trainer(tmp_path, model=users_model(name), use_vllm=True, learning_rate=1e-2, max_steps=8)
+    before, client = weights(trainer), trainer.vllm_generation.vllm_client
+    trainer.train()
+
+    base, targets = dict(BUILDERS[name]().named_parameters()), lora_configs(name)[0].target_modules
+    for sync, merged in zip(client.syncs, client.merged, strict=True):
+        assert list(sync) == list(base)
+        torch.testing.assert_close(sync, merged, rtol=1e-6, atol=1e-6)
+        changed = {n for n, p in base.items() if not torch.equal(p, sync[n])}
+        assert changed == {n for n in base if any(n.endswith(f"{t}.weight") for t in targets)}
+    assert len(client.syncs) == 2 and all(not torch.equal(client.syncs[0][n], client.syncs[1][n]) for n in changed)
+    after = weights(trainer)
+    kept = {n: p for n, p in before.items() if not {"default", "critic"} & set(n.split("."))}
+    torch.testing.assert_close({n: after[n] for n in kept}, kept, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, torch.uint8),
+        ({"load_in_8bit": True}, torch.int8),
+    ],
+    ids=["nf4", "int8"],
+)
+def test_a_quantised_base_computes_the_same_after_vllm_is_sent_the_policy(quantization, dtype, vllm, tmp_path):
+    base = tiny_llama(hidden_size=64, intermediate_size=128)
+    base.save_pretrained(tmp_path / "base")
+    trainer = lora_trainer(
+        tmp_path,
+        model=str(tmp_path / "base"),
+        use_vllm=True,
+        trainer_kwargs={"quantization_config": BitsAndBytesConfig(**quantization)},
+    )
+    policy = draw(trainer.model).policy.eval()
+    assert policy.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").weight.dtype == dtype
+    fingerprint, before = base_fingerprint(policy), weights(trainer)
+    logits, own_logits = reference_logits(trainer), policy(input_ids=IDS).logits
+    assert (own_logits - logits).abs().max() > 0.1
+
+    sent = {name: weight.clone() for name, weight in trainer.vllm_generation._iter_named_params()}
+
+    assert list(sent) == [name for name, _ in base.named_parameters()]
+    targets = lora_configs()[0].target_modules
+    for name, weight in policy.get_base_model().named_parameters():
+        plain = name.replace(".base_layer", "")
+        if plain in sent:
+            assert torch.equal(sent[plain], weight) != any(f".{t}." in plain for t in targets)
+    torch.testing.assert_close(weights(trainer), before, **EXACT)
+    assert base_fingerprint(policy) == fingerprint
+    torch.testing.assert_close(reference_logits(trainer), logits, **EXACT)
+    torch.testing.assert_close(policy(input_ids=IDS).logits, own_logits, **EXACT)

@@ -11,6 +11,7 @@ from trl.trainer.utils import (
     disable_dropout_in_model,
     get_config_model_id,
     is_async_callable,
+    use_adapter,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "prepare_fsdp",
     "rotate_checkpoints",
     "sort_checkpoints",
+    "use_adapter",
 ]

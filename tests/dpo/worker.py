@@ -126,13 +126,17 @@ def resumed(folder, **kwargs):
 
 
 def broken_weight(folder):
-    """The policy's embedding of one word becomes NaN before training."""
+    """The policy's embedding of one word, which stands in one answer alone, is NaN: what training says."""
+    rows = [
+        {name: text.replace("sky", "log") for name, text in row.items() if isinstance(text, str)} for row in pairs()
+    ]
+    rows = [{**row, "rejected": row["rejected"] + " big"} for row in rows]  # no two became identical
+    rows[5]["chosen"] = "sky"
     model = tiny_llama()
-    data = pairs()
-    word = data[5]["chosen"].split()[0]
     with torch.no_grad():
-        model.model.embed_tokens.weight[tiny_tokenizer().convert_tokens_to_ids(word)] = torch.nan
-    trainer = make_trainer(folder, model, {"ref_model": tiny_llama()}, per_device_train_batch_size=2)
+        model.model.embed_tokens.weight[tiny_tokenizer().convert_tokens_to_ids("sky")] = torch.nan
+    kwargs = {"ref_model": tiny_llama(), "train_dataset": Dataset.from_list(rows)}
+    trainer = make_trainer(folder, model, kwargs, per_device_train_batch_size=2, max_steps=8)
     try:
         trainer.train()
     except FloatingPointError as error:
@@ -152,7 +156,7 @@ def on_two_processes(output_dir):
     results = {
         "drift": run(folder / "drift", 2, **DRIFT, **NORMALIZED),
         "beta_dpo": run(folder / "beta_dpo", 2, **BETA_DPO, **INFORMED),
-        "lora": run(folder / "lora", 2, **DRIFT),
+        "informed": run(folder / "informed", 2, beta_controller="beta_dpo", **INFORMED),
         "resumed": resumed(folder / "resumed", **BETA_DPO, **NORMALIZED),
         "broken": broken_weight(folder / "broken"),
         "shift": shift(folder / "shift"),

@@ -158,18 +158,20 @@ def config(folder: Path, cls: type = DPOConfig, **kwargs) -> DPOConfig:
 
 
 def real(model: str, pairs: Path, seeds: int) -> None:
-    """Does it run on real pairs, and does the loss fall? Only pairs that fit the model's context are taken."""
+    """Does it run on real pairs, and does the loss fall? Only pairs whose prompts leave room in the context."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     limit = AutoModelForCausalLM.from_pretrained(model).config.max_position_embeddings
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     rows = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows]
     sound = [row for row in rows if row["chosen"] and row["rejected"] and row["chosen"] != row["rejected"]]
 
-    def length(row: dict) -> int:
-        return max(len(tokenizer(row["prompt"] + row[name])["input_ids"]) for name in ("chosen", "rejected"))
+    # Answers may be cut off, but not before they have begun to differ
+    def begins(row: dict) -> list[list[int]]:
+        return [tokenizer(row["prompt"] + row[name])["input_ids"][:limit] for name in ("chosen", "rejected")]
 
-    fitting = [row for row in sound if length(row) < limit]
-    print(f"{len(rows)} pairs, {len(sound)} with two different answers, {len(fitting)} within {limit} tokens")
+    fitting = [row for row in sound if len(tokenizer(row["prompt"])["input_ids"]) < 0.8 * limit]
+    fitting = [row for row in fitting if len(set(map(tuple, begins(row)))) == 2]
+    print(f"{len(rows)} pairs, {len(sound)} with two different answers, {len(fitting)} fit into {limit} tokens")
     print("\n| setting | loss, first and last fifth | train accuracy, last fifth | held-out accuracy | drift |")
     print("|---|---|---|---|---|")
     for name, options in {
@@ -196,7 +198,7 @@ def real_run(model: str, rows: list[dict], seed: int, limit: int, options: dict)
         max_length=limit,
         num_train_epochs=3,
         per_device_train_batch_size=8,
-        learning_rate=5e-5,
+        learning_rate=1e-4,
         logging_steps=1,
         **options,
     )

@@ -1,6 +1,7 @@
 """Whether the pairs look like what the reference would write, and what is said where they do not."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 
 from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, logged, make_trainer, pairs, weights
 from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
+from trl_ext.dpo.shift import check_shift_is_possible
 
 
 def own_pairs(model, n=200):
@@ -105,14 +107,14 @@ def test_a_stream_is_checked_by_its_first_rows(tmp_path):
     assert trainer.distribution_shift["chosen"] < 0
 
 
-def test_where_it_was_not_run_it_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_ext.dpo.trainer.DPOTrainer.is_fsdp_enabled", True, raising=False)
-    with pytest.raises(ValueError, match="`distribution_shift_samples=4`: sampling from a reference that FSDP"):
-        from trl_ext.dpo.shift import check_shift_is_possible
-
-        class Stub:
-            is_fsdp_enabled, is_deepspeed_enabled, _is_vision_dataset = True, False, False
-            args = make_trainer(tmp_path).args
-
-        Stub.args.distribution_shift_samples = 4
-        check_shift_is_possible(Stub)
+@pytest.mark.parametrize(
+    ("sharded", "vision", "message"),
+    [(True, False, "a reference that FSDP or DeepSpeed has sharded"), (False, True, "images are not supported")],
+)
+def test_where_it_was_not_run_it_is_refused(sharded, vision, message, tmp_path):
+    args = SimpleNamespace(distribution_shift_samples=4)
+    trainer = SimpleNamespace(
+        args=args, is_fsdp_enabled=sharded, is_deepspeed_enabled=False, _is_vision_dataset=vision
+    )
+    with pytest.raises(ValueError, match=f"`distribution_shift_samples=4`: .*{message}.* Set it to 0"):
+        check_shift_is_possible(trainer)

@@ -39,6 +39,11 @@ OLD_SETTINGS = {
     "use_logits_to_keep": "nothing: log-probs are computed for the completions alone",
     "use_num_logits_to_keep": "nothing: log-probs are computed for the completions alone",
 }
+# What DPOTrainer took as arguments of its own, and DPOConfig has
+MOVED = (
+    *("beta", "loss_type", "max_length", "truncation_mode", "label_smoothing", "disable_dropout"),
+    *("precompute_ref_log_probs", "dataset_num_proc", "model_init_kwargs", "sync_ref_model"),
+)
 OLD_LOSSES = {
     "kto_pair": "`trl.KTOTrainer`, or `loss_type='apo_zero'`",
     "cpo": "`trl.experimental.cpo.CPOTrainer`",
@@ -266,6 +271,18 @@ def refuse_old(names: Any) -> None:
     for name in names:
         if name in OLD_SETTINGS:
             raise TypeError(f"`{name}` is a setting of an earlier TRL. In its place: {OLD_SETTINGS[name]}.")
+
+
+def refuse_old_arguments(old: dict[str, Any]) -> None:
+    """Raise for keyword arguments that DPOTrainer does not have, or no longer has."""
+    if "tokenizer" in old:
+        raise TypeError("`tokenizer` is an argument of an earlier TRL. In its place: `processing_class`.")
+    for name in old:
+        if name in MOVED:
+            raise TypeError(f"`{name}` is an argument of an earlier TRL. In its place: `args=DPOConfig({name}=…)`.")
+    refuse_old(old)
+    if old:
+        raise TypeError(f"DPOTrainer has no argument `{next(iter(old))}`.")
 
 
 def _refuse_old_settings(init):

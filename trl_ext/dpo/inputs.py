@@ -1,6 +1,7 @@
 """What the trainer is given: pairs that teach something, the columns that say more of them, and how they get there."""
 
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,3 +138,16 @@ def _has_content(answer: Any) -> bool:
     if isinstance(answer, list):
         return any(message.get("content") or message.get("tool_calls") for message in answer)
     return bool(answer)
+
+
+def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
+    """Which row of which dataset a row of a batch, chosen answers first, comes from; found by its tokens."""
+    ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
+    text = textwrap.shorten(trainer._tokenizer.decode(ids), 160)
+    completion = "chosen_ids" if row < len(inputs["input_ids"]) // 2 else "rejected_ids"
+    for name, dataset in named_datasets(trainer.train_dataset, trainer.eval_dataset).items():
+        if isinstance(dataset, Dataset) and completion in dataset.column_names:
+            for index, example in enumerate(dataset.select_columns(["prompt_ids", completion])):
+                if (example["prompt_ids"] + example[completion])[: len(ids)] == ids:
+                    return f"row {index} of the {name} dataset ({text!r})"
+    return f"the row {text!r}"

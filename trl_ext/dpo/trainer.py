@@ -4,7 +4,6 @@ import contextlib
 import copy
 import math
 import os
-import textwrap
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,16 +18,21 @@ from transformers.trainer_utils import TrainOutput
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
 from ..upstream import get_config_model_id, use_adapter
 from .beta_controller import BetaController
-from .config import DPOConfig, refuse_old
-from .inputs import PAIR_COLUMNS, PairCollator, check_dataset, check_model, named_datasets, wanted_columns
+from .config import DPOConfig, refuse_old_arguments
+from .inputs import (
+    PAIR_COLUMNS,
+    PairCollator,
+    check_dataset,
+    check_model,
+    name_row,
+    named_datasets,
+    wanted_columns,
+)
 from .margin_normalizer import MarginNormalizer
+from .reference import frozen_copy, needs_copy
 from .shift import check_shift_is_possible, distribution_shift, warn_of_shift
 
 STATE_FILE = "dpo_state.pt"
-_MOVED = (
-    *("beta", "loss_type", "max_length", "truncation_mode", "label_smoothing", "disable_dropout"),
-    *("precompute_ref_log_probs", "dataset_num_proc", "model_init_kwargs", "sync_ref_model"),
-)
 
 
 class DPOTrainer(trl.DPOTrainer):
@@ -75,7 +79,7 @@ class DPOTrainer(trl.DPOTrainer):
         peft_config: Any = None,
         **old: Any,
     ):
-        _refuse_old_arguments(old)
+        refuse_old_arguments(old)
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
@@ -92,7 +96,7 @@ class DPOTrainer(trl.DPOTrainer):
             eval_dataset = checked
         elif eval_dataset is not None:
             eval_dataset = checked["eval"]
-        if ref_model is None and not args.precompute_ref_log_probs and _needs_copy(model, peft_config):
+        if ref_model is None and not args.precompute_ref_log_probs and needs_copy(model, peft_config):
             ref_model = frozen_copy(model)
 
         super().__init__(
@@ -338,7 +342,7 @@ class DPOTrainer(trl.DPOTrainer):
             reference = torch.cat(self.compute_ref_log_probs(self._reference, inputs))
         found = [
             f"process {self.accelerator.process_index}: the {whose} log-prob of the "
-            f"{'chosen' if row < len(reference) // 2 else 'rejected'} answer of {self._name_row(inputs, row)}"
+            f"{'chosen' if row < len(reference) // 2 else 'rejected'} answer of {name_row(self, inputs, row)}"
             for whose, logps in (("policy's", seen[0].sum(1)), ("reference's", reference))
             for row in (~logps.isfinite()).nonzero()[:, 0].tolist()
         ]
@@ -348,47 +352,3 @@ class DPOTrainer(trl.DPOTrainer):
             f"{f'; and {len(found) - 4} more' if len(found) > 4 else ''}. Look at these rows if they are few; else "
             "lower the learning rate, set `max_grad_norm`, or train in bf16 or float32 instead of fp16."
         )
-
-    def _name_row(self, inputs: dict[str, Any], row: int) -> str:
-        ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
-        text = textwrap.shorten(self._tokenizer.decode(ids), 160)
-        completion = "chosen_ids" if row < len(inputs["input_ids"]) // 2 else "rejected_ids"
-        for name, dataset in named_datasets(self.train_dataset, self.eval_dataset).items():
-            if isinstance(dataset, Dataset) and completion in dataset.column_names:
-                for index, example in enumerate(dataset.select_columns(["prompt_ids", completion])):
-                    if (example["prompt_ids"] + example[completion])[: len(ids)] == ids:
-                        return f"row {index} of the {name} dataset ({text!r})"
-        return f"the row {text!r}"
-
-
-def _refuse_old_arguments(old: dict[str, Any]) -> None:
-    if "tokenizer" in old:
-        raise TypeError("`tokenizer` is an argument of an earlier TRL. In its place: `processing_class`.")
-    for name in old:
-        if name in _MOVED:
-            raise TypeError(f"`{name}` is an argument of an earlier TRL. In its place: `args=DPOConfig({name}=…)`.")
-    refuse_old(old)
-    if old:
-        raise TypeError(f"DPOTrainer has no argument `{next(iter(old))}`.")
-
-
-def _needs_copy(model: Any, peft_config: Any) -> bool:
-    """Whether TRL would look for the reference at the path of a model that has none."""
-    return (
-        isinstance(model, nn.Module)
-        and peft_config is None
-        and not is_peft_model(model)
-        and not get_config_model_id(model.config)
-    )
-
-
-def frozen_copy(model: nn.Module) -> nn.Module:
-    """The model as it is now, without the forward that another trainer may have patched onto it."""
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise ValueError(
-            f"The reference would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: "
-            "pass `ref_model`, or the model as a path."
-        )
-    twin = copy.deepcopy(model)
-    vars(twin).pop("forward", None)
-    return twin.requires_grad_(False).eval()

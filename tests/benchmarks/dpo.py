@@ -9,6 +9,7 @@ its tables: means over seeds with 95 % Student intervals.
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -105,17 +106,15 @@ def demo_run(args: DemoArguments, flipped: float, options: list[str]) -> dict:
 
 def demo(seeds: int) -> None:
     results: dict[tuple[float, str], list[dict]] = {}
-    for seed in range(seeds):
+    for (name, options), seed, flipped in itertools.product(SETTINGS.items(), range(seeds), FLIPPED):
         # Annotators that never slip: the flips are the only noise
         args = DemoArguments(seed, str(FOLDER), planted_share=0.0, label_noise=0.0)
-        for flipped in FLIPPED:
-            for name, options in SETTINGS.items():
-                path = args.folder / f"{name.replace(', ', '-').replace(' ', '-')} {flipped:g}.json"
-                known = path.is_file()
-                result = cached(path, lambda a=args, f=flipped, o=options: demo_run(a, f, o))
-                results.setdefault((flipped, name), []).append(result)
-                if not known:
-                    print(f"seed {seed}, {flipped:.0%} flipped, {name}: {result}", flush=True)
+        path = args.folder / f"{name.replace(', ', '-').replace(' ', '-')} {flipped:g}.json"
+        known = path.is_file()
+        result = cached(path, lambda a=args, f=flipped, o=options: demo_run(a, f, o))
+        results.setdefault((flipped, name), []).append(result)
+        if not known:
+            print(f"seed {seed}, {flipped:.0%} flipped, {name}: {result}", flush=True)
     sft = [cached(FOLDER / f"seed-{seed}" / "sft.json", lambda s=seed: sft_gold(s))["gold"] for seed in range(seeds)]
     print(f"\n{seeds} seeds; gold of SFT {mean_interval(sft, '.3f')}\n")
     for flipped in FLIPPED:

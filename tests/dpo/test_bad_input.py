@@ -48,10 +48,10 @@ def test_rows_and_columns_are_named(data, options, message, tmp_path):
 
 def test_evaluation_data_are_checked_too(tmp_path):
     bad = changed(2, rejected="")
-    for given in (bad, {"first": pairs(), "second": bad}):
-        with pytest.raises(ValueError, match="The (eval|second) dataset .* row 2: `rejected` is empty"):
+    for given, name in ((bad, "eval"), ({"first": pairs(), "train": bad}, "eval 'train'")):
+        with pytest.raises(ValueError, match=f"The {name} dataset .* row 2: `rejected` is empty"):
             make_trainer(tmp_path, trainer_kwargs={"eval_dataset": given})
-        with pytest.raises(ValueError, match="The (eval|second) dataset .* row 2: `rejected` is empty"):
+        with pytest.raises(ValueError, match=f"The {name} dataset .* row 2: `rejected` is empty"):
             make_trainer(tmp_path).evaluate(given)
     with pytest.raises(ValueError, match=r"The eval dataset lacks the column\(s\) `score_chosen`"):
         make_trainer(tmp_path, use_margin=True).evaluate(pairs().rename_column("score_chosen", "margin"))
@@ -90,6 +90,8 @@ def test_a_stream_is_checked_as_it_is_read(tmp_path):
 def test_other_kinds_of_arguments_are_named(tmp_path):
     with pytest.raises(TypeError, match="train dataset must be a `datasets.Dataset`, got `DatasetDict`: pass one of"):
         make_trainer(tmp_path, trainer_kwargs={"train_dataset": DatasetDict({"train": pairs()})})
+    with pytest.raises(TypeError, match="train dataset must be a `datasets.Dataset`, got `list`"):
+        make_trainer(tmp_path, trainer_kwargs={"train_dataset": pairs().to_list()}, use_margin=True)
     with pytest.raises(TypeError, match="must be a `trl_ext.DPOConfig`, got trl"):
         DPOTrainer(tiny_llama(), args=TRLConfig(str(tmp_path), use_cpu=True), train_dataset=pairs())
     with pytest.raises(ValueError, match="built in memory, so its tokenizer is not known: pass `processing_class`"):
@@ -102,7 +104,7 @@ def test_log_probs_that_are_not_finite_name_the_row_and_who_gave_them(tmp_path):
     message = broken_weight(tmp_path)
     assert (
         "At step " in message
-        and "the policy's log-prob of the chosen answer of row 5 of the train dataset (" in message
+        and "the policy's log-prob of the chosen answer of row 5 of the prepared train dataset (" in message
     )
     assert message.count("row ") == 1 and "sky </s>" in message
 
@@ -111,7 +113,9 @@ def test_log_probs_that_are_not_finite_name_the_row_and_who_gave_them(tmp_path):
         reference.lm_head.weight.fill_(torch.inf)
     for options in ({}, DRIFT, {"precompute_ref_log_probs": True}):
         trainer = make_trainer(tmp_path, trainer_kwargs={"ref_model": reference}, **options)
-        with pytest.raises(FloatingPointError, match=r"the reference's log-prob .*row \d+ of the train.*and 4 more"):
+        with pytest.raises(
+            FloatingPointError, match=r"the reference's log-prob .*row \d+ of the prepared .* and 4 more"
+        ):
             trainer.train()
     trainer = make_trainer(tmp_path, trainer_kwargs={"ref_model": reference})
     with pytest.raises(FloatingPointError, match="answer of the row '"):  # a dataset that it does not keep

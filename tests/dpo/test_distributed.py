@@ -65,7 +65,10 @@ def test_resuming_on_two_processes_is_exact(results):
 
 def test_a_row_that_is_not_finite_on_one_process_ends_both(results):
     first, second = (process["broken"] for process in results)
-    assert first == second and "the policy's log-prob of the chosen answer of row 5 of the train dataset" in first
+    assert (
+        first == second
+        and "the policy's log-prob of the chosen answer of row 5 of the prepared train dataset" in first
+    )
 
 
 def test_the_shift_is_that_of_all_pairs(results):

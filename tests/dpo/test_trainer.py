@@ -66,6 +66,7 @@ def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(loss_type, tmp_pat
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 0.3], "gradient_accumulation_steps": 2},
         {"sync_ref_model": True, "ref_model_sync_steps": 2},
         {"gradient_checkpointing": True},
+        {"bf16": True},
         {"lora": True},
         {"lora": True, "precompute_ref_log_probs": True},
         {"lora": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},

@@ -69,12 +69,7 @@ def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
 
 
 def _columns_of(dataset: Any) -> list[str]:
-    return dataset.column_names or list(next(iter(dataset)))
-
-
-def named_datasets(train_dataset: Any, eval_dataset: Any) -> dict[str, Any]:
-    evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    return {"train": train_dataset} | {name: dataset for name, dataset in evals.items() if dataset is not None}
+    return getattr(dataset, "column_names", None) or list(next(iter(dataset)))
 
 
 def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, ...]) -> Any:
@@ -108,6 +103,13 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
             f"without two different answers): {'; '.join(problems[:_SHOWN])}{more}."
         )
     return dataset
+
+
+def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:
+    """`check_dataset` of one dataset, or of each in a dictionary."""
+    if not isinstance(dataset, dict):
+        return check_dataset(dataset, "eval", args, columns)
+    return {name: check_dataset(part, f"eval {name!r}", args, columns) for name, part in dataset.items()}
 
 
 def _checked(example: dict[str, Any], row: int, name: str, columns: tuple[str, ...]) -> dict[str, Any]:
@@ -145,9 +147,10 @@ def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
     ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
     text = textwrap.shorten(trainer._tokenizer.decode(ids), 160)
     completion = "chosen_ids" if row < len(inputs["input_ids"]) // 2 else "rejected_ids"
-    for name, dataset in named_datasets(trainer.train_dataset, trainer.eval_dataset).items():
+    evals = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    for name, dataset in [("train", trainer.train_dataset), *evals.items()]:
         if isinstance(dataset, Dataset) and completion in dataset.column_names:
             for index, example in enumerate(dataset.select_columns(["prompt_ids", completion])):
                 if (example["prompt_ids"] + example[completion])[: len(ids)] == ids:
-                    return f"row {index} of the {name} dataset ({text!r})"
+                    return f"row {index} of the prepared {name} dataset ({text!r})"
     return f"the row {text!r}"

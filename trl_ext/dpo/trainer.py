@@ -23,9 +23,9 @@ from .inputs import (
     PAIR_COLUMNS,
     PairCollator,
     check_dataset,
+    check_evaluation,
     check_model,
     name_row,
-    named_datasets,
     wanted_columns,
 )
 from .margin_normalizer import MarginNormalizer
@@ -87,15 +87,9 @@ class DPOTrainer(trl.DPOTrainer):
         if train_dataset is None:
             raise ValueError("`train_dataset` is required.")
         columns = wanted_columns(args, train_dataset)
-        checked = {
-            name: check_dataset(dataset, name, args, columns)
-            for name, dataset in named_datasets(train_dataset, eval_dataset).items()
-        }
-        train_dataset = checked.pop("train")
-        if isinstance(eval_dataset, dict):
-            eval_dataset = checked
-        elif eval_dataset is not None:
-            eval_dataset = checked["eval"]
+        train_dataset = check_dataset(train_dataset, "train", args, columns)
+        if eval_dataset is not None:
+            eval_dataset = check_evaluation(eval_dataset, args, columns)
         if ref_model is None and not args.precompute_ref_log_probs and needs_copy(model, peft_config):
             ref_model = frozen_copy(model)
 
@@ -149,9 +143,7 @@ class DPOTrainer(trl.DPOTrainer):
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         if eval_dataset is not None and not isinstance(eval_dataset, str):  # a name of one that was checked
-            given = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-            checked = {name: check_dataset(part, name, self.args, self._pair_columns) for name, part in given.items()}
-            eval_dataset = checked if isinstance(eval_dataset, dict) else checked["eval"]
+            eval_dataset = check_evaluation(eval_dataset, self.args, self._pair_columns)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
     # ---- Loss ----

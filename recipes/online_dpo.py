@@ -32,6 +32,7 @@ if os.getcwd() not in sys.path:  # a script's own folder is there instead
 
 from recipes.ppo import load_reward
 from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
+from trl_ext.evaluation import bootstrap_interval
 
 # What a run and its continuation may differ in
 MAY_DIFFER = (
@@ -262,14 +263,14 @@ def main(arguments: list[str] | None = None) -> None:
     def measure(path: str | Path, folder: Path, round_number: int, facts: dict) -> dict:
         if not (folder / "round.json").is_file():
             _, answers, scores = sampled(path, held_out, 1, training_args.seed)
-            columns = list(zip(*scores, strict=True))
-            means = {}
-            for name, column in zip(names, columns, strict=True):
-                applying = [value for value in column if value is not None]
-                means[name] = sum(applying) / len(applying) if applying else None
+            means, intervals = {}, {}  # 95 %, over the prompts
+            for name, column in zip(names, zip(*scores, strict=True), strict=True):
+                applying = torch.tensor([value for value in column if value is not None], dtype=torch.double)
+                if len(applying):
+                    means[name], intervals[name] = applying.mean().item(), bootstrap_interval(applying)
             length = sum(len(a["ids"]) for a in answers) / len(answers)
             if processes.is_main_process:  # written last: the round is complete
-                facts = {"round": round_number, **facts, "held_out": means, "length": length}
+                facts = {"round": round_number, **facts, "held_out": means, "intervals": intervals, "length": length}
                 write(folder / "round.json", json.dumps(facts, indent=2))
             processes.wait_for_everyone()
         return json.loads((folder / "round.json").read_text())

@@ -63,6 +63,8 @@ def cached(path: Path, compute: Callable[[], dict]) -> dict:
 
 
 def mean_interval(values: list[float], form: str) -> str:
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
     half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.mean(values):{form}} ± {half:{form.lstrip('+')}}"
 
@@ -215,7 +217,7 @@ def real_run(model: str, rows: list[dict], seed: int, limit: int, options: dict)
 
 
 def timing(repeats: int, steps: int = 20) -> None:
-    """Seconds a step of three trainers in turn, on the demo's pairs; the ratio to TRL's within each turn."""
+    """CPU seconds a step of three trainers in turn, on the demo's pairs; the ratio to TRL's within each turn."""
     args = DemoArguments(0, str(FOLDER), planted_share=0.0, label_noise=0.0)
     sft = sft_stage(args)
     lines = (args.folder / "world/preferences/train.jsonl").read_text().splitlines()
@@ -236,11 +238,11 @@ def timing(repeats: int, steps: int = 20) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in makers}
     for turn in range(repeats + 1):
         for name in sorted(makers, key=lambda _: random.random()):
-            start = time.perf_counter()
+            start = time.process_time()  # a busy machine stretches the wall clock
             trainers[name].train()
             if turn:  # the first one warms up
-                seconds[name].append((time.perf_counter() - start) / steps)
-    print(f"TRL: {1000 * statistics.median(seconds['TRL']):.1f} ms a step, {repeats} turns of {steps} steps")
+                seconds[name].append((time.process_time() - start) / steps)
+    print(f"TRL: {1000 * statistics.median(seconds['TRL']):.1f} ms of CPU a step, {repeats} turns of {steps} steps")
     for name in ("options off", "beta_dpo"):
         ratios = torch.tensor([a / b for a, b in zip(seconds[name], seconds["TRL"], strict=True)])
         resampled = ratios[torch.randint(len(ratios), (4000, len(ratios)))].median(1).values

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, run
+from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -30,7 +30,7 @@ def results(tmp_path_factory):
     return [torch.load(folder / f"process {i}.pt", weights_only=False) for i in range(2)]
 
 
-@pytest.mark.parametrize("name", ["drift", "beta_dpo", "informed"])
+@pytest.mark.parametrize("name", ["drift", "beta_dpo"])
 def test_beta_and_its_controller_are_equal_on_both(name, results):
     for process in results:
         assert process[name]["processes"] == 2 and process[name]["wrapper"] == "DistributedDataParallel"
@@ -48,12 +48,12 @@ def test_two_processes_do_what_one_does(results, tmp_path):
     assert_close(two["weights"], one["weights"], rtol=1e-4, atol=2e-5)
 
 
-def test_informed_and_filtered_pairs_are_the_same_on_one_process(results, tmp_path):
-    """Without the filter, whose draw is of the pairs in the order of the processes."""
-    one = run(tmp_path, 1, beta_controller="beta_dpo", **INFORMED)
-    two = results[0]["informed"]
-    assert_close(two["betas"], one["betas"], rtol=1e-4, atol=1e-6)
-    assert_close(two["losses"], one["losses"], rtol=1e-4, atol=1e-6)
+def test_filtered_and_informed_pairs_are_those_of_one_process(results, tmp_path):
+    """The pairs of both are drawn from in the order in which one process has them."""
+    one, two = run(tmp_path, 1, **BETA_DPO, **INFORMED), results[0]["beta_dpo"]
+    for what in ("state", "beta", "betas", "drift", "losses"):
+        assert_close(two[what], one[what], rtol=1e-4, atol=1e-6)
+    assert_close(two["weights"], one["weights"], rtol=1e-4, atol=2e-5)
 
 
 def test_resuming_on_two_processes_is_exact(results):

@@ -57,10 +57,15 @@ def test_a_model_from_a_path_has_the_reference_that_trl_gives_it(tmp_path):
 def test_with_lora_the_reference_is_the_model_without_its_adapter(precompute, options, tmp_path):
     config = copy.deepcopy(LORA)
     given = copy.deepcopy(config)
+    tiny_llama().save_pretrained(tmp_path / "model")  # PEFT would write its name into the configuration
     trainer = make_trainer(
-        tmp_path, trainer_kwargs={"peft_config": given}, precompute_ref_log_probs=precompute, **options
+        tmp_path,
+        str(tmp_path / "model"),
+        trainer_kwargs={"peft_config": given},
+        precompute_ref_log_probs=precompute,
+        **options,
     )
-    assert trainer.ref_model is None and given.to_dict() == config.to_dict()  # PEFT would write into it
+    assert trainer.ref_model is None and given.to_dict() == config.to_dict()
     ids, base = torch.tensor([[5, 6, 7, 8]]), tiny_llama()
     trainer.train()
     with torch.no_grad(), trainer.reference_adapter():

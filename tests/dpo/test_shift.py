@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch.testing import assert_close
 
 from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, logged, make_trainer, pairs, weights
-from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
+from tests.tiny import WORDS, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext.dpo.shift import check_shift_is_possible
 
 
@@ -75,12 +75,14 @@ def test_the_figures_are_means_per_token_under_the_reference(tmp_path):
 
 def test_the_check_changes_nothing_in_training(tmp_path):
     ends = []
-    for samples in (0, 8):
+    for samples in (0, 8):  # dropout draws from the generators that sampling draws from
         trainer = make_trainer(
             tmp_path,
+            tiny_gpt2(),
             **DRIFT,
             **INFORMED,
             **NORMALIZED,
+            disable_dropout=False,
             distribution_shift_samples=samples,
             distribution_shift_bound=1.0,
         )
@@ -88,6 +90,17 @@ def test_the_check_changes_nothing_in_training(tmp_path):
         ends.append((weights(trainer), logged(trainer, "loss")))
         assert trainer.model.training
     assert_close(ends[1], ends[0], rtol=0, atol=0)
+
+
+def test_with_lora_the_samples_are_those_of_the_model_without_its_adapter(tmp_path):
+    lora = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
+    options = {"distribution_shift_samples": 16, "distribution_shift_bound": 1.0, "max_steps": 1}
+    shifts = []
+    for kwargs in ({}, lora):
+        trainer = make_trainer(tmp_path, sharp_llama(), kwargs, **options)
+        trainer.train()
+        shifts.append(trainer.distribution_shift)
+    assert shifts[1] == pytest.approx(shifts[0], rel=1e-5)
 
 
 def test_a_resumed_run_is_not_checked_again_and_precomputed_references_are(tmp_path):

@@ -23,6 +23,7 @@ from tests.dpo.worker import (
 )
 from tests.tiny import tiny_gpt2, tiny_llama
 from trl_ext.dpo.config import LOSSES
+from trl_ext.dpo.inputs import PAIR_COLUMNS
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")}
 # Options that move nothing, so that the tap is in place and TRL's loss is unchanged
@@ -186,6 +187,17 @@ def test_beta_dpo_is_the_formula(tmp_path):
     assert controller.margin_std == pytest.approx(0.9 + 0.1 * margins.std().item(), rel=1e-4)
 
 
+def test_beta_dpo_follows_its_rule_from_batch_to_batch(tmp_path):
+    trainer = make_trainer(tmp_path, beta_controller="beta_dpo", per_device_train_batch_size=8, learning_rate=3e-3)
+    trainer.train()
+    running_mean, betas = 0.0, logged(trainer, "beta")
+    for beta, reward_margin in zip(betas, logged(trainer, "rewards/margins"), strict=True):
+        margin = reward_margin / beta
+        assert beta == pytest.approx(0.1 * (1 + 0.6 * (margin - running_mean)), rel=1e-4)
+        running_mean = 0.9 * running_mean + 0.1 * margin
+    assert max(betas) > 0.12
+
+
 def test_filtering_is_the_mean_over_the_kept_pairs_and_their_margins(tmp_path):
     model = tiny_llama(seed=3)
     trainer = make_trainer(tmp_path, model, {"ref_model": tiny_llama()}, **BETA_DPO, beta_dpo_alpha=0.01)
@@ -307,15 +319,19 @@ def test_compute_metrics_gets_its_logits_through_the_tap(tmp_path):
 
 
 def test_a_new_dataset_is_evaluated_with_precomputed_references_and_columns(tmp_path):
-    options = {**INFORMED, **NORMALIZED, **DRIFT}
+    options, seen = {**INFORMED, **NORMALIZED, **DRIFT}, set()
     results = []
     for precompute in (False, True):
         trainer = make_trainer(tmp_path, precompute_ref_log_probs=precompute, **options)
+        for model in (trainer.model, trainer.ref_model):
+            if model is not None:
+                model.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
         results.append(trainer.evaluate(pairs(8, seed=5)))
         trainer.train()
         results[-1] |= {"weights": weights(trainer)}
     assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
     assert_close(results[1]["weights"], results[0]["weights"], rtol=1e-4, atol=1e-5)
+    assert "input_ids" in seen and not seen & set(PAIR_COLUMNS)  # a model may refuse what it does not know
 
 
 def test_a_callback_may_set_beta(tmp_path):

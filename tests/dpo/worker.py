@@ -156,7 +156,6 @@ def on_two_processes(output_dir):
     results = {
         "drift": run(folder / "drift", 2, **DRIFT, **NORMALIZED),
         "beta_dpo": run(folder / "beta_dpo", 2, **BETA_DPO, **INFORMED),
-        "informed": run(folder / "informed", 2, beta_controller="beta_dpo", **INFORMED),
         "resumed": resumed(folder / "resumed", **BETA_DPO, **NORMALIZED),
         "broken": broken_weight(folder / "broken"),
         "shift": shift(folder / "shift"),

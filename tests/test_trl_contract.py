@@ -15,6 +15,7 @@ import textwrap
 
 import pytest
 import torch
+import trl
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
@@ -24,10 +25,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.callbacks import SyncRefModelCallback
-from trl.trainer.utils import use_adapter
+from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 
+import trl_ext
+from tests.dpo.worker import QUIET, make_trl_trainer
+from tests.dpo.worker import make_trainer as make_dpo_trainer
+from tests.dpo.worker import pairs as dpo_pairs
 from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer, upstream
+from trl_ext.dpo import config as dpo_config
+from trl_ext.dpo.inputs import PAIR_COLUMNS
 from trl_ext.ppo.base import PPOTrainerBase
 from trl_ext.ppo.config import PPOConfig
 
@@ -55,6 +62,7 @@ IMPORTED = {  # name in trl_ext/upstream.py -> the parameters that we pass, in t
     "rotate_checkpoints": ["output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"],
     "set_zero3_state": [],
     "sort_checkpoints": ["output_dir"],
+    "use_adapter": ["model", "adapter_name"],
 }
 
 
@@ -921,3 +929,196 @@ def test_a_subclass_of_the_config_that_we_rely_on(tmp_path):
     require(
         not hidden, f"`to_dict` of TrainingArguments hides {hidden}", "`to_dict` of trl_ext/ppo/config.py, for copies"
     )
+
+
+# ---- DPOTrainer: observed on a plain `trl.DPOTrainer` ----
+
+DPO_OVERRIDDEN = {  # method of trl.DPOTrainer -> the parameters that our override names or passes on in this order
+    "_compute_loss": ["model", "inputs", "return_outputs"],
+    "_load_optimizer_and_scheduler": ["checkpoint"],
+    "_save_rng_state": ["output_dir"],
+    "_set_signature_columns_if_needed": [],
+    "compute_ref_log_probs": ["model", "inputs"],
+    "evaluate": ["eval_dataset"],
+    "train": ["resume_from_checkpoint"],
+    "training_step": [],
+    "__init__": [
+        "model",
+        "ref_model",
+        "args",
+        "data_collator",
+        "train_dataset",
+        "eval_dataset",
+        "processing_class",
+        "compute_metrics",
+        "callbacks",
+        "optimizers",
+        "quantization_config",
+        "peft_config",
+    ],
+}
+_DPO = "trl_ext/dpo/trainer.py"
+
+
+def test_dpo_overridden_methods_keep_their_parameters():
+    for name, expected in DPO_OVERRIDDEN.items():
+        parameters = list(inspect.signature(getattr(trl.DPOTrainer, name)).parameters)[1:]
+        exact = name in ("_compute_loss", "compute_ref_log_probs", "__init__")
+        require(
+            parameters == expected if exact else parameters[: len(expected)] == expected,
+            f"`DPOTrainer.{name}` takes {parameters}, it took {expected}",
+            _DPO,
+        )
+
+
+def test_dpo_trainer_has_no_name_that_we_use_for_ourselves(tmp_path):
+    ours = {name for name in vars(trl_ext.DPOTrainer) if not name.startswith("__")} | {"__init__"}
+    shared = {name for name in ours if hasattr(trl.DPOTrainer, name)}
+    require(
+        shared == {*DPO_OVERRIDDEN, "_tag_names"},
+        f"DPOTrainer and we both define {sorted(shared ^ {*DPO_OVERRIDDEN, '_tag_names'})}, or no longer do",
+        f"{_DPO} (and the table in this test)",
+    )
+    plain, mine = vars(make_trl_trainer(tmp_path)), vars(make_dpo_trainer(tmp_path))
+    taken = {"beta_controller", "margin_normalizer", "distribution_shift", "_pair_columns"} & set(plain)
+    require(not taken, f"DPOTrainer sets {sorted(taken)}, too", _DPO)
+    read = {"beta", "precompute_ref_logps", "loss_types", "loss_weights", "ld_alpha", "ref_model"}
+    missing = (read | {"_metrics", "_tokenizer", "_is_vision_dataset", "_signature_columns"}) - set(plain)
+    require(not missing and set(plain) <= set(mine), f"DPOTrainer no longer sets {sorted(missing)}", _DPO)
+
+
+def trl_loss(trainer, chosen, rejected, beta, loss_type, label_smoothing=0.1):
+    """TRL's loss of these log-ratios, as floats; what it reads is set while the stand-in for the model is called."""
+    trainer.loss_types, trainer.loss_weights, trainer.label_smoothing = [loss_type], [1.0], label_smoothing
+    # Two tokens each: the first is the prompt, the second the completion
+    log_probs = torch.tensor([[c] for c in chosen] + [[r] for r in rejected])
+    ids = torch.tensor([[5, 6]] * len(log_probs))
+    inputs = {"input_ids": ids, "attention_mask": ids * 0 + 1, "completion_mask": torch.tensor([[0, 1]] * len(ids))}
+
+    def stand_in(**kwargs):
+        require(kwargs.get("fused_lm_head"), "the model is called without `fused_lm_head`", _DPO)
+        trainer.beta = torch.tensor(beta)
+        inputs["ref_chosen_logps"] = inputs["ref_rejected_logps"] = torch.zeros(len(chosen))
+        zeros = torch.zeros_like(log_probs)
+        return FusedCausalLMOutput(log_probs=log_probs, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+
+    trainer.precompute_ref_logps = True
+    return trainer._compute_loss(stand_in, inputs, False).item()
+
+
+def test_dpo_reads_beta_and_the_reference_after_the_model_has_answered(tmp_path):
+    trainer = make_trl_trainer(tmp_path)
+    got = trl_loss(trainer, [1.0, -2.0], [0.5, 1.0], [0.2, 0.4], "sigmoid")
+    expected = sum(math.log1p(math.exp(-z)) for z in (0.2 * 0.5, 0.4 * -3.0)) / 2
+    require(
+        math.isclose(got, expected, rel_tol=1e-6), f"the loss of set β and references is {got}, not {expected}", _DPO
+    )
+    mode = "train" if trainer.model.training else "eval"
+    margins = trainer._metrics[mode]["rewards/margins"]
+    want = (0.2 * 0.5 + 0.4 * -3.0) / 2
+    require(
+        isinstance(margins[-1], float) and math.isclose(margins[-1], want, rel_tol=1e-5),
+        "`rewards/margins` is no longer the mean of β times the margins, appended as a float",
+        f"{_DPO}, to find log-probs that are not finite",
+    )
+    trainer.loss_weights = [0.0]
+    trainer.loss_types = ["sigmoid"]
+    output = trl_loss(trainer, [math.nan, 0.0], [0.5, 1.0], [0.2, 0.4], "sigmoid")
+    require(math.isnan(output) and math.isnan(margins[-1]), "a NaN does not reach `rewards/margins`", _DPO)
+
+
+def test_dpo_losses_are_those_that_the_config_knows(tmp_path):
+    source = textwrap.dedent(inspect.getsource(trl.DPOTrainer._compute_loss))
+    compared = {
+        node.comparators[0].value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "loss_type"
+    }
+    require(
+        compared == set(dpo_config.LOSSES), f"the losses are {sorted(compared)}", "LOSSES of trl_ext/dpo/config.py"
+    )
+
+    trainer, pairs_ = make_trl_trainer(tmp_path), ([1.0, -2.0, 0.3], [0.5, 1.0, -0.4])
+    twice = [[2 * ratio for ratio in ratios] for ratios in pairs_]
+    shifted = [[ratio + 1.0 for ratio in ratios] for ratios in pairs_]
+    for loss_type in dpo_config.LOSSES:
+        loss = trl_loss(trainer, *pairs_, 0.2, loss_type)
+        same = {
+            "β": loss == trl_loss(trainer, *pairs_, 0.3, loss_type),
+            "β·Δ": math.isclose(loss, trl_loss(trainer, *twice, 0.1, loss_type), rel_tol=1e-5)
+            and math.isclose(loss, trl_loss(trainer, *shifted, 0.2, loss_type), rel_tol=1e-5),
+            "smoothing": loss == trl_loss(trainer, *pairs_, 0.2, loss_type, label_smoothing=0.3),
+        }
+        # A vector of β is not a factor of Δ where a loss sorts the pairs or divides by lengths
+        of_margin = same["β·Δ"] and not same["β"] and loss_type not in ("aot", "aot_unpaired", "sigmoid_norm")
+        for what, is_so, names in (
+            ("sees β", not same["β"], set(dpo_config.LOSSES) - dpo_config.WITHOUT_BETA),
+            ("sees β as β·Δ only", of_margin, dpo_config.OF_BETA_TIMES_MARGIN),
+            ("reads `label_smoothing`", not same["smoothing"], dpo_config.READS_LABEL_SMOOTHING),
+        ):
+            require(
+                is_so == (loss_type in names), f"that '{loss_type}' {what} is now {is_so}", "trl_ext/dpo/config.py"
+            )
+
+
+def test_dpo_batches_and_columns(tmp_path):
+    trainer = make_trl_trainer(tmp_path)
+    rows = list(trainer.train_dataset.select(range(2)))
+    keys = {"input_ids", "attention_mask", "completion_mask"}
+    require(set(trainer.data_collator(rows)) == keys, "the collator makes other columns than these", "dpo/inputs.py")
+    for name in ("prompt_ids", "chosen_ids", "rejected_ids", "source", "weight"):
+        require(name in rows[0], f"a prepared dataset has no `{name}` any more", "trl_ext/dpo/")
+    trainer._set_signature_columns_if_needed()
+    require("chosen_ids" in trainer._signature_columns, "`_signature_columns` is no list of kept columns", _DPO)
+    require(not {*PAIR_COLUMNS} & {*trainer._signature_columns}, "TRL has a column of ours", "dpo/inputs.py")
+    sums = trainer.compute_ref_log_probs(trainer.ref_model, trainer.data_collator(rows))
+    require([tuple(s.shape) for s in sums] == [(2,), (2,)], "`compute_ref_log_probs` returns other shapes", _DPO)
+
+
+def test_dpo_config_has_none_of_the_old_settings_and_none_of_ours():
+    theirs = {field.name for field in dataclasses.fields(trl.DPOConfig)}
+    back = theirs & {*dpo_config.OLD_SETTINGS}
+    require(not back, f"DPOConfig has {sorted(back)} again", "OLD_SETTINGS of trl_ext/dpo/config.py")
+    ours = {*vars(dpo_config.DPOConfig)["__annotations__"]}
+    require(not ours & theirs, f"DPOConfig has {sorted(ours & theirs)}, too", "trl_ext/dpo/config.py")
+
+
+def test_dpo_when_state_is_saved_loaded_and_gradients_are_complete(tmp_path):
+    events = []
+
+    class ObservedDPO(trl.DPOTrainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            events.append(("step", self.accelerator.sync_gradients))
+            return loss
+
+        def _save_rng_state(self, output_dir):
+            super()._save_rng_state(output_dir)
+            events.append(("save", output_dir))
+
+        def _load_optimizer_and_scheduler(self, checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            events.append(("load", checkpoint))
+
+    def train(checkpoint, **kwargs):
+        events.clear()
+        given = {"train_dataset": dpo_pairs(), "processing_class": tiny_tokenizer(), "ref_model": tiny_llama()}
+        kwargs = {**QUIET, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2, **kwargs}
+        trainer = ObservedDPO(tiny_llama(), args=trl.DPOConfig(str(tmp_path), **kwargs), **given)
+        trainer._metrics["train"]["before"].append(7.0)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    checkpoint = str(tmp_path / "checkpoint-2")
+    trainer = train(None, max_steps=2)
+    steps = [("step", False), ("step", True)]
+    require(
+        [e for e in events if e[0] != "load"] == steps * 2 + [("save", checkpoint)], f"the order is {events}", _DPO
+    )
+    require(("load", checkpoint) not in events, "the first run loads a state", _DPO)
+    require(
+        trainer.state.log_history[0].get("before") == 7.0, "what is in `_metrics` before training is not logged", _DPO
+    )
+    for skip in (False, True):  # `_load_rng_state` is not called with `ignore_data_skip`
+        train(checkpoint, max_steps=3, ignore_data_skip=skip, save_strategy="no")
+        require(events == [("load", checkpoint), *steps], f"the order is {events}", _DPO)

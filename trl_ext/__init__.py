@@ -1,4 +1,4 @@
-"""PPO with a critic for language models, on Hugging Face TRL.
+"""PPO with a critic, and DPO, for language models, on Hugging Face TRL.
 
 Public names load on first use: `import trl_ext` alone imports neither torch nor trl.
 """
@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import functional
     from .data import load_dataset_split
+    from .dpo import DPOConfig, DPOTrainer
     from .parser import StrictTrlParser
     from .ppo import PPOConfig, PPOTrainer, save_base_fingerprint
 
 _MODULES = {
+    "DPOConfig": "trl_ext.dpo",
+    "DPOTrainer": "trl_ext.dpo",
     "PPOConfig": "trl_ext.ppo",
     "PPOTrainer": "trl_ext.ppo",
     "StrictTrlParser": "trl_ext.parser",
@@ -21,7 +24,16 @@ _MODULES = {
     "save_base_fingerprint": "trl_ext.ppo",
 }
 
-__all__ = ["PPOConfig", "PPOTrainer", "StrictTrlParser", "functional", "load_dataset_split", "save_base_fingerprint"]
+__all__ = [
+    "DPOConfig",
+    "DPOTrainer",
+    "PPOConfig",
+    "PPOTrainer",
+    "StrictTrlParser",
+    "functional",
+    "load_dataset_split",
+    "save_base_fingerprint",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from trl.trainer.utils import (
     disable_dropout_in_model,
     get_config_model_id,
     is_async_callable,
+    use_adapter,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "rotate_checkpoints",
     "set_zero3_state",
     "sort_checkpoints",
+    "use_adapter",
 ]

@@ -18,7 +18,7 @@ class Measured:
 
     answers: list[str]
     gold: Tensor
-    proxy: Tensor
+    proxy: Tensor  # NaN without a reward model
     kl: Tensor  # Σ log π − log π_ref over the response, nats
     entropy: Tensor  # Σ −log π over the response, nats
     ended: Tensor  # whether EOS came
@@ -30,17 +30,15 @@ class Measured:
 def measure(
     policy: PreTrainedModel,
     reference: PreTrainedModel,
-    reward_model: PreTrainedModel,
+    reward_model: PreTrainedModel | None,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[dict],
     seed: int = 0,
 ) -> Measured:
     """Sample one answer to each prompt at temperature 1, and score it by gold and by the reward model."""
     torch.manual_seed(seed)
-    parts = [
-        _measure_batch(policy.eval(), reference.eval(), reward_model.eval(), tokenizer, rows[start : start + BATCH])
-        for start in range(0, len(rows), BATCH)
-    ]
+    models = [model.eval() if model is not None else None for model in (policy, reference, reward_model)]
+    parts = [_measure_batch(*models, tokenizer, rows[start : start + BATCH]) for start in range(0, len(rows), BATCH)]
     names = ("gold", "proxy", "kl", "entropy", "ended", "length", "phrase")
     merged = {name: torch.cat([getattr(part, name) for part in parts]).double() for name in names}
     return Measured(answers=[answer for part in parts for answer in part.answers], **merged)
@@ -74,7 +72,7 @@ def _measure_batch(policy, reference, reward_model, tokenizer, rows: list[dict])
     return Measured(
         answers=answers,
         gold=torch.tensor(gold_reward(answers, ids, [r["product"] for r in rows], [r["problem"] for r in rows])),
-        proxy=reward_model(**whole).logits[:, 0],
+        proxy=torch.full((len(rows),), torch.nan) if reward_model is None else reward_model(**whole).logits[:, 0],
         kl=((logprobs - ref_logprobs) * mask).sum(1),
         entropy=-(logprobs * mask).sum(1),
         ended=is_eos.any(1),

@@ -25,6 +25,7 @@ SHORT = {
     "world": {"demonstrations": 640, "pairs": 640, "prompts": 512, "held_out": 200},
     "sft": ["--num_train_epochs", "1"],
     "reward": ["--num_train_epochs", "1"],
+    "online_dpo": ["--prompts_per_round", "64", "--num_samples", "2", "--save_steps", "1"],
     "ppo": ["--total_episodes", "384", "--eval_steps", "2", "--save_steps", "6", "--num_ppo_epochs", "1"],
 }
 
@@ -144,6 +145,23 @@ def prepare_ppo() -> list[str]:
     use_one_thread()
     PartialState().print(f"No arguments: this is the demo's guarded PPO run, {args.folder / 'guarded'}.", flush=True)
     return ppo_arguments(args, "guarded")
+
+
+def prepare_online_dpo() -> list[str]:
+    """What `recipes/online_dpo.py` does without arguments: three rounds, after the stages that are missing."""
+    args = DemoArguments()
+    use_one_thread()
+    PartialState().print(f"No arguments: this is the demo's online DPO, {args.folder / 'online-dpo'}.", flush=True)
+    return online_dpo_arguments(args)
+
+
+def online_dpo_arguments(args: DemoArguments, options: Sequence = ()) -> list[str]:
+    """Command line of `recipes/online_dpo.py`, after the stages that it needs."""
+    reward, world, policy = reward_stage(args), args.folder / "world", args.folder / "sft"
+    arguments = ["--config", HERE / "online_dpo.yaml", "--model_name_or_path", policy]
+    arguments += ["--dataset_name", world / "prompts", "--reward_model_name_or_path", reward]
+    arguments += ["--output_dir", args.folder / "online-dpo", "--seed", args.seed]
+    return [str(argument) for argument in (*arguments, *_short(args, "online_dpo"), *options)]
 
 
 def ppo_arguments(args: DemoArguments, name: str, options: Sequence = ()) -> list[str]:

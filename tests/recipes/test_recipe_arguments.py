@@ -1,10 +1,10 @@
-"""What the SFT and reward recipes answer, in one line, to a command line that says too little or something unknown."""
+"""What the SFT, reward and DPO recipes answer, in one line, to a command line that says too little or is unknown."""
 
 import pytest
 
-from recipes import reward, sft
+from recipes import dpo, reward, sft
 
-RECIPES = pytest.mark.parametrize("recipe", [sft, reward], ids=["sft", "reward"])
+RECIPES = pytest.mark.parametrize("recipe", [sft, reward, dpo], ids=["sft", "reward", "dpo"])
 
 
 @RECIPES

@@ -1,6 +1,16 @@
-"""Pure tensor maths of PPO: no model, no config, no trainer, no dependency but torch."""
+"""Pure tensor maths of PPO and DPO: no model, no config, no trainer, no dependency but torch."""
 
 from .advantages import gae, token_rewards
+from .dpo import (
+    beta_dpo,
+    displaced,
+    keep_typical,
+    margin_scales,
+    preference_drift,
+    preference_logits,
+    preference_loss,
+    sequence_logprobs,
+)
 from .kl import adaptive_kl_coef, kl_estimate
 from .losses import approx_kl, policy_loss, value_loss
 from .masking import last_token_index, masked_mean, masked_sum, position_ids
@@ -17,17 +27,25 @@ from .moments import (
 __all__ = [
     "adaptive_kl_coef",
     "approx_kl",
+    "beta_dpo",
+    "displaced",
     "empty_moments",
     "explained_variance",
     "gae",
+    "keep_typical",
     "kl_estimate",
     "last_token_index",
+    "margin_scales",
     "masked_mean",
     "masked_sum",
     "merge_moments",
     "moments",
     "policy_loss",
     "position_ids",
+    "preference_drift",
+    "preference_logits",
+    "preference_loss",
+    "sequence_logprobs",
     "standard_deviation",
     "token_rewards",
     "value_loss",

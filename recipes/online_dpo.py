@@ -1,0 +1,336 @@
+"""Online DPO in rounds: sample k answers from the current policy, score them, train on the best against the worst.
+
+    accelerate launch recipes/online_dpo.py --config recipes/demo/online_dpo.yaml --model_name_or_path PATH_OR_HUB_NAME
+
+Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
+`reward_model_name_or_path`, `reward_funcs`, or both. Round r is the folder `round-r` of `output_dir`: the model (with
+`use_peft`, its adapter merged), the pairs it was trained on, and in `round.json` what it gets on the held-out prompts;
+`online_dpo.json` has all rounds. The same command again resumes, within a round from its newest checkpoint; a larger
+`num_rounds` adds rounds. Without arguments: three rounds in the demo's world.
+"""
+
+import copy
+import gc
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import ModelConfig, ScriptArguments, get_peft_config
+
+if os.getcwd() not in sys.path:  # a script's own folder is there instead
+    sys.path.insert(0, os.getcwd())
+
+from recipes.ppo import load_reward
+from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
+from trl_ext.evaluation import bootstrap_interval
+
+# What a run and its continuation may differ in
+MAY_DIFFER = (
+    "num_rounds",
+    "logging_",
+    "disable_tqdm",
+    "report_to",
+    "run_name",
+    "save_",
+    "dataloader_",
+    "hub_",
+    "push_",
+)
+
+
+@dataclass
+class OnlineDPOScriptArguments(ScriptArguments):
+    """What `DPOConfig` and `ModelConfig` do not say: the prompts, the answers and their scores."""
+
+    num_rounds: int = field(default=3, metadata={"help": "Rounds of sampling and training."})
+    prompts_per_round: int = field(default=512, metadata={"help": "Prompts that are answered in a round."})
+    num_samples: int = field(default=4, metadata={"help": "k: answers to each prompt."})
+    max_completion_length: int = field(default=256, metadata={"help": "Tokens of an answer."})
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
+    reward_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Sequence classifier with one label. `reward_weights` are: this model's, then `reward_funcs`'."
+        },
+    )
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={"help": "Reward functions, each `package.module.function` or `path/to/file.py:function`."},
+    )
+    reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "Weight of each reward; 1 if unset. What has weight 0 is only reported."}
+    )
+    keep_reference: bool = field(
+        default=False,
+        metadata={"help": "Keep the first policy as the reference, not the policy that a round starts from."},
+    )
+
+    def __post_init__(self):
+        if not self.dataset_name:
+            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
+        if not (self.reward_model_name_or_path or self.reward_funcs):
+            raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs`, or both")
+        rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or [])
+        if self.reward_weights is not None and len(self.reward_weights) != rewards:
+            raise ValueError(f"`reward_weights` must be one for each of {rewards} rewards, got {self.reward_weights}")
+        least = {"num_rounds": 1, "prompts_per_round": 1, "num_samples": 2, "max_completion_length": 1}
+        for name, minimum in least.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"`{name}` must be {minimum} or more, got {getattr(self, name)}")
+        if not self.temperature > 0:
+            raise ValueError(f"`temperature` must be > 0, got {self.temperature}: equal answers make no pair")
+        if self.dataset_streaming or self.ignore_bias_buffers:
+            raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
+
+
+class ModelReward:
+    """A sequence classifier as a reward function; an answer that was finished ends by EOS, as in its training."""
+
+    def __init__(self, path: str, device: torch.device):
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).to(device).eval()
+        self.__name__ = Path(path).name
+
+    @torch.no_grad()
+    def __call__(self, prompts: list, completions: list, finished: list[bool], **columns: Any) -> list[float]:
+        texts = []
+        for prompt, completion, ended in zip(prompts, completions, finished, strict=True):
+            if isinstance(prompt, list):
+                texts.append(self.tokenizer.apply_chat_template(prompt + completion, tokenize=False))
+            else:
+                texts.append(prompt + completion + (self.tokenizer.eos_token if ended else ""))
+        batch = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.model.device)
+        return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].tolist()
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, rows: list[dict], number: int, script_args: Any, batch: int) -> list[dict]:
+    """`number` sampled answers to each row, as `{"completion", "ids", "finished"}`, those of a row in succession."""
+    answers = []
+    rows = [row for row in rows for _ in range(number)]
+    for start in range(0, len(rows), batch):
+        prompts = [row["prompt"] for row in rows[start : start + batch]]
+        talks = isinstance(prompts[0], list)
+        texts = prompts
+        if talks:
+            texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts]
+        inputs = tokenizer(
+            texts, padding=True, padding_side="left", add_special_tokens=not talks, return_tensors="pt"
+        ).to(model.device)
+        sequences = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=script_args.max_completion_length,
+            do_sample=True,
+            temperature=script_args.temperature,
+            top_k=0,
+            top_p=1.0,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+        for ids in sequences[:, inputs["input_ids"].shape[1] :].tolist():
+            finished = tokenizer.eos_token_id in ids
+            ids = ids[: ids.index(tokenizer.eos_token_id) + 1] if finished else ids
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            completion = [{"role": "assistant", "content": text}] if talks else text
+            answers.append({"completion": completion, "ids": ids, "finished": finished})
+    return answers
+
+
+def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
+    """What each reward function says of each answer; there are as many answers to each row."""
+    rows = [row for row in rows for _ in range(len(answers) // len(rows))]
+    scores: list[list[float | None]] = []
+    for start in range(0, len(rows), batch):
+        part = slice(start, start + batch)
+        columns = {name: [row[name] for row in rows[part]] for name in rows[0] if name != "prompt"}
+        given = {
+            "prompts": [row["prompt"] for row in rows[part]],
+            "completions": [a["completion"] for a in answers[part]],
+            "completion_ids": [a["ids"] for a in answers[part]],
+            "finished": [a["finished"] for a in answers[part]],
+        }
+        scores += zip(*(reward(**given, **columns) for reward in rewards), strict=True)
+    return [list(row) for row in scores]
+
+
+def total(scores: list[float | None], weights: list[float]) -> float | None:
+    """Weighted sum over the functions that apply; None if none does."""
+    applying = [w * s for w, s in zip(weights, scores, strict=True) if s is not None and w != 0]
+    return sum(applying) if applying else None
+
+
+def text_of(completion: str | list[dict]) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | None]) -> list[dict]:
+    """A pair for each prompt, unless all its answers are worth the same or empty; `score_…` are for `use_margin`."""
+    pairs, k = [], len(answers) // len(rows)
+    for i, row in enumerate(rows):
+        scored = [(t, a) for t, a in zip(totals[i * k : i * k + k], answers[i * k : i * k + k], strict=True)]
+        scored = [(t, a) for t, a in scored if t is not None and text_of(a["completion"]).strip()]
+        if not scored:
+            continue
+        (high, best), (low, worst) = (pick(scored, key=lambda item: item[0]) for pick in (max, min))
+        if high > low and best["completion"] != worst["completion"]:
+            pair = {"prompt": row["prompt"], "chosen": best["completion"], "rejected": worst["completion"]}
+            pairs.append({**pair, "score_chosen": high, "score_rejected": low})
+    return pairs
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(text)
+    path.with_suffix(".tmp").replace(path)
+
+
+def check_settings(folder: Path, settings: dict, parser: StrictTrlParser) -> None:
+    settings = {name: value for name, value in settings.items() if not name.startswith(MAY_DIFFER)}
+    settings = json.loads(json.dumps(settings, default=str))
+    path = folder / "online_dpo_settings.json"
+    if not path.is_file():
+        if PartialState().is_main_process:
+            write(path, json.dumps(settings, indent=2))
+        return
+    old = json.loads(path.read_text())
+    different = [f"{n}: {old.get(n)!r} → {settings.get(n)!r}" for n in settings if old.get(n) != settings.get(n)]
+    if different:
+        parser.error(f"{folder} was begun with other settings ({'; '.join(different)}): choose another `output_dir`")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    # 1. Set-up
+    parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelConfig))
+    if not (sys.argv[1:] if arguments is None else arguments):
+        arguments = importlib.import_module("recipes.demo.stages").prepare_online_dpo()
+    script_args, training_args, model_args = parser.parse_args_and_config(arguments)
+    if model_args.model_name_or_path is None:
+        parser.error("no model: give `model_name_or_path`, a folder or a hub name")
+    if model_args.load_in_4bit or model_args.load_in_8bit or training_args.push_to_hub:
+        parser.error("`load_in_4bit`, `load_in_8bit` and `push_to_hub` are not supported here: leave them unset")
+    processes, output_dir = PartialState(), Path(training_args.output_dir)
+    settings = {**vars(script_args), **training_args.to_dict(), **vars(model_args)}
+    check_settings(output_dir, settings, parser)
+
+    # 2. Data and rewards
+    load = {"config": script_args.dataset_config, "columns": ("prompt",)}
+    try:
+        train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
+        held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load).to_list()
+        rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []]
+    except (ValueError, FileNotFoundError, ImportError, TypeError) as error:
+        parser.error(str(error))
+    if script_args.reward_model_name_or_path:
+        rewards.insert(0, ModelReward(script_args.reward_model_name_or_path, training_args.device))
+    names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
+    weights = script_args.reward_weights or [1.0] * len(rewards)
+
+    # 3. Rounds
+    kwargs = {
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+        "trust_remote_code": training_args.trust_remote_code,
+        **(training_args.model_init_kwargs or {}),
+    }
+    start = model_args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(start, revision=model_args.model_revision)
+    size = training_args.per_device_eval_batch_size
+
+    def load_policy(path: str | Path) -> Any:
+        revision = {"revision": model_args.model_revision} if path == start else {}
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs, **revision)
+
+    def sampled(path: str | Path, rows: list[dict], number: int, seed: int) -> tuple[list, list, list]:
+        """This process' share of the rows, with its answers and scores, gathered."""
+        policy = load_policy(path).to(training_args.device).eval()
+        mine = rows[processes.process_index :: processes.num_processes]
+        torch.manual_seed(seed * processes.num_processes + processes.process_index)
+        answers = answer(policy, tokenizer, mine, number, script_args, size) if mine else []
+        scores = score(rewards, mine, answers, size) if mine else []
+        return tuple(gather_object(part) for part in (mine, answers, scores))  # type: ignore[return-value]
+
+    def measure(path: str | Path, folder: Path, round_number: int, facts: dict) -> dict:
+        if not (folder / "round.json").is_file():
+            _, answers, scores = sampled(path, held_out, 1, training_args.seed)
+            means, intervals = {}, {}  # 95 %, over the prompts
+            for name, column in zip(names, zip(*scores, strict=True), strict=True):
+                applying = torch.tensor([value for value in column if value is not None], dtype=torch.double)
+                if len(applying):
+                    means[name], intervals[name] = applying.mean().item(), bootstrap_interval(applying)
+            length = sum(len(a["ids"]) for a in answers) / len(answers)
+            if processes.is_main_process:  # written last: the round is complete
+                facts = {"round": round_number, **facts, "held_out": means, "intervals": intervals, "length": length}
+                write(folder / "round.json", json.dumps(facts, indent=2))
+            processes.wait_for_everyone()
+        return json.loads((folder / "round.json").read_text())
+
+    policy: str | Path = start
+    history = [measure(policy, output_dir / "round-0", 0, {})]
+    processes.print(f"Before training: {history[0]['held_out']}")
+    for number in range(1, script_args.num_rounds + 1):
+        folder = output_dir / f"round-{number}"
+        if not (folder / "round.json").is_file():
+            if not (folder / "pairs.jsonl").is_file():
+                order = torch.randperm(len(train), generator=torch.Generator().manual_seed(training_args.seed))
+                first = (number - 1) * script_args.prompts_per_round
+                places = [int(order[(first + i) % len(train)]) for i in range(script_args.prompts_per_round)]
+                rows, answers, scores = sampled(
+                    policy, train.select(places).to_list(), script_args.num_samples, training_args.seed + 1000 * number
+                )
+                pairs = best_and_worst(rows, answers, [total(row, weights) for row in scores])
+                if not pairs:
+                    parser.error(f"round {number}: no prompt has two answers of different scores; look at the rewards")
+                if processes.is_main_process:
+                    write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
+                processes.wait_for_everyone()
+            pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+            # 4. Train, from the newest checkpoint that is complete
+            args, peft_config = copy.copy(training_args), get_peft_config(model_args)
+            args.output_dir = str(folder)
+            whole = (
+                peft_config is None or script_args.keep_reference
+            )  # else the reference is the model without adapter
+            trainer = DPOTrainer(
+                model=load_policy(policy),
+                ref_model=load_policy(start if script_args.keep_reference else policy) if whole else None,
+                args=args,
+                train_dataset=Dataset.from_list(pairs),
+                processing_class=tokenizer,
+                peft_config=peft_config,
+            )
+            states = folder.glob("checkpoint-*/trainer_state.json")
+            newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
+            trainer.train(resume_from_checkpoint=newest and str(newest.parent))
+            # 5. Save
+            if peft_config is None:
+                trainer.save_model()
+            elif processes.is_main_process:  # the next round begins with a whole model
+                trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+            processes.wait_for_everyone()
+            del trainer
+            gc.collect()  # the next round needs the room
+            facts = {"pairs": len(pairs)}
+        else:
+            facts = {}
+        history.append(measure(folder, folder, number, facts))
+        policy = folder
+        processes.print(f"Round {number}: {history[-1]['held_out']}")
+    if processes.is_main_process:
+        write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
+    processes.print(f"Policy: {policy}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Bad input ends in one clear error that names the row, before anything is trained."""
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from trl import DPOConfig as TRLConfig
+
+from tests.dpo.worker import DRIFT, NORMALIZED, broken_weight, make_trainer, pairs
+from tests.tiny import tiny_llama
+from trl_ext import DPOTrainer
+
+
+def changed(row, **values):
+    rows = pairs().to_list()
+    rows[row] |= values
+    return Dataset.from_list(rows)
+
+
+SAYS = {"use_margin": True, "use_confidence": True, "use_weight": True}
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (changed(3, chosen=""), {}, "The train dataset has pairs to be corrected .* row 3: `chosen` is empty"),
+        (changed(4, rejected=None), {}, "row 4: `rejected` is empty"),
+        (changed(5, chosen="a", rejected="a"), {}, "row 5: `chosen` and `rejected` are identical"),
+        (changed(6, confidence=0.4), SAYS, r"row 6: `confidence` must be in \[0.5, 1\].*, got 0.4"),
+        (changed(7, confidence=math.nan), SAYS, "row 7: `confidence` .* got nan"),
+        (changed(8, weight=-0.5), SAYS, "row 8: `weight` must be a finite number >= 0, got -0.5"),
+        (changed(9, weight=None), SAYS, "row 9: `weight` must be a finite number >= 0, got None"),
+        (changed(10, score_chosen=math.inf), SAYS, "row 10: `score_chosen` must be a finite number, got inf"),
+        (changed(11, source=None), NORMALIZED, "row 11: `source` must be a string, got None"),
+        (pairs().remove_columns("rejected"), {}, r"lacks the column\(s\) `rejected`; it has \['prompt', 'chosen'"),
+        (pairs().remove_columns("confidence"), SAYS, r"lacks the column\(s\) `confidence`.*unset the option"),
+        (pairs().remove_columns("score_chosen"), SAYS, r"lacks the column\(s\) `score_chosen`"),
+        (pairs().add_column("margin", [1.0] * 16), SAYS, "`margin` and `score_chosen`, `score_rejected`, .* two ways"),
+        (pairs().select([]), {}, "The train dataset is empty"),
+        (None, {}, "`train_dataset` is required"),
+    ],
+)
+def test_rows_and_columns_are_named(data, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, trainer_kwargs={"train_dataset": data}, **options)
+
+
+def test_evaluation_data_are_checked_too(tmp_path):
+    bad = changed(2, rejected="")
+    for given, name in ((bad, "eval"), ({"first": pairs(), "train": bad}, "eval 'train'")):
+        with pytest.raises(ValueError, match=f"The {name} dataset .* row 2: `rejected` is empty"):
+            make_trainer(tmp_path, trainer_kwargs={"eval_dataset": given})
+        with pytest.raises(ValueError, match=f"The {name} dataset .* row 2: `rejected` is empty"):
+            make_trainer(tmp_path).evaluate(given)
+    with pytest.raises(ValueError, match=r"The eval dataset lacks the column\(s\) `score_chosen`"):
+        make_trainer(tmp_path, use_margin=True).evaluate(pairs().rename_column("score_chosen", "margin"))
+
+
+def test_messages_without_content_are_empty(tmp_path):
+    def talk(text):
+        return [{"role": "assistant", "content": text}]
+
+    rows = [{"prompt": [{"role": "user", "content": "the cat"}], "chosen": talk("sat"), "rejected": talk("ran")}] * 3
+    rows.append({**rows[0], "rejected": talk("")})
+    with pytest.raises(ValueError, match="row 3: `rejected` is empty"):
+        make_trainer(tmp_path, trainer_kwargs={"train_dataset": Dataset.from_list(rows)})
+    trainer = make_trainer(tmp_path, trainer_kwargs={"train_dataset": Dataset.from_list(rows[:3])}, max_steps=1)
+    trainer.train()
+
+
+def test_only_the_first_of_many_rows_are_shown(tmp_path):
+    data = pairs().map(lambda row: {"weight": -1.0})
+    with pytest.raises(ValueError, match=r"row 4: [^;]*; and 11 more\."):
+        make_trainer(tmp_path, trainer_kwargs={"train_dataset": data}, use_weight=True)
+
+
+def test_a_stream_is_checked_as_it_is_read(tmp_path):
+    kwargs = {"trainer_kwargs": {"train_dataset": changed(6, confidence=0.2).to_iterable_dataset()}}
+    trainer = make_trainer(tmp_path, use_confidence=True, **kwargs, max_steps=2)
+    with pytest.raises(ValueError, match=r"The train dataset, row 6: `confidence` must be in \[0.5, 1\]"):
+        trainer.train()
+    for options in (NORMALIZED, {"beta_controller": "drift", "drift_target": 1.0}):
+        with pytest.raises(ValueError, match="the train dataset is a stream"):
+            make_trainer(tmp_path, **kwargs, **options)
+    stream = {"train_dataset": pairs().to_iterable_dataset()}
+    make_trainer(tmp_path, trainer_kwargs=stream, use_confidence=True, **DRIFT, max_steps=2).train()
+
+
+def test_other_kinds_of_arguments_are_named(tmp_path):
+    with pytest.raises(TypeError, match="train dataset must be a `datasets.Dataset`, got `DatasetDict`: pass one of"):
+        make_trainer(tmp_path, trainer_kwargs={"train_dataset": DatasetDict({"train": pairs()})})
+    with pytest.raises(TypeError, match="train dataset must be a `datasets.Dataset`, got `list`"):
+        make_trainer(tmp_path, trainer_kwargs={"train_dataset": pairs().to_list()}, use_margin=True)
+    with pytest.raises(TypeError, match="must be a `trl_ext.DPOConfig`, got trl"):
+        DPOTrainer(tiny_llama(), args=TRLConfig(str(tmp_path), use_cpu=True), train_dataset=pairs())
+    with pytest.raises(ValueError, match="built in memory, so its tokenizer is not known: pass `processing_class`"):
+        make_trainer(tmp_path, trainer_kwargs={"processing_class": None})
+    with pytest.raises(ValueError, match="`model` is required"):
+        DPOTrainer(args=make_trainer(tmp_path).args, train_dataset=pairs())
+
+
+def test_log_probs_that_are_not_finite_name_the_row_and_who_gave_them(tmp_path):
+    message = broken_weight(tmp_path)
+    assert (
+        "At step " in message
+        and "the policy's log-prob of the chosen answer of row 5 of the prepared train dataset (" in message
+    )
+    assert message.count("row ") == 1 and "sky </s>" in message
+
+    reference = tiny_llama()
+    with torch.no_grad():
+        reference.lm_head.weight.fill_(torch.inf)
+    for options in ({}, DRIFT, {"precompute_ref_log_probs": True}):
+        trainer = make_trainer(tmp_path, trainer_kwargs={"ref_model": reference}, **options)
+        with pytest.raises(
+            FloatingPointError, match=r"the reference's log-prob .*row \d+ of the prepared .* and 4 more"
+        ):
+            trainer.train()
+    trainer = make_trainer(tmp_path, trainer_kwargs={"ref_model": reference})
+    with pytest.raises(FloatingPointError, match="answer of the row '"):  # a dataset that it does not keep
+        trainer.evaluate(pairs(4, seed=9))

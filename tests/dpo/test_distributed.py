@@ -1,0 +1,76 @@
+"""Two gloo processes hold one β and do what one does with the same global batch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, run
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.dpo.worker"]
+    done = subprocess.run(
+        [sys.executable, *command, str(folder)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-20000:]
+    return [torch.load(folder / f"process {i}.pt", weights_only=False) for i in range(2)]
+
+
+@pytest.mark.parametrize("name", ["drift", "beta_dpo"])
+def test_beta_and_its_controller_are_equal_on_both(name, results):
+    for process in results:
+        assert process[name]["processes"] == 2 and process[name]["wrapper"] == "DistributedDataParallel"
+    for what in ("state", "beta", "betas", "weights", "drift", "displacement"):
+        assert_close(results[0][name][what], results[1][name][what], rtol=0, atol=0)
+    assert len(set(results[0][name]["betas"])) > 1
+
+
+def test_two_processes_do_what_one_does(results, tmp_path):
+    one = run(tmp_path, 1, **DRIFT, **NORMALIZED)
+    assert one["processes"] == 1
+    two = results[0]["drift"]
+    for what in ("state", "beta", "betas", "drift", "displacement", "losses"):
+        assert_close(two[what], one[what], rtol=1e-4, atol=1e-6)
+    assert_close(two["weights"], one["weights"], rtol=1e-4, atol=2e-5)
+
+
+def test_filtered_and_informed_pairs_are_those_of_one_process(results, tmp_path):
+    """The pairs of both are drawn from in the order in which one process has them."""
+    one, two = run(tmp_path, 1, **BETA_DPO, **INFORMED), results[0]["beta_dpo"]
+    for what in ("state", "beta", "betas", "drift", "losses"):
+        assert_close(two[what], one[what], rtol=1e-4, atol=1e-6)
+    assert_close(two["weights"], one["weights"], rtol=1e-4, atol=2e-5)
+
+
+def test_resuming_on_two_processes_is_exact(results):
+    for process in results:
+        whole, again = process["resumed"]
+        assert_close(again, whole, rtol=0, atol=0)
+    assert_close(results[0]["resumed"], results[1]["resumed"], rtol=0, atol=0)
+
+
+def test_a_row_that_is_not_finite_on_one_process_ends_both(results):
+    first, second = (process["broken"] for process in results)
+    assert (
+        first == second
+        and "the policy's log-prob of the chosen answer of row 5 of the prepared train dataset" in first
+    )
+
+
+def test_the_shift_is_that_of_all_pairs(results):
+    assert results[0]["shift"] == results[1]["shift"]
+    assert results[0]["shift"]["chosen"] < 0

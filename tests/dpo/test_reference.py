@@ -1,0 +1,107 @@
+"""The reference is what the policy was, and stays so."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.testing import assert_close
+
+from tests.dpo.worker import BETA_DPO, DRIFT, logged, make_trainer, make_trl_trainer, pairs, weights
+from tests.tiny import tiny_gpt2, tiny_llama
+from trl_ext.dpo.reference import frozen_copy
+
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+
+
+def test_a_model_built_in_memory_gets_a_frozen_copy(tmp_path):
+    with pytest.raises(OSError, match="Repo id|repo id|not a valid|empty"):  # TRL's
+        make_trl_trainer(tmp_path, trainer_kwargs={"ref_model": None})
+    model = tiny_llama(seed=4)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    trainer = make_trainer(tmp_path, model, **DRIFT)
+    trainer.train()
+    reference = dict(trainer.ref_model.named_parameters())
+    assert_close(reference, before, rtol=0, atol=0, check_stride=False)
+    assert not any(p.requires_grad for p in reference.values()) and not trainer.ref_model.training
+    assert logged(trainer, "logps/drift")[0] == 0
+    assert all(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_a_model_that_was_trained_already_is_copied_as_it_is_now(tmp_path):
+    """Another trainer has patched its forward, which a plain copy would share with it."""
+    first = make_trainer(tmp_path, max_steps=3)
+    first.train()
+    twin = frozen_copy(first.model)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        before = first.model(input_ids=ids).logits
+        first.model.lm_head.weight.zero_()
+        assert_close(twin(input_ids=ids).logits, before)
+
+    second = make_trainer(tmp_path, make_trainer(tmp_path).model, **DRIFT)
+    second.train()
+    assert logged(second, "logps/drift")[0] == 0 and logged(second, "logps/drift")[-1] > 0
+
+
+def test_a_model_from_a_path_has_the_reference_that_trl_gives_it(tmp_path):
+    tiny_llama(seed=7).save_pretrained(tmp_path / "model")
+    trainer = make_trainer(tmp_path / "out", str(tmp_path / "model"), log_displacement=True)
+    trainer.train()
+    assert_close(dict(trainer.ref_model.named_parameters()), dict(tiny_llama(seed=7).named_parameters()))
+    assert logged(trainer, "logps/drift")[0] == 0
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("options", [{}, DRIFT, BETA_DPO], ids=["off", "drift", "beta_dpo"])
+def test_with_lora_the_reference_is_the_model_without_its_adapter(precompute, options, tmp_path):
+    config = copy.deepcopy(LORA)
+    given = copy.deepcopy(config)
+    tiny_llama().save_pretrained(tmp_path / "model")  # PEFT would write its name into the configuration
+    trainer = make_trainer(
+        tmp_path,
+        str(tmp_path / "model"),
+        trainer_kwargs={"peft_config": given},
+        precompute_ref_log_probs=precompute,
+        **options,
+    )
+    assert trainer.ref_model is None and given.to_dict() == config.to_dict()
+    ids, base = torch.tensor([[5, 6, 7, 8]]), tiny_llama()
+    trainer.train()
+    with torch.no_grad(), trainer.reference_adapter():
+        assert_close(trainer.model(input_ids=ids).logits, base(input_ids=ids).logits)
+    with torch.no_grad():
+        assert not torch.allclose(trainer.model(input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-4)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora" not in name:
+            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            assert_close(parameter.data, base.get_parameter(plain).data, rtol=0, atol=0)
+
+
+def test_the_adapters_that_are_trained_stay_trainable_after_the_reference_pass(tmp_path):
+    """A reference pass under another adapter freezes what it switches off, if it is not switched back."""
+    torch.manual_seed(0)
+    for model in (get_peft_model(tiny_llama(), LORA), tiny_llama()):
+        kwargs = {} if hasattr(model, "peft_config") else {"peft_config": LORA}
+        trainer = make_trainer(tmp_path, model, kwargs, **DRIFT, gradient_checkpointing=True)
+        before = weights(trainer)
+        trainer.train()
+        for name, parameter in trainer.model.named_parameters():
+            assert parameter.requires_grad == (".default." in name), name
+            assert torch.equal(parameter, before[name]) != (".default." in name), name
+
+
+def test_an_explicit_reference_is_used_and_left_alone(tmp_path):
+    reference = tiny_llama(seed=9)
+    trainer = make_trainer(tmp_path, trainer_kwargs={"ref_model": reference}, **DRIFT)
+    trainer.train()
+    assert_close(dict(reference.named_parameters()), dict(tiny_llama(seed=9).named_parameters()), rtol=0, atol=0)
+    assert logged(trainer, "logps/drift")[0] > 1
+
+
+def test_precomputed_references_need_no_copy(tmp_path):
+    trainer = make_trainer(tmp_path, tiny_gpt2(), precompute_ref_log_probs=True, **DRIFT)
+    assert trainer.ref_model is None
+    trainer.train()
+    assert logged(trainer, "logps/drift")[0] == pytest.approx(0, abs=1e-5)
+    assert "ref_chosen_logps" in trainer.train_dataset.column_names and len(trainer.train_dataset) == len(pairs())

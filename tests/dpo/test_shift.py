@@ -1,0 +1,133 @@
+"""Whether the pairs look like what the reference would write, and what is said where they do not."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.testing import assert_close
+
+from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, logged, make_trainer, pairs, weights
+from tests.tiny import WORDS, tiny_gpt2, tiny_llama, tiny_tokenizer
+from trl_ext.dpo.shift import check_shift_is_possible
+
+
+def own_pairs(model, n=200):
+    """Answers that the model itself samples."""
+    torch.manual_seed(1)
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer(["the cat"] * (2 * n), return_tensors="pt").input_ids
+    samples = model.generate(ids, do_sample=True, top_k=0, max_new_tokens=8)[:, ids.shape[1] :]
+    texts = tokenizer.batch_decode(samples, skip_special_tokens=True)
+    rows = [{"prompt": "the cat ", "chosen": a, "rejected": b} for a, b in zip(texts[:n], texts[n:], strict=True)]
+    return Dataset.from_list([row for row in rows if row["chosen"] and row["rejected"] != row["chosen"]])
+
+
+def sharp_llama():
+    """Some words are far more likely than others."""
+    return tiny_llama(seed=2, initializer_range=1.0)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_own_answers_pass_and_foreign_ones_are_warned_of(lora, tmp_path):
+    own = own_pairs(sharp_llama())
+    # The opposite: every answer made of words that the model finds unlikely
+    with torch.no_grad():
+        unlikely = sharp_llama()(torch.tensor([tiny_tokenizer()("the cat").input_ids])).logits[0, -1].argsort()
+    words = [tiny_tokenizer().convert_ids_to_tokens(int(i)) for i in unlikely]
+    word = next(word for word in words if word in WORDS)
+    foreign = own.map(lambda row: {"chosen": f"{word} {word} {word} {word}"})
+    peft = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])} if lora else {}
+    shares = []
+    for data in (own, foreign):
+        kwargs = {"train_dataset": data, **peft}
+        trainer = make_trainer(
+            tmp_path, sharp_llama(), kwargs, distribution_shift_samples=150, per_device_eval_batch_size=64, max_steps=1
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        warned = [str(w.message) for w in caught if "of the chosen answers are less likely" in str(w.message)]
+        shares.append((trainer.distribution_shift["chosen_below_sampled"], warned))
+    assert shares[0][0] < 0.1 and not shares[0][1]
+    assert shares[1][0] > 0.5 and "`use_weighting=True`, WPO" in shares[1][1][0]
+
+
+def test_the_figures_are_means_per_token_under_the_reference(tmp_path):
+    trainer = make_trainer(
+        tmp_path, trainer_kwargs={"ref_model": tiny_llama(seed=5)}, distribution_shift_samples=16, ld_alpha=0.5
+    )
+    trainer.train()
+    for name in ("chosen", "rejected"):
+        total = 0.0
+        for row in trainer.train_dataset:
+            ids, start = torch.tensor([row["prompt_ids"] + row[f"{name}_ids"]]), len(row["prompt_ids"])
+            with torch.no_grad():
+                logprobs = trainer.ref_model(input_ids=ids).logits.log_softmax(-1)
+            tokens = range(start, ids.shape[1])
+            total += sum(logprobs[0, t - 1, ids[0, t]].item() for t in tokens) / len(tokens)
+        assert trainer.distribution_shift[name] == pytest.approx(total / 16, rel=1e-5)
+    assert logged(trainer, "shift/chosen")[0] == trainer.distribution_shift["chosen"]
+    assert len(logged(trainer, "shift/sampled")) == 1  # before training, once
+
+
+def test_the_check_changes_nothing_in_training(tmp_path):
+    ends = []
+    for samples in (0, 8):  # dropout draws from the generators that sampling draws from
+        trainer = make_trainer(
+            tmp_path,
+            tiny_gpt2(),
+            **DRIFT,
+            **INFORMED,
+            **NORMALIZED,
+            disable_dropout=False,
+            distribution_shift_samples=samples,
+            distribution_shift_bound=1.0,
+        )
+        trainer.train()
+        ends.append((weights(trainer), logged(trainer, "loss")))
+        assert trainer.model.training
+    assert_close(ends[1], ends[0], rtol=0, atol=0)
+
+
+def test_with_lora_the_samples_are_those_of_the_model_without_its_adapter(tmp_path):
+    lora = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
+    options = {"distribution_shift_samples": 16, "distribution_shift_bound": 1.0, "max_steps": 1}
+    shifts = []
+    for kwargs in ({}, lora):
+        trainer = make_trainer(tmp_path, sharp_llama(), kwargs, **options)
+        trainer.train()
+        shifts.append(trainer.distribution_shift)
+    assert shifts[1] == pytest.approx(shifts[0], rel=1e-5)
+
+
+def test_a_resumed_run_is_not_checked_again_and_precomputed_references_are(tmp_path):
+    options = {"distribution_shift_samples": 4, "distribution_shift_bound": 1.0, "precompute_ref_log_probs": True}
+    trainer = make_trainer(tmp_path, **options, save_strategy="steps", save_steps=3)
+    trainer.train()
+    assert trainer.distribution_shift is not None
+    again = make_trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.distribution_shift is None
+
+
+def test_a_stream_is_checked_by_its_first_rows(tmp_path):
+    stream = {"train_dataset": pairs().to_iterable_dataset()}
+    trainer = make_trainer(tmp_path, None, stream, distribution_shift_samples=5, distribution_shift_bound=1.0)
+    trainer.train()
+    assert trainer.distribution_shift["chosen"] < 0
+
+
+@pytest.mark.parametrize(
+    ("sharded", "vision", "message"),
+    [(True, False, "a reference that FSDP or DeepSpeed has sharded"), (False, True, "images are not supported")],
+)
+def test_where_it_was_not_run_it_is_refused(sharded, vision, message, tmp_path):
+    args = SimpleNamespace(distribution_shift_samples=4)
+    trainer = SimpleNamespace(
+        args=args, is_fsdp_enabled=sharded, is_deepspeed_enabled=False, _is_vision_dataset=vision
+    )
+    with pytest.raises(ValueError, match=f"`distribution_shift_samples=4`: .*{message}.* Set it to 0"):
+        check_shift_is_possible(trainer)

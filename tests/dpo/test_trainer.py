@@ -1,0 +1,368 @@
+"""With its options off DPOTrainer is TRL's to the last bit; with them on, the loss is what the formulas say."""
+
+import math
+
+import pytest
+import torch
+import trl
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import logsigmoid
+from torch.testing import assert_close
+
+from tests.dpo.worker import (
+    BETA_DPO,
+    DRIFT,
+    INFORMED,
+    NORMALIZED,
+    controller_state,
+    logged,
+    make_trainer,
+    make_trl_trainer,
+    pairs,
+    weights,
+)
+from tests.tiny import tiny_gpt2, tiny_llama
+from trl_ext.dpo.config import LOSSES
+from trl_ext.dpo.inputs import PAIR_COLUMNS
+
+LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")}
+# Options that move nothing, so that the tap is in place and TRL's loss is unchanged
+NEUTRAL = [
+    {"log_displacement": True},
+    {"beta_controller": "drift", "drift_target": 1.0, "drift_horizon": 1e30},
+    {"beta_controller": "beta_dpo", "beta_dpo_alpha": 0.0, "per_device_train_batch_size": 8},
+    {"margin_normalization": "source", "margin_warmup_pairs": 1000},
+]
+
+
+def assert_same_run(ours, theirs):
+    assert logged(ours, "loss") == logged(theirs, "loss")
+    assert logged(ours, "grad_norm") == logged(theirs, "grad_norm")
+    assert_close(weights(ours), weights(theirs), rtol=0, atol=0)
+    for name in logged(theirs, "rewards/chosen") and (
+        "rewards/chosen",
+        "rewards/margins",
+        "logps/rejected",
+        "entropy",
+    ):
+        assert logged(ours, name) == logged(theirs, name)
+
+
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(loss_type, tmp_path):
+    kwargs = {"loss_type": loss_type} | ({"label_smoothing": 0.1} if loss_type == "exo_pair" else {})
+    ours, theirs = make_trainer(tmp_path, **kwargs), make_trl_trainer(tmp_path, **kwargs)
+    ours.train(), theirs.train()
+    assert_same_run(ours, theirs)
+    assert not logged(ours, "beta")
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"precompute_ref_log_probs": True},
+        {"f_divergence_type": "js_divergence"},
+        {"use_weighting": True},
+        {"ld_alpha": 0.5},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.7, 0.3], "gradient_accumulation_steps": 2},
+        {"sync_ref_model": True, "ref_model_sync_steps": 2},
+        {"gradient_checkpointing": True},
+        {"bf16": True},
+        {"lora": True},
+        {"lora": True, "precompute_ref_log_probs": True},
+        {"lora": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+    ],
+    ids=str,
+)
+def test_trl_s_options_give_trl_s_losses_with_the_tap_and_without(kwargs, tmp_path):
+    kwargs = dict(kwargs)
+    peft = LORA if kwargs.pop("lora", False) else {}
+    theirs = make_trl_trainer(tmp_path, trainer_kwargs=dict(peft), **kwargs)
+    theirs.train()
+    for option in ({}, {"log_displacement": True}):
+        ours = make_trainer(tmp_path, trainer_kwargs=dict(peft), **kwargs, **option)
+        ours.train()
+        assert_same_run(ours, theirs)
+
+
+@pytest.mark.parametrize("option", NEUTRAL, ids=lambda option: next(iter(option)))
+def test_options_that_move_nothing_leave_trl_s_losses(option, tmp_path):
+    size = option.get("per_device_train_batch_size", 4)
+    ours, theirs = make_trainer(tmp_path, **option), make_trl_trainer(tmp_path, per_device_train_batch_size=size)
+    ours.train(), theirs.train()
+    # β·1 as a vector is rounded as the scalar is
+    assert_same_run(ours, theirs)
+    assert logged(ours, "beta") == [0.1] * 6
+
+
+def test_with_options_off_nothing_is_called_that_trl_does_not_call(tmp_path, monkeypatch):
+    trainer, calls = make_trainer(tmp_path), []
+    monkeypatch.setattr(
+        type(trainer), "compute_ref_log_probs", lambda *args: pytest.fail("the reference pass is TRL's own")
+    )
+    compute_loss = trl.DPOTrainer._compute_loss
+    monkeypatch.setattr(
+        trl.DPOTrainer,
+        "_compute_loss",
+        lambda self, model, *args: calls.append(model) or compute_loss(self, model, *args),
+    )
+    trainer.train()
+    assert calls == [trainer.model_wrapped] * 6  # the model itself, no tap
+
+
+def test_the_tap_costs_no_further_forward(tmp_path, monkeypatch):
+    counts = []
+    for trainer in (make_trl_trainer(tmp_path), make_trainer(tmp_path, **DRIFT, **INFORMED, **NORMALIZED)):
+        calls = []
+        for model in (trainer.model, trainer.ref_model):
+            model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trainer.train()
+        counts.append(len(calls))
+    assert counts == [12, 12]
+
+
+# ---- Closed forms ----
+
+
+def log_ratios(trainer, row):
+    """Log-probs of a row's two answers, policy minus reference, computed one by one from the logits."""
+    ratios = []
+    for name in ("chosen_ids", "rejected_ids"):
+        ids = torch.tensor([row["prompt_ids"] + row[name]])
+        both = []
+        for model in (trainer.model, trainer.ref_model):
+            with torch.no_grad():
+                logprobs = model(input_ids=ids).logits.double().log_softmax(-1)
+            start = len(row["prompt_ids"])
+            both.append(sum(logprobs[0, t - 1, ids[0, t]].item() for t in range(start, ids.shape[1])))
+        ratios.append(both[0] - both[1])
+    return ratios
+
+
+def first_loss(trainer, size=8):
+    """The loss of the first rows, in the order of the dataset, in training mode; and the rows."""
+    rows = trainer.train_dataset.select(range(size))
+    trainer.model.train()
+    return trainer.compute_loss(trainer.model, trainer.data_collator(list(rows))), list(rows)
+
+
+def test_the_informed_loss_is_the_formula(tmp_path):
+    trainer = make_trainer(tmp_path, tiny_llama(seed=3), {"ref_model": tiny_llama()}, margin_scale=0.5, **INFORMED)
+    loss, rows = first_loss(trainer)
+    expected = 0.0
+    for row in rows:
+        chosen, rejected = log_ratios(trainer, row)
+        z = 0.1 * (chosen - rejected - 2.0 * max(0.0, -chosen)) - 0.5 * (row["score_chosen"] - row["score_rejected"])
+        sigma = 1 / (1 + math.exp(-z))
+        c = row["confidence"]
+        expected += row["weight"] * -(c * math.log(sigma) + (1 - c) * math.log(1 - sigma)) / len(rows)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_informed_loss_has_its_own_gradient_only(tmp_path):
+    """TRL's sigmoid term is switched off, not added to."""
+    neutral = pairs().map(lambda row: {"weight": 1.0, "confidence": 1.0, "margin": 0.0})
+    neutral = neutral.remove_columns(["score_chosen", "score_rejected"])
+    options = {"use_margin": True, "use_confidence": True, "use_weight": True, "loss_type": ["sigmoid", "sft"]}
+    options |= {"loss_weights": [0.5, 0.25], "ld_alpha": 0.5}
+    ours = make_trainer(tmp_path, trainer_kwargs={"train_dataset": neutral}, **options)
+    theirs = make_trl_trainer(tmp_path, **{name: options[name] for name in ("loss_type", "loss_weights", "ld_alpha")})
+    ours.train(), theirs.train()
+    assert_close(logged(ours, "loss"), logged(theirs, "loss"), rtol=1e-5, atol=0)
+    assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
+    assert ours.loss_weights == [0.5, 0.25]
+
+
+def test_beta_dpo_is_the_formula(tmp_path):
+    trainer = make_trainer(
+        tmp_path, tiny_llama(seed=3), {"ref_model": tiny_llama()}, beta_controller="beta_dpo", beta_dpo_alpha=0.01
+    )
+    loss, rows = first_loss(trainer)
+    margins = torch.tensor([chosen - rejected for chosen, rejected in (log_ratios(trainer, row) for row in rows)])
+    beta = 0.1 * (1 + 0.01 * margins.mean().item())  # M₀ starts at 0
+    assert trainer.beta == pytest.approx(beta, rel=1e-5)
+    assert_close(loss.detach(), -logsigmoid(beta * margins).mean(), rtol=1e-5, atol=0)
+    controller = trainer.beta_controller
+    assert controller.margin_mean == pytest.approx(0.1 * margins.mean().item(), rel=1e-4)
+    assert controller.margin_std == pytest.approx(0.9 + 0.1 * margins.std().item(), rel=1e-4)
+
+
+def test_beta_dpo_follows_its_rule_from_batch_to_batch(tmp_path):
+    trainer = make_trainer(tmp_path, beta_controller="beta_dpo", per_device_train_batch_size=8, learning_rate=3e-3)
+    trainer.train()
+    running_mean, betas = 0.0, logged(trainer, "beta")
+    for beta, reward_margin in zip(betas, logged(trainer, "rewards/margins"), strict=True):
+        margin = reward_margin / beta
+        assert beta == pytest.approx(0.1 * (1 + 0.6 * (margin - running_mean)), rel=1e-4)
+        running_mean = 0.9 * running_mean + 0.1 * margin
+    assert max(betas) > 0.12
+
+
+def test_filtering_is_the_mean_over_the_kept_pairs_and_their_margins(tmp_path):
+    model = tiny_llama(seed=3)
+    trainer = make_trainer(tmp_path, model, {"ref_model": tiny_llama()}, **BETA_DPO, beta_dpo_alpha=0.01)
+    controller, kept = trainer.beta_controller, []
+    observe = controller.observe
+    controller.observe = lambda *args: kept.append(observe(*args)) or kept[-1]
+    loss, rows = first_loss(trainer)
+    assert kept[0].sum() == 6  # 75 % of 8
+    margins = torch.tensor([chosen - rejected for chosen, rejected in (log_ratios(trainer, row) for row in rows)])
+    beta = 0.1 * (1 + 0.01 * margins[kept[0]].mean().item())
+    assert trainer.beta == pytest.approx(beta, rel=1e-5)
+    assert_close(loss.detach(), -logsigmoid(beta * margins[kept[0]]).mean(), rtol=1e-5, atol=0)
+    loss.backward()  # a pair that was left out teaches nothing: the same gradient as of the kept ones alone
+    gradient = [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
+    trainer.model.zero_grad()
+    others = make_trainer(tmp_path, trainer.model, {"ref_model": tiny_llama()}, beta=beta)
+    batch = others.data_collator([row for row, keep in zip(rows, kept[0].tolist(), strict=True) if keep])
+    others.compute_loss(trainer.model, batch).backward()
+    assert_close(gradient, [p.grad for p in trainer.model.parameters() if p.grad is not None], rtol=1e-4, atol=1e-6)
+
+
+def test_drift_follows_its_rule_and_does_not_depend_on_accumulation(tmp_path):
+    whole = make_trainer(tmp_path, **DRIFT, **NORMALIZED, per_device_train_batch_size=8)
+    parts = make_trainer(tmp_path, **DRIFT, **NORMALIZED, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    whole.train(), parts.train()
+    betas, drifts = logged(whole, "beta"), logged(whole, "logps/drift")
+    beta = 0.1
+    for logged_beta, drift in zip(betas, drifts, strict=True):
+        assert logged_beta == pytest.approx(beta, rel=1e-6)
+        beta *= 1 + min(max(drift / 0.3 - 1, -0.2), 0.2) * 8 / 20
+    assert whole.beta == pytest.approx(beta, rel=1e-6) and min(betas) < 0.1 < max(*betas, whole.beta)
+    assert_close(logged(parts, "beta"), betas, rtol=1e-4, atol=0)
+    assert_close(parts.margin_normalizer.factors, whole.margin_normalizer.factors, rtol=1e-4, atol=0)
+    assert_close(weights(parts), weights(whole), rtol=1e-4, atol=2e-5)
+
+
+def test_drift_is_held_at_its_target(tmp_path):
+    """With confidence ¾ a pair's loss is least at β·Δ = log 3, so a larger β really pulls the log-probs back."""
+    data = pairs(8).map(lambda row: {"confidence": 0.75})
+    ends = {}
+    for name, options in {"fixed": {"log_displacement": True}, "drift": {**DRIFT, "drift_target": 2.0}}.items():
+        trainer = make_trainer(
+            tmp_path,
+            trainer_kwargs={"train_dataset": data},
+            use_confidence=True,
+            **options,
+            max_steps=150,
+            per_device_train_batch_size=8,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+        )
+        trainer.train()
+        ends[name] = sum(logged(trainer, "logps/drift")[-10:]) / 10
+    assert ends["fixed"] > 4
+    assert ends["drift"] == pytest.approx(2.0, rel=0.15)
+
+
+def test_margins_are_normalized_by_source(tmp_path):
+    trainer = make_trainer(tmp_path, tiny_llama(seed=3), {"ref_model": tiny_llama()}, **NORMALIZED)
+    first_loss(trainer)
+    assert trainer.margin_normalizer.factors.tolist() == [1, 1, 1]  # within a step nothing moves
+    trainer.margin_normalizer.step()
+    loss, rows = first_loss(trainer)
+    margins = torch.tensor([chosen - rejected for chosen, rejected in (log_ratios(trainer, row) for row in rows)])
+    long = torch.tensor([row["source"] == "long" for row in rows])
+    # As many of each: σ̄ is the harmonic mean
+    stds = torch.where(long, margins[long].std(), margins[~long].std())
+    beta = 0.1 * 2 / (1 / margins[long].std() + 1 / margins[~long].std()) / stds
+    assert beta.mean().item() == pytest.approx(0.1) and beta.max() > 0.11
+    assert_close(loss.detach(), -logsigmoid(beta * margins).mean(), rtol=1e-4, atol=0)
+    assert trainer.beta == 0.1
+
+
+def test_a_source_of_the_evaluation_only_keeps_the_plain_beta(tmp_path):
+    data = pairs().map(lambda row: {"source": "new"})
+    trainer = make_trainer(tmp_path, trainer_kwargs={"eval_dataset": data}, **NORMALIZED)
+    trainer.train()
+    logs = trainer.evaluate()
+    assert trainer.margin_normalizer.factors[:2].tolist() != [1, 1]
+    margin = logs["eval_logps/chosen_delta"] - (logs["eval_rewards/rejected"] / 0.1)
+    assert logs["eval_rewards/margins"] == pytest.approx(0.1 * margin, rel=1e-4)
+
+
+# ---- Evaluation, metrics, other ways through TRL's method ----
+
+
+def test_evaluation_moves_nothing(tmp_path):
+    kwargs = {"trainer_kwargs": {"eval_dataset": pairs(8, seed=5)}, "per_device_train_batch_size": 8}
+    ends = []
+    for strategy in ("no", "steps"):
+        trainer = make_trainer(
+            tmp_path, **kwargs, **BETA_DPO, **NORMALIZED, **INFORMED, eval_strategy=strategy, eval_steps=1
+        )
+        trainer.train()
+        ends.append((logged(trainer, "beta"), controller_state(trainer), weights(trainer)))
+        if strategy == "steps":
+            # the β of the last training batch
+            assert logged(trainer, "eval_beta") == logged(trainer, "beta")
+    assert_close(ends[1], ends[0], rtol=0, atol=0)
+
+
+def test_displacement_metrics_are_the_definitions(tmp_path):
+    trainer = make_trainer(tmp_path, tiny_llama(seed=3), {"ref_model": tiny_llama()}, log_displacement=True)
+    _, rows = first_loss(trainer)
+    ratios = [log_ratios(trainer, row) for row in rows]
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    assert metrics["logps/chosen_delta"] == pytest.approx(sum(c for c, _ in ratios) / 8, rel=1e-4)
+    assert metrics["logps/displacement_rate"] == sum(c < 0 and c > r for c, r in ratios) / 8
+    assert metrics["logps/drift"] == pytest.approx(sum(abs(c) + abs(r) for c, r in ratios) / 16, rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`return_outputs=True`:FutureWarning")
+def test_compute_metrics_gets_its_logits_through_the_tap(tmp_path):
+    seen = []
+    kwargs = {"eval_dataset": pairs(8), "compute_metrics": lambda prediction: seen.append(prediction) or {"n": 1.0}}
+    trainer = make_trainer(tmp_path, trainer_kwargs=kwargs, **INFORMED)
+    assert trainer.evaluate()["eval_n"] == 1.0
+    assert seen[0].predictions.shape[0] == 16
+
+
+def test_a_new_dataset_is_evaluated_with_precomputed_references_and_columns(tmp_path):
+    options, seen = {**INFORMED, **NORMALIZED, **DRIFT}, set()
+    results = []
+    for precompute in (False, True):
+        trainer = make_trainer(tmp_path, precompute_ref_log_probs=precompute, **options)
+        for model in (trainer.model, trainer.ref_model):
+            if model is not None:
+                model.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+        results.append(trainer.evaluate(pairs(8, seed=5)))
+        trainer.train()
+        results[-1] |= {"weights": weights(trainer)}
+    assert results[1]["eval_loss"] == pytest.approx(results[0]["eval_loss"], rel=1e-5)
+    assert_close(results[1]["weights"], results[0]["weights"], rtol=1e-4, atol=1e-5)
+    assert "input_ids" in seen and not seen & set(PAIR_COLUMNS)  # a model may refuse what it does not know
+
+
+def test_a_callback_may_set_beta(tmp_path):
+    trainer = make_trainer(tmp_path, log_displacement=True, max_steps=1)
+    trainer.beta = 0.7
+    trainer.train()
+    assert logged(trainer, "beta") == [0.7]
+
+
+def test_gpt2_and_left_over_rows(tmp_path):
+    trainer = make_trainer(
+        tmp_path, tiny_gpt2(), {"train_dataset": pairs(10)}, **DRIFT, **NORMALIZED, **INFORMED, max_steps=-1
+    )
+    trainer.train()
+    assert trainer.state.global_step == 9 and all(math.isfinite(loss) for loss in logged(trainer, "loss"))
+
+
+def test_it_learns(tmp_path):
+    trainer = make_trainer(
+        tmp_path, trainer_kwargs={"train_dataset": pairs(8)}, **BETA_DPO, max_steps=60, learning_rate=5e-3
+    )
+    trainer.train()
+    assert logged(trainer, "rewards/accuracies")[-1] == 1
+    assert logged(trainer, "rewards/margins")[-1] > 5 * max(0.1, logged(trainer, "rewards/margins")[1])
+
+
+def test_a_peft_model_is_trained_against_its_adapter_as_it_was(tmp_path):
+    """TRL copies the adapter to one named `ref`."""
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_llama(), LORA["peft_config"])
+    trainer = make_trainer(tmp_path, model, **DRIFT)
+    trainer.train()
+    assert logged(trainer, "logps/drift")[0] == 0  # the reference is not the bare model
+    assert logged(trainer, "logps/drift")[-1] > 0.01

@@ -1,0 +1,167 @@
+"""The runs that tests of DPOTrainer share; as a script, what two processes do."""
+
+import sys
+from pathlib import Path
+
+import torch
+import trl
+from accelerate import PartialState
+from datasets import Dataset
+
+from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
+from trl_ext import DPOConfig, DPOTrainer
+
+QUIET = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-3,
+    "max_steps": 6,
+}
+
+
+def pairs(n=16, seed=0):
+    """Random pairs, with every column that an option reads, and sources of short and of long answers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(low, high):
+        length = int(torch.randint(low, high, (), generator=generator))
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator))
+
+    rows = []
+    for i in range(n):
+        high = (4, 12)[i % 2]
+        chosen = text(2, high)
+        rejected = chosen
+        while rejected == chosen:
+            rejected = text(2, high)
+        rows.append(
+            {
+                "prompt": f"{text(1, 5)} ",
+                "chosen": chosen,
+                "rejected": rejected,
+                "score_chosen": 1.0 + i % 3,
+                "score_rejected": 0.5,
+                "confidence": 0.5 + 0.1 * (i % 6),
+                "weight": 0.25 * (i % 5),
+                "source": ("short", "long")[i % 2],
+            }
+        )
+    return Dataset.from_list(rows)
+
+
+def config(output_dir, **kwargs):
+    return DPOConfig(str(output_dir), **{**QUIET, **kwargs})
+
+
+def make_trainer(output_dir, model=None, trainer_kwargs=None, **kwargs):
+    arguments = {"train_dataset": pairs(), "processing_class": tiny_tokenizer()} | (trainer_kwargs or {})
+    model = tiny_llama() if model is None else model
+    return DPOTrainer(model=model, args=config(output_dir, **kwargs), **arguments)
+
+
+def make_trl_trainer(output_dir, model=None, trainer_kwargs=None, **kwargs):
+    """TRL's own; it cannot copy a model that was built in memory."""
+    arguments = {"train_dataset": pairs(), "processing_class": tiny_tokenizer()} | (trainer_kwargs or {})
+    if "peft_config" not in arguments:
+        arguments.setdefault("ref_model", tiny_llama())
+    model = tiny_llama() if model is None else model
+    return trl.DPOTrainer(model=model, args=trl.DPOConfig(str(output_dir), **{**QUIET, **kwargs}), **arguments)
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def weights(trainer):
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def controller_state(trainer):
+    """Numbers only, to be compared with `torch.testing.assert_close`."""
+    state = trainer.beta_controller.state_dict()
+    if trainer.margin_normalizer is not None:
+        state |= trainer.margin_normalizer.state_dict() | {"factors": trainer.margin_normalizer.factors}
+    return {name: value for name, value in state.items() if name not in ("kind", "sources")}
+
+
+DRIFT = {"beta_controller": "drift", "drift_target": 0.3, "drift_horizon": 20}
+BETA_DPO = {"beta_controller": "beta_dpo", "beta_dpo_keep": 0.75}
+NORMALIZED = {"margin_normalization": "source", "margin_warmup_pairs": 4}
+INFORMED = {"use_margin": True, "use_confidence": True, "use_weight": True, "dpop_lambda": 2.0}
+
+
+def run(folder, processes, **kwargs):
+    """Six steps of 8 pairs on any number of processes: what they end with."""
+    kwargs = {"per_device_train_batch_size": 8 // processes, **kwargs}
+    trainer = make_trainer(folder, **kwargs)
+    trainer.train()
+    return {
+        "processes": trainer.accelerator.num_processes,
+        "wrapper": type(trainer.model_wrapped).__name__,
+        "weights": weights(trainer),
+        "state": controller_state(trainer),
+        "beta": trainer.beta,
+        "betas": logged(trainer, "beta"),
+        "losses": logged(trainer, "loss"),
+        "drift": logged(trainer, "logps/drift"),
+        "displacement": logged(trainer, "logps/displacement_rate"),
+    }
+
+
+def resumed(folder, **kwargs):
+    """The ends of an uninterrupted run, and of one that goes on from its third checkpoint."""
+    kwargs = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 3, **kwargs}
+    whole = make_trainer(folder, **kwargs)
+    whole.train()
+    again = make_trainer(folder, **kwargs)
+    again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3"))
+    return [{"weights": weights(t), "state": controller_state(t), "beta": t.beta} for t in (whole, again)]
+
+
+def broken_weight(folder):
+    """The policy's embedding of one word, which stands in one answer alone, is NaN: what training says."""
+    rows = [
+        {name: text.replace("sky", "log") for name, text in row.items() if isinstance(text, str)} for row in pairs()
+    ]
+    rows = [{**row, "rejected": row["rejected"] + " big"} for row in rows]  # no two became identical
+    rows[5]["chosen"] = "sky"
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tiny_tokenizer().convert_tokens_to_ids("sky")] = torch.nan
+    kwargs = {"ref_model": tiny_llama(), "train_dataset": Dataset.from_list(rows)}
+    trainer = make_trainer(folder, model, kwargs, per_device_train_batch_size=2, max_steps=8)
+    try:
+        trainer.train()
+    except FloatingPointError as error:
+        return str(error)
+    return None
+
+
+def shift(folder):
+    trainer = make_trainer(folder, distribution_shift_samples=7, distribution_shift_bound=1.0, max_steps=1)
+    trainer.train()
+    return trainer.distribution_shift
+
+
+def on_two_processes(output_dir):
+    """Every check in one launch: importing takes longer than all of them."""
+    folder = Path(output_dir)
+    results = {
+        "drift": run(folder / "drift", 2, **DRIFT, **NORMALIZED),
+        "beta_dpo": run(folder / "beta_dpo", 2, **BETA_DPO, **INFORMED),
+        "resumed": resumed(folder / "resumed", **BETA_DPO, **NORMALIZED),
+        "broken": broken_weight(folder / "broken"),
+        "shift": shift(folder / "shift"),
+    }
+    torch.save(results, folder / f"process {PartialState().process_index}.pt")
+
+
+if __name__ == "__main__":
+    on_two_processes(sys.argv[1])

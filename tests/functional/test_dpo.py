@@ -1,0 +1,142 @@
+import math
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+from torch.testing import assert_close
+
+from trl_ext.functional import (
+    beta_dpo,
+    displaced,
+    keep_typical,
+    margin_scales,
+    preference_drift,
+    preference_logits,
+    preference_loss,
+    sequence_logprobs,
+)
+
+
+def test_sequence_logprobs_of_worked_example():
+    logprobs = torch.tensor([[-1.0, -2.0, -4.0], [-3.0, -5.0, -9.0]])
+    mask = torch.tensor([[0, 1, 1], [1, 0, 0]])  # lengths 2 and 1, so the chosen -4 is beyond the common length
+    assert_close(sequence_logprobs(logprobs, mask), torch.tensor([-6.0, -3.0]))
+    assert_close(sequence_logprobs(logprobs, mask, ld_alpha=0.25), torch.tensor([-3.0, -3.0]))
+    assert_close(sequence_logprobs(logprobs, mask, ld_alpha=0.0), torch.tensor([-2.0, -3.0]))
+
+
+def test_garbage_under_the_mask_changes_nothing():
+    logprobs = torch.tensor([[-1.0, math.nan], [-2.0, math.inf]])
+    mask = torch.tensor([[1, 0], [1, 0]])
+    for ld_alpha in (None, 0.5):
+        assert_close(sequence_logprobs(logprobs, mask, ld_alpha), torch.tensor([-1.0, -2.0]))
+
+
+def test_logits_of_worked_examples():
+    chosen, rejected = torch.tensor([1.0, -2.0]), torch.tensor([0.5, -3.0])
+    # Δ = 0.5 and 1
+    assert_close(preference_logits(chosen, rejected, 0.1), torch.tensor([0.05, 0.1]))
+    assert_close(
+        preference_logits(chosen, rejected, torch.tensor([0.1, 0.2]), torch.tensor([0.0, 0.3])),
+        torch.tensor([0.05, -0.1]),
+    )
+    # DPOP with λ = 5: 1 − 5·2 = −9 where the chosen answer lost 2 nats
+    assert_close(preference_logits(chosen, rejected, 0.1, dpop_lambda=5.0), torch.tensor([0.05, -0.9]))
+
+
+def test_dpop_pulls_at_the_chosen_answer_that_lost_and_at_no_other():
+    chosen = torch.tensor([1.0, -2.0], requires_grad=True)
+    preference_logits(chosen, torch.zeros(2), 0.1, dpop_lambda=5.0).sum().backward()
+    assert_close(chosen.grad, torch.tensor([0.1, 0.1 * (1 + 5)]))
+
+
+def test_loss_is_log_2_at_beta_0_and_dpo_at_confidence_1():
+    chosen, rejected = torch.randn(2, 5)
+    assert_close(preference_loss(preference_logits(chosen, rejected, 0.0)), torch.full((5,), math.log(2)))
+    logits = torch.linspace(-5, 5, 5)
+    assert_close(preference_loss(logits, torch.ones(5)), -logsigmoid(logits))
+
+
+def test_loss_is_the_cross_entropy_with_its_minimum_at_the_log_odds():
+    confidence = torch.tensor([0.6, 0.75, 0.9], dtype=torch.double)
+    logits = torch.randn(3, dtype=torch.double)
+    expected = -confidence * torch.sigmoid(logits).log() - (1 - confidence) * (1 - torch.sigmoid(logits)).log()
+    assert_close(preference_loss(logits, confidence), expected)
+    best = torch.log(confidence / (1 - confidence)).requires_grad_()
+    preference_loss(best, confidence).sum().backward()
+    assert_close(best.grad, torch.zeros(3, dtype=torch.double))
+
+
+def test_drift_and_displacement_of_worked_example():
+    chosen, rejected = torch.tensor([1.0, -1.0, -2.0, 0.0]), torch.tensor([-3.0, -4.0, -1.0, -1.0])
+    assert_close(preference_drift(chosen, rejected), torch.tensor([2.0, 2.5, 1.5, 0.5]))
+    assert displaced(chosen, rejected).tolist() == [False, True, False, False]
+
+
+def test_beta_dpo_of_worked_example():
+    assert beta_dpo(0.1, margin=3.0, running_mean=2.0, alpha=0.6) == pytest.approx(0.16)
+    assert beta_dpo(0.1, 2.0, 2.0, 0.6) == 0.1
+
+
+def test_keep_typical_draws_with_the_weights_of_the_paper():
+    """One of three pairs with weights 1, e^-½, e^-2: the frequencies of 20,000 draws are known to 1 %."""
+    margins = torch.tensor([1.0, 3.0, 5.0], dtype=torch.double)
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.zeros(3, dtype=torch.double)
+    for _ in range(20_000):
+        counts += keep_typical(margins, 1.0, 2.0, 1, torch.rand(3, generator=generator, dtype=torch.double))
+    weights = torch.tensor([1.0, math.exp(-0.5), math.exp(-2.0)], dtype=torch.double)
+    assert_close(counts / counts.sum(), weights / weights.sum(), atol=0.01, rtol=0)
+
+
+def test_keep_typical_keeps_as_many_as_asked_also_far_from_the_mean():
+    margins = torch.tensor([0.0, 0.1, 900.0, -1000.0], dtype=torch.double)  # exp(−½·900²) is 0 in any precision
+    uniform = torch.rand(4, dtype=torch.double)
+    assert keep_typical(margins, 0.0, 1.0, 2, uniform).tolist() == [True, True, False, False]
+    assert keep_typical(margins, 0.0, 1.0, 3, uniform).tolist() == [True, True, True, False]
+
+
+def test_margin_scales_of_worked_example():
+    # Unclamped: σ̄ is the harmonic mean, 1 / (½/1 + ½/3) = 1.5
+    assert_close(margin_scales(torch.tensor([1.0, 3.0]), torch.tensor([5.0, 5.0])), torch.tensor([1.5, 0.5]))
+    # f = c/1 and ¼ (from 100): 0.5·c + 0.5·¼ = 1 → c = 1.75
+    assert_close(margin_scales(torch.tensor([1.0, 100.0]), torch.tensor([5.0, 5.0])), torch.tensor([1.75, 0.25]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_margin_scales_keep_the_mean_at_1_between_their_bounds(seed):
+    generator = torch.Generator().manual_seed(seed)
+    stds = torch.exp(3 * torch.randn(5, generator=generator, dtype=torch.double))
+    counts = torch.randint(1, 100, (5,), generator=generator).double()
+    scales = margin_scales(stds, counts)
+    assert_close((counts * scales).sum(), counts.sum())
+    assert scales.min() >= 0.25 and scales.max() <= 4
+    assert (scales.diff() * stds.diff() <= 0).all()  # the wider, the smaller
+
+
+def test_margin_scales_of_equal_sources_and_of_margins_that_never_moved():
+    for stds in (torch.full((3,), 2.0), torch.zeros(3)):
+        assert_close(margin_scales(stds, torch.tensor([1.0, 2.0, 3.0])), torch.ones(3))
+    assert_close(margin_scales(torch.tensor([0.7]), torch.tensor([9.0])), torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: sequence_logprobs(x, x), r"logprobs must have 2 dimensions, got shape \(3,\)"),
+        (lambda x: sequence_logprobs(torch.zeros(3, 2), torch.ones(3, 2), 0.5), "must have two rows a pair, got 3"),
+        (lambda x: preference_logits(x, x[:2], 0.1), "rejected_logratios must have the shape of chosen_logratios"),
+        (lambda x: preference_logits(x, x, 0.1, dpop_lambda=-1.0), "dpop_lambda must be >= 0, got -1.0"),
+        (lambda x: preference_logits(x, x, 0.1, offset=x[:2]), "offset must have the shape"),
+        (lambda x: preference_loss(x, x[:2]), "confidence must have the shape of logits"),
+        (lambda x: preference_drift(x, x[:2]), "rejected_logratios must have the shape"),
+        (lambda x: displaced(x, x[:2]), "rejected_logratios must have the shape"),
+        (lambda x: keep_typical(x, 0.0, 0.0, 1, x), "std must be above 0 nats, got 0.0"),
+        (lambda x: keep_typical(x, 0.0, 1.0, 4, x), r"count must be in \[1, 3\], got 4"),
+        (lambda x: margin_scales(x, torch.zeros(3)), "counts must have a pair"),
+        (lambda x: margin_scales(x, x + 1, 2.0, 4.0), r"1 must be in \[minimum, maximum\]"),
+    ],
+)
+def test_mistakes_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(3))

@@ -1,0 +1,173 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import ModelConfig
+
+from recipes import online_dpo
+from recipes.demo import stages
+from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.world import make_world
+from recipes.online_dpo import ModelReward, OnlineDPOScriptArguments, best_and_worst, main, total
+from tests.tiny import tiny_reward_model
+from trl_ext import DPOConfig, StrictTrlParser
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    prompts = make_world(0, demonstrations=1, pairs=1, prompts=40, held_out=8)["prompts"]
+    (folder / "prompts").mkdir()
+    for split, rows in prompts.items():
+        (folder / "prompts" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    policy = make_model(tokenizer, 0)
+    policy.save_pretrained(folder / "model")
+    tiny_reward_model(policy).save_pretrained(folder / "reward")
+    for name in ("model", "reward"):
+        tokenizer.save_pretrained(folder / name)
+    (folder / "rewards.py").write_text(
+        "def letter(completions, **kwargs):\n    return [sum('e' in w for w in c.split()) / 12 for c in completions]\n"
+        "def none(completions, **kwargs):\n    return [None] * len(completions)\n"
+    )
+    return folder
+
+
+def arguments(inputs, output_dir, *more):
+    return [
+        *("--config", str(ROOT / "recipes/demo/online_dpo.yaml"), "--model_name_or_path", str(inputs / "model")),
+        *("--dataset_name", str(inputs / "prompts"), "--output_dir", str(output_dir), "--use_cpu", "true"),
+        *("--reward_funcs", f"{inputs / 'rewards.py'}:letter", "recipes.demo.world.gold_reward"),
+        *("--reward_weights", "1", "0", "--prompts_per_round", "16", "--max_completion_length", "12"),
+        *(
+            "--per_device_train_batch_size",
+            "4",
+            "--save_steps",
+            "2",
+            "--save_total_limit",
+            "9",
+            "--learning_rate",
+            "3e-3",
+        ),
+        *("--disable_tqdm", "true", *more),
+    ]
+
+
+def rounds(folder):
+    return json.loads((folder / "online_dpo.json").read_text())
+
+
+def bytes_of(folder):
+    return {path.parent.name: path.read_bytes() for path in sorted(folder.glob("round-*/model.safetensors"))}
+
+
+@pytest.mark.slow
+def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path, capsys):
+    main(arguments(inputs, tmp_path / "whole", "--num_rounds", "3"))
+    history = rounds(tmp_path / "whole")
+    assert [entry["round"] for entry in history] == [0, 1, 2, 3]
+    assert set(history[3]["held_out"]) == {"letter", "gold_reward"}
+    assert history[3]["held_out"]["letter"] > history[0]["held_out"]["letter"] + 0.05
+    for number in (1, 2, 3):
+        pairs = [json.loads(line) for line in (tmp_path / "whole" / f"round-{number}" / "pairs.jsonl").open()]
+        assert len(pairs) == history[number]["pairs"] <= 16
+        for pair in pairs:
+            assert (
+                pair["score_chosen"]
+                == sum("e" in word for word in pair["chosen"].split()) / 12
+                > pair["score_rejected"]
+            )
+    models = bytes_of(tmp_path / "whole")
+    assert len(set(models.values())) == 3
+
+    # Two rounds first, then one more; then what an interruption within round 2 leaves: its pairs and a checkpoint
+    part = tmp_path / "part"
+    main(arguments(inputs, part, "--num_rounds", "2"))
+    main(arguments(inputs, part, "--num_rounds", "3"))
+    assert bytes_of(part) == models and rounds(part) == history
+    for name in ("round-3", "round-2/checkpoint-4"):
+        shutil.rmtree(part / name, ignore_errors=True)
+    assert list((part / "round-2").glob("checkpoint-*/trainer_state.json"))
+    for name in ("round.json", "model.safetensors"):
+        (part / "round-2" / name).unlink()
+    main(arguments(inputs, part, "--num_rounds", "3"))
+    assert bytes_of(part) == models and rounds(part) == history
+
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(inputs, part, "--beta", "0.5"))
+    assert "was begun with other settings (beta: 0.1 → 0.5): choose another" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_reward_model_lora_and_the_first_reference(inputs, tmp_path):
+    more = ["--reward_model_name_or_path", str(inputs / "reward"), "--reward_weights", "1", "0", "0"]
+    more += ["--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--num_rounds", "2"]
+    for name, kept in (("kept", True), ("moving", False)):
+        main(arguments(inputs, tmp_path / name, *more, "--keep_reference", str(kept)))
+        assert list(rounds(tmp_path / name)[2]["held_out"]) == ["reward", "letter", "gold_reward"]
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "round-2")  # whole, not an adapter
+    first, second = (bytes_of(tmp_path / name) for name in ("kept", "moving"))
+    assert first["round-1"] == second["round-1"] and first["round-2"] != second["round-2"]
+
+
+def test_reward_models_score_as_they_were_trained(inputs):
+    reward = ModelReward(str(inputs / "reward"), "cpu")
+    prompt, answer = "hello , my kettle leaks water . <agent>", "please replace the rubber seal ."
+    got = reward([prompt] * 2, [answer] * 2, finished=[True, False])
+    tokenizer, model = AutoTokenizer.from_pretrained(inputs / "reward"), reward.model
+    for value, text in zip(got, (f"{prompt}{answer}</s>", prompt + answer), strict=True):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        assert value == pytest.approx(model(ids).logits.item(), abs=1e-5)
+    assert isinstance(model, type(AutoModelForSequenceClassification.from_pretrained(inputs / "reward", num_labels=1)))
+
+
+def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
+    answers = [{"completion": text, "ids": [1] * len(text), "finished": True} for text in ("a", "b", "c")] * 3
+    answers[8] = {"completion": "", "ids": [1], "finished": True}  # at once the end
+    rows = [{"prompt": "x"}, {"prompt": "y"}, {"prompt": "z"}]
+    totals = [1.0, 3.0, 2.0, None, None, None, 5.0, 5.0, 0.0]
+    pair = {"prompt": "x", "chosen": "b", "rejected": "a", "score_chosen": 3.0, "score_rejected": 1.0}
+    assert best_and_worst(rows, answers, totals) == [pair]
+    assert total([1.0, None, 4.0], [2.0, 1.0, 0.5]) == 4.0
+    assert total([None, 4.0], [1.0, 0.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--num_samples", "1"], "`num_samples` must be 2 or more, got 1"),
+        (["--reward_weights", "1"], "`reward_weights` must be one for each of 2 rewards, got [1.0]"),
+        (["--temperature", "0"], "`temperature` must be > 0, got 0.0"),
+        (["--load_in_4bit", "true"], "not supported here: leave them unset"),
+        (["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
+        (["--reward_funcs", "recipes.demo.world.gold", "no.such"], "'no.such' cannot be imported"),
+    ],
+)
+def test_mistakes_are_one_line(inputs, tmp_path, more, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(inputs, tmp_path, *more))
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_reward_that_prefers_nothing_is_named(inputs, tmp_path, capsys):
+    none = ["--reward_funcs", f"{inputs / 'rewards.py'}:none", f"{inputs / 'rewards.py'}:letter"]
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(inputs, tmp_path, *none))
+    assert "round 1: no prompt has two answers of different scores; look at the rewards" in capsys.readouterr().err
+
+
+def test_without_arguments_it_is_the_demo_s(monkeypatch, tmp_path):
+    monkeypatch.setattr(stages, "reward_stage", lambda args: args.folder / "reward")
+    parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelConfig))
+    for short in (False, True):
+        given = stages.online_dpo_arguments(stages.DemoArguments(output_dir=str(tmp_path), short=short))
+        script_args, args, _ = parser.parse_args_and_config([*given, "--use_cpu", "true"])
+        assert script_args.prompts_per_round == (64 if short else 1024) and args.log_displacement
+    monkeypatch.setattr(stages, "prepare_online_dpo", lambda: ["--no_such_flag"])
+    monkeypatch.setattr("sys.argv", ["recipes/online_dpo.py"])
+    with pytest.raises(SystemExit, match="2"):
+        online_dpo.main()

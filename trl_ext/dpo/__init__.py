@@ -1,0 +1,4 @@
+from .config import DPOConfig
+from .trainer import DPOTrainer
+
+__all__ = ["DPOConfig", "DPOTrainer"]

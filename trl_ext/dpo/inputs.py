@@ -1,0 +1,156 @@
+"""What the trainer is given: pairs that teach something, the columns that say more of them, and how they get there."""
+
+import math
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+
+from ..upstream import get_config_model_id
+from .config import DPOConfig
+
+# Columns that a batch may carry beside TRL's; `_compute_loss` takes them out before TRL sees it
+PAIR_COLUMNS = ("margin", "score_chosen", "score_rejected", "confidence", "weight", "source")
+_RULES = {  # column: (rule in words, test of a float)
+    "margin": ("a finite number", math.isfinite),
+    "score_chosen": ("a finite number", math.isfinite),
+    "score_rejected": ("a finite number", math.isfinite),
+    "confidence": ("in [0.5, 1]: below 0.5, the other answer is the chosen one", lambda x: 0.5 <= x <= 1),
+    "weight": ("a finite number >= 0", lambda x: 0 <= x < math.inf),
+}
+_SHOWN = 5
+
+
+@dataclass
+class PairCollator:
+    """A data collator that adds float columns, and the source as its place in `sources`, to what `collator` makes."""
+
+    collator: Any
+    columns: tuple[str, ...]
+    sources: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(examples)
+        for name in self.columns:
+            if name == "source":
+                batch[name] = torch.tensor([self.sources.get(example[name], -1) for example in examples])
+            else:
+                batch[name] = torch.tensor([float(example[name]) for example in examples])
+        return batch
+
+
+def check_model(model: Any, args: Any, processing_class: Any) -> None:
+    if not isinstance(args, DPOConfig):
+        raise TypeError(f"`args` must be a `trl_ext.DPOConfig`, got {type(args).__module__}.{type(args).__name__}.")
+    if model is None:
+        raise ValueError("`model` is required: a path or a causal language model.")
+    if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
+        raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
+
+
+def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
+    """The pair columns that the options read; of two ways to say the margin, the one that the dataset has."""
+    wanted: list[str] = []
+    if args.use_margin:
+        found = _columns_of(train_dataset)
+        scores = [column for column in ("score_chosen", "score_rejected") if column in found]
+        if "margin" in found and scores:
+            raise ValueError(
+                f"The train dataset has the columns `margin` and {', '.join(f'`{column}`' for column in scores)}, "
+                "which are two ways to say by how much the chosen answer must win: remove one with "
+                "`Dataset.remove_columns`."
+            )
+        wanted += ["score_chosen", "score_rejected"] if scores else ["margin"]
+    wanted += ["confidence"] * args.use_confidence + ["weight"] * args.use_weight
+    return tuple(wanted + ["source"] * (args.margin_normalization == "source"))
+
+
+def _columns_of(dataset: Any) -> list[str]:
+    return getattr(dataset, "column_names", None) or list(next(iter(dataset)))
+
+
+def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, ...]) -> Any:
+    """Return the dataset if its pairs are sound, and raise with the rows that are not; a stream is checked as read."""
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        hint = ": pass one of its splits" if isinstance(dataset, (DatasetDict, IterableDatasetDict)) else ""
+        raise TypeError(f"The {name} dataset must be a `datasets.Dataset`, got `{type(dataset).__name__}`{hint}.")
+    if isinstance(dataset, Dataset) and len(dataset) == 0:
+        raise ValueError(f"The {name} dataset is empty.")
+    found = _columns_of(dataset)
+    missing = [column for column in ("chosen", "rejected", *columns) if column not in found]
+    if missing:
+        raise ValueError(
+            f"The {name} dataset lacks the column(s) {', '.join(f'`{column}`' for column in missing)}; it has "
+            f"{found}. Rename one with `rename_column`, or unset the option that reads it."
+        )
+    if isinstance(dataset, IterableDataset):
+        if args.margin_normalization != "none" or (args.beta_controller == "drift" and args.drift_horizon is None):
+            raise ValueError(
+                "`margin_normalization='source'` and `beta_controller='drift'` without `drift_horizon` need the whole "
+                f"dataset, the {name} dataset is a stream: materialise it, or choose other settings."
+            )
+        return dataset.map(_checked, with_indices=True, fn_kwargs={"name": name, "columns": columns})
+    problems: list[str] = []
+    for row, example in enumerate(dataset.select_columns(["chosen", "rejected", *columns])):
+        problems += [f"row {row}: {problem}" for problem in _problems(example, columns)]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise ValueError(
+            f"The {name} dataset has pairs to be corrected or left out (`trl_ext.data.usable_pairs` leaves out those "
+            f"without two different answers): {'; '.join(problems[:_SHOWN])}{more}."
+        )
+    return dataset
+
+
+def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:
+    """`check_dataset` of one dataset, or of each in a dictionary."""
+    if not isinstance(dataset, dict):
+        return check_dataset(dataset, "eval", args, columns)
+    return {name: check_dataset(part, f"eval {name!r}", args, columns) for name, part in dataset.items()}
+
+
+def _checked(example: dict[str, Any], row: int, name: str, columns: tuple[str, ...]) -> dict[str, Any]:
+    for problem in _problems(example, columns):
+        raise ValueError(f"The {name} dataset, row {row}: {problem}.")
+    return example
+
+
+def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str]:
+    empty = [column for column in ("chosen", "rejected") if not _has_content(example[column])]
+    for column in empty:
+        yield f"`{column}` is empty"
+    if not empty and example["chosen"] == example["rejected"]:
+        yield "`chosen` and `rejected` are identical"
+    for column in columns:
+        value = example[column]
+        if column == "source":
+            if not isinstance(value, str):
+                yield f"`source` must be a string, got {value!r}"
+            continue
+        rule, is_valid = _RULES[column]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
+            yield f"`{column}` must be {rule}, got {value!r}"
+
+
+def _has_content(answer: Any) -> bool:
+    """Whether text, or one of the messages, says or calls anything."""
+    if isinstance(answer, list):
+        return any(message.get("content") or message.get("tool_calls") for message in answer)
+    return bool(answer)
+
+
+def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
+    """Which row of which dataset a row of a batch, chosen answers first, comes from; found by its tokens."""
+    ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
+    text = textwrap.shorten(trainer._tokenizer.decode(ids), 160)
+    completion = "chosen_ids" if row < len(inputs["input_ids"]) // 2 else "rejected_ids"
+    evals = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    for name, dataset in [("train", trainer.train_dataset), *evals.items()]:
+        if isinstance(dataset, Dataset) and completion in dataset.column_names:
+            for index, example in enumerate(dataset.select_columns(["prompt_ids", completion])):
+                if (example["prompt_ids"] + example[completion])[: len(ids)] == ids:
+                    return f"row {index} of the prepared {name} dataset ({text!r})"
+    return f"the row {text!r}"

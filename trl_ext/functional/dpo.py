@@ -1,0 +1,215 @@
+"""DPO's maths per pair: log-ratios, logits and losses, and the rules that move β. Δ = chosen − rejected log-ratio."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from .shapes import check_shapes
+
+
+def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
+    """Sum each completion's log-probs; with ld_alpha, what a completion has beyond its pair's shorter one counts less.
+
+    sum_{t <= l} logp_t + ld_alpha sum_{t > l} logp_t with l = min of the pair's lengths; LD-DPO, Liu et al. 2024,
+    arXiv:2409.06411. ld_alpha = 1 or None is the plain sum.
+
+    Args:
+        logprobs: (2B, T), nats, the chosen halves first.
+        mask: (2B, T), 1 = token of the completion.
+        ld_alpha: weight of the tokens beyond the common length; None for the plain sum.
+
+    Returns:
+        (2B,), nats.
+
+    Raises:
+        ValueError: logprobs is not 2-dimensional, shapes differ, or with ld_alpha the rows are not pairs.
+    """
+    check_shapes(ndim=2, logprobs=logprobs, mask=mask)
+    logprobs = torch.where(mask.bool(), logprobs, 0.0)
+    if ld_alpha is None:
+        return logprobs.sum(dim=1)
+    if len(logprobs) % 2:
+        raise ValueError(f"logprobs must have two rows a pair, got {len(logprobs)}; stack chosen on rejected.")
+    lengths = mask.sum(dim=1)
+    common = torch.minimum(*lengths.chunk(2)).repeat(2).unsqueeze(1)
+    return torch.where(mask.cumsum(dim=1) <= common, logprobs, ld_alpha * logprobs).sum(dim=1)
+
+
+def preference_logits(
+    chosen_logratios: Tensor,
+    rejected_logratios: Tensor,
+    beta: Tensor | float,
+    offset: Tensor | None = None,
+    dpop_lambda: float = 0.0,
+) -> Tensor:
+    """Compute the logit of "chosen beats rejected": z = beta (r_c - r_r - lambda max(0, -r_c)) - offset.
+
+    DPO, Rafailov et al. 2023, arXiv:2305.18290, equation 7; the offset of ODPO, Amini et al. 2024, arXiv:2402.10571;
+    the penalty on chosen answers that become less likely of DPOP, Pal et al. 2024, arXiv:2402.13228.
+
+    Args:
+        chosen_logratios: (B,), nats, log-prob of the chosen completion under the policy minus under the reference.
+        rejected_logratios: (B,), nats, the same of the rejected one.
+        beta: scalar or (B,), 1 / nats.
+        offset: (B,), logits by which the chosen answer must win; None for 0.
+        dpop_lambda: lambda, dimensionless, 0 for no penalty.
+
+    Returns:
+        (B,), logits.
+
+    Raises:
+        ValueError: shapes differ, or dpop_lambda is negative.
+    """
+    check_shapes(chosen_logratios=chosen_logratios, rejected_logratios=rejected_logratios)
+    if dpop_lambda < 0:
+        raise ValueError(f"dpop_lambda must be >= 0, got {dpop_lambda}; 0 turns the penalty off.")
+    delta = chosen_logratios - rejected_logratios
+    if dpop_lambda:
+        delta = delta - dpop_lambda * torch.relu(-chosen_logratios)
+    logits = beta * delta
+    if offset is not None:
+        check_shapes(chosen_logratios=chosen_logratios, offset=offset)
+        logits = logits - offset
+    return logits
+
+
+def preference_loss(logits: Tensor, confidence: Tensor | None = None) -> Tensor:
+    """Compute -c log sigma(z) - (1 - c) log sigma(-z), the cross-entropy to a label that is right with probability c.
+
+    Conservative DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf) with a c for each pair. c = 1 is DPO's loss; the
+    minimum is at z = log(c / (1 - c)).
+
+    Args:
+        logits: (B,).
+        confidence: (B,), c in [0.5, 1]; None for 1.
+
+    Returns:
+        (B,), nats.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    loss = -logsigmoid(logits)
+    if confidence is None:
+        return loss
+    check_shapes(logits=logits, confidence=confidence)
+    return loss + (1 - confidence) * logits  # log sigma(-z) = log sigma(z) - z
+
+
+def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
+    """Compute how far a pair's two log-probs have moved: (|r_c| + |r_r|) / 2. No KL: the answers are not samples.
+
+    Args:
+        chosen_logratios: (B,), nats.
+        rejected_logratios: (B,), nats.
+
+    Returns:
+        (B,), nats per sequence.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    check_shapes(chosen_logratios=chosen_logratios, rejected_logratios=rejected_logratios)
+    return 0.5 * (chosen_logratios.abs() + rejected_logratios.abs())
+
+
+def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
+    """Find the pairs that are won by a chosen answer that became less likely itself: r_c < 0 and r_c - r_r > 0.
+
+    Razin et al. 2024, arXiv:2410.08847: likelihood displacement.
+
+    Args:
+        chosen_logratios: (B,), nats.
+        rejected_logratios: (B,), nats.
+
+    Returns:
+        (B,) bool.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    check_shapes(chosen_logratios=chosen_logratios, rejected_logratios=rejected_logratios)
+    return (chosen_logratios < 0) & (chosen_logratios > rejected_logratios)
+
+
+def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> float:
+    """Set a batch's beta by how well it is told apart: beta (1 + alpha (M - M_0)). Not bounded.
+
+    Wu et al. 2024, arXiv:2407.08639, with M in nats as in its code, not times beta.
+
+    Args:
+        beta: the beta of a batch of average margin, 1 / nats.
+        margin: M, mean log-ratio margin Delta of the batch, nats.
+        running_mean: M_0, of the batches before, nats.
+        alpha: 1 / nats.
+
+    Returns:
+        The batch's beta, 1 / nats.
+    """
+    return beta * (1 + alpha * (margin - running_mean))
+
+
+def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: Tensor) -> Tensor:
+    """Draw pairs without replacement with weights exp(-((M - M_0) / sigma)^2 / 2), so that typical ones are kept.
+
+    The count largest of log w + g with Gumbel noise g = -log(-log u) are such a draw (Kool et al. 2019,
+    arXiv:1903.06059), also where the weights of outliers underflow. Wu et al. 2024, arXiv:2407.08639.
+
+    Args:
+        margins: (N,), nats.
+        mean: M_0, nats.
+        std: sigma > 0, nats.
+        count: pairs to keep, at most N.
+        uniform: (N,), noise in (0, 1).
+
+    Returns:
+        (N,) bool, count of them True.
+
+    Raises:
+        ValueError: shapes differ, std is not above 0, or count is not in [1, N].
+    """
+    check_shapes(ndim=1, margins=margins, uniform=uniform)
+    if not std > 0:
+        raise ValueError(f"std must be above 0 nats, got {std}; bound it from below.")
+    if not 1 <= count <= len(margins):
+        raise ValueError(f"count must be in [1, {len(margins)}], got {count}; keep at least one pair.")
+    log_weights = -0.5 * ((margins - mean) / std).square()
+    order = (log_weights - torch.log(-torch.log(uniform))).topk(count).indices
+    return torch.zeros_like(margins, dtype=torch.bool).index_fill(0, order, True)
+
+
+def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: float = 4.0) -> Tensor:
+    """Compute for each source s what beta is to be multiplied by: f_s = clamp(c / sigma_s, minimum, maximum).
+
+    c is such that a pair's mean factor is 1: sum_s n_s f_s = sum_s n_s, hence the mean effective beta stays beta. The
+    sum is piecewise linear in c, so c is found exactly; without clamping, it is the harmonic mean of the sigmas.
+
+    Args:
+        stds: (S,), sigma of each source's margins, nats.
+        counts: (S,), n, pairs of each source.
+        minimum: smallest factor, in (0, 1].
+        maximum: largest factor, at least 1.
+
+    Returns:
+        (S,), dimensionless.
+
+    Raises:
+        ValueError: shapes differ, there is no pair, or 1 is not in [minimum, maximum].
+    """
+    check_shapes(ndim=1, stds=stds, counts=counts)
+    if not 0 < minimum <= 1 <= maximum:
+        raise ValueError(f"1 must be in [minimum, maximum] with minimum > 0, got [{minimum}, {maximum}].")
+    if not counts.sum() > 0:
+        raise ValueError(f"counts must have a pair, got {counts.tolist()}; there is nothing to normalise yet.")
+    stds = stds.clamp(min=1e-12)
+    shares = counts / counts.sum()
+
+    def factors(c: Tensor) -> Tensor:
+        return (c.unsqueeze(-1) / stds).clamp(minimum, maximum)
+
+    corners = torch.cat([minimum * stds, maximum * stds]).sort().values
+    means = (factors(corners) * shares).sum(-1)  # from minimum to maximum
+    after = int(torch.searchsorted(means, torch.ones_like(means[:1])).clamp(1, len(means) - 1))
+    low, high = means[after - 1], means[after]
+    share = (1 - low) / (high - low) if high > low else torch.zeros_like(low)
+    return factors(corners[after - 1] + share * (corners[after] - corners[after - 1]))

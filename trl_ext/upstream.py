@@ -4,11 +4,13 @@
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from trl.data_utils import is_conversational
 from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.trainer.callbacks import _generate_completions as generate_completions
 from trl.trainer.utils import (
     RepeatSampler,
     add_fused_lm_head,
     create_model_from_path,
     disable_dropout_in_model,
+    get_callable_name,
     get_config_model_id,
     is_async_callable,
 )
@@ -18,6 +20,8 @@ __all__ = [
     "add_fused_lm_head",
     "create_model_from_path",
     "disable_dropout_in_model",
+    "generate_completions",
+    "get_callable_name",
     "get_config_model_id",
     "is_async_callable",
     "is_conversational",

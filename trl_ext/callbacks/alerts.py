@@ -35,7 +35,8 @@ class Alert:
     def __str__(self) -> str:
         numbers = {"value": self.value, "bound": self.bound, "baseline": self.baseline}
         shown = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items() if number is not None)
-        return f"{self.monitor}, step {self.step}: {self.what} ({shown}). {self.advice} See {self.runbook}."
+        what = f"{self.what} ({shown})" if shown else self.what
+        return f"{self.monitor}, step {self.step}: {what}. {self.advice} See {self.runbook}."
 
 
 class LogSink:

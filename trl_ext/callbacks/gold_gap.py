@@ -88,7 +88,7 @@ class GoldGapCallback(MonitorCallback):
                     advice = "The reward is being gamed: stop, and keep the checkpoint of the best gold score."
                     yield Finding("the proxy left gold behind", gap, self.limit, advice, 0.0)
         if rate is not None and rate < self.win_rate:
-            advice = "Answers lose against the start policy's: go back to the checkpoint of the best gold score."
+            advice = "Go back to the checkpoint of the best gold score."
             yield Finding("answers lose against the start policy's", rate, self.win_rate, advice, 0.5)
 
     def _judged(self, metrics: dict[str, Any], key: str | None) -> list[float] | None:

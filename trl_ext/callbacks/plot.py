@@ -126,7 +126,7 @@ def _scores(axes, history, metrics, registry) -> None:
         low, high = ([m + sign * stds[s] for s, m in zip(steps, means, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, alpha=0.2, label="± σ of single scores")
     for key in sorted({key for log in history for key in log if key.startswith("score_watch/") and "/q" in key}):
-        _line(axes, history, key, key.removeprefix("score_watch/"), linewidth=0.8, markersize=0)
+        _line(axes, history, key, key.removeprefix("score_watch/"), color="tab:gray", linewidth=0.8, markersize=0)
     drift = registry.get("RewardDriftCallback")
     if drift:
         count, mean, squares = drift["attributes"]["memory"].get("scores", [0, 0.0, 0.0])
@@ -156,8 +156,11 @@ def _clip(axes, history, metrics, registry) -> None:
 
 def _critic(axes, history, metrics, registry) -> None:
     _line(axes, history, _key(metrics, "explained_variance"), "explained variance")
-    _line(axes, history, _key(metrics, "value_loss"), "value loss", color="tab:green", linewidth=0.8)
-    _bound(axes, registry, "ValueHealthCallback", "explained_variance")
+    if axes.lines:
+        twin = axes.twinx()
+        _line(twin, history, _key(metrics, "value_loss"), "value loss", color="tab:green", linewidth=0.8)
+        twin.set_ylabel("value loss", color="tab:green")
+        _bound(axes, registry, "ValueHealthCallback", "explained_variance")
 
 
 def _lengths(axes, history, metrics, registry) -> None:

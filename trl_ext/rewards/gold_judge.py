@@ -1,6 +1,7 @@
 """A judge that is too good, or too dear, to train on."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class GoldJudgeReward(Watch):
         super().__init__(**kwargs)
         self.judge = judge
         self.column = column
+        self._run = time.time()
         self._start_step: int | None = None
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
 
@@ -59,7 +61,7 @@ class GoldJudgeReward(Watch):
                 continue
             if step == self._start_step:
                 self._start.setdefault(key, []).append(score)
-                row = {"step": step, "prompt": key, "completion": text_of(answer), "score": score}
+                row = {"run": self._run, "step": step, "prompt": key, "completion": text_of(answer), "score": score}
                 self.write("gold_start", [row])
             else:
                 wins += [0.5 * ((score > old) + (score >= old)) for old in self._start.get(key, [])]
@@ -73,13 +75,10 @@ class GoldJudgeReward(Watch):
     def _read_start(self, step: int) -> int:
         """The start policy's scores, of all processes, if the run that is resumed left them, and its step."""
         folder = self.folder if self.folder is not None else Watch.default_folder
-        rows = (
-            [row for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) for row in read_jsonl(path)]
-            if folder
-            else []
-        )
-        # A run that was started anew in the same folder appended to them: the last one counts
-        for row in rows:
-            if row["run"] == rows[-1]["run"]:
-                self._start.setdefault(row["prompt"], []).append(row["score"])
-        return rows[-1]["step"] if rows else step
+        for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
+            rows = list(read_jsonl(path))
+            for row in rows:
+                if row["run"] == rows[-1]["run"]:  # a run that was started anew in the folder appended
+                    self._start.setdefault(row["prompt"], []).append(row["score"])
+                    step = min(step, row["step"])
+        return step

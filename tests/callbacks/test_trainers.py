@@ -213,7 +213,8 @@ def test_two_of_one_class_are_refused(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("action", "last_step", "checkpoints"), [("warn", 8, []), ("save", 8, [1, 4]), ("stop", 1, [1]), ("rollback", 1, [])]
+    ("action", "last_step", "checkpoints"),
+    [("warn", 8, []), ("save", 8, [1, 4]), ("stop", 1, [1]), ("rollback", 1, [])],
 )
 def test_actions(action, last_step, checkpoints, model, tmp_path):
     callback = KLBudgetCallback(keys={"kl": "loss"}, warn=0.1, limit=0.1, action=action, repeat_steps=3)
@@ -231,13 +232,16 @@ def test_rollback_names_the_last_good_checkpoint(model, tmp_path):
     trainer.train()
     alert = alerts_of(trainer.state)[-1]
     good = alert["step"] - 1
-    assert trainer.state.global_step == alert["step"] and f"--resume_from_checkpoint {tmp_path}/checkpoint-{good}`" in (
-        alert["advice"]
+    assert (
+        trainer.state.global_step == alert["step"]
+        and f"--resume_from_checkpoint {tmp_path}/checkpoint-{good}`" in (alert["advice"])
     )
 
 
 def test_raise_kl_that_no_trainer_reads_is_said_once(model, tmp_path):
-    callback = KLBudgetCallback(keys={"kl": "loss"}, warn=0.1, limit=0.1, tolerance=9, action="raise_kl", repeat_steps=2)
+    callback = KLBudgetCallback(
+        keys={"kl": "loss"}, warn=0.1, limit=0.1, tolerance=9, action="raise_kl", repeat_steps=2
+    )
     trainer = sft(model, tmp_path, callback, save_strategy="no", learning_rate=0.0)
     trainer.train()
     said = [(a["what"].split(":")[0], a["action"]) for a in alerts_of(trainer.state)]

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from ..jsonl import JSONLWriter
 from ..metrics import is_training_log, metrics_of
 from ..rewards.watch import Watch
+from .monitor import REGISTRY
 
 PHASES = {"time/generate": "seconds_generation", "time/score": "seconds_scoring", "time/update": "seconds_update"}
 
@@ -23,7 +24,7 @@ class JSONLCallback(TrainerCallback):
     most the last line. Each has `timestamp`, `rank`, `step`, `type` (`begin`, with the configuration; `train`, `eval`,
     `save`, `end`). Those of training have what can be measured: `kl`, the losses, `tokens_per_sec_per_gpu`,
     `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring`, `seconds_update`, and all
-    numbers of the log under `logs`. Watches of `trl_ext.rewards` without a folder of their own write beside it.
+    numbers of the log under `logs`; the first one the monitors' arguments. Watches of `trl_ext.rewards` without a folder of their own write beside it.
 
     Args:
         folder: where to; the output directory by default.
@@ -33,6 +34,7 @@ class JSONLCallback(TrainerCallback):
 
     def __post_init__(self) -> None:
         self._writer: JSONLWriter | None = None
+        self._introduced = False
         self._tokens: tuple[float, float] | None = None  # seen, and when
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -48,6 +50,10 @@ class JSONLCallback(TrainerCallback):
         kind = "train" if is_training_log(logs) else "eval" if any(k.startswith("eval_") for k in logs) else "end"
         numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
         measured: dict[str, Any] = {}
+        if not self._introduced and kind == "train":  # all callbacks have begun by now
+            monitors = state.stateful_callbacks.get(REGISTRY, {})
+            measured["monitors"] = {name: of["args"] for name, of in monitors.items() if name != "alerts"}
+            self._introduced = True
         if kind == "train":
             metric = metrics_of(args).get("kl")
             if metric is not None and metric.key in numbers:

@@ -89,9 +89,7 @@ def plot_monitoring(
             axes.legend(fontsize="small", loc="best")
         else:
             axes.text(0.5, 0.5, "not logged by this trainer", ha="center", transform=axes.transAxes, alpha=0.6)
-        for alert in alerts:
-            colour = "tab:orange" if alert["action"] == "warn" else "tab:red"
-            axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
+        draw_alerts(axes, alerts)
     for axes in panels[1]:
         axes.set_xlabel("optimizer step")
     legend = "▲ alert (orange: warning, red: action)" if alerts else ""
@@ -100,6 +98,13 @@ def plot_monitoring(
     figure.savefig(temporary, dpi=100)
     plt.close(figure)
     temporary.replace(path)
+
+
+def draw_alerts(axes, alerts) -> None:
+    """Mark alerts at the foot of a panel."""
+    for alert in alerts:
+        colour = "tab:orange" if alert["action"] == "warn" else "tab:red"
+        axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
 def _line(axes, history, key: str | None, label: str, **style) -> None:
@@ -129,7 +134,8 @@ def _scores(axes, history, metrics, registry) -> None:
         _line(axes, history, key, key.removeprefix("score_watch/"), color="tab:gray", linewidth=0.8, markersize=0)
     drift = registry.get("RewardDriftCallback")
     if drift:
-        count, mean, squares = drift["attributes"]["memory"].get("scores", [0, 0.0, 0.0])
+        memory = drift.get("attributes", {}).get("memory", {})
+        count, mean, squares = memory.get("scores", [0, 0.0, 0.0])
         mean, sigma = drift["args"]["baseline"] or (mean, (squares / max(count - 1, 1)) ** 0.5)
         if sigma > 0:
             for sigmas in (drift["args"]["sigmas"], -drift["args"]["drop_sigmas"]):

@@ -41,9 +41,7 @@ class Watch:
             path = Path(folder) / f"{file}.rank{PartialState().process_index}.jsonl"
             self._writers.setdefault(path, JSONLWriter(path)).write(*rows)
 
-    def write_completions(
-        self, prompts: list, completions: list, scores: list[Any], trainer_state: Any
-    ) -> None:
+    def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
         step, rank = getattr(trainer_state, "global_step", None), PartialState().process_index
         self.write(
             "completions",

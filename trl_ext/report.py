@@ -82,7 +82,7 @@ def read_run(folder: Path) -> Run:
     if (folder / "metrics.rank0.jsonl").is_file():
         events = list(read_jsonl(folder / "metrics.rank0.jsonl"))
         run.history = [{**event["logs"], "step": event["step"]} for event in events if "logs" in event]
-        known = next((event["monitors"] for event in reversed(events) if "monitors" in event), {})
+        known: dict[str, Any] = next((event["monitors"] for event in reversed(events) if "monitors" in event), {})
         run.registry = {**{name: {"args": args} for name, args in known.items()}, **run.registry}
         run.config = next((event["config"] for event in reversed(events) if event.get("type") == "begin"), {})
     if (folder / "alerts.jsonl").is_file():
@@ -142,7 +142,8 @@ def _alerts(run: Run) -> str:
     for alert in run.alerts:
         style = "warn" if alert["action"] == "warn" else "act"
         rows += (
-            f'<tr><td class="number">{_text(alert["step"])}</td><td class="short {style}">{_text(alert["action"])}</td>'
+            f'<tr><td class="number">{_text(alert["step"])}</td>'
+            f'<td class="short {style}">{_text(alert["action"])}</td>'
             f'<td class="short">{_text(alert["monitor"])}</td><td>{_text(alert["what"])}</td>'
             f'<td class="number">{_number(alert["value"])}</td><td class="number">{_number(alert["bound"])}</td>'
             f"<td>{_text(alert['advice'])} ({_text(alert['runbook'])})</td></tr>"
@@ -247,8 +248,8 @@ def _samples(run: Run) -> str:
         for (step, prompt, completion), scores in chosen:
             shown = ", ".join(f"{name} {_number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
             rows.append(
-                f'<tr><td class="short">{label}</td><td class="number">{_text(step)}</td><td>{_text(prompt[:400])}</td>'
-                f"<td>{_text(completion[:800])}</td><td>{_text(shown)}</td></tr>"
+                f'<tr><td class="short">{label}</td><td class="number">{_text(step)}</td>'
+                f"<td>{_text(prompt[:400])}</td><td>{_text(completion[:800])}</td><td>{_text(shown)}</td></tr>"
             )
     head = "".join(f"<th>{name}</th>" for name in ("phase", "step", "prompt", "completion", "scores"))
     return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'

@@ -8,6 +8,7 @@ from .gold_gap import GoldGapCallback
 from .jsonl import JSONLCallback
 from .kl_budget import KLBudgetCallback
 from .length_drift import LengthDriftCallback
+from .loading import attach_monitors, load_monitors
 from .monitor import Finding, MonitorCallback
 from .not_finite import NotFiniteCallback
 from .plot import MonitoringPlotCallback
@@ -39,4 +40,6 @@ __all__ = [
     "ValueHealthCallback",
     "WandbSink",
     "WebhookSink",
+    "attach_monitors",
+    "load_monitors",
 ]

@@ -44,8 +44,8 @@ class CanaryCallback(MonitorCallback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.trainer is None or not self.prompts:
-            raise ValueError("`CanaryCallback` needs `trainer=` to generate with, and `prompts=`, one or more")
+        if not self.prompts or isinstance(self.prompts, str):
+            raise ValueError(f"`CanaryCallback` needs `prompts=`, a list of one or more, got {self.prompts!r}")
         if not (self.minutes >= 0 and self.length_factor > 1 and 0 < self.phrase < 1):
             raise ValueError(
                 "`minutes` must be 0 or more, `length_factor` above 1, `phrase` lie in (0, 1); got "
@@ -54,6 +54,8 @@ class CanaryCallback(MonitorCallback):
         self._last = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if self.trainer is None:
+            raise ValueError("`CanaryCallback` needs `trainer=` to generate with")
         super().on_train_begin(args, state, control, **kwargs)
         self._handle(self._sing(), state, control)
 

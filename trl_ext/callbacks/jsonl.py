@@ -24,7 +24,8 @@ class JSONLCallback(TrainerCallback):
     most the last line. Each has `timestamp`, `rank`, `step`, `type` (`begin`, with the configuration; `train`, `eval`,
     `save`, `end`). Those of training have what can be measured: `kl`, the losses, `tokens_per_sec_per_gpu`,
     `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring`, `seconds_update`, and all
-    numbers of the log under `logs`; the first one the monitors' arguments. Watches of `trl_ext.rewards` without a folder of their own write beside it.
+    numbers of the log under `logs`; the first one the monitors' arguments. Watches of `trl_ext.rewards` without a
+    folder of their own write beside it.
 
     Args:
         folder: where to; the output directory by default.

@@ -244,8 +244,8 @@ def _samples(run: Run) -> str:
         merged: dict[tuple, dict[str, Any]] = {}
         for row in phase:  # several watches write the same completion
             merged.setdefault((row["step"], row["prompt"], row["completion"]), {}).update(row["scores"])
-        chosen = list(merged.items())[:: max(1, len(merged) // SAMPLES)][:SAMPLES]
-        for (step, prompt, completion), scores in chosen:
+        spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
+        for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
             shown = ", ".join(f"{name} {_number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
             rows.append(
                 f'<tr><td class="short">{label}</td><td class="number">{_text(step)}</td>'

@@ -178,7 +178,10 @@ def test_picture_marks_alerts(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "log", images.append)
     pictures = []
     for limit in (100.0, 2.0):
-        callbacks = KLBudgetCallback(warn=limit, limit=limit, tolerance=99, action="save"), MonitoringPlotCallback(steps=99)
+        callbacks = (
+            KLBudgetCallback(warn=limit, limit=limit, tolerance=99, action="save"),
+            MonitoringPlotCallback(steps=99),
+        )
         run = Replay(tiny_config(tmp_path, report_to=["wandb"]), *callbacks)
         for step in range(1, 5):
             run.log(step, logs=LOG | {"objective/kl": float(step)})

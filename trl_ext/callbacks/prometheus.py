@@ -42,14 +42,14 @@ class PrometheusCallback(TrainerCallback):
     address: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge
-        except ImportError as error:
-            raise ImportError("PrometheusCallback needs `pip install prometheus-client`") from error
         if self.port is None and self.textfile is None:
             raise ValueError("`PrometheusCallback` needs `port=` or `textfile=`; with neither it exports nothing")
         if self.textfile is not None and not self.textfile.endswith(".prom"):
             raise ValueError(f"`textfile` must end in .prom, which the collector reads; got {self.textfile!r}")
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Gauge
+        except ImportError as error:
+            raise ImportError("PrometheusCallback needs `pip install prometheus-client`") from error
         self.registry = CollectorRegistry()
         self._gauges = {k: Gauge(f"trl_ext_{k}", text, registry=self.registry) for k, text in GAUGES.items()}
         self._step = Gauge("trl_ext_step", "Optimizer steps", registry=self.registry)

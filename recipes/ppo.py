@@ -144,6 +144,8 @@ def main(arguments: list[str] | None = None) -> None:
         train_dataset, eval_dataset = split["train"], split["test"]
     else:
         eval_dataset, training_args.eval_strategy = None, "no"
+    if eval_dataset is not None and "held_out" not in eval_dataset.column_names:  # what a gold judge scores
+        eval_dataset = eval_dataset.add_column("held_out", [True] * len(eval_dataset))
 
     # 4. Train
     trainer = PPOTrainer(

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -30,6 +30,9 @@ from trl_ext.callbacks import (
     RewardDriftCallback,
     ValueHealthCallback,
 )
+from trl_ext.callbacks.monitor import REGISTRY
+from trl_ext.callbacks.plot import plot_monitoring
+from trl_ext.metrics import METRICS, is_training_log
 
 # (planted share, run): guarded.yaml, or unguarded.yaml with a fixed KL coefficient
 GRID = ((0.2, "guarded"), (0.2, "0"), (0.2, "0.2"), (0.0, "0.1"), (0.2, "0.05"), (0.0, "0"))
@@ -146,19 +149,28 @@ def config(folder: Path) -> PPOConfig:
     )
 
 
-def first_alarm(history: list[dict], monitors: list) -> int | None:
-    """Step of the first alert on which a monitor acts."""
+def replay(history: list[dict], monitors: list) -> Iterator[Replay]:
+    """The run after each of its logs."""
     run = Replay(config(Path()), *monitors)
     for log in history:
-        if "train_loss" in log:
-            continue
         if any(key.startswith("eval_") for key in log):
             run.evaluate(log["step"], dict(log))
-        else:
+        elif is_training_log(log):
             run.log(log["step"], logs=dict(log))
-        if run.control.should_save:
-            return log["step"]
-    return None
+        yield run
+
+
+def first_alarm(history: list[dict], monitors: list) -> int | None:
+    """Step of the first alert on which a monitor acts."""
+    return next((run.state.global_step for run in replay(history, monitors) if run.control.should_save), None)
+
+
+def draw(log: dict, path: Path) -> None:
+    """`rlhf_monitoring.png` of a run, as MonitoringPlotCallback would have drawn it with all monitors as shipped."""
+    monitors = [m for name in CANDIDATES for m in build(name, shipped(name))]
+    *_, run = replay(log["log_history"], monitors)
+    registry = run.state.stateful_callbacks[REGISTRY]
+    plot_monitoring(run.state.log_history, METRICS["PPOConfig"], path, run.alerts, registry)
 
 
 GOLD = {"gold": "eval_rewards/gold_reward/mean"}
@@ -188,6 +200,10 @@ CANDIDATES: dict[str, tuple[type, list[dict]]] = {
     ),
     "GoldGapCallback": (GoldGapCallback, [{"limit": limit, **GOLD} for limit in (0.5, 0.6, 0.7, 0.85, 1.0, 1.5)]),
 }
+
+
+def shipped(name: str) -> dict:
+    return GOLD if name in ("GoldGapCallback", "RewardDriftCallback") else {}
 
 
 def build(name: str, arguments: dict) -> list:
@@ -262,14 +278,11 @@ def table(chosen_on: list[Outcome], reported: list[Outcome]) -> str:
     picked = {name: choose(name, chosen_on) for name in CANDIDATES}
     for name in CANDIDATES:
         shown = ", ".join(f"{k}={v:g}" for k, v in picked[name].items() if not isinstance(v, str))
-        gold = GOLD if name in ("GoldGapCallback", "RewardDriftCallback") else {}
-        sets[f"{name}, shipped"] = lambda name=name, gold=gold: build(name, gold)
+        sets[f"{name}, shipped"] = lambda name=name: build(name, shipped(name))
         sets[f"{name}({shown}), chosen"] = lambda name=name: build(name, picked[name])
     sets["KL > 10 alone"] = lambda: build("KLBudgetCallback", {"limit": 10.0})
     for title, names in SETS.items():
-        sets[f"{title}, shipped"] = lambda names=names: [
-            m for n in names for m in build(n, GOLD if n in ("GoldGapCallback", "RewardDriftCallback") else {})
-        ]
+        sets[f"{title}, shipped"] = lambda names=names: [m for n in names for m in build(n, shipped(n))]
         sets[f"{title}, chosen"] = lambda names=names: [m for n in names for m in build(n, picked[n])]
     lines = [
         "| monitor | detected | in time | lead, steps | false alarms | per 1,000 healthy steps |",
@@ -331,6 +344,9 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             print(f"seed {seed}, planted share {share:g}, {name}", flush=True)
             logs.append(make_log(folder, seed, share, name, args.short))
+    hacked = [log for log in logs if outcome(log).is_hacked]
+    if hacked:
+        draw(max(hacked, key=lambda log: log["log_history"][-2].get("objective/kl", 0.0)), folder / "monitoring.png")
     text = report(logs, args.fall)
     (folder / "monitors.md").write_text(text + "\n")
     print(text)

@@ -56,7 +56,7 @@ class GoldGapCallback(MonitorCallback):
             )
         if self.trainer is not None:
             dataset = self.trainer.eval_dataset
-            if dataset is None or "prompt" not in dataset.column_names:
+            if "prompt" not in getattr(dataset, "column_names", []):
                 raise ValueError("`trainer` needs an `eval_dataset` with the column `prompt` to generate answers")
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -73,10 +73,10 @@ class GoldGapCallback(MonitorCallback):
         proxy_key = self.proxy or (f"eval_{reward.key}" if reward else None)
         gold, proxy = self._judged(metrics, gold_key), self._judged(metrics, proxy_key)
         rate = self._number("eval_gold/win_rate", metrics.get("eval_gold/win_rate"))
-        if gold is None:
+        first = self.memory.setdefault("first", {})
+        if gold is None and "gold" not in first and self.step > self.memory.setdefault("first_step", self.step):
             advice = "Is the gold judge among `reward_funcs`, and the column that marks its rows in `eval_dataset`?"
             yield Finding(f"nothing to watch: `{gold_key}` is not in the evaluation", None, None, advice, acts=False)
-        first = self.memory.setdefault("first", {})
         if gold is not None and proxy is not None:
             (mean, sigma), (proxy_mean, proxy_sigma) = (
                 first.setdefault(name, value) for name, value in (("gold", gold), ("proxy", proxy))

@@ -74,6 +74,7 @@ class MonitorCallback(TrainerCallback):
         self.memory: dict[str, Any] = {}  # all that is not an argument; JSON
         self.step = 0
         self._args: Any = None
+        self._logging_steps = 1
         self._logs: dict[str, Any] = {}
         self._known: dict[str, Metric] = {}
         self._opened: list[Any] | None = None
@@ -121,6 +122,8 @@ class MonitorCallback(TrainerCallback):
         self.step, self._args, self._logs, self._known = state.global_step, args, logs, metrics_of(args)
         if self._opened is None:
             self._opened = make_sinks(self.sinks, args) if state.is_world_process_zero else []
+        # It may be set as a share of all steps
+        self._logging_steps = int(args.logging_steps if args.logging_steps >= 1 else state.logging_steps)
 
     def read(self, quantity: str, optional: bool = False) -> float | None:
         """
@@ -144,11 +147,6 @@ class MonitorCallback(TrainerCallback):
                     "remove the monitor.",
                 )
         return value
-
-    @property
-    def _logging_steps(self) -> int:
-        """As it is set, in steps; a share of all steps, which may be set, too, counts as one."""
-        return max(1, int(self._args.logging_steps))
 
     def logs_in(self, steps: int) -> int:
         """Logs that cover as many steps."""
@@ -270,11 +268,6 @@ class MonitorCallback(TrainerCallback):
 def alerts_of(state: Any) -> list[dict[str, Any]]:
     """The alerts of all monitors so far, also from before a resume."""
     return state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
-
-
-def arguments_of(state: Any, monitor: str) -> dict[str, Any]:
-    """The arguments of a monitor of this run; {} where it is not there."""
-    return state.stateful_callbacks.get(REGISTRY, {}).get(monitor, {}).get("args", {})
 
 
 def _plain(alert: Alert) -> dict[str, Any]:

@@ -81,9 +81,12 @@ class RewardDriftCallback(MonitorCallback):
             return
         start, sigma = base
         if mean > start + self.sigmas * sigma:
-            also = f", and {', '.join(witnesses)} moved with it" if witnesses else ""
-            advice = "A rise this large is rarely earned: compare completions of the first rollouts and of now."
-            what = f"the reward is beyond {self.sigmas:g} σ{also}"
+            what, advice = (
+                f"the reward is beyond {self.sigmas:g} σ",
+                "Compare completions of the first rollouts and of now.",
+            )
+            if witnesses:
+                what, advice = f"{what}, and more moved with it", f"So did {', '.join(witnesses)}. {advice}"
             yield Finding(what, mean, start + self.sigmas * sigma, advice, start, acts=bool(witnesses))
         if mean < start - self.drop_sigmas * sigma:
             advice = "The policy unlearns: lower the learning rate, or look for a reward function that fails."

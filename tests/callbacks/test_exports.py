@@ -13,6 +13,7 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
 import wandb
 
 import trl_ext.callbacks
@@ -77,6 +78,27 @@ def test_events(tmp_path):
     assert second["tokens_per_sec_per_gpu"] > 0 and second["loss"] == "nan" and "kl" not in second
     assert first["monitors"]["KLBudgetCallback"]["limit"] == 10.0 and "monitors" not in second
     assert all(e["rank"] == 0 and e["timestamp"] > 1e9 for e in events)
+
+
+def test_gpu_memory_where_there_is_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 123)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 456)
+    run = Replay(tiny_config(tmp_path), JSONLCallback())
+    run.log(1, logs=LOG)
+    event = list(read_jsonl(tmp_path / "metrics.rank0.jsonl"))[-1]
+    assert (event["vram_allocated_bytes"], event["vram_peak_bytes"]) == (123, 456)
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = Replay(tiny_config(tmp_path), JSONLCallback(folder=str(tmp_path / "file")))
+    args = tiny_config(tmp_path)
+    args.output_dir = str(tmp_path / "file")
+    drawing = Replay(args, MonitoringPlotCallback(), PrometheusCallback(textfile=str(tmp_path / "file" / "x.prom")))
+    for one in (run, drawing):
+        one.log(1, logs=LOG)
+        one.fire("on_train_end")
 
 
 KILLED = """

@@ -35,7 +35,10 @@ from trl_ext.callbacks.plot import plot_monitoring
 from trl_ext.metrics import METRICS, is_training_log
 
 # (planted share, run): guarded.yaml, or unguarded.yaml with a fixed KL coefficient
-GRID = ((0.2, "guarded"), (0.2, "0"), (0.2, "0.2"), (0.0, "0.1"), (0.2, "0.05"), (0.0, "0"))
+GRID = (
+    *((0.2, name) for name in ("guarded", "0.5", "0.2", "0.05", "0")),
+    *((0.0, name) for name in ("guarded", "0.3", "0.1", "0")),
+)
 OPTIONS = """
     --reward_funcs recipes.demo.world.gold_reward recipes.demo.world.phrase_reward trl_ext.rewards.repetition_watch
     --reward_weights 1 0 0 0 --per_device_train_batch_size 32 --num_mini_batches 4 --learning_rate 1e-4
@@ -48,7 +51,7 @@ class BenchmarkArguments:
     """Which runs."""
 
     seeds: list[int] = field(
-        default_factory=lambda: list(range(6)),
+        default_factory=lambda: list(range(4)),
         metadata={"help": "Seeds of world and training: defaults are chosen on the even ones, reported on the odd."},
     )
     output_dir: str = field(default="outputs/monitors", metadata={"help": "Folder of runs, logs and the table."})

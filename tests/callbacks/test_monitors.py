@@ -189,7 +189,7 @@ def test_disagreement(ppo):
 
 
 def test_repetition(ppo):
-    run = Replay(ppo, RepetitionCallback(rollouts=2))
+    run = Replay(ppo, RepetitionCallback(rollouts=2, phrase=0.3, distinct=0.5, repeated=0.2))
     calm = {"distinct_3": 0.8, "top_phrase_share": 0.2, "repeated": 0.0, "copied_share": 0.0}
     for step, changed in enumerate(
         ({}, {}, {"top_phrase_share": 0.49}, {"top_phrase_share": 0.51}, {"distinct_3": 0.39}, {"repeated": 0.21}), 1

@@ -200,7 +200,7 @@ def test_resumed_monitors_go_on_where_they_were(flag, model, tmp_path):
 def test_state_is_json_and_names_its_arguments(model):
     callback = GoldGapCallback(sinks=["log"])
     state = json.loads(json.dumps(callback.state()))
-    assert state["attributes"] == {"memory": {}} and state["args"]["limit"] == 1.0
+    assert state["attributes"] == {"memory": {}} and state["args"]["limit"] == 0.6
     assert type(callback)(**state["args"]).state() == state
 
 

@@ -36,7 +36,7 @@ class GoldGapCallback(MonitorCallback):
 
     gold: str | None = None
     proxy: str | None = None
-    limit: float = 1.0
+    limit: float = 0.6
     win_rate: float = 0.5
     trainer: Any = None
     judge: Any = None

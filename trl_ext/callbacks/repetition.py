@@ -22,9 +22,9 @@ class RepetitionCallback(MonitorCallback):
         others: see [`MonitorCallback`].
     """
 
-    phrase: float = 0.3
-    distinct: float = 0.5
-    repeated: float = 0.2
+    phrase: float = 0.6
+    distinct: float = 0.3
+    repeated: float = 0.1
     copied: float = 0.1
     rollouts: int = 4
     runbook = "repetition"

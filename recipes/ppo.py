@@ -53,7 +53,6 @@ class PPOScriptArguments(ScriptArguments):
             "policy's tokenizer, else the policy with a zero head."
         },
     )
-
     monitors: list[str] | None = field(
         default=None,
         metadata={"help": "Callbacks of trl_ext.callbacks: `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."},

@@ -43,9 +43,9 @@ class KLController:
         scale = getattr(control, "kl_coef_scale", 1.0)
         if scale != 1.0:
             control.kl_coef_scale = 1.0
-            maximum = math.inf if self.args.kl_coef_max is None else self.args.kl_coef_max
-            # A coefficient that was set above the maximum stays: this must not lower it
-            self.kl_coef = max(self.kl_coef, min(self.kl_coef * scale, maximum))
+            self.kl_coef *= scale
+            if self.args.kl_coef_max is not None:
+                self.kl_coef = min(self.kl_coef, self.args.kl_coef_max)
             if self.kl_coef == 0:
                 logger.warning("A monitor asked to raise `kl_coef`, which is 0 and stays so: set it above 0.")
 

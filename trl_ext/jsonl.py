@@ -39,7 +39,7 @@ class JSONLWriter:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 torn = _ends_in_mid_line(self.path)
-                self._file = self.path.open("a", buffering=1, encoding="utf-8")
+                self._file = self.path.open("a", encoding="utf-8")
                 if torn:
                     self._file.write("\n")
             self._file.writelines(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)

@@ -19,6 +19,7 @@ from types import ModuleType
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from trl_ext import PPOConfig, PPOTrainer, StrictTrlParser, load_dataset_split
+from trl_ext.callbacks import attach_monitors, load_monitors
 
 
 @dataclass
@@ -51,6 +52,10 @@ class PPOScriptArguments(ScriptArguments):
             "help": "Sequence classifier that the critic starts from. If unset: the reward model if it has the "
             "policy's tokenizer, else the policy with a zero head."
         },
+    )
+    monitors: list[str] | None = field(
+        default=None,
+        metadata={"help": "Callbacks of trl_ext.callbacks: `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."},
     )
 
     def __post_init__(self):
@@ -110,7 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("no model: give `model_name_or_path`, a folder or a hub name")
     try:
         rewards = [load_reward(path) for path in script_args.reward_funcs or []]
-    except (ImportError, TypeError) as error:
+        monitors = load_monitors(script_args.monitors)
+    except (ImportError, TypeError, ValueError) as error:
         parser.error(str(error))
     if script_args.reward_model_name_or_path:
         rewards.insert(0, script_args.reward_model_name_or_path)
@@ -137,6 +143,8 @@ def main(arguments: list[str] | None = None) -> None:
         train_dataset, eval_dataset = split["train"], split["test"]
     else:
         eval_dataset, training_args.eval_strategy = None, "no"
+    if eval_dataset is not None and "held_out" not in eval_dataset.column_names:  # what a gold judge scores
+        eval_dataset = eval_dataset.add_column("held_out", [True] * len(eval_dataset))
 
     # 4. Train
     trainer = PPOTrainer(
@@ -149,6 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )
+    attach_monitors(trainer, monitors)
     metrics = trainer.train().metrics
     if metrics:  # none where the run was complete already
         trainer.save_metrics("train", metrics)

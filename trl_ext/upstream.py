@@ -9,11 +9,13 @@ from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from transformers.utils import find_adapter_config_file
 from trl.data_utils import is_conversational
 from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.trainer.callbacks import _generate_completions as generate_completions
 from trl.trainer.utils import (
     RepeatSampler,
     add_fused_lm_head,
     create_model_from_path,
     disable_dropout_in_model,
+    get_callable_name,
     get_config_model_id,
     is_async_callable,
     use_adapter,
@@ -27,6 +29,8 @@ __all__ = [
     "create_model_from_path",
     "disable_dropout_in_model",
     "find_adapter_config_file",
+    "generate_completions",
+    "get_callable_name",
     "get_config_model_id",
     "is_async_callable",
     "is_conversational",

@@ -2,6 +2,8 @@
 
 import re
 
+from trl_ext.rewards import GoldJudgeReward
+
 # One entry a word that a child's story uses for something good; inflections count as the same word.
 HAPPY_WORDS = {
     form: forms[0]
@@ -65,3 +67,12 @@ def repetition_reward(completions: list[str], **kwargs) -> list[float]:
         trigrams = list(zip(words, words[1:], words[2:], strict=False))
         rewards.append(len(set(trigrams)) / len(trigrams) - 1 if trigrams else 0.0)
     return rewards
+
+
+def story_quality(completions: list[str], **kwargs) -> list[float]:
+    """Happy sentences and no loops: what ppo_monitored.yaml wants, but does not train on."""
+    pairs = zip(happy_sentence_reward(completions), repetition_reward(completions), strict=True)
+    return [happy + loops for happy, loops in pairs]
+
+
+gold_judge = GoldJudgeReward(story_quality)

@@ -191,6 +191,7 @@ class ResumeMixin(PPOTrainerBase):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
+        self.kl_controller.consume_scale(self.control)  # the control is saved without it
         in_rollout = self._step % self._steps_per_rollout != 0
         state = {
             "step": self._step,

@@ -371,6 +371,8 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTr
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         inputs = self._with_prompts(inputs)
         self._train_adapters()
+        if self.model.training:
+            self.kl_controller.consume_scale(self.control)
         self._passes = []
         try:
             output = super()._generate_and_score_completions(inputs)

@@ -1,0 +1,64 @@
+"""Two gloo processes decide alike: they stop and save at one step, and neither waits for the other."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import tiny_llama, tiny_tokenizer
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    tiny_llama().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.callbacks.worker"]
+    run = subprocess.run(
+        [sys.executable, *command, str(folder)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-20000:]
+    return folder, [torch.load(folder / f"process {i}.pt", weights_only=False) for i in range(2)]
+
+
+def test_a_number_that_differs_is_the_main_process_one(launch):
+    for results in launch[1]:
+        calm, alarmed = results["local"]
+        assert (calm["step"], calm["checkpoints"]) == (6, [])
+        assert (alarmed["step"], alarmed["checkpoints"]) == (1, ["checkpoint-1"])
+        assert alarmed["seconds"] < 60
+
+
+def test_canary_and_judge_run_on_the_main_process_clock_and_agree(launch):
+    first, second = (results["canary"] for results in launch[1])
+    assert first["alerts"] == second["alerts"] and first["step"] == second["step"] == 6
+    assert first["judged"] == [3, 3] and second["judged"] == []
+    gold = [
+        [log["eval_gold/mean"] for log in results["history"] if "eval_gold/mean" in log] for results in (first, second)
+    ]
+    assert gold[0] == gold[1] and len(gold[0]) == 2
+    assert len((launch[0] / "canary" / "canary.jsonl").read_text().splitlines()) == 7
+
+
+def test_gathered_keys_stop_both_at_one_step(launch):
+    folder, results = launch
+    first, second = (result["rloo"] for result in results)
+    assert first["alerts"] == second["alerts"] and first["step"] == second["step"] < 6
+    assert first["checkpoints"] == [f"checkpoint-{first['step']}"]
+    for rank in range(2):
+        events = [json.loads(line) for line in (folder / f"rloo/metrics.rank{rank}.jsonl").read_text().splitlines()]
+        assert {event["rank"] for event in events} == {rank} and events[0]["type"] == "begin"
+        written = [json.loads(x) for x in (folder / f"rloo/completions.rank{rank}.jsonl").read_text().splitlines()]
+        assert {row["rank"] for row in written} == {rank}
+    assert len((folder / "rloo/alerts.jsonl").read_text().splitlines()) == len(first["alerts"])

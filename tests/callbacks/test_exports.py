@@ -1,0 +1,256 @@
+"""Files, Prometheus and the picture: what is there, and what is not."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+import wandb
+
+import trl_ext.callbacks
+from tests.callbacks.replay import Replay
+from tests.tiny import tiny_config
+from trl_ext.callbacks import JSONLCallback, KLBudgetCallback, MonitoringPlotCallback, PrometheusCallback
+from trl_ext.callbacks.prometheus import GAUGES
+from trl_ext.jsonl import JSONLWriter, read_jsonl
+from trl_ext.metrics import METRICS, metrics_of, rollout_steps, series
+from trl_ext.rewards.watch import Watch
+
+LOG = {
+    "loss": 0.5,
+    "objective/kl": 2.0,
+    "objective/scores": 1.0,
+    "objective/scores_std": 0.5,
+    "policy/entropy_avg": 2.5,
+    "policy/clipfrac_avg": 0.1,
+    "val/explained_variance": 0.3,
+    "loss/value_avg": 4.0,
+    "loss/policy_avg": -0.1,
+    "completions/mean_length": 7.0,
+    "completions/min_length": 2.0,
+    "completions/max_length": 8.0,
+    "grad_norm": 3.0,
+    "num_tokens": 100.0,
+    "time/generate": 0.5,
+    "time/score": 0.25,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_default_folder(monkeypatch):
+    monkeypatch.setattr(Watch, "default_folder", None)
+
+
+# ---- JSONL ----
+
+
+def test_events(tmp_path):
+    run = Replay(tiny_config(tmp_path), KLBudgetCallback(), JSONLCallback())
+    run.log(1, logs=LOG)
+    run.log(2, logs={"loss": math.nan, "num_tokens": 300.0})
+    run.evaluate(2, {"eval_objective/scores": 1.5})
+    run.fire("on_save")
+    run.fire("on_log", logs={"train_runtime": 3.0})
+    events = list(read_jsonl(tmp_path / "metrics.rank0.jsonl"))
+    assert [(e["type"], e["step"]) for e in events] == [
+        ("begin", 0),
+        ("train", 1),
+        ("train", 2),
+        ("eval", 2),
+        ("save", 2),
+        ("end", 2),
+    ]
+    assert events[0]["config"]["learning_rate"] == 1e-3 and events[0]["config_class"] == "PPOConfig"
+    first, second = events[1:3]
+    assert (first["kl"], first["loss"], first["loss/value_avg"]) == (2.0, 0.5, 4.0)
+    assert (first["seconds_generation"], first["seconds_scoring"]) == (0.5, 0.25)
+    # What cannot be measured is absent: the first log has no time to divide by, and there is no GPU here
+    assert not {"tokens_per_sec_per_gpu", "seconds_update", "vram_allocated_bytes"} & set(first)
+    assert second["tokens_per_sec_per_gpu"] > 0 and second["loss"] == "nan" and "kl" not in second
+    assert first["monitors"]["KLBudgetCallback"]["limit"] == 10.0 and "monitors" not in second
+    assert all(e["rank"] == 0 and e["timestamp"] > 1e9 for e in events)
+
+
+def test_gpu_memory_where_there_is_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 123)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 456)
+    run = Replay(tiny_config(tmp_path), JSONLCallback())
+    run.log(1, logs=LOG)
+    event = list(read_jsonl(tmp_path / "metrics.rank0.jsonl"))[-1]
+    assert (event["vram_allocated_bytes"], event["vram_peak_bytes"]) == (123, 456)
+
+
+def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path):
+    (tmp_path / "file").write_text("")
+    run = Replay(tiny_config(tmp_path), JSONLCallback(folder=str(tmp_path / "file")))
+    args = tiny_config(tmp_path)
+    args.output_dir = str(tmp_path / "file")
+    drawing = Replay(args, MonitoringPlotCallback(), PrometheusCallback(textfile=str(tmp_path / "file" / "x.prom")))
+    for one in (run, drawing):
+        one.log(1, logs=LOG)
+        one.fire("on_train_end")
+
+
+KILLED = """
+import os, signal, sys
+from trl_ext.jsonl import JSONLWriter
+writer = JSONLWriter(sys.argv[1])
+for i in range(100):
+    writer.write({"i": i})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_keeps_its_lines_and_the_next_one_starts_on_a_line_of_its_own(tmp_path):
+    path = tmp_path / "events.jsonl"
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=root, env=environment)
+    assert run.returncode == -signal.SIGKILL
+    assert [row["i"] for row in read_jsonl(path)] == list(range(100))
+    os.truncate(path, path.stat().st_size - 4)  # as if killed within the last line
+    JSONLWriter(path).write({"i": 100})
+    assert [row["i"] for row in read_jsonl(path)] == [*range(99), 100]
+
+
+# ---- Prometheus ----
+
+
+def samples(text):
+    return {name: float(value) for name, value in re.findall(r"^(\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def test_server_and_textfile(tmp_path):
+    callback = PrometheusCallback(port=0, textfile=str(tmp_path / "run.prom"))
+    run = Replay(tiny_config(tmp_path), KLBudgetCallback(warn=1, limit=2), callback)
+    run.log(1, logs=LOG)
+    run.log(2, logs={"objective/kl": 2.5, "loss": None})
+    with urllib.request.urlopen(f"http://127.0.0.1:{callback.port}/metrics", timeout=10) as answer:
+        served = samples(answer.read().decode())
+    assert served["trl_ext_kl"] == 2.5 and served["trl_ext_reward"] == 1.0 and served["trl_ext_step"] == 2
+    assert served['trl_ext_log{key="completions/max_length"}'] == 8.0
+    assert served['trl_ext_alerts_total{monitor="KLBudgetCallback"}'] == 3  # not 0 at the start, near, over
+    assert samples((tmp_path / "run.prom").read_text())["trl_ext_kl"] == 2.5
+    run.fire("on_train_end")
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{callback.port}/metrics", timeout=2)
+
+
+def test_dashboard_asks_for_exported_names_only(tmp_path):
+    callback = PrometheusCallback(textfile=str(tmp_path / "run.prom"))
+    run = Replay(tiny_config(tmp_path), KLBudgetCallback(), callback)
+    run.log(1, logs=LOG | {"objective/kl": 99.0})
+    exported = {name.split("{")[0] for name in samples((tmp_path / "run.prom").read_text())}
+    dashboard = json.loads((Path(trl_ext.callbacks.__file__).parent / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"trl_ext_\w+", target["expr"])
+    }
+    assert asked <= exported and {f"trl_ext_{name}" for name in GAUGES} <= asked
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"), [({}, "needs `port=` or `textfile=`"), ({"textfile": "x.txt"}, "end in .prom")]
+)
+def test_prometheus_arguments(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        PrometheusCallback(**kwargs)
+
+
+def test_a_port_that_is_taken_ends_nothing(tmp_path):
+    first, second = PrometheusCallback(port=0), PrometheusCallback(port=0)
+    run = Replay(tiny_config(tmp_path), first)
+    second.port = first.port
+    other = Replay(tiny_config(tmp_path), second)
+    other.log(1, logs=LOG)
+    run.fire("on_train_end")
+
+
+# ---- The picture ----
+
+
+def test_picture_is_drawn_every_so_many_steps_and_at_the_end(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("trl_ext.callbacks.plot.plot_monitoring", lambda *args: drawn.append(len(args[0])))
+    run = Replay(tiny_config(tmp_path), MonitoringPlotCallback(steps=3))
+    for step in range(1, 8):
+        run.log(step, logs=LOG)
+    run.fire("on_train_end")
+    assert drawn == [3, 6, 7]
+
+
+def test_picture_marks_alerts(tmp_path, monkeypatch):
+    images = []
+    monkeypatch.setattr(wandb, "run", object())
+    monkeypatch.setattr(wandb, "Image", str)
+    monkeypatch.setattr(wandb, "alert", lambda **kwargs: None, raising=False)
+    monkeypatch.setattr(wandb, "log", images.append)
+    pictures = []
+    for limit in (100.0, 2.0):
+        callbacks = (
+            KLBudgetCallback(warn=limit, limit=limit, tolerance=99, action="save"),
+            MonitoringPlotCallback(steps=99),
+        )
+        run = Replay(tiny_config(tmp_path, report_to=["wandb"]), *callbacks)
+        for step in range(1, 5):
+            run.log(step, logs=LOG | {"objective/kl": float(step)})
+        run.fire("on_train_end")
+        pictures.append(matplotlib.image.imread(tmp_path / "rlhf_monitoring.png"))
+    red = [np.isclose(p[..., :3], (0.839, 0.153, 0.157), atol=0.01).all(-1).sum() for p in pictures]
+    assert red[1] > red[0] + 100  # the marks
+    assert images[-1] == {"rlhf_monitoring": str(tmp_path / "rlhf_monitoring.png")}
+
+
+def test_picture_of_a_trainer_that_logs_little(tmp_path):
+    from trl import SFTConfig
+
+    run = Replay(SFTConfig(str(tmp_path), use_cpu=True, bf16=False), MonitoringPlotCallback())
+    run.log(1, entropy=1.0)
+    run.fire("on_train_end")
+    assert (tmp_path / "rlhf_monitoring.png").stat().st_size > 10_000
+
+
+# ---- The table ----
+
+
+def test_table_names_a_unit_and_a_cadence_for_each():
+    assert {m.cadence for metrics in METRICS.values() for m in metrics.values()} == {"rollout", "step"}
+    assert METRICS["RLOOConfig"]["kl"].unit == "nats per token" != METRICS["PPOConfig"]["kl"].unit
+    assert "kl" not in METRICS["KTOConfig"]
+
+
+def test_subclasses_of_a_config_are_known_and_others_not(tmp_path):
+    class Mine(type(tiny_config(tmp_path))):
+        pass
+
+    assert metrics_of(Mine(str(tmp_path), use_cpu=True, bf16=False)) is METRICS["PPOConfig"]
+    assert metrics_of(object()) == {}
+
+
+def test_rollout_steps(tmp_path):
+    assert rollout_steps(tiny_config(tmp_path)) == 4  # 2 minibatches, passed over twice
+    assert rollout_steps(tiny_config(tmp_path, gradient_accumulation_steps=2)) == 4
+
+
+def test_series_takes_the_last_of_a_step_and_no_nan():
+    history = [
+        {"step": 2, "a": 9.0},
+        {"step": 1, "a": 1},
+        {"step": 2, "a": 2.0},
+        {"step": 3, "a": math.nan},
+        {"step": 4},
+    ]
+    assert series(history, "a") == ([1, 2], [1, 2.0]) and series(history, None) == ([], [])

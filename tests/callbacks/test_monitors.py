@@ -1,0 +1,335 @@
+"""Each monitor on logs written by hand: what it must say, and what it must not."""
+
+import json
+import math
+
+import pytest
+from trl import GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
+
+from tests.callbacks.replay import Replay
+from tests.tiny import tiny_config
+from trl_ext.callbacks import (
+    ClipFractionCallback,
+    EntropyFloorCallback,
+    GoldGapCallback,
+    KLBudgetCallback,
+    LengthDriftCallback,
+    NotFiniteCallback,
+    RepetitionCallback,
+    RewardDisagreementCallback,
+    RewardDriftCallback,
+    ValueHealthCallback,
+)
+
+KL, SCORE, STD = "objective/kl", "objective/scores", "objective/scores_std"
+
+
+@pytest.fixture
+def ppo(tmp_path):
+    return tiny_config(tmp_path)  # rollouts of 8 episodes, 4 steps each, a log a step
+
+
+def config(cls, tmp_path, **kwargs):
+    kwargs = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "logging_steps": 1} | kwargs
+    return cls(**kwargs)
+
+
+# ---- KL ----
+
+
+def test_kl_budget_warns_then_acts(ppo):
+    run = Replay(ppo, KLBudgetCallback(warn=5, limit=10, action="stop"))
+    for step, kl in enumerate((0.0, 4.9, 5.1), 1):
+        run.log(step, logs={KL: kl})
+    assert run.said == ["the KL nears its budget"] and not run.control.should_training_stop
+    run.log(4, logs={KL: 10.5})
+    alert = run.alerts[-1]
+    assert (alert["what"], alert["step"], alert["value"], alert["bound"]) == ("the KL is over its budget", 4, 10.5, 10)
+    assert alert["action"] == "stop" and alert["runbook"] == "docs/runbook.md#kl" and alert["advice"]
+    assert run.control.should_training_stop and run.control.should_save
+
+
+@pytest.mark.parametrize(("step", "expected"), [(1, ["the first rollout's KL is not 0"]), (5, [])])
+def test_first_rollout_of_another_model_than_the_reference(step, expected, ppo):
+    """From the second rollout on (step 5) the policy has been trained, and its KL means nothing of the kind."""
+    run = Replay(ppo, KLBudgetCallback())
+    run.log(step, logs={KL: 2.0})
+    run.log(step + 1, logs={KL: 2.0})
+    assert run.said == expected
+
+
+def test_negative_kl_is_not_a_kl(ppo):
+    run = Replay(ppo, KLBudgetCallback())
+    for step, kl in enumerate((0.0, -0.4, -0.6), 1):
+        run.log(step, logs={KL: kl})
+    assert run.said == ["the KL is negative"]
+
+
+@pytest.mark.parametrize("cls", [RLOOConfig, GRPOConfig])
+def test_per_token_kl_is_multiplied_by_the_mean_length(cls, tmp_path):
+    """0.05 nats a token × 250 tokens = 12.5 nats; the length is in the rollout's log only."""
+    run = Replay(config(cls, tmp_path), KLBudgetCallback())
+    run.log(1, logs={"kl": 0.0, "completions/mean_length": 250.0})
+    run.log(2, logs={"kl": 0.05})
+    (alert,) = run.alerts
+    assert alert["value"] == pytest.approx(12.5) and "approximate: mean per token × mean length" in alert["what"]
+
+
+def test_kto_kl_is_not_used(tmp_path):
+    run = Replay(config(KTOConfig, tmp_path), KLBudgetCallback())
+    for step in range(1, 9):
+        run.log(step, logs={"kl": 1000.0})
+    assert run.said == ["nothing to watch: this trainer logs no such key"]
+
+
+def test_another_key(tmp_path):
+    run = Replay(config(SFTConfig, tmp_path), KLBudgetCallback(keys={"kl": "my/kl"}))
+    run.log(1, logs={"my/kl": 11.0})
+    assert "the KL is over its budget" in run.said
+
+
+# ---- What counts as a value ----
+
+
+def test_missing_for_a_whole_rollout_is_said_once(ppo):
+    run = Replay(ppo, KLBudgetCallback())
+    run.log(1, logs={KL: 0.0})
+    for step in range(2, 7):  # 4 steps a rollout and one of a log: absent until step 6
+        run.log(step, loss=1.0)
+        assert run.said == []
+    for step in range(7, 20):
+        run.log(step, logs={KL: None})
+    assert run.said == ["nothing to watch: the key 'objective/kl' was in no log since step 1"]
+
+
+def test_logs_of_evaluations_and_of_the_end_feed_no_window(ppo):
+    run = Replay(ppo, KLBudgetCallback())
+    run.evaluate(1, {f"eval_{KL}": 100.0, KL: 100.0})
+    run.fire("on_log", logs={"train_runtime": 1.0, KL: 100.0})
+    assert run.alerts == [] and "seen" not in run.callbacks[0].memory
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_is_an_alert_and_no_value(value, ppo):
+    run = Replay(ppo, KLBudgetCallback(action="stop"))
+    run.log(1, logs={KL: value})
+    assert run.said == ["`objective/kl` is not finite"] and not run.control.should_training_stop
+    json.dumps(run.state.stateful_callbacks, allow_nan=False)
+
+
+@pytest.mark.parametrize("key", ["grad_norm", "loss"])
+def test_not_finite_acts(key, ppo):
+    run = Replay(ppo, NotFiniteCallback())
+    run.log(1, logs={"grad_norm": 1.0, "loss": 2.0})
+    assert run.alerts == []
+    run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: math.nan})
+    assert run.said == [f"`{key}` is not finite"] and run.control.should_training_stop
+    assert not run.control.should_save  # a rollback keeps no broken weights
+
+
+def test_an_alert_is_repeated_only_after_repeat_steps(ppo):
+    run = Replay(ppo, KLBudgetCallback(repeat_steps=10))
+    for step in range(1, 23):
+        run.log(step, logs={KL: 11.0})
+    over = [alert["step"] for alert in run.alerts if alert["what"] == "the KL is over its budget"]
+    assert over == [1, 11, 21]
+
+
+# ---- The others ----
+
+
+def test_clip_fraction_over_some_steps(ppo):
+    run = Replay(ppo, ClipFractionCallback(limit=0.2, steps=4))
+    for step, value in enumerate((0.9, 0.0, 0.0, 0.0, 0.1, 0.3, 0.3), 1):  # means of 4: 0.225, 0.025, 0.1, 0.175
+        run.log(step, logs={"policy/clipfrac_avg": value})
+    assert [(a["step"], a["value"]) for a in run.alerts] == [(4, pytest.approx(0.225))]
+
+
+def test_window_in_steps_counts_logs(tmp_path):
+    run = Replay(tiny_config(tmp_path, logging_steps=2), ClipFractionCallback(steps=4))
+    run.log(2, logs={"policy/clipfrac_avg": 0.5})
+    assert run.alerts == []
+    run.log(4, logs={"policy/clipfrac_avg": 0.5})
+    assert len(run.alerts) == 1
+
+
+def test_entropy_floor_absolute_and_relative(ppo):
+    run = Replay(ppo, EntropyFloorCallback(floor=0.1, relative=0.5, steps=2))
+    for step, value in enumerate((2.0, 2.0, 1.2, 1.0, 0.9, 0.05, 0.05), 1):
+        run.log(step, logs={"policy/entropy_avg": value})
+    # Means of 2: 2, 1.6, 1.1, 0.95 < 0.5 · 2 at step 5; 0.05 < 0.1 at step 7
+    assert [(a["step"], a["what"].split()[2]) for a in run.alerts] == [(5, "fell"), (7, "is")]
+
+
+def test_length_drift(ppo):
+    run = Replay(ppo, LengthDriftCallback(factor=1.5, clipped=0.3, rollouts=2))
+    for step, (length, cut) in enumerate([(10, 0.1), (14, 0.1), (17, 0.3), (19, 0.45), (7, 0.1)], 1):
+        run.log(step, logs={"completions/mean_length": length, "completions/clipped_ratio": cut})
+    assert [(a["step"], a["what"]) for a in run.alerts] == [
+        (4, "completions grew longer"),  # 19 > 1.5 · 12
+        (4, "more completions are cut off"),  # 0.45 > 0.1 + 0.3
+        (5, "completions grew shorter"),  # 7 < 12 / 1.5
+    ]
+
+
+def test_value_health(ppo):
+    run = Replay(ppo, ValueHealthCallback(rollouts=2, steps=2, loss_factor=3))
+    for step, explained in enumerate((-9.0, -9.0, 0.5, 0.1, -0.3), 1):  # the first two warm up; then 0.3, -0.1
+        run.log(step, logs={"val/explained_variance": explained, "loss/value_avg": 1.0})
+    assert [(a["step"], a["what"]) for a in run.alerts] == [(5, "the critic explains nothing")]
+    run.log(6, logs={"loss/value_avg": 5.1})  # (1 + 5.1) / 2 > 3 · 1
+    assert run.said[-1] == "the value loss grew"
+
+
+def test_disagreement(ppo):
+    run = Replay(ppo, RewardDisagreementCallback(rollouts=2))
+    for step, value in enumerate((0.1, 0.1, 0.19, 0.21), 1):
+        run.log(step, logs={"rewards/ensemble/disagreement": value})
+    assert run.said == ["`rewards/ensemble/disagreement` grew"] and run.alerts[0]["step"] == 4
+
+
+def test_repetition(ppo):
+    run = Replay(ppo, RepetitionCallback(rollouts=2, phrase=0.3, distinct=0.5, repeated=0.2))
+    calm = {"distinct_3": 0.8, "top_phrase_share": 0.2, "repeated": 0.0, "copied_share": 0.0}
+    for step, changed in enumerate(
+        ({}, {}, {"top_phrase_share": 0.49}, {"top_phrase_share": 0.51}, {"distinct_3": 0.39}, {"repeated": 0.21}), 1
+    ):
+        run.log(step, logs={f"repetition/{name}": value for name, value in (calm | changed).items()})
+    run.log(7, logs={"repetition/top_phrase_share": 0.2, "repetition/copied_share": 0.11})
+    assert [(a["step"], a["what"]) for a in run.alerts] == [
+        (4, "one phrase spreads"),
+        (5, "completions grew alike"),
+        (6, "completions repeat themselves"),
+        (7, "completions copy the corpus"),
+    ]
+
+
+# ---- Reward ----
+
+
+def drift(ppo, **kwargs):
+    """Baseline of 16 scores, 8 a rollout, of mean 1 and, with standard deviation 2 in each, σ = √(14·4/15) = 1.932."""
+    run = Replay(ppo, RewardDriftCallback(**{"minimum": 16, "window": 16, "rollouts": 2, "action": "stop"} | kwargs))
+    for step in (1, 5):
+        run.log(step, logs={SCORE: 1.0, STD: 2.0, "policy/entropy_avg": 2.0, "completions/mean_length": 10.0})
+    return run
+
+
+def test_baseline_is_of_single_scores(ppo):
+    """Two rollouts of mean 0 and 2 and no spread: σ² = (8·1 + 8·1)/15."""
+    run = Replay(ppo, RewardDriftCallback(minimum=16, window=16))
+    for step, mean in ((1, 0.0), (5, 2.0)):
+        run.log(step, logs={SCORE: mean, STD: 0.0})
+    count, mean, squares = run.callbacks[0].memory["scores"]
+    assert (count, mean) == (16, 1.0) and squares / 15 == pytest.approx(16 / 15)
+
+
+def test_a_rise_alone_warns_and_acts_only_with_a_witness(ppo):
+    run = drift(ppo)
+    run.log(9, logs={SCORE: 6.7, STD: 2.0, "policy/entropy_avg": 1.9})  # 1 + 3 · 1.932 = 6.797
+    assert run.alerts == []
+    run.log(13, logs={SCORE: 6.9, STD: 2.0, "policy/entropy_avg": 1.9})
+    assert run.said == ["the reward is beyond 3 σ"] and not run.control.should_training_stop
+    run.log(17, logs={SCORE: 6.9, STD: 2.0, "policy/entropy_avg": 1.4, "completions/mean_length": 10.0})
+    assert run.said[-1] == "the reward is beyond 3 σ, and more moved with it" and run.control.should_training_stop
+    assert run.alerts[-1]["advice"].startswith("So did entropy. Compare")
+
+
+@pytest.mark.parametrize(
+    "witness", [{"completions/mean_length": 14.0}, {"repetition/top_phrase_share": 0.9}, {"rewards/a/disagreement": 2}]
+)
+def test_witnesses(witness, ppo):
+    run = drift(ppo)
+    for step in (9, 13):
+        run.log(step, logs={key: 10.0 if "length" in key else 0.5 for key in witness})
+    run.log(17, logs={SCORE: 9.0, STD: 2.0, **witness})
+    name = "length" if "completions/mean_length" in witness else next(iter(witness))
+    assert run.control.should_training_stop and run.alerts[-1]["advice"].startswith(f"So did {name}. ")
+
+
+def test_gold_is_a_witness(ppo):
+    run = drift(ppo)
+    for step, gold in ((8, 0.5), (9, 0.4)):
+        run.evaluate(step, {"eval_rewards/gold_judge/mean": gold})
+    run.log(10, logs={SCORE: 9.0, STD: 2.0})
+    assert run.alerts[-1]["advice"].startswith("So did gold. ")
+
+
+def test_drop_collapse_and_crowd_warn(ppo):
+    run = drift(ppo)
+    run.log(9, logs={SCORE: -2.8, STD: 2.0})  # 1 − 2 · 1.932 = −2.864
+    assert run.alerts == []
+    run.log(13, logs={SCORE: -2.9, STD: 0.19, "score_watch/helpful/share_above": 0.11})
+    assert run.said == [
+        "`score_watch/helpful/share_above` is high",
+        "the reward fell by 2 σ",
+        "the rewards' spread collapsed",  # 0.19 < 0.1 · 1.932
+    ]
+    assert not run.control.should_training_stop
+
+
+def test_baseline_by_hand(ppo):
+    run = Replay(ppo, RewardDriftCallback(baseline=(0.0, 1.0)))
+    run.log(1, logs={SCORE: 3.1, STD: 1.0})
+    assert run.said == ["the reward is beyond 3 σ"]
+
+
+# ---- Gold ----
+
+
+def gold_metrics(gold, proxy, rate=None):
+    metrics = {"eval_rewards/gold_judge/mean": gold, "eval_rewards/gold_judge/std": 0.5}
+    metrics |= {"eval_objective/scores": proxy, "eval_objective/scores_std": 2.0}
+    return metrics | ({} if rate is None else {"eval_gold/win_rate": rate})
+
+
+def test_gold_gap_counts_from_the_first_evaluation_in_its_sigmas(ppo):
+    run = Replay(ppo, GoldGapCallback(limit=1.0, action="stop"))
+    run.evaluate(0, gold_metrics(0.5, 7.0))
+    run.evaluate(8, gold_metrics(0.6, 9.0, 0.6))  # 2/2 − 0.1/0.5 = 0.8
+    assert run.alerts == []
+    run.evaluate(16, gold_metrics(0.45, 9.0, 0.5))  # 2/2 + 0.05/0.5 = 1.1
+    assert run.said == ["the proxy left gold behind"] and run.alerts[0]["value"] == pytest.approx(1.1)
+    assert run.control.should_training_stop
+
+
+def test_losing_against_the_start_policy(ppo):
+    run = Replay(ppo, GoldGapCallback())
+    run.evaluate(0, gold_metrics(0.5, 1.0))
+    run.evaluate(8, gold_metrics(0.5, 1.0, 0.49))
+    assert run.said == ["answers lose against the start policy's"]
+
+
+def test_gold_that_is_not_there_is_said(ppo):
+    run = Replay(ppo, GoldGapCallback(gold="eval_rewards/judge/mean"))
+    run.evaluate(0, {"eval_objective/scores": 1.0})  # it may be in the evaluation of another data set
+    assert run.said == []
+    run.evaluate(8, {"eval_objective/scores": 1.0})
+    assert run.said == ["nothing to watch: `eval_rewards/judge/mean` is not in the evaluation"]
+
+
+# ---- Bad input ----
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: KLBudgetCallback(warn=10, limit=5), r"at most `limit`, got 10 and 5"),
+        (lambda: KLBudgetCallback(action="shout"), r"one of warn, save, stop, raise_kl, rollback; got 'shout'"),
+        (lambda: KLBudgetCallback(kl_factor=0.5), r"above 1 to raise the KL coefficient, got 0.5"),
+        (lambda: KLBudgetCallback(sinks=["pager"]), r'"log", "jsonl", "wandb", URLs.*got \'pager\''),
+        (lambda: ClipFractionCallback(limit=2), r"lie in \(0, 1\).*got 2"),
+        (lambda: EntropyFloorCallback(relative=1.5), r"got 0.1, 1.5"),
+        (lambda: LengthDriftCallback(factor=0.5), r"`factor` must be above 1.*got 0.5"),
+        (lambda: ValueHealthCallback(loss_factor=1), r"`loss_factor` above 1"),
+        (lambda: RewardDisagreementCallback(rollouts=0), r"`rollouts` be 1 or more"),
+        (lambda: RewardDriftCallback(minimum=2000), r"at most `window`.*got 2000, 1000"),
+        (lambda: RewardDriftCallback(baseline=(0.0, 0.0)), r"a mean and a σ above 0"),
+        (lambda: RepetitionCallback(phrase=3), r"must lie in \(0, 1\)"),
+        (lambda: GoldGapCallback(limit=-1), r"`limit` must be above 0"),
+        (lambda: GoldGapCallback(judge=print), r"`trainer` and `judge` belong together"),
+    ],
+)
+def test_bounds_in_the_wrong_order_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

@@ -1,0 +1,38 @@
+"""The runbook has a section for each monitor, and an entry for each thing that it says."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import trl_ext.callbacks as callbacks
+from trl_ext.callbacks import MonitorCallback
+
+ROOT = Path(__file__).parents[2]
+RUNBOOK = (ROOT / "docs" / "runbook.md").read_text()
+MONITORS = [
+    cls
+    for name in callbacks.__all__
+    if isinstance(cls := getattr(callbacks, name), type) and issubclass(cls, MonitorCallback) and cls.runbook
+]
+
+
+def said(path):
+    """What is said first in each `Finding(...)` of a file, up to what differs from alert to alert."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
+            text = ast.unparse(node.args[0]) if not isinstance(node.args[0], ast.Constant) else node.args[0].value
+            yield max(re.split(r"\{.*?\}", text.removeprefix("f").strip("'\"")), key=len).strip(" ,`'\"")
+
+
+@pytest.mark.parametrize("monitor", MONITORS, ids=lambda cls: cls.__name__)
+def test_section(monitor):
+    assert f"\n## {monitor.runbook}\n" in RUNBOOK
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "trl_ext" / "callbacks").glob("*.py")), ids=lambda path: path.stem)
+def test_entries(path):
+    for text in said(path):
+        if text not in ("what", "found", "name"):
+            assert text.split(":")[0] in RUNBOOK, f"{path.name} says {text!r}"

@@ -1,0 +1,290 @@
+"""Stock TRL scripts with monitors added in one line, as the README shows them; resuming; and PPOTrainer's answer."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import EarlyStoppingCallback
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.callbacks import (
+    CanaryCallback,
+    ClipFractionCallback,
+    EntropyFloorCallback,
+    GoldGapCallback,
+    JSONLCallback,
+    KLBudgetCallback,
+    LengthDriftCallback,
+    RepetitionCallback,
+    RewardDriftCallback,
+)
+from trl_ext.callbacks.monitor import REGISTRY, alerts_of
+from trl_ext.rewards import GoldJudgeReward, repetition_watch, score_watch
+from trl_ext.rewards.watch import Watch
+
+PAIRS = {"prompt": ["the cat"] * 16, "chosen": [" sat on the mat"] * 16, "rejected": [" flew over"] * 16}
+
+
+def gold(completions, **kwargs):
+    return [len(set(text.split())) / 8 for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def no_default_folder(monkeypatch):
+    monkeypatch.setattr(Watch, "default_folder", None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("model"))
+    tiny_llama().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def config(cls, folder, **kwargs):
+    common = {
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_checkpointing": False,
+    }
+    return cls(str(folder), **common | kwargs)
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / "metrics.rank0.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("cls", "args"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_grpo_and_rloo_scripts(cls, args, model, tmp_path):
+    trainer = cls(
+        model=model,
+        reward_funcs=[score_watch(length_reward, bound=4.0), repetition_watch, GoldJudgeReward(gold)],
+        args=config(
+            args,
+            tmp_path,
+            num_generations=2,
+            num_generations_eval=1,
+            max_completion_length=8,
+            beta=0.05,
+            reward_weights=[1.0, 0.0, 0.0],
+            eval_strategy="steps",
+            eval_steps=2,
+            eval_on_start=True,
+        ),
+        train_dataset=prompts(16),
+        eval_dataset=prompts(8, seed=1).add_column("held_out", [True] * 8),
+    )
+    for callback in (
+        KLBudgetCallback(limit=10, action="stop"),
+        ClipFractionCallback(),
+        EntropyFloorCallback(),
+        RewardDriftCallback(minimum=4),
+        LengthDriftCallback(),
+        RepetitionCallback(),
+        GoldGapCallback(),
+        JSONLCallback(),
+    ):
+        trainer.add_callback(callback)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert not [alert for alert in alerts_of(trainer.state) if "nothing to watch" in alert["what"]]
+    train, evaluations = ([e for e in events(tmp_path) if e["type"] == kind] for kind in ("train", "eval"))
+    assert [event["step"] for event in train] == [1, 2, 3, 4] and "kl" in train[0]
+    assert train[0]["logs"]["score_watch/length_reward/share_above"] >= 0 and "loss" in train[0]
+    assert "rewards/gold_judge/mean" not in train[0]["logs"]  # None: training rows are not scored
+    assert evaluations[0]["step"] == 0 and "eval_gold/win_rate" not in evaluations[0]["logs"]
+    assert 0 <= evaluations[-1]["logs"]["eval_gold/win_rate"] <= 1
+    written = [json.loads(line) for line in (tmp_path / "completions.rank0.jsonl").read_text().splitlines()]
+    assert {name for row in written for name in row["scores"]} == {"length_reward", "repetition_watch", "gold_judge"}
+
+
+@pytest.mark.parametrize(
+    ("cls", "args", "data"),
+    [
+        (DPOTrainer, DPOConfig, PAIRS),
+        (SFTTrainer, SFTConfig, {"prompt": ["the cat"] * 16, "completion": [" sat"] * 16}),
+        (KTOTrainer, KTOConfig, {"prompt": ["the"] * 16, "completion": [" sat"] * 16, "label": [True, False] * 8}),
+    ],
+    ids=["DPO", "SFT", "KTO"],
+)
+def test_dpo_sft_and_kto_scripts(cls, args, data, model, tmp_path):
+    data = Dataset.from_dict(data)
+    trainer = cls(
+        model=model,
+        args=config(
+            args,
+            tmp_path,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            learning_rate=1e-2,
+            metric_for_best_model="eval_gold/mean",
+            load_best_model_at_end=True,
+        ),
+        train_dataset=data,
+        eval_dataset=Dataset.from_dict({**data.to_dict(), "prompt": ["the cat", "a dog", "it", "very"] * 4}),
+    )
+    trainer.add_callback(GoldGapCallback(trainer=trainer, judge=gold, max_new_tokens=8, num_prompts=6))
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=9))
+    trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=0, max_new_tokens=4))
+    trainer.add_callback(EntropyFloorCallback())
+    trainer.add_callback(JSONLCallback())
+    trainer.train()
+    assert trainer.state.global_step == 4
+    logged = [log["eval_gold/mean"] for log in trainer.state.log_history if "eval_gold/mean" in log]
+    rates = [log["eval_gold/win_rate"] for log in trainer.state.log_history if "eval_gold/win_rate" in log]
+    assert len(logged) == 4 and len(rates) == 3 and trainer.state.best_metric == pytest.approx(max(logged))
+    assert len((tmp_path / "canary.jsonl").read_text().splitlines()) == 5
+    assert [event["type"] for event in events(tmp_path)].count("train") == 4
+
+
+# ---- State ----
+
+
+def sft(model, folder, *callbacks, **kwargs):
+    data = Dataset.from_dict({"prompt": ["the cat"] * 16, "completion": [" sat on the mat"] * 16})
+    kwargs = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "learning_rate": 1e-2} | kwargs
+    trainer = SFTTrainer(model=model, args=config(SFTConfig, folder, **kwargs), train_dataset=data)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    return trainer
+
+
+def monitors():
+    return [EntropyFloorCallback(steps=6, relative=0.9), KLBudgetCallback(keys={"kl": "loss"}, warn=1, limit=2)]
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_resumed_monitors_go_on_where_they_were(flag, model, tmp_path):
+    whole = sft(model, tmp_path, *monitors())
+    whole.train()
+    expected = whole.state.stateful_callbacks[REGISTRY]
+    assert len(expected["EntropyFloorCallback"]["attributes"]["memory"]["windows"]["entropy"]) == 6
+    added = LengthDriftCallback()  # a monitor that the checkpoint knows nothing of
+    resumed = sft(model, tmp_path, *monitors(), added, restore_callback_states_from_checkpoint=flag)
+    entropy = next(c for c in resumed.callback_handler.callbacks if isinstance(c, EntropyFloorCallback))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    registry = resumed.state.stateful_callbacks[REGISTRY]
+    for name in ("EntropyFloorCallback", "KLBudgetCallback"):
+        assert registry[name] == expected[name]
+    assert entropy.memory is registry["EntropyFloorCallback"]["attributes"]["memory"]  # the same object, in place
+    mine = [(a["monitor"], a["step"]) for a in alerts_of(resumed.state) if a["monitor"] != "LengthDriftCallback"]
+    assert added.memory["seen"] and mine == [(a["monitor"], a["step"]) for a in expected["alerts"]]
+    saved = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())["stateful_callbacks"][REGISTRY]
+    assert saved["LengthDriftCallback"]["args"]["factor"] == 1.5
+
+
+def test_state_is_json_and_names_its_arguments(model):
+    callback = GoldGapCallback(sinks=["log"])
+    state = json.loads(json.dumps(callback.state()))
+    assert state["attributes"] == {"memory": {}} and state["args"]["limit"] == 0.6
+    assert type(callback)(**state["args"]).state() == state
+
+
+def test_two_of_one_class_are_refused(model, tmp_path):
+    with pytest.raises(ValueError, match="There are two EntropyFloorCallbacks among the callbacks"):
+        sft(model, tmp_path, EntropyFloorCallback(), EntropyFloorCallback()).train()
+
+
+# ---- Actions in a Trainer ----
+
+
+@pytest.mark.parametrize(
+    ("action", "last_step", "checkpoints"),
+    [("warn", 8, []), ("save", 8, [1, 4]), ("stop", 1, [1]), ("rollback", 1, [])],
+)
+def test_actions(action, last_step, checkpoints, model, tmp_path):
+    callback = KLBudgetCallback(keys={"kl": "loss"}, warn=0.1, limit=0.1, action=action, repeat_steps=3)
+    trainer = sft(model, tmp_path, callback, save_strategy="no", max_steps=8, learning_rate=0.0)
+    trainer.train()
+    assert trainer.state.global_step == last_step
+    steps = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert steps == (checkpoints if action != "save" else [1, 4, 7])
+
+
+def test_rollback_names_the_last_good_checkpoint(model, tmp_path):
+    callback = KLBudgetCallback(keys={"kl": "learning_rate"}, warn=0.1, limit=0.1, action="rollback")
+    warmup = {"learning_rate": 0.16, "warmup_steps": 8, "save_steps": 1}  # 0.1 is exceeded at step 7: 0.16 · 6/8
+    trainer = sft(model, tmp_path, callback, **warmup, max_grad_norm=1e-9)
+    trainer.train()
+    alert = alerts_of(trainer.state)[-1]
+    good = alert["step"] - 1
+    assert (
+        trainer.state.global_step == alert["step"]
+        and f"--resume_from_checkpoint {tmp_path}/checkpoint-{good}`" in (alert["advice"])
+    )
+
+
+def test_raise_kl_that_no_trainer_reads_is_said_once(model, tmp_path):
+    callback = KLBudgetCallback(
+        keys={"kl": "loss"}, warn=0.1, limit=0.1, tolerance=9, action="raise_kl", repeat_steps=2
+    )
+    trainer = sft(model, tmp_path, callback, save_strategy="no", learning_rate=0.0)
+    trainer.train()
+    said = [(a["what"].split(":")[0], a["action"]) for a in alerts_of(trainer.state)]
+    assert said[0] == ("the KL is over its budget", "raise_kl")
+    assert said.count(("`raise_kl` has no effect", "warn")) == 1
+    assert {action for what, action in said[1:]} == {"warn"} and trainer.control.kl_coef_scale == 1.0
+
+
+def ppo(folder, *callbacks, **kwargs):
+    return PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=length_reward,
+        args=tiny_config(folder, **{"max_steps": 12, "kl_coef": 0.1} | kwargs),
+        train_dataset=prompts(16),
+        processing_class=tiny_tokenizer(),
+        callbacks=list(callbacks),
+    )
+
+
+def test_ppo_raises_its_kl_coefficient_at_the_next_rollout(tmp_path):
+    """Rollouts at steps 1, 5 and 9. The alert of step 1 is answered at step 5, once."""
+    callback = KLBudgetCallback(keys={"kl": "loss/value_avg"}, warn=1e-9, limit=1e-9, action="raise_kl", kl_factor=3)
+    trainer = ppo(tmp_path, callback)
+    trainer.train()
+    coefficients = [log["objective/kl_coef"] for log in trainer.state.log_history if "objective/kl_coef" in log]
+    assert coefficients == pytest.approx([0.1, 0.3, 0.3]) and trainer.control.kl_coef_scale == 1.0
+    assert not [alert for alert in alerts_of(trainer.state) if "no effect" in alert["what"]]
+
+
+def test_ppo_clamps_and_saves_what_was_asked_for(tmp_path):
+    callback = KLBudgetCallback(keys={"kl": "loss/value_avg"}, warn=1e-9, limit=1e-9, action="raise_kl", kl_factor=9)
+    kwargs = {"kl_controller": "adaptive", "kl_coef_max": 0.5, "kl_horizon": 1e9, "max_steps": 6}
+    trainer = ppo(tmp_path, callback, save_strategy="steps", save_steps=2, **kwargs)
+    trainer.train()
+    state = torch.load(tmp_path / "checkpoint-2" / "ppo_state_0.pt", weights_only=True)
+    assert state["kl_controller"]["kl_coef"] == pytest.approx(0.5)  # asked for at step 1; 9 · 0.1, clamped
+    assert trainer.kl_controller.kl_coef == pytest.approx(0.5)
+
+
+def test_a_coefficient_of_zero_stays_and_that_is_said(tmp_path, caplog):
+    import logging
+
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    callback = KLBudgetCallback(keys={"kl": "loss/value_avg"}, warn=1e-9, limit=1e-9, action="raise_kl")
+    ppo(tmp_path, callback, kl_coef=0.0, max_steps=5).train()
+    assert "asked to raise `kl_coef`, which is 0" in caplog.text

@@ -1,0 +1,121 @@
+"""What two processes do, in one launch."""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+
+from tests.tiny import length_reward, prompts
+from trl_ext.callbacks import CanaryCallback, GoldGapCallback, JSONLCallback, KLBudgetCallback
+from trl_ext.callbacks.monitor import alerts_of
+from trl_ext.rewards import GoldJudgeReward, repetition_watch
+
+COMMON = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "max_steps": 6,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_checkpointing": False,
+}
+
+
+class RankLocal(TrainerCallback):
+    """Puts a number into the logs that differs from process to process, as `step_time` does."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs["mine"] = self.values[PartialState().process_index]
+
+
+def sft(folder, model, *callbacks, **kwargs):
+    rows = {"prompt": ["the cat", "a dog"] * 8, "completion": [" sat on the mat"] * 16}
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(str(folder), **COMMON | kwargs),
+        train_dataset=Dataset.from_dict(rows),
+        eval_dataset=Dataset.from_dict({**rows, "prompt": ["the cat", "a dog", "it"] + ["sad"] * 13}),
+    )
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    return trainer
+
+
+def outcome(trainer, folder):
+    start = time.monotonic()
+    trainer.train()
+    return {
+        "step": trainer.state.global_step,
+        "alerts": [(a["monitor"], a["what"], a["step"]) for a in alerts_of(trainer.state)],
+        "checkpoints": sorted(path.name for path in Path(folder).glob("checkpoint-*")),
+        "history": trainer.state.log_history,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def stops_by_a_number_of_one_process(folder, model):
+    """Process 0 sees 5 and process 1 sees 50 of a limit of 10; process 0 decides."""
+    results = []
+    for values in ((5.0, 50.0), (50.0, 5.0)):
+        where = folder / f"{values[0]:g}"
+        monitor = KLBudgetCallback(keys={"kl": "mine"}, tolerance=99, action="stop")
+        results.append(outcome(sft(where, model, RankLocal(values), monitor), where))
+    return results
+
+
+def canary(folder, model):
+    """Each process' clock is its own; process 1's would never be due."""
+    trainer = sft(folder, model, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
+    minutes = (0.0, 1e9)[PartialState().process_index]
+    trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=minutes, max_new_tokens=4))
+    calls = []
+
+    def judge(completions, **kwargs):
+        calls.append(len(completions))
+        return [float(len(text)) for text in completions]
+
+    trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, num_prompts=3, max_new_tokens=4))
+    return outcome(trainer, folder) | {"judged": calls}
+
+
+def rloo(folder, model):
+    trainer = RLOOTrainer(
+        model=model,
+        reward_funcs=[length_reward, repetition_watch, GoldJudgeReward(length_reward)],
+        args=RLOOConfig(
+            str(folder),
+            **COMMON
+            | {"num_generations": 2, "max_completion_length": 6, "reward_weights": [1.0, 0.0, 0.0], "beta": 0.05}
+            | {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1, "learning_rate": 1e-2},
+        ),
+        train_dataset=prompts(16),
+        eval_dataset=prompts(8, seed=1).add_column("held_out", [True] * 8),
+    )
+    trainer.add_callback(JSONLCallback())
+    trainer.add_callback(KLBudgetCallback(warn=1e-6, limit=1e-5, tolerance=99, action="stop"))
+    return outcome(trainer, folder)
+
+
+def main(folder):
+    model = str(folder / "model")
+    results = {
+        "local": stops_by_a_number_of_one_process(folder / "local", model),
+        "canary": canary(folder / "canary", model),
+        "rloo": rloo(folder / "rloo", model),
+    }
+    torch.save(results, folder / f"process {PartialState().process_index}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

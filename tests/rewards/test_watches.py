@@ -1,0 +1,215 @@
+"""What the watches measure, on completions written by hand."""
+
+import asyncio
+import json
+import math
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.tiny import tiny_llama, tiny_reward_model
+from trl_ext.rewards import (
+    GoldJudgeReward,
+    PhraseReviewReward,
+    RepetitionWatch,
+    ScoreWatch,
+    repetition_watch,
+    score_watch,
+)
+
+
+def call(watch, completions, step=0, prompts=None, **columns):
+    """The scores, and what was logged."""
+    logged = {}
+    prompts = prompts or [f"prompt {i}" for i in range(len(completions))]
+    state = SimpleNamespace(global_step=step)
+    scores = watch(
+        prompts=prompts,
+        completions=completions,
+        completion_ids=[[1]] * len(completions),
+        log_metric=logged.__setitem__,
+        trainer_state=state,
+        **columns,
+    )
+    return scores, logged
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---- Repetition ----
+
+
+def test_repetition():
+    scores, logged = call(RepetitionWatch(n=2), ["a b a b", "a b c", "x"])
+    # bigrams: ab ba ab, ab bc, none: 3 different of 5; ab stood there before in 1 of 3; 2 of 3 have ab
+    assert scores == [None, None, None]
+    assert logged == {
+        "repetition/distinct_2": 3 / 5,
+        "repetition/repeated": pytest.approx((1 / 3) / 3),
+        "repetition/top_phrase_share": 2 / 3,
+    }
+
+
+def test_top_phrase_and_completions_file(tmp_path):
+    watch = RepetitionWatch(folder=tmp_path, score=0.0)
+    scores, _ = call(watch, ["i love you so", "well i love you", "go away now"], step=7)
+    assert watch.top_phrase == "i love you" and scores == [0.0, 0.0, 0.0]
+    written = rows(tmp_path / "completions.rank0.jsonl")
+    assert written[0] == {
+        "step": 7,
+        "rank": 0,
+        "prompt": "prompt 0",
+        "completion": "i love you so",
+        "scores": {
+            "repetition_watch": {
+                "repeated": 0.0,
+                "has_top_phrase": True,
+                "top_phrase": "i love you",
+                "copied": False,
+            }
+        },
+    }
+    assert [row["scores"]["repetition_watch"]["has_top_phrase"] for row in written] == [True, True, False]
+
+
+def test_copies_of_a_corpus():
+    watch = RepetitionWatch(corpus=["one two three four five"], copied_words=4)
+    _, logged = call(watch, ["so two three four five", "two three four", "one two four five"])
+    assert logged["repetition/copied_share"] == 1 / 3
+    assert call(pickle.loads(pickle.dumps(watch)), ["two three four five"])[1]["repetition/copied_share"] == 1
+
+
+def test_messages_and_empty_completions():
+    _, logged = call(RepetitionWatch(n=1), [[{"role": "assistant", "content": "yes yes"}], [{"content": ""}]])
+    assert logged["repetition/distinct_1"] == 0.5 and logged["repetition/repeated"] == 0.25
+    _, logged = call(RepetitionWatch(), ["", ""])
+    assert logged == {"repetition/repeated": 0.0, "repetition/top_phrase_share": 0.0}
+
+
+def test_ready_made_watch_has_its_name():
+    assert repetition_watch.__name__ == "repetition_watch" and call(repetition_watch, ["a b c"])[0] == [None]
+
+
+# ---- Scores ----
+
+
+def quality(completions, **kwargs):
+    return [None if not c else float(c) for c in completions]
+
+
+def test_score_watch_takes_the_place_of_a_function(tmp_path):
+    watch = score_watch(quality, bound=0.8, quantiles=(0.0, 0.5, 1.0), folder=tmp_path)
+    scores, logged = call(watch, ["0.1", "", "0.9", "0.5"])
+    assert scores == [0.1, None, 0.9, 0.5] and watch.__name__ == "quality"
+    assert logged == {
+        "score_watch/quality/q00": 0.1,
+        "score_watch/quality/q50": 0.5,
+        "score_watch/quality/q100": 0.9,
+        "score_watch/quality/share_above": 1 / 3,
+    }
+    assert [row["scores"]["quality"] for row in rows(tmp_path / "completions.rank0.jsonl")] == [0.1, None, 0.9, 0.5]
+
+
+def test_scores_that_are_not_finite_are_left_out():
+    _, logged = call(score_watch(quality, quantiles=(0.5,)), ["1", "nan", "3"])
+    assert logged == {"score_watch/quality/q50": 2.0}
+
+
+def test_score_watch_of_a_model_sees_what_it_scored():
+    model = tiny_reward_model(tiny_llama())
+    watch = score_watch(model, quantiles=(0.5,), name="rm")
+    ids = torch.randint(6, 20, (3, 5), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = torch.cat([model(ids[:2]).logits[:, 0], model(ids[2:]).logits[:, 0]]).median().item()
+    scores, logged = call(watch, ["a", "b", "c"])
+    assert scores == [None] * 3 and logged == {"score_watch/rm/q50": pytest.approx(expected)}
+    assert watch.__name__ == "score_watch_rm" and call(watch, ["a"])[1] == {}  # nothing new was scored
+
+
+# ---- Phrases ----
+
+
+def test_phrases_are_queued_and_nothing_is_scored(tmp_path):
+    watch = PhraseReviewReward(["I love  you", "c++"], folder=tmp_path)
+    scores, logged = call(watch, ["well, i LOVE\nyou.", "i love your cat", "use c++ then"], step=3)
+    assert scores == [None] * 3 and logged == {"phrase_review/share": 2 / 3}
+    queue = rows(tmp_path / "review.rank0.jsonl")
+    assert [(row["step"], row["completion"][:3], row["phrases"]) for row in queue] == [
+        (3, "wel", ["i LOVE\nyou"]),
+        (3, "use", ["c++"]),
+    ]
+
+
+def test_veto():
+    assert call(PhraseReviewReward("bad", veto=-1.0), ["so bad", "badly"])[0] == [-1.0, 0.0]
+
+
+# ---- Gold ----
+
+
+def judge(completions, topic, **kwargs):
+    return [float(c) for c in completions]
+
+
+def test_gold_judge_scores_marked_rows_only():
+    watch = GoldJudgeReward(judge)
+    assert call(watch, ["1", "2"], topic=["a", "b"]) == ([None, None], {})  # training: no such column
+    assert call(watch, ["1", "2"], topic=["a", "b"], held_out=[False, True]) == ([None, 2.0], {})
+
+
+def test_win_rate_against_the_first_evaluation(tmp_path):
+    columns = {"topic": ["a"] * 4, "held_out": [True] * 4}
+    watch = GoldJudgeReward(judge, folder=tmp_path)
+    assert call(watch, ["1", "2", "3", "4"], **columns)[1] == {}
+    later = call(watch, ["2", "2", "1", "5"], step=8, **columns)[1]
+    assert later == {"gold/win_rate": (1 + 0.5 + 0 + 1) / 4}
+    resumed = GoldJudgeReward(judge, folder=tmp_path)  # compares with what the start policy said, not with step 16
+    assert call(resumed, ["0", "0", "0", "9"], step=16, **columns)[1] == {"gold/win_rate": 0.25}
+    anew = GoldJudgeReward(judge, folder=tmp_path)
+    call(anew, ["9", "9", "9", "9"], **columns)
+    again = GoldJudgeReward(judge, folder=tmp_path)
+    assert call(again, ["5", "5", "5", "5"], step=8, **columns)[1] == {"gold/win_rate": 0.0}
+
+
+# ---- Bad input ----
+
+
+async def slow(completions, **kwargs):
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: RepetitionWatch(n=0), ValueError, "1 or more, got 0"),
+        (lambda: RepetitionWatch(corpus="text"), TypeError, "a list of texts"),
+        (lambda: ScoreWatch("path"), TypeError, "a model object; got 'path'"),
+        (lambda: ScoreWatch(slow), TypeError, "not async"),
+        (lambda: ScoreWatch(quality, quantiles=(2,)), ValueError, r"\[0, 1\]"),
+        (lambda: PhraseReviewReward([]), ValueError, "one or more"),
+        (lambda: PhraseReviewReward([" "]), ValueError, "none of them empty"),
+        (lambda: GoldJudgeReward(None), TypeError, "must be a reward function"),
+    ],
+)
+def test_bad_arguments(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+def test_a_judge_that_returns_too_little():
+    with pytest.raises(ValueError, match="short returned 1 scores for 2 rows"):
+
+        def short(completions, **kwargs):
+            return [1.0]
+
+        call(GoldJudgeReward(short), ["1", "2"], held_out=[True, True])
+
+
+def test_a_folder_that_cannot_be_written_loses_only_the_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    scores, logged = call(RepetitionWatch(folder=tmp_path / "file"), ["a b c d"])
+    assert scores == [None] and not math.isnan(logged["repetition/repeated"])

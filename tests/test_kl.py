@@ -1,0 +1,94 @@
+"""KL between two checkpoints."""
+
+import json
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
+from trl_ext.kl import load_model, main, read_prompts, sampled_kl
+
+PROMPTS = ["the cat sat", "a", "dog ran on the mat"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, seed in (("a", 0), ("b", 1)):
+        tiny_llama(seed=seed).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
+    (folder / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "the cat"}]}) + "\n")
+    return folder
+
+
+def constant_model(logits):
+    """A model whose next-token distribution is softmax(logits), whatever came before."""
+    model = tiny_llama(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    vocabulary = model.config.vocab_size
+    bias = torch.full((vocabulary,), -1e4)
+    bias[6 : 6 + len(logits)] = torch.tensor(logits)
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, vocabulary)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.copy_(bias)
+    return model.eval()
+
+
+def test_closed_form():
+    """Two tokens, p = (3/4, 1/4) and q = (1/2, 1/2): 3/4 log 3/2 + 1/4 log 1/2 = 0.1308 nats a token."""
+    p, q = constant_model([math.log(3.0), 0.0]), constant_model([0.0, 0.0])
+    kl, tokens = sampled_kl(p, q, tiny_tokenizer(), PROMPTS * 100, max_new_tokens=20, batch_size=300)
+    assert tokens.unique().tolist() == [20]  # EOS is never drawn
+    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert kl.sum() / tokens.sum() == pytest.approx(expected, abs=0.02)  # σ of a token is 0.48, of 6,000 0.006
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+def test_a_model_is_at_zero_from_itself_and_padding_changes_nothing(build):
+    model, other = build().eval(), build(seed=1).eval()
+    assert sampled_kl(model, model, tiny_tokenizer(), PROMPTS, 8)[0].abs().max() == 0
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    together, _ = sampled_kl(model, other, tokenizer, ["a"] + PROMPTS, 1, temperature=1e-4, batch_size=4)
+    alone, _ = sampled_kl(model, other, tokenizer, ["a"] + PROMPTS, 1, temperature=1e-4, batch_size=1)
+    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_command(folders, capsys):
+    main([str(folders / "a"), str(folders / "b"), "--prompts", str(folders / "prompts.txt"), "--max_new_tokens", "8"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["prompts"] == 3 and result["interval_95"][0] < result["kl"] < result["interval_95"][1]
+    assert result["kl"] == pytest.approx(result["kl_per_token"] * result["mean_length"], rel=1e-5)
+
+
+def test_chat_prompts_and_adapters(folders, capsys):
+    torch.manual_seed(0)
+    adapter = get_peft_model(load_model(str(folders / "a")), LoraConfig(r=2, init_lora_weights=False))
+    adapter.save_pretrained(folders / "adapter")
+    tiny_tokenizer().save_pretrained(folders / "adapter")
+    main([str(folders / "adapter"), str(folders / "a"), "--prompts", str(folders / "chat.jsonl")])
+    assert json.loads(capsys.readouterr().out)["kl"] != 0
+    assert read_prompts(str(folders / "prompts.txt")) == PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompts", "absent.txt"], "absent.txt"),
+        (["--prompts", "PROMPTS", "--temperature", "0"], "--temperature must be above 0"),
+        (["--prompts", "PROMPTS", "--num_prompts", "0"], "1 or more"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(arguments, message, folders, capsys):
+    arguments = [str(folders / "prompts.txt") if part == "PROMPTS" else part for part in arguments]
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folders / "a"), str(folders / "b"), *arguments])
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

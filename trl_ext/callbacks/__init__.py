@@ -1,0 +1,45 @@
+"""Monitors for any TRL or transformers script: `trainer.add_callback(KLBudgetCallback(limit=10, action="stop"))`."""
+
+from .alerts import Alert, JSONLSink, LogSink, WandbSink, WebhookSink
+from .canary import CanaryCallback
+from .clip_fraction import ClipFractionCallback
+from .entropy_floor import EntropyFloorCallback
+from .gold_gap import GoldGapCallback
+from .jsonl import JSONLCallback
+from .kl_budget import KLBudgetCallback
+from .length_drift import LengthDriftCallback
+from .loading import attach_monitors, load_monitors
+from .monitor import Finding, MonitorCallback
+from .not_finite import NotFiniteCallback
+from .plot import MonitoringPlotCallback
+from .prometheus import PrometheusCallback
+from .repetition import RepetitionCallback
+from .reward_disagreement import RewardDisagreementCallback
+from .reward_drift import RewardDriftCallback
+from .value_health import ValueHealthCallback
+
+__all__ = [
+    "Alert",
+    "CanaryCallback",
+    "ClipFractionCallback",
+    "EntropyFloorCallback",
+    "Finding",
+    "GoldGapCallback",
+    "JSONLCallback",
+    "JSONLSink",
+    "KLBudgetCallback",
+    "LengthDriftCallback",
+    "LogSink",
+    "MonitorCallback",
+    "MonitoringPlotCallback",
+    "NotFiniteCallback",
+    "PrometheusCallback",
+    "RepetitionCallback",
+    "RewardDisagreementCallback",
+    "RewardDriftCallback",
+    "ValueHealthCallback",
+    "WandbSink",
+    "WebhookSink",
+    "attach_monitors",
+    "load_monitors",
+]

@@ -1,0 +1,156 @@
+"""What a monitor says, and where it is said."""
+
+import json
+import queue
+import threading
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from ..jsonl import JSONLWriter, finite
+
+logger = logging.get_logger(__name__)
+RUNBOOK = "docs/runbook.md"
+
+
+@dataclass
+class Alert:
+    """One thing that a monitor saw."""
+
+    monitor: str
+    what: str
+    step: int
+    value: float | None
+    bound: float | None
+    baseline: float | None
+    advice: str
+    action: str
+    runbook: str
+
+    def __str__(self) -> str:
+        numbers = {"value": self.value, "bound": self.bound, "baseline": self.baseline}
+        shown = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items() if number is not None)
+        what = f"{self.what} ({shown})" if shown else self.what
+        return f"{self.monitor}, step {self.step}: {what}. {self.advice} See {self.runbook}."
+
+
+class LogSink:
+    """The log of transformers, as a warning."""
+
+    def send(self, alert: Alert) -> None:
+        logger.warning(str(alert))
+
+
+class JSONLSink:
+    """A line an alert."""
+
+    def __init__(self, path: str):
+        self.writer = JSONLWriter(path)
+
+    def send(self, alert: Alert) -> None:
+        self.writer.write({"timestamp": time.time(), "type": "alert", **asdict(alert)})
+
+
+class WandbSink:
+    """`wandb.alert` of the run that is open, if one is."""
+
+    def send(self, alert: Alert) -> None:
+        import wandb
+
+        if wandb.run is not None:
+            level = "WARN" if alert.action == "warn" else "ERROR"
+            wandb.alert(title=f"{alert.monitor}: {alert.what}", text=str(alert), level=level)  # type: ignore[attr-defined]
+
+
+class WebhookSink:
+    """POSTs JSON (`text` for Slack and its like, and the alert's fields) from a thread of its own.
+
+    Args:
+        url: where to.
+        timeout: seconds that a try may take.
+        retries: tries after the first, after 1, 2, 4, … seconds.
+        pending: alerts that may wait; further ones are dropped, and that is said.
+    """
+
+    def __init__(self, url: str, timeout: float = 5.0, retries: int = 3, pending: int = 100):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"a webhook's URL must begin with http:// or https://, got {url!r}")
+        if timeout <= 0 or retries < 0:
+            raise ValueError(f"`timeout` must be above 0 and `retries` not below, got {timeout} and {retries}")
+        self.url = url
+        self.timeout = timeout
+        self.retries = retries
+        self._queue: queue.Queue[Alert] = queue.Queue(maxsize=pending)
+        self._thread: threading.Thread | None = None
+
+    def send(self, alert: Alert) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="trl-ext-webhook")
+            self._thread.start()
+        try:
+            self._queue.put_nowait(alert)
+        except queue.Full:
+            logger.warning(f"{self.url} is too slow: an alert was dropped.")
+
+    def close(self) -> None:
+        """Wait for what is pending, but for no longer than one try may take."""
+        end = time.monotonic() + self.timeout
+        while self._thread is not None and self._queue.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _run(self) -> None:
+        while True:
+            alert = self._queue.get()
+            try:
+                self._post(json.dumps(finite({"text": str(alert), **asdict(alert)})).encode())
+            except Exception as error:  # whatever a server can do, training goes on
+                logger.warning(f"{self.url} did not take an alert in {self.retries + 1} tries: {error}")
+            finally:
+                self._queue.task_done()
+
+    def _post(self, body: bytes) -> None:
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        for attempt in range(self.retries + 1):
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout):
+                    return
+            except Exception:
+                if attempt == self.retries:
+                    raise
+                time.sleep(2.0**attempt)
+
+
+def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
+    """Sinks from what JSON can say: "log", "jsonl", "wandb", a URL; objects with `send` stay as they are."""
+    made: list[Any] = []
+    for sink in sinks:
+        match sink:
+            case "log":
+                made.append(LogSink())
+            case "jsonl":
+                made.append(JSONLSink(str(Path(args.output_dir) / "alerts.jsonl")))
+            case "wandb":
+                made.append(WandbSink())
+            case str():
+                made.append(WebhookSink(sink))
+            case _:
+                made.append(sink)
+    if "wandb" in (getattr(args, "report_to", None) or []) and not any(isinstance(s, WandbSink) for s in made):
+        made.append(WandbSink())
+    return made
+
+
+def check_sinks(sinks: Sequence[Any]) -> None:
+    """Raise where one is none, before training."""
+    for sink in [sinks] if isinstance(sinks, str) else sinks:
+        if isinstance(sinks, str) or not (
+            hasattr(sink, "send") or sink in ("log", "jsonl", "wandb") or str(sink).startswith(("http://", "https://"))
+        ):
+            raise ValueError(
+                f'`sinks` must be a list of "log", "jsonl", "wandb", URLs, or objects with `send`; got {sink!r}'
+            )

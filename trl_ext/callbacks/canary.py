@@ -1,0 +1,117 @@
+"""The same few prompts again and again."""
+
+import time
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from ..jsonl import JSONLWriter
+from ..rewards.repetition import RepetitionWatch
+from .generation import generate_answers
+from .monitor import Finding, MonitorCallback
+
+
+@dataclass(eq=False, kw_only=True)
+class CanaryCallback(MonitorCallback):
+    """
+    Every so many minutes answers a fixed set of prompts greedily, and compares with the first time: length, the most
+    frequent phrase, and, with a judge, the score. The answers go to `canary.jsonl` in the output directory.
+
+    Args:
+        trainer: to generate with.
+        prompts: texts or messages.
+        minutes: between two times, on the main process' clock; the first is before training.
+        judge: a TRL reward function.
+        length_factor: alert where the mean length is beyond this factor, or its inverse.
+        phrase: alert where the share of answers with the most frequent phrase rose by more than this.
+        score_drop: alert where the mean score fell by more than this; None: by σ/2 of the first scores.
+        max_new_tokens: length of the answers.
+        others: see [`MonitorCallback`].
+    """
+
+    trainer: Any = None
+    prompts: list[Any] | None = None
+    minutes: float = 15.0
+    judge: Any = None
+    length_factor: float = 2.0
+    phrase: float = 0.5
+    score_drop: float | None = None
+    max_new_tokens: int = 64
+    runbook = "canary"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.prompts or isinstance(self.prompts, str):
+            raise ValueError(f"`CanaryCallback` needs `prompts=`, a list of one or more, got {self.prompts!r}")
+        if not (self.minutes >= 0 and self.length_factor > 1 and 0 < self.phrase < 1):
+            raise ValueError(
+                "`minutes` must be 0 or more, `length_factor` above 1, `phrase` lie in (0, 1); got "
+                f"{self.minutes}, {self.length_factor} and {self.phrase}"
+            )
+        self._last = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.trainer is None:
+            raise ValueError("`CanaryCallback` needs `trainer=` to generate with")
+        super().on_train_begin(args, state, control, **kwargs)
+        self._handle(self._sing(), state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        due = [time.monotonic() - self._last >= 60 * self.minutes]
+        if PartialState().num_processes > 1:
+            broadcast_object_list(due)  # clocks differ
+        if due[0]:
+            self._begin(args, state, {})
+            self._handle(self._sing(), state, control)
+
+    def _sing(self):
+        self._last = time.monotonic()
+        answers = generate_answers(self.trainer, self.prompts or [], self.max_new_tokens)
+        measured: list[Any] = [None]
+        if PartialState().is_main_process:
+            try:
+                measured = [self._measure(answers)]
+            except Exception as error:  # on one process only: the others would wait for ever
+                measured = [f"{type(error).__name__}: {error}"]
+        if PartialState().num_processes > 1:
+            broadcast_object_list(measured)
+        now = measured[0]
+        if isinstance(now, str):
+            yield Finding("the canary's judge failed", None, None, f"{now}.", acts=False)
+            return
+        first = self.memory.setdefault("first", now)
+        advice = "Compare the answers of `canary.jsonl` with the first ones."
+        length, start = now["length"], max(first["length"], 1.0)
+        if not start / self.length_factor <= length <= start * self.length_factor:
+            bound = start * self.length_factor if length > start else start / self.length_factor
+            yield Finding("the canary's answers changed in length", length, bound, advice, start)
+        if now["phrase"] > first["phrase"] + self.phrase:
+            yield Finding(
+                "one phrase spreads over the canary's answers",
+                now["phrase"],
+                first["phrase"] + self.phrase,
+                advice,
+                first["phrase"],
+            )
+        if "score" in now:
+            bound = first["score"] - (first["sigma"] / 2 if self.score_drop is None else self.score_drop)
+            if now["score"] < bound:
+                yield Finding("the canary's score fell", now["score"], bound, advice, first["score"])
+
+    def _measure(self, answers: list[str]) -> dict[str, float]:
+        measured: dict[str, float] = {"length": fmean(len(answer.split()) for answer in answers)}
+        found: dict[str, float] = {}
+        RepetitionWatch()(self.prompts or [], answers, log_metric=found.__setitem__)
+        measured["phrase"] = found["repetition/top_phrase_share"]
+        if self.judge is not None:
+            scores = [s for s in self.judge(prompts=self.prompts, completions=answers) if s is not None]
+            mean = fmean(scores)
+            measured |= {"score": mean, "sigma": fmean((s - mean) ** 2 for s in scores) ** 0.5}
+        rows = [
+            {"step": self.step, "prompt": p, "answer": a} for p, a in zip(self.prompts or [], answers, strict=True)
+        ]
+        JSONLWriter(f"{self._args.output_dir}/canary.jsonl").write(*rows)
+        return measured

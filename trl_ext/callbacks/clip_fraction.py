@@ -1,0 +1,37 @@
+"""How many updates are clipped."""
+
+from dataclasses import dataclass
+
+from .monitor import Finding, MonitorCallback
+
+
+@dataclass(eq=False, kw_only=True)
+class ClipFractionCallback(MonitorCallback):
+    """
+    Watches the share of tokens (RLOO: of responses) whose probability ratio is clipped.
+
+    Args:
+        limit: share.
+        steps: optimizer steps over which the mean must exceed it.
+        others: see [`MonitorCallback`].
+    """
+
+    limit: float = 0.2
+    steps: int = 16
+    runbook = "clip-fraction"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 < self.limit < 1 and self.steps >= 1):
+            raise ValueError(f"`limit` must lie in (0, 1), `steps` be 1 or more; got {self.limit} and {self.steps}")
+
+    def watch(self, logs):
+        value = self.read("clip_fraction")
+        if value is None:
+            return
+        size = self.logs_in(self.steps)
+        values = self.recent("clip_fraction", value, size)
+        mean = sum(values) / len(values)
+        if len(values) == size and mean > self.limit:
+            advice = "Steps are too large: lower the learning rate, the passes over a rollout, or both."
+            yield Finding(f"the clip fraction is high over {self.steps} steps", mean, self.limit, advice)

@@ -1,0 +1,43 @@
+"""Entropy of the next-token distribution."""
+
+from dataclasses import dataclass
+
+from .monitor import Finding, MonitorCallback
+
+
+@dataclass(eq=False, kw_only=True)
+class EntropyFloorCallback(MonitorCallback):
+    """
+    Watches the policy's entropy, nats per token: a policy that has collapsed explores nothing more.
+
+    Args:
+        floor: nats per token, absolute.
+        relative: floor as a share of the mean over the first steps.
+        steps: optimizer steps that a value is averaged over, also the first ones.
+        others: see [`MonitorCallback`].
+    """
+
+    floor: float = 0.1
+    relative: float = 0.3
+    steps: int = 16
+    runbook = "entropy"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.floor < 0 or not 0 <= self.relative < 1 or self.steps < 1:
+            raise ValueError(
+                f"`floor` must be 0 or more, `relative` lie in [0, 1), `steps` be 1 or more; got {self.floor}, "
+                f"{self.relative} and {self.steps}"
+            )
+
+    def watch(self, logs):
+        value = self.read("entropy")
+        if value is None:
+            return
+        size = self.logs_in(self.steps)
+        values, first = self.recent("entropy", value, size), self.first_mean("entropy", value, size)
+        mean, advice = sum(values) / len(values), "Raise `entropy_coef` or the KL coefficient; look for one answer."
+        if len(values) == size and mean < self.floor:
+            yield Finding("the entropy is below its floor", mean, self.floor, advice, first)
+        if first is not None and mean < self.relative * first:
+            yield Finding("the entropy fell far from where it began", mean, self.relative * first, advice, first)

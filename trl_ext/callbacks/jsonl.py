@@ -1,0 +1,88 @@
+"""All that a run logs, a line an event."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import TrainerCallback
+
+from ..jsonl import JSONLWriter
+from ..metrics import is_training_log, metrics_of
+from ..rewards.watch import Watch
+from .monitor import REGISTRY
+
+PHASES = {"time/generate": "seconds_generation", "time/score": "seconds_scoring", "time/update": "seconds_update"}
+
+
+@dataclass(eq=False, kw_only=True)
+class JSONLCallback(TrainerCallback):
+    """
+    Appends events to `metrics.rank{r}.jsonl`, a JSON object a line, handed to the system at once: `kill -9` loses at
+    most the last line. Each has `timestamp`, `rank`, `step`, `type` (`begin`, with the configuration; `train`, `eval`,
+    `save`, `end`). Those of training have what can be measured: `kl`, the losses, `tokens_per_sec_per_gpu`,
+    `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring`, `seconds_update`, and all
+    numbers of the log under `logs`; the first one the monitors' arguments. Watches of `trl_ext.rewards` without a
+    folder of their own write beside it.
+
+    Args:
+        folder: where to; the output directory by default.
+    """
+
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        self._writer: JSONLWriter | None = None
+        self._introduced = False
+        self._tokens: tuple[float, float] | None = None  # seen, and when
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        folder = self.folder or args.output_dir
+        Watch.default_folder = str(folder)
+        if self._writer is None:
+            self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
+        self._event("begin", state, config=args.to_sanitized_dict(), config_class=type(args).__name__)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is None:
+            return
+        kind = "train" if is_training_log(logs) else "eval" if any(k.startswith("eval_") for k in logs) else "end"
+        numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
+        measured: dict[str, Any] = {}
+        if not self._introduced and kind == "train":  # all callbacks have begun by now
+            monitors = state.stateful_callbacks.get(REGISTRY, {})
+            measured["monitors"] = {name: of["args"] for name, of in monitors.items() if name != "alerts"}
+            self._introduced = True
+        if kind == "train":
+            metric = metrics_of(args).get("kl")
+            if metric is not None and metric.key in numbers:
+                measured["kl"] = numbers[metric.key]
+            measured |= {
+                name: numbers[name] for name in ("loss", "loss/policy_avg", "loss/value_avg") if name in numbers
+            }
+            measured |= {name: numbers[key] for key, name in PHASES.items() if key in numbers}
+            measured |= self._throughput(numbers)
+            if torch.cuda.is_available():
+                measured["vram_allocated_bytes"] = torch.cuda.memory_allocated()
+                measured["vram_peak_bytes"] = torch.cuda.max_memory_allocated()
+        self._event(kind, state, **measured, logs=numbers)
+
+    def on_save(self, args, state, control, **kwargs):
+        self._event("save", state)
+
+    def _throughput(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Tokens that all processes went through per second since the last log, over the processes."""
+        tokens, now, before = numbers.get("num_tokens"), time.monotonic(), self._tokens
+        if tokens is None:
+            return {}
+        self._tokens = (tokens, now)
+        if before is None or now <= before[1]:
+            return {}
+        return {"tokens_per_sec_per_gpu": (tokens - before[0]) / (now - before[1]) / PartialState().num_processes}
+
+    def _event(self, kind: str, state: Any, **values: Any) -> None:
+        if self._writer is not None:
+            head = {"timestamp": time.time(), "rank": PartialState().process_index, "step": state.global_step}
+            self._writer.write({**head, "type": kind, **values})

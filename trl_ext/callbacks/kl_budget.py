@@ -1,0 +1,58 @@
+"""KL to the reference, in nats summed over a response."""
+
+from dataclasses import dataclass
+
+from ..metrics import rollout_steps
+from .monitor import Finding, MonitorCallback
+
+
+@dataclass(eq=False, kw_only=True)
+class KLBudgetCallback(MonitorCallback):
+    """
+    Watches KL(policy ‖ reference), summed over a response. A KL that is logged per token (GRPO, RLOO) is multiplied
+    by the mean length, which is approximate, and said.
+
+    Args:
+        warn: nats per response from which on it warns.
+        limit: nats per response from which on it acts.
+        tolerance: the first rollout is the reference's own, so its KL is 0 but for rounding. More than these nats, or
+            a KL below their negative at any time, is an alert: a wrong reference, or another policy that samples.
+        others: see [`MonitorCallback`].
+    """
+
+    warn: float = 5.0
+    limit: float = 10.0
+    tolerance: float = 0.5
+    runbook = "kl"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.warn <= self.limit:
+            raise ValueError(f"`warn` must be above 0 and at most `limit`, got {self.warn} and {self.limit}")
+        if not self.tolerance > 0:
+            raise ValueError(f"`tolerance` must be above 0 nats, got {self.tolerance}")
+
+    def watch(self, logs):
+        kl, unit = self.read("kl"), ""
+        metric = self._known.get("kl")
+        if metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
+            length = self.read("length")
+            self.memory["length"] = self.memory.get("length") if length is None else length
+            if kl is None or self.memory["length"] is None:
+                return
+            kl, unit = kl * self.memory["length"], " (approximate: mean per token × mean length)"
+        if kl is None:
+            return
+        is_first, self.memory["started"] = not self.memory.get("started", False), True
+        if is_first and self.step <= rollout_steps(self._args) and abs(kl) > self.tolerance:
+            advice = "The policy has not been trained yet, so the reference is not the model that it started from."
+            yield Finding(f"the first rollout's KL is not 0{unit}", kl, self.tolerance, advice, acts=False)
+        elif kl < -self.tolerance:
+            advice = "A KL is never negative: the tokens are not drawn from the policy that their log-probs are of."
+            yield Finding(f"the KL is negative{unit}", kl, -self.tolerance, advice, acts=False)
+        if kl > self.limit:
+            advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
+            yield Finding(f"the KL is over its budget{unit}", kl, self.limit, advice)
+        elif kl > self.warn:
+            advice = "Read completions: reward models are trusted less the farther from the reference they judge."
+            yield Finding(f"the KL nears its budget{unit}", kl, self.warn, advice, acts=False)

@@ -1,0 +1,65 @@
+"""Monitors by name, for recipes and configuration files."""
+
+import ast
+import difflib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from .canary import CanaryCallback
+
+
+def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
+    """
+    Callbacks from what a configuration file says: `KLBudgetCallback`, or `KLBudgetCallback(limit=5, action='stop')`.
+
+    Raises:
+        ValueError: an unknown class or argument, with the nearest names, or a value that the class refuses.
+    """
+    import trl_ext.callbacks as package
+
+    known: dict[str, Any] = {name: getattr(package, name) for name in package.__all__ if name.endswith("Callback")}
+    del known["MonitorCallback"]
+    known["EarlyStoppingCallback"] = EarlyStoppingCallback
+    return [_load(entry, known) for entry in entries or []]
+
+
+def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
+    """Add callbacks to a trainer; those that generate by themselves are given it."""
+    for monitor in monitors:
+        if isinstance(monitor, CanaryCallback):
+            monitor.trainer = trainer
+        trainer.add_callback(monitor)
+
+
+def _load(entry: str, known: dict[str, Any]) -> TrainerCallback:
+    try:
+        node = ast.parse(entry.strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(call.func, ast.Name) or call.args or not all(word.arg for word in call.keywords):
+            raise SyntaxError
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except (SyntaxError, ValueError):
+        raise ValueError(
+            f"monitor {entry!r} cannot be read: write `Name` or `Name(argument=value, …)`, values as in Python"
+        ) from None
+    name = call.func.id
+    if name not in known:
+        raise ValueError(f"unknown monitor {name!r}{_nearest(name, known)}")
+    cls = known[name]
+    if cls is not EarlyStoppingCallback:
+        names = [field.name for field in fields(cls) if field.init]
+        for argument in arguments:
+            if argument not in names:
+                raise ValueError(f"{name} has no argument {argument!r}{_nearest(argument, names)}")
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError, ImportError) as error:
+        raise ValueError(f"monitor {entry!r}: {error}") from error
+
+
+def _nearest(name: str, names: Any) -> str:
+    nearest = difflib.get_close_matches(name, list(names))
+    return f"; did you mean {' or '.join(nearest)}?" if nearest else f"; there are {', '.join(sorted(names))}"

@@ -1,0 +1,24 @@
+"""NaN and infinities."""
+
+import math
+from dataclasses import dataclass
+
+from .monitor import Action, Finding, MonitorCallback
+
+
+@dataclass(eq=False, kw_only=True)
+class NotFiniteCallback(MonitorCallback):
+    """
+    Watches `grad_norm` and `loss` for NaN and infinities. Set `logging_nan_inf_filter=False`: by default the Trainer
+    replaces a loss that is not finite before it logs it; the gradient's norm shows it all the same.
+    """
+
+    action: Action = "rollback"
+    runbook = "nan"
+
+    def watch(self, logs):
+        for key in ("grad_norm", "loss"):
+            value = logs.get(key)
+            if isinstance(value, (int, float)) and not math.isfinite(value):
+                advice = f"It is {value}: lower the learning rate, prefer bf16 to fp16, look for empty rows."
+                yield Finding(f"`{key}` is not finite", None, None, advice)

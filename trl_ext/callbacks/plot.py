@@ -1,0 +1,185 @@
+"""One picture of a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..metrics import Metric, metrics_of, series
+from .monitor import REGISTRY, alerts_of
+
+logger = logging.get_logger(__name__)
+FILE = "rlhf_monitoring.png"
+
+
+@dataclass(eq=False, kw_only=True)
+class MonitoringPlotCallback(TrainerCallback):
+    """
+    Draws `rlhf_monitoring.png` into the output directory: scores, KL, entropy, clip fraction, critic and lengths, with
+    the bounds of the monitors in use, and their alerts. To W&B, too, where a run of it is open.
+
+    Args:
+        steps: optimizer steps between two drawings; the end is always drawn.
+    """
+
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"`steps` must be 1 or more, got {self.steps}")
+        self._drawn = 0
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step - self._drawn >= self.steps:
+            self._draw(args, state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._draw(args, state)
+
+    def _draw(self, args: Any, state: Any) -> None:
+        self._drawn = state.global_step
+        if not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / FILE
+        try:
+            registry = state.stateful_callbacks.get(REGISTRY, {})
+            plot_monitoring(state.log_history, metrics_of(args), path, alerts_of(state), registry)
+        except OSError as error:
+            logger.warning(f"{path} cannot be written ({error.strerror}).")
+            return
+        if "wandb" in (args.report_to or []):
+            import wandb
+
+            if wandb.run is not None:
+                wandb.log({"rlhf_monitoring": wandb.Image(str(path))})
+
+
+def plot_monitoring(
+    history: list[dict[str, Any]],
+    metrics: dict[str, Metric],
+    path: Path,
+    alerts: list[dict[str, Any]] = (),  # type: ignore[assignment]
+    registry: dict[str, Any] | None = None,
+) -> None:
+    """
+    Draw a `log_history`.
+
+    Args:
+        history: of the run.
+        metrics: quantities of its trainer, from `trl_ext.metrics`.
+        path: of the PNG.
+        alerts: marked at the foot of every panel.
+        registry: monitors' arguments and memories, as in `TrainerState.stateful_callbacks`: their bounds are drawn.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    registry = registry or {}
+    figure, panels = plt.subplots(2, 3, figsize=(15, 7), layout="constrained", sharex=True)
+    for axes, (title, draw) in zip(panels.flat, PANELS.items(), strict=True):
+        draw(axes, history, metrics, registry)
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+        if axes.lines or axes.collections:
+            axes.legend(fontsize="small", loc="best")
+        else:
+            axes.text(0.5, 0.5, "not logged by this trainer", ha="center", transform=axes.transAxes, alpha=0.6)
+        draw_alerts(axes, alerts)
+    for axes in panels[1]:
+        axes.set_xlabel("optimizer step")
+    legend = "▲ alert (orange: warning, red: action)" if alerts else ""
+    figure.suptitle(legend, fontsize="medium")
+    temporary = path.with_suffix(".tmp.png")
+    figure.savefig(temporary, dpi=100)
+    plt.close(figure)
+    temporary.replace(path)
+
+
+def draw_alerts(axes, alerts) -> None:
+    """Mark alerts at the foot of a panel."""
+    for alert in alerts:
+        colour = "tab:orange" if alert["action"] == "warn" else "tab:red"
+        axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
+
+
+def _line(axes, history, key: str | None, label: str, **style) -> None:
+    steps, values = series(history, key)
+    if steps:
+        axes.plot(steps, values, label=label, **{"marker": ".", "markersize": 3, **style})
+
+
+def _bound(axes, registry, monitor: str, argument: str, style: str = "--") -> None:
+    value = registry.get(monitor, {}).get("args", {}).get(argument)
+    if value is not None:
+        axes.axhline(value, color="tab:red", linestyle=style, linewidth=1, label=f"{argument} {value:g}")
+
+
+def _key(metrics: dict[str, Metric], quantity: str) -> str | None:
+    return metrics[quantity].key if quantity in metrics else None
+
+
+def _scores(axes, history, metrics, registry) -> None:
+    steps, means = series(history, _key(metrics, "reward"))
+    _line(axes, history, _key(metrics, "reward"), "mean")
+    stds = dict(zip(*series(history, _key(metrics, "reward_std")), strict=True))
+    if steps and all(step in stds for step in steps):
+        low, high = ([m + sign * stds[s] for s, m in zip(steps, means, strict=True)] for sign in (-1, 1))
+        axes.fill_between(steps, low, high, alpha=0.2, label="± σ of single scores")
+    for key in sorted({key for log in history for key in log if key.startswith("score_watch/") and "/q" in key}):
+        _line(axes, history, key, key.removeprefix("score_watch/"), color="tab:gray", linewidth=0.8, markersize=0)
+    drift = registry.get("RewardDriftCallback")
+    if drift:
+        memory = drift.get("attributes", {}).get("memory", {})
+        count, mean, squares = memory.get("scores", [0, 0.0, 0.0])
+        mean, sigma = drift["args"]["baseline"] or (mean, (squares / max(count - 1, 1)) ** 0.5)
+        if sigma > 0:
+            for sigmas in (drift["args"]["sigmas"], -drift["args"]["drop_sigmas"]):
+                value = mean + sigmas * sigma
+                axes.axhline(value, color="tab:red", linestyle="--", linewidth=1, label=f"{sigmas:+g} σ")
+
+
+def _kl(axes, history, metrics, registry) -> None:
+    _line(axes, history, _key(metrics, "kl"), metrics["kl"].unit if "kl" in metrics else "")
+    if "kl" in metrics and metrics["kl"].unit == "nats per response":
+        _bound(axes, registry, "KLBudgetCallback", "warn", ":")
+        _bound(axes, registry, "KLBudgetCallback", "limit")
+
+
+def _entropy(axes, history, metrics, registry) -> None:
+    _line(axes, history, _key(metrics, "entropy"), "nats per token")
+    _bound(axes, registry, "EntropyFloorCallback", "floor")
+
+
+def _clip(axes, history, metrics, registry) -> None:
+    _line(axes, history, _key(metrics, "clip_fraction"), "share clipped")
+    _bound(axes, registry, "ClipFractionCallback", "limit")
+
+
+def _critic(axes, history, metrics, registry) -> None:
+    _line(axes, history, _key(metrics, "explained_variance"), "explained variance")
+    if axes.lines:
+        twin = axes.twinx()
+        _line(twin, history, _key(metrics, "value_loss"), "value loss", color="tab:green", linewidth=0.8)
+        twin.set_ylabel("value loss", color="tab:green")
+        _bound(axes, registry, "ValueHealthCallback", "explained_variance")
+
+
+def _lengths(axes, history, metrics, registry) -> None:
+    for name in ("mean", "min", "max"):
+        style = {} if name == "mean" else {"linewidth": 0.8, "alpha": 0.6}
+        _line(axes, history, f"completions/{name}_length", name, **style)
+
+
+PANELS: dict[str, Callable] = {
+    "scores": _scores,
+    "KL to the reference, nats": _kl,
+    "entropy, nats per token": _entropy,
+    "clip fraction": _clip,
+    "critic": _critic,
+    "length of completions, tokens": _lengths,
+}

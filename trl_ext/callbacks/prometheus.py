@@ -1,0 +1,106 @@
+"""Metrics for Prometheus; `grafana.json` beside this file is a dashboard of them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from ..metrics import is_training_log, metrics_of
+from .monitor import alerts_of
+
+logger = logging.get_logger(__name__)
+
+GAUGES = {
+    "kl": "KL to the reference, in the trainer's unit (trl_ext.metrics)",
+    "entropy": "Entropy, nats per token",
+    "clip_fraction": "Share of clipped updates",
+    "reward": "Mean reward",
+    "reward_std": "Standard deviation of single rewards",
+    "length": "Mean length of completions, tokens",
+    "explained_variance": "Explained variance of the critic",
+    "value_loss": "Value loss",
+    "grad_norm": "Gradient norm",
+}
+
+
+@dataclass(eq=False, kw_only=True)
+class PrometheusCallback(TrainerCallback):
+    """
+    Exports the run to Prometheus, from the main process: over HTTP on the loopback address, or into a file for the
+    node exporter's textfile collector. Gauges `trl_ext_kl`, `trl_ext_entropy`, …; `trl_ext_log{key=…}` for every
+    number that is logged; counter `trl_ext_alerts_total{monitor=…}`. Needs `prometheus-client`.
+
+    Args:
+        port: of the HTTP server; 0 takes a free one. None: none.
+        textfile: path, ending in `.prom`. None: none.
+        address: that the server listens on.
+    """
+
+    port: int | None = None
+    textfile: str | None = None
+    address: str = "127.0.0.1"
+
+    def __post_init__(self) -> None:
+        if self.port is None and self.textfile is None:
+            raise ValueError("`PrometheusCallback` needs `port=` or `textfile=`; with neither it exports nothing")
+        if self.textfile is not None and not self.textfile.endswith(".prom"):
+            raise ValueError(f"`textfile` must end in .prom, which the collector reads; got {self.textfile!r}")
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Gauge
+        except ImportError as error:
+            raise ImportError("PrometheusCallback needs `pip install prometheus-client`") from error
+        self.registry = CollectorRegistry()
+        self._gauges = {k: Gauge(f"trl_ext_{k}", text, registry=self.registry) for k, text in GAUGES.items()}
+        self._step = Gauge("trl_ext_step", "Optimizer steps", registry=self.registry)
+        self._log = Gauge("trl_ext_log", "Every number that is logged", ["key"], registry=self.registry)
+        self._alerts = Counter("trl_ext_alerts", "Alerts of the monitors", ["monitor"], registry=self.registry)
+        self._counted = 0
+        self._server: Any = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._counted = len(alerts_of(state))  # a counter begins anew with its process
+        if self.port is not None and self._server is None and state.is_world_process_zero:
+            from prometheus_client import start_http_server
+
+            try:
+                self._server, _ = start_http_server(self.port, addr=self.address, registry=self.registry)
+                self.port = self._server.server_port
+            except OSError as error:
+                logger.warning(f"No Prometheus server on {self.address}:{self.port}: {error}.")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs is None or not state.is_world_process_zero:
+            return
+        self._step.set(state.global_step)
+        for key, value in logs.items():
+            if isinstance(value, (int, float)):
+                self._log.labels(key=key).set(value)
+        if is_training_log(logs):
+            for name, metric in metrics_of(args).items():
+                if name in self._gauges and isinstance(logs.get(metric.key), (int, float)):
+                    self._gauges[name].set(logs[metric.key])
+        self._export(state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self._export(state)
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _export(self, state: Any) -> None:
+        alerts = alerts_of(state)
+        for alert in alerts[self._counted :]:
+            self._alerts.labels(monitor=alert["monitor"]).inc()
+        self._counted = len(alerts)
+        if self.textfile is None:
+            return
+        from prometheus_client import write_to_textfile
+
+        try:
+            write_to_textfile(self.textfile, self.registry)
+        except OSError as error:
+            logger.warning(f"{self.textfile} cannot be written ({error.strerror}): Prometheus gets nothing there.")
+            self.textfile = None

@@ -1,0 +1,62 @@
+"""Repetition, as `trl_ext.rewards.repetition_watch` measures it."""
+
+import re
+from dataclasses import dataclass
+
+from .monitor import Finding, MonitorCallback
+
+DISTINCT = re.compile(r"repetition/distinct_\d+")
+
+
+@dataclass(eq=False, kw_only=True)
+class RepetitionCallback(MonitorCallback):
+    """
+    Watches what [`~trl_ext.rewards.RepetitionWatch`] logs, against the first rollouts.
+
+    Args:
+        phrase: alert where the share of completions with the most frequent phrase rose by more than this.
+        distinct: alert where the share of different n-grams fell below this part of the baseline.
+        repeated: alert where the share of n-grams that a completion repeats rose by more than this.
+        copied: alert where more than this share of completions copies the corpus.
+        rollouts: logs of rollouts that make the baseline.
+        others: see [`MonitorCallback`].
+    """
+
+    phrase: float = 0.6
+    distinct: float = 0.3
+    repeated: float = 0.1
+    copied: float = 0.1
+    rollouts: int = 4
+    runbook = "repetition"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        shares = (self.phrase, self.distinct, self.repeated, self.copied)
+        if not all(0 < share < 1 for share in shares) or self.rollouts < 1:
+            raise ValueError(
+                "`phrase`, `distinct`, `repeated` and `copied` must lie in (0, 1), `rollouts` be 1 or more; got "
+                f"{', '.join(map(str, shares))} and {self.rollouts}"
+            )
+
+    def watch(self, logs):
+        distinct = next((key for key in logs if DISTINCT.fullmatch(key)), None)
+        values = {
+            "distinct": None if distinct is None else self._number(distinct, logs[distinct]),
+            "phrase": self._number("repetition/top_phrase_share", logs.get("repetition/top_phrase_share")),
+            "repeated": self._number("repetition/repeated", logs.get("repetition/repeated")),
+            "copied": self._number("repetition/copied_share", logs.get("repetition/copied_share")),
+        }
+        if values["phrase"] is None and not self.memory.get("found"):
+            self.read("repetition")  # said once if there is none for a whole rollout
+        self.memory["found"] = self.memory.get("found", False) or values["phrase"] is not None
+        first = {k: self.first_mean(k, v, self.rollouts) for k, v in values.items() if v is not None}
+        advice = "Read `completions.rank*.jsonl` and the phrase there; a reward that likes it must be mended."
+        for name, what in (("phrase", "one phrase spreads"), ("repeated", "completions repeat themselves")):
+            value, start = values[name], first.get(name)
+            if value is not None and start is not None and value > start + getattr(self, name):
+                yield Finding(what, value, start + getattr(self, name), advice, start)
+        value, start = values["distinct"], first.get("distinct")
+        if value is not None and start is not None and value < self.distinct * start:
+            yield Finding("completions grew alike", value, self.distinct * start, advice, start)
+        if values["copied"] is not None and values["copied"] > self.copied:
+            yield Finding("completions copy the corpus", values["copied"], self.copied, advice, first.get("copied"))

@@ -1,0 +1,44 @@
+"""Reward models that no longer agree."""
+
+import re
+from dataclasses import dataclass
+
+from .monitor import Finding, MonitorCallback
+
+KEY = re.compile(r"rewards/(.+)/disagreement")
+
+
+@dataclass(eq=False, kw_only=True)
+class RewardDisagreementCallback(MonitorCallback):
+    """
+    Watches `rewards/<name>/disagreement`, the spread of an ensemble's members on the same completions: they disagree
+    where none of them was trained.
+
+    Args:
+        factor: alert beyond so many times the first rollouts' mean.
+        rollouts: logs of rollouts that make the baseline.
+        others: see [`MonitorCallback`].
+    """
+
+    factor: float = 2.0
+    rollouts: int = 4
+    runbook = "disagreement"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.factor > 1 and self.rollouts >= 1):
+            raise ValueError(
+                f"`factor` must be above 1, `rollouts` be 1 or more; got {self.factor} and {self.rollouts}"
+            )
+
+    def watch(self, logs):
+        keys = [key for key in logs if KEY.fullmatch(key)]
+        if not keys and not self.memory.get("found"):
+            self.read("disagreement")  # said once if there is none for a whole rollout
+        for key in keys:
+            self.memory["found"] = True
+            value = self._number(key, logs[key])
+            first = None if value is None else self.first_mean(key, value, self.rollouts)
+            if value is not None and first is not None and value > self.factor * first:
+                advice = "The policy went where the reward models were not trained: compare their favourites."
+                yield Finding(f"`{key}` grew", value, self.factor * first, advice, first)

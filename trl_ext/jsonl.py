@@ -1,0 +1,69 @@
+"""Lines of JSON that outlive a killed run and never end one."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+
+def finite(value: Any) -> Any:
+    """The same without NaN and infinities, which JSON does not have: they become text."""
+    if isinstance(value, dict):
+        return {str(k): finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+class JSONLWriter:
+    """Appends one JSON object a line, each handed to the operating system at once, so that `kill -9` loses at most
+    the line being written. What cannot be written is said once, and lost."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._file: Any = None
+        self._failed = False
+
+    def write(self, *rows: dict[str, Any]) -> None:
+        if self._failed or not rows:
+            return
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                torn = _ends_in_mid_line(self.path)
+                self._file = self.path.open("a", encoding="utf-8")
+                if torn:
+                    self._file.write("\n")
+            self._file.writelines(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)
+            self._file.flush()
+        except OSError as error:
+            self._failed = True
+            logger.warning(f"{self.path} cannot be written ({error.strerror}): from here on nothing goes there.")
+
+
+def _ends_in_mid_line(path: Path) -> bool:
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a file whose lines may be cut off, by a kill or since the run still writes."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row

@@ -1,0 +1,15 @@
+"""Reward functions with TRL's signature, most of them of weight zero: they see what no callback sees."""
+
+from .gold_judge import GoldJudgeReward
+from .phrases import PhraseReviewReward
+from .repetition import RepetitionWatch, repetition_watch
+from .scores import ScoreWatch, score_watch
+
+__all__ = [
+    "GoldJudgeReward",
+    "PhraseReviewReward",
+    "RepetitionWatch",
+    "ScoreWatch",
+    "repetition_watch",
+    "score_watch",
+]

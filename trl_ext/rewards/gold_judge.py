@@ -1,0 +1,84 @@
+"""A judge that is too good, or too dear, to train on."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from ..jsonl import read_jsonl
+from ..upstream import get_callable_name, is_async_callable
+from .watch import Watch, log_to, text_of
+
+
+class GoldJudgeReward(Watch):
+    """
+    Scores evaluation rows, and no others, by a judge that training must not see; TRL's own generation serves it.
+
+    The trainer logs `eval_rewards/gold_judge/mean` and `/std`. From the second evaluation on, `eval_gold/win_rate` is
+    the share of answers that score higher than the first evaluation's answer to the same prompt (a tie is a half):
+    evaluate before training (`eval_on_start=True`), and that is the start policy.
+
+    Args:
+        judge: a reward function, not async. It gets the rows to score, with their columns.
+        column: a true value in this column marks a row to score. Give it to the evaluation set alone:
+            `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
+        folder: as of [`Watch`]; the start policy's answers are kept there, so that a resumed run compares with the
+            same ones.
+    """
+
+    __name__ = "gold_judge"
+
+    def __init__(self, judge: Any, column: str = "held_out", **kwargs: Any):
+        if not callable(judge) or is_async_callable(judge):
+            raise TypeError(f"`judge` must be a reward function that is not async, got {judge!r}")
+        super().__init__(**kwargs)
+        self.judge = judge
+        self.column = column
+        self._run = time.time()
+        self._start_step: int | None = None
+        self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
+
+    def __call__(
+        self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        marks = kwargs.get(self.column) or [False] * len(prompts)
+        rows = [i for i, mark in enumerate(marks) if mark]
+        scores: list[float | None] = [self.score] * len(prompts)
+        if not rows:
+            return scores
+        columns = {k: [v[i] for i in rows] for k, v in kwargs.items() if isinstance(v, list) and len(v) == len(marks)}
+        asked, answers = [prompts[i] for i in rows], [completions[i] for i in rows]
+        judged = self.judge(prompts=asked, completions=answers, trainer_state=trainer_state, **columns)
+        if len(judged) != len(rows):
+            raise ValueError(f"{get_callable_name(self.judge)} returned {len(judged)} scores for {len(rows)} rows")
+        step = getattr(trainer_state, "global_step", 0)
+        if self._start_step is None:
+            self._start_step = step if step == 0 else self._read_start(step)
+        wins: list[float] = []
+        for prompt, answer, score in zip(asked, answers, judged, strict=True):
+            key = json.dumps(prompt, ensure_ascii=False, default=str)
+            if score is None:
+                continue
+            if step == self._start_step:
+                self._start.setdefault(key, []).append(score)
+                row = {"run": self._run, "step": step, "prompt": key, "completion": text_of(answer), "score": score}
+                self.write("gold_start", [row])
+            else:
+                wins += [0.5 * ((score > old) + (score >= old)) for old in self._start.get(key, [])]
+        if wins:
+            log_to(log_metric, {"gold/win_rate": sum(wins) / len(wins)})
+        for i, score in zip(rows, judged, strict=True):
+            scores[i] = score
+        self.write_completions(asked, answers, list(judged), trainer_state)
+        return scores
+
+    def _read_start(self, step: int) -> int:
+        """The start policy's scores, of all processes, if the run that is resumed left them, and its step."""
+        folder = self.folder if self.folder is not None else Watch.default_folder
+        for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
+            rows = list(read_jsonl(path))
+            for row in rows:
+                if row["run"] == rows[-1]["run"]:  # a run that was started anew in the folder appended
+                    self._start.setdefault(row["prompt"], []).append(row["score"])
+                    step = min(step, row["step"])
+        return step

@@ -1,0 +1,77 @@
+"""The distribution of single scores, which trainers log as a mean and a standard deviation only."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..upstream import get_callable_name, is_async_callable
+from .watch import Watch, log_to
+
+
+class ScoreWatch(Watch):
+    """
+    Logs the distribution of a reward's single scores: `score_watch/<name>/q05` and so on, and with a bound
+    `score_watch/<name>/share_above`. Quantiles are averaged over processes and batches.
+
+    Args:
+        reward: a reward function: this one takes its place, with its weight, and returns its scores. Or the reward
+            model *object* that stands before this one in `reward_funcs`: what it scores is looked at, and this one
+            returns `score`; give it weight 0.
+        bound: scores above it are counted: 0.8 for scores from 0 to 1.
+        quantiles: which ones.
+        name: in the metrics; the reward's own by default.
+        folder, score: see [`Watch`].
+    """
+
+    def __init__(
+        self,
+        reward: Any,
+        bound: float | None = None,
+        quantiles: tuple[float, ...] = (0.05, 0.5, 0.95),
+        name: str | None = None,
+        **kwargs: Any,
+    ):
+        if not all(0 <= q <= 1 for q in quantiles):
+            raise ValueError(f"`quantiles` must lie in [0, 1], got {quantiles}")
+        is_model = isinstance(reward, nn.Module)
+        if not is_model and (not callable(reward) or is_async_callable(reward)):
+            raise TypeError(f"`reward` must be a function that is not async, or a model object; got {reward!r}")
+        super().__init__(**kwargs)
+        self.reward = reward
+        self.bound = bound
+        self.quantiles = quantiles
+        self.watched = name or ("reward_model" if is_model else get_callable_name(reward))
+        self.__name__ = f"score_watch_{self.watched}" if is_model else self.watched
+        self._seen: list[float] = []
+        if is_model:
+            reward.register_forward_hook(lambda module, inputs, output: self._seen.extend(_scores(output)))
+
+    def __call__(
+        self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        if isinstance(self.reward, nn.Module):
+            scores, self._seen = self._seen[-len(prompts) :], []
+            returned = [self.score] * len(prompts)
+        else:
+            arguments = {"log_metric": log_metric, "trainer_state": trainer_state, **kwargs}
+            returned = scores = self.reward(prompts=prompts, completions=completions, **arguments)
+        values = torch.tensor([score for score in scores if score is not None], dtype=torch.float64)
+        values = values[values.isfinite()]
+        if len(values):
+            metrics: dict[str, float | None] = {f"q{100 * q:02.0f}": values.quantile(q).item() for q in self.quantiles}
+            if self.bound is not None:
+                metrics["share_above"] = (values > self.bound).double().mean().item()
+            log_to(log_metric, {f"score_watch/{self.watched}/{key}": value for key, value in metrics.items()})
+        if len(scores) == len(prompts):
+            self.write_completions(prompts, completions, list(scores), trainer_state)
+        return returned
+
+
+def _scores(output: Any) -> list[float]:
+    return output.logits[:, 0].detach().float().tolist()
+
+
+def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
+    """[`ScoreWatch`] of a reward function or a reward model."""
+    return ScoreWatch(reward, **kwargs)

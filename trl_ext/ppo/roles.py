@@ -170,6 +170,12 @@ class RolesMixin(PPOTrainerBase):
                 "and `activation_checkpointing: true` in the training arguments."
             )
         if self.use_vllm:
+            if getattr(base_model_of(policy).config, "quantization_config", None) is not None:
+                raise ValueError(
+                    "`use_vllm=True` with a quantised base: vLLM would be sent the merged weights quantised anew, and "
+                    "sample from another policy than the one that is trained. Load the base unquantised, or generate "
+                    "without vLLM."
+                )
             merge_exactly(policy)
         for name, parameter in policy.named_parameters():
             # With a quantised base RLOO rounds what it trains to bfloat16, but not the reference that it has copied

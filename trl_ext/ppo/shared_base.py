@@ -151,29 +151,21 @@ def merge_exactly(policy: Any) -> None:
     Make `merge_adapter` and `unmerge_adapter`, which TRL calls around each weight sync to vLLM, leave the base as it
     was: adding an adapter's product and subtracting it again would move the reference by rounding, a little each time.
     """
-    merge, kept, states = policy.merge_adapter, [], []
+    merge = policy.merge_adapter
+    kept: list[tuple[Any, nn.Parameter, Tensor]] = []
 
     @functools.wraps(merge)
     def merge_adapter(*args: Any, **kwargs: Any) -> None:
         for layer in policy.modules():
             if isinstance(layer, BaseTunerLayer):
                 base = layer.get_base_layer()
-                if hasattr(base, "state"):  # what an 8-bit layer multiplies with, which PEFT empties
-                    states.append((base.state, dict(vars(base.state))))
-                for name, parameter in base.named_parameters(recurse=False):
-                    # bitsandbytes keeps the state of a quantised weight in its attributes
-                    kept.append((layer, base, name, parameter, parameter.data, dict(vars(parameter))))
+                kept.extend((layer, parameter, parameter.data) for parameter in base.parameters(recurse=False))
         merge(*args, **{**kwargs, "safe_merge": True})  # which adds to a copy
 
     def unmerge_adapter() -> None:
-        for layer, base, name, parameter, data, attributes in kept:
+        for layer, parameter, data in kept:
             parameter.data = data
-            vars(parameter).update(attributes)
-            setattr(base, name, parameter)
             layer.merged_adapters.clear()
-        for state, attributes in states:
-            vars(state).update(attributes)
         kept.clear()
-        states.clear()
 
     policy.merge_adapter, policy.unmerge_adapter = merge_adapter, unmerge_adapter

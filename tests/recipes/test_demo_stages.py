@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from peft import PeftConfig, PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes import ppo
 from recipes.demo import run, stages
@@ -132,6 +134,37 @@ def test_the_two_ppo_runs_differ_in_their_guard_rails_alone():
         "recipes.demo.world.phrase_reward",
     ]
     assert guarded["reward_weights"] == [1.0, 0.0, 0.0]
+
+
+def test_the_lora_run_is_the_guarded_one_with_adapters_and_rates_of_its_own():
+    guarded, lora = (yaml.safe_load((stages.HERE / f"{name}.yaml").read_text()) for name in ("guarded", "ppo_lora"))
+    different = {name for name in {*guarded, *lora} if guarded.get(name) != lora.get(name)}
+    assert {name for name in different if not name.startswith("lora_")} == {
+        "use_peft",
+        "learning_rate",
+        "critic_learning_rate",
+    }
+
+
+def test_the_lora_stage_trains_adapters_on_the_frozen_sft_model(tmp_path, monkeypatch):
+    """With the untrained model and a reward model with random weights in place of the stages before it."""
+    args = DemoArguments(output_dir=str(tmp_path), short=True)
+    world = world_stage(args)
+    shutil.copytree(world / "model", args.folder / "sft")
+    policy = AutoModelForCausalLM.from_pretrained(args.folder / "sft")
+    config = AutoConfig.from_pretrained(args.folder / "sft", num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "reward")
+    AutoTokenizer.from_pretrained(args.folder / "sft").save_pretrained(tmp_path / "reward")
+    monkeypatch.setattr(stages, "reward_stage", lambda args: tmp_path / "reward")
+    folder = stages.ppo_stage(args, "ppo_lora", ["--total_episodes", 128, "--max_completion_length", 8])
+
+    trained = PeftModel.from_pretrained(policy, folder)
+    adapters = {name: weight for name, weight in trained.named_parameters() if "lora_B" in name}
+    assert len(adapters) == 14 and all(weight.any() for weight in adapters.values())  # 7 layers a block, from zero
+    config = PeftConfig.from_pretrained(folder / "critic")
+    assert config.task_type == "SEQ_CLS" and config.r == trained.peft_config["default"].r
+    assert not list(folder.glob("**/model.safetensors"))  # the base is written nowhere
+    assert "eval_rewards/gold_reward/mean" in json.loads((folder / "all_results.json").read_text())
 
 
 @pytest.mark.slow

@@ -521,7 +521,9 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTr
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
-        actor_loss = (masked_sum(policy, mask) - args.entropy_coef * masked_sum(entropies, mask)) * scale
+        actor_loss = masked_sum(policy, mask) * scale
+        if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
+            actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
             actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
         if self._critic_only:

@@ -45,6 +45,10 @@ class PPOScriptArguments(ScriptArguments):
         default=None,
         metadata={"help": "Reward functions, each `package.module.function` or `path/to/file.py:function`."},
     )
+    ref_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Reference model; a copy of the policy before training if unset. ZeRO-3 needs it."},
+    )
     value_model_name_or_path: str | None = field(
         default=None,
         metadata={
@@ -146,6 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         value_model=script_args.value_model_name_or_path,
+        ref_model=script_args.ref_model_name_or_path,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -47,7 +47,7 @@ class PPOScriptArguments(ScriptArguments):
     )
     ref_model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Reference model; a copy of the policy before training if unset. ZeRO-3 needs it."},
+        metadata={"help": "Reference model; the policy before training if unset."},
     )
     value_model_name_or_path: str | None = field(
         default=None,

@@ -46,6 +46,10 @@ class PPOScriptArguments(ScriptArguments):
         default=None,
         metadata={"help": "Reward functions, each `package.module.function` or `path/to/file.py:function`."},
     )
+    ref_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Reference model; the policy before training if unset."},
+    )
     value_model_name_or_path: str | None = field(
         default=None,
         metadata={
@@ -154,6 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         value_model=script_args.value_model_name_or_path,
+        ref_model=script_args.ref_model_name_or_path,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -52,7 +52,7 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 @torch.no_grad()
 def features(trainer: RewardTrainer, rows: list[list[int]]) -> Tensor:
-    """(N, D) what the head sees at the last token of each row of token ids."""
+    """(N, D) what the head sees of each row of token ids: a decoder's last token, or what an encoder pools."""
     model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
     seen, result = [], []
     hook = head_of(model).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -61,7 +61,8 @@ def features(trainer: RewardTrainer, rows: list[list[int]]) -> Tensor:
         batch = trainer.processing_class.pad(chunk, padding_side="right", return_tensors="pt").to(trainer.args.device)
         model(**batch)
         last = batch["attention_mask"].sum(1) - 1
-        result.append(seen.pop()[torch.arange(len(last)), last].double().cpu())
+        hidden = seen.pop()
+        result.append((hidden[torch.arange(len(last)), last] if hidden.dim() == 3 else hidden).double().cpu())
     hook.remove()
     return torch.cat(result)
 

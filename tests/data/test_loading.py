@@ -38,6 +38,17 @@ def test_saved_dataset_and_saved_splits(folder):
     assert load_dataset_split("many", "validation")["prompt"][:] == ["There"]
 
 
+def test_a_part_of_a_split_is_its_rows(folder):
+    Dataset.from_dict({"prompt": list("abcdefgh")}).to_json("rows.jsonl")
+    for part, expected in (("train[:25%]", "ab"), ("train[25%:]", "cdefgh"), ("train[6:]", "gh"), ("train[2:3]", "c")):
+        assert "".join(load_dataset_split("rows.jsonl", part)["prompt"]) == expected
+    for wrong in ("train[x:2]", "train[:2", "train[:9999]x"):
+        with pytest.raises(ValueError, match="is no part of a split: write it as 'train"):
+            load_dataset_split("rows.jsonl", wrong)
+    with pytest.raises(ValueError, match="has no split 'test'; it has 'train'"):
+        load_dataset_split("rows.jsonl", "test[:2]")
+
+
 def test_missing_split_lists_those_there(folder):
     DatasetDict(train=Dataset.from_dict(ROWS), validation=Dataset.from_dict(ROWS)).save_to_disk("many")
     with pytest.raises(ValueError, match=r"'many' has no split 'test'; it has 'train', 'validation'"):

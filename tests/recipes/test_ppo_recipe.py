@@ -8,7 +8,7 @@ from recipes.ppo import PPOScriptArguments, load_reward, main
 from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = sorted(ROOT.glob("recipes/*/ppo.yaml"))  # the demo's are completed by its stages
+CONFIGS = sorted(ROOT.glob("recipes/tinystories/ppo*.yaml"))
 
 
 @pytest.fixture(autouse=True)

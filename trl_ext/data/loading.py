@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, ReadInstruction, load_dataset, load_from_disk
 from datasets.exceptions import DatasetNotFoundError
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -25,7 +25,7 @@ def load_dataset_split(
     Args:
         name: a `.jsonl`, `.json`, `.parquet` or `.csv` file; a folder of such files; a folder written by
             `save_to_disk`; or else a dataset on the Hugging Face hub.
-        split: name of the split.
+        split: name of the split, or a part of it, such as `train[:50%]` or `train[1000:]`.
         config: configuration of a hub dataset (`name` in `datasets.load_dataset`).
         columns: columns that must be there, such as `("prompt", "chosen", "rejected")`.
 
@@ -34,9 +34,18 @@ def load_dataset_split(
         ValueError: an unknown file type, split or column; the message lists those that exist.
     """
     splits = _load_splits(Path(name).expanduser(), str(name), config)
-    if split not in splits:
-        raise ValueError(f"dataset {str(name)!r} has no split {split!r}; it has {', '.join(map(repr, splits))}")
-    dataset = splits[split]
+    whole, _, part = split.partition("[")
+    if whole not in splits:
+        raise ValueError(f"dataset {str(name)!r} has no split {whole!r}; it has {', '.join(map(repr, splits))}")
+    dataset = splits[whole]
+    if part:
+        try:
+            (rows,) = ReadInstruction.from_spec(split).to_absolute({whole: len(dataset)})
+        except (ValueError, AssertionError) as error:
+            raise ValueError(
+                f"{split!r} is no part of a split: write it as 'train[:50%]' or 'train[10:20]'"
+            ) from error
+        dataset = dataset.select(range(rows.from_, rows.to))
     missing = [column for column in columns if column not in dataset.column_names]
     if missing:
         raise ValueError(

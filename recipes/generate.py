@@ -1,0 +1,185 @@
+"""Answer prompts with a saved policy: a dataset's column `prompt`, or one `--prompt`, in; JSON lines out.
+
+    accelerate launch recipes/generate.py --model_name_or_path PATH_OR_HUB_NAME --dataset_name DATA --output_file PATH
+
+The policy is a model's folder, an adapter's, or a hub name. Each line has `prompt`, `completion` (text or
+messages, as the prompt is) and `finished`: whether the answer ended by EOS, or was cut at `max_new_tokens`. Prompts
+that are messages go through the tokenizer's chat template. Which answers are drawn depends on `seed` and `batch_size`,
+not on the number of processes. A single `--prompt` is answered on the terminal if there is no `output_file`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from trl_ext import StrictTrlParser, load_dataset_split
+
+
+@dataclass
+class GenerateArguments:
+    """Who answers what, and how."""
+
+    model_name_or_path: str = field(metadata={"help": "Policy: a model or adapter, a folder or a hub name."})
+    prompt: str | None = field(default=None, metadata={"help": "One prompt, in place of a dataset."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Dataset with the column `prompt`: a hub name, a .jsonl file or a folder."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    dataset_split: str | None = field(
+        default=None, metadata={"help": "Split of the dataset; `test`, or `train` for a single file, if unset."}
+    )
+    max_prompts: int | None = field(default=None, metadata={"help": "Answer the first so many prompts only."})
+    output_file: str | None = field(default=None, metadata={"help": "JSON lines are written here; must not exist."})
+    chat: bool = field(default=False, metadata={"help": "Take a text prompt as a user's message."})
+    batch_size: int = field(default=16, metadata={"help": "Prompts in one batch of one process."})
+    temperature: float = field(default=1.0, metadata={"help": "Of the sampling; 0 always takes the likeliest token."})
+    top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this total probability."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Tokens after which an answer is cut off."})
+    seed: int = field(default=0, metadata={"help": "Of the sampling."})
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata={"help": "Of the weights; `auto` is what they were saved in."}
+    )
+    revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a hub model."})
+    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
+
+    def __post_init__(self):
+        if (self.prompt is None) == (self.dataset_name is None):
+            raise ValueError("give `dataset_name`, or one `prompt`")
+        if self.dataset_name and not self.output_file:
+            raise ValueError("no `output_file`: say where the answers are to go, such as answers.jsonl")
+        if self.output_file and Path(self.output_file).exists():
+            raise ValueError(f"`output_file` {self.output_file} exists: choose another")
+        for name in ("batch_size", "max_new_tokens", "max_prompts"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"`temperature` must be >= 0 and `top_p` in (0, 1], got {self.temperature} and {self.top_p}"
+            )
+
+
+def load_prompts(args: GenerateArguments) -> list[Any]:
+    """The prompts, each text or messages."""
+    if args.prompt is not None:
+        prompts: list[Any] = [args.prompt]
+    else:
+        assert args.dataset_name is not None
+        split = args.dataset_split or ("train" if Path(args.dataset_name).is_file() else "test")
+        prompts = load_dataset_split(args.dataset_name, split, config=args.dataset_config)["prompt"][
+            : args.max_prompts
+        ]
+    if args.chat:
+        prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+    empty = [row for row, prompt in enumerate(prompts) if not prompt]
+    if empty:
+        raise ValueError(f"{len(empty)} of {len(prompts)} prompts are empty (the first is row {empty[0]})")
+    return prompts
+
+
+def tokenize(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
+    """Token ids of each prompt; messages through the chat template, ready for the assistant's turn."""
+    if any(not isinstance(prompt, str) for prompt in prompts) and tokenizer.chat_template is None:
+        raise ValueError("the prompts are messages, but the tokenizer has no chat template: use an instruct model's")
+    return [
+        tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=prompt[-1]["role"] != "assistant",
+            continue_final_message=prompt[-1]["role"] == "assistant",
+            return_dict=True,
+        )["input_ids"]
+        for prompt in prompts
+    ]
+
+
+@torch.no_grad()
+def answers(model: Any, tokenizer: Any, prompt_ids: list[list[int]], seed: int) -> Iterator[tuple[str, bool]]:
+    """Text of each answer, and whether it ended by EOS."""
+    torch.manual_seed(seed)
+    batch = tokenizer.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt").to(model.device)
+    sequences = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    stops = set(model.generation_config.eos_token_id)
+    for ids in sequences[:, batch["input_ids"].size(1) :].tolist():
+        length = next((i for i, token in enumerate(ids) if token in stops), None)
+        yield tokenizer.decode(ids[:length], skip_special_tokens=True), length is not None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    # 1. Set-up
+    parser = StrictTrlParser(GenerateArguments)
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.exit(2, __doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    state = PartialState(cpu=args.use_cpu or None)
+
+    # 2. Data and model
+    try:
+        prompts = load_prompts(args)
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.revision)
+        prompt_ids = tokenize(prompts, tokenizer)
+        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, revision=args.revision, dtype=args.dtype)
+    except (ValueError, OSError) as error:  # FileNotFoundError, too
+        parser.error(" ".join(str(error).split()))
+    model = model.eval().to(state.device)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(map(len, prompt_ids))
+    if context is not None and longest + args.max_new_tokens > context:
+        parser.error(
+            f"the longest prompt has {longest} tokens and `max_new_tokens` is {args.max_new_tokens}, but the model's "
+            f"context only {context}: lower `max_new_tokens`, or shorten the prompts"
+        )
+
+    # 3. How to sample, in place of what the folder's generation_config.json says of it, but for what ends an answer
+    saved = model.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(saved if isinstance(saved, list) else [saved])} - {None}
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    model.generation_config = GenerationConfig(
+        max_new_tokens=args.max_new_tokens,
+        eos_token_id=sorted(stops),
+        pad_token_id=tokenizer.pad_token_id,
+        **(sampling if args.temperature else {"do_sample": False}),
+    )
+
+    # 4. Generate: batch after batch, one to each process, written as they come
+    starts = range(0, len(prompts), args.batch_size)
+    done = finished = 0
+    state.wait_for_everyone()  # until all have seen that there is no such file yet
+    if args.output_file and state.is_main_process:
+        Path(args.output_file).parent.mkdir(parents=True, exist_ok=True)
+    with open(args.output_file, "w") if args.output_file and state.is_main_process else nullcontext() as file:
+        for first in range(0, len(starts), state.num_processes):
+            mine = starts[first + state.process_index :][:1]
+            rows: list[dict] = []
+            for start in mine:
+                batch = slice(start, start + args.batch_size)
+                seed = args.seed * 1_000_003 + start
+                for prompt, (text, ended) in zip(
+                    prompts[batch], answers(model, tokenizer, prompt_ids[batch], seed), strict=True
+                ):
+                    completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+                    rows.append({"prompt": prompt, "completion": completion, "finished": ended})
+            rows = gather_object(rows) if state.num_processes > 1 else rows
+            done, finished = done + len(rows), finished + sum(row["finished"] for row in rows)
+            if file is not None:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.flush()
+            elif not args.output_file:
+                state.print(text)
+    if args.output_file:
+        state.print(f"Answers: {args.output_file}, {done}, of which {finished} ended by EOS")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Write Anthropic's HH-RLHF in TRL's conversational formats, as recipes/qwen2.5-1.5b reads it.
+
+    python recipes/hh_rlhf.py --output_dir data/hh-rlhf
+
+Under `output_dir`, each with `train.jsonl` and `test.jsonl`: `preference/` (`prompt`, `chosen`, `rejected`), `sft/`
+(`prompt`, `completion`: the chosen answers to one half of the prompts) and `prompts/` (the other half, for PPO).
+"""
+
+import hashlib
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.data import split_pair
+
+
+@dataclass
+class HHArguments:
+    """Where from, and where to."""
+
+    output_dir: str = field(metadata={"help": "Folder to write; must not exist, or be empty."})
+    dataset_name: str = field(
+        default="Anthropic/hh-rlhf", metadata={"help": "Dataset with dialogues in `chosen` and `rejected`."}
+    )
+
+    def __post_init__(self):
+        if Path(self.output_dir).exists() and (
+            Path(self.output_dir).is_file() or any(Path(self.output_dir).iterdir())
+        ):
+            raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
+
+
+def is_for_sft(prompt: list[dict[str, str]]) -> bool:
+    """Half of the prompts, the same ones on every machine."""
+    return hashlib.sha256(json.dumps(prompt).encode()).digest()[0] % 2 == 0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = StrictTrlParser(HHArguments)
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.exit(2, __doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    for split in ("train", "test"):
+        try:
+            rows = load_dataset_split(args.dataset_name, split, columns=("chosen", "rejected"))
+        except (ValueError, FileNotFoundError) as error:
+            parser.error(str(error))
+        pairs, left_out = [], 0
+        for row in rows:
+            try:
+                pairs.append(split_pair(row["chosen"], row["rejected"]))
+            except ValueError:
+                left_out += 1
+        prompts = {json.dumps(pair["prompt"]): pair for pair in pairs if not is_for_sft(pair["prompt"])}
+        written = {
+            "preference": pairs,
+            "sft": [{"prompt": p["prompt"], "completion": p["chosen"]} for p in pairs if is_for_sft(p["prompt"])],
+            "prompts": [{"prompt": pair["prompt"]} for pair in prompts.values()],
+        }
+        for name, lines in written.items():
+            file = Path(args.output_dir, name, f"{split}.jsonl")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        counts = ", ".join(f"{name} {len(lines)}" for name, lines in written.items())
+        print(f"{split}: {len(pairs)} pairs, {left_out} left out; rows written: {counts}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Say what a run takes before it is started: memory per GPU and role, batches, disk; and what will not work.
+
+    python recipes/plan.py --config recipes/qwen2.5-0.5b/ppo.yaml --accelerate accelerate_configs/single_gpu.yaml
+
+Further flags override the recipe's file, as in the recipe itself. No weights are loaded and nothing is allocated: the
+passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is followed
+back to the one on the hub. Not counted: the CUDA context (some 0.5 GiB) and what the allocator cannot use.
+"""
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig
+from trl import ModelConfig, RewardConfig, SFTConfig, get_peft_config
+
+from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
+from trl_ext.planning import GIB, Job, Layout, Plan, known_not_to_work, known_to_go_wrong, plan
+
+CONFIGS = {"sft": ("SFT", SFTConfig), "reward": ("Reward", RewardConfig), "ppo": ("PPO", PPOConfig)}
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser("plan.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--config", required=True, help="A recipe's YAML.")
+    parser.add_argument("--accelerate", help="accelerate's YAML; one process on one GPU if unset.")
+    parser.add_argument(
+        "--stage", choices=("sft", "reward", "ppo", "dpo"), help="If the file's name does not begin so."
+    )
+    parser.add_argument("--prompt_length", type=int, default=512, help="Tokens of a prompt, for PPO.")
+    parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
+    parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
+    return parser.parse_known_args(arguments)
+
+
+def origin(name: str, folder: Path) -> tuple[str, dict | None]:
+    """The hub name or folder that `name` comes from, and the recipe in `folder` that makes it, if there is one."""
+    recipe, first = None, None
+    while not Path(name).exists():
+        makers = [yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")]
+        recipe = next((r for r in makers if r.get("output_dir") == name.removesuffix("/merged")), None)
+        if recipe is None:
+            break
+        first = first or recipe
+        name = recipe["model_name_or_path"]
+    return name, first
+
+
+def make_job(
+    stage: str, script_args: Any, args: Any, model_args: Any, folder: Path, layout: Layout, prompt_length: int,
+    load_config: Callable[[str], Any],
+) -> Job:  # fmt: skip
+    """The job of a recipe's parsed arguments; `load_config` gives a model's configuration by its name."""
+    name, _ = origin(model_args.model_name_or_path, folder)
+    policy = load_config(name)
+    dtype = getattr(policy, "dtype", None) if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
+    rewards, shared = [], 0
+    value_model = None
+    if stage == "ppo":
+        reward = script_args.reward_model_name_or_path
+        if reward:
+            base, maker = origin(reward, folder)
+            is_adapter = bool(maker and maker.get("use_peft")) or (Path(reward) / "adapter_config.json").exists()
+            shares = is_adapter and model_args.use_peft and args.share_reward_base != "never"
+            shares = shares and (maker is None or maker["model_name_or_path"] == model_args.model_name_or_path)
+            shared = int(shares)
+            rewards = [] if shares else [load_config(base)]
+        if script_args.value_model_name_or_path:
+            value_model = load_config(origin(script_args.value_model_name_or_path, folder)[0])
+    return Job(
+        stage,
+        args,
+        policy,
+        layout,
+        tuple(rewards),
+        dtype=dtype or torch.float32,
+        peft_config=get_peft_config(model_args),
+        bits=4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None,
+        nested=model_args.use_bnb_nested_quant,
+        prompt_length=prompt_length,
+        value_model=value_model,
+        ref_model=bool(getattr(script_args, "ref_model_name_or_path", None)),
+        shared_rewards=shared,
+    )
+
+
+def what_the_data_says(stage: str, script_args: Any, model_args: Any, folder: Path) -> tuple[int | None, str | None]:
+    """Preference pairs to train on, and which prompts SFT and PPO share; as far as the data is on this machine."""
+
+    def load(name: str, split: str):
+        if Path(name).exists():
+            with contextlib.suppress(ValueError, FileNotFoundError):
+                return load_dataset_split(name, split, columns=())
+        return None
+
+    mine = load(script_args.dataset_name, script_args.dataset_train_split)
+    if stage in ("reward", "dpo"):
+        return None if mine is None else len(mine), None
+    maker = origin(model_args.model_name_or_path, folder)[1] if stage == "ppo" else None
+    if maker is None:
+        return None, None
+    theirs_split = maker.get("dataset_train_split", "train")
+    theirs = load(maker["dataset_name"], theirs_split)
+    if mine is not None and theirs is not None and "prompt" in theirs.column_names:
+        common = {str(prompt) for prompt in mine["prompt"]} & {str(prompt) for prompt in theirs["prompt"]}
+        return None, f"{len(common)} of PPO's {len(mine)} prompts are SFT's, too" if common else None
+    same = (maker["dataset_name"], theirs_split) == (script_args.dataset_name, script_args.dataset_train_split)
+    return None, f"SFT and PPO both read {script_args.dataset_name}, {theirs_split}" if same else None
+
+
+def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
+    """Everything in GiB per GPU, as a text."""
+    layout = job.layout
+    lines = [f"{layout.mode}, {layout.processes} process(es) on {layout.machines} machine(s)", ""]
+    lines.append(
+        f"{'GiB per GPU':<16}{'parameters':>12}{'trained':>12}{'weights':>10}{'gradients':>10}{'optimizer':>10}"
+    )
+    for role in result.roles:
+        count = f"{role.parameters / 1e6:,.1f} M" if role.parameters else "-"
+        trained = f"{role.trained / 1e6:,.1f} M" if role.trained else "-"
+        sizes = "".join(f"{size / GIB:10.2f}" for size in (role.weights, role.gradients, role.optimizer))
+        lines.append(f"{role.name:<16}{count:>12}{trained:>12}{sizes}  {role.note}".rstrip())
+    lines += ["", f"always there: {result.resident / GIB:.2f}; and while it"]
+    for name, parts in result.phases.items():
+        shown = ", ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items() if size) or "nothing"
+        lines.append(f"  {name + 's':<10}{sum(parts.values()) / GIB:6.2f}: {shown}")
+    lines += ["", f"peak: {result.peak / GIB:.1f} GiB per GPU, in `{result.peak_phase}`"]
+    if job.args.bf16 is False and job.args.fp16 is False:
+        lines.append("  (float32: `bf16: true` takes less)")
+    colocated = job.stage == "ppo" and job.args.use_vllm and job.args.vllm_mode == "colocate"
+    share = job.args.vllm_gpu_memory_utilization if colocated else 0.0
+    if colocated:
+        lines.append(f"  and vLLM beside it: {share:.0%} of each GPU's memory")
+    if gpu_memory:
+        total = result.peak / GIB + share * gpu_memory
+        lines.append(f"  {'fits' if total <= gpu_memory else 'DOES NOT FIT'} in {gpu_memory:g} GiB")
+    if result.host:
+        lines.append(f"machine's memory: {result.host / GIB:.1f} GiB per process")
+    lines += ["", *(f"{name}: {value:,}" for name, value in result.schedule.items())]
+    lines.append(
+        f"disk per checkpoint: {result.checkpoint / GIB:.1f} GiB, and {job.args.save_total_limit or 'all'} kept"
+    )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] = AutoConfig.from_pretrained) -> None:
+    # 1. Set-up: the recipe's own parser, and so its own checks
+    if not (sys.argv[1:] if arguments is None else arguments):
+        print(__doc__, file=sys.stderr)
+        sys.exit(2)
+    options, flags = parse(arguments)
+    stage = options.stage or next(
+        (s for s in ("sft", "reward", "ppo", "dpo") if Path(options.config).name.startswith(s)), None
+    )
+    parser = StrictTrlParser(())
+    parser.prog = "plan.py"
+    if stage is None:
+        parser.error(f"{options.config} does not begin by sft, reward, ppo or dpo: give `--stage`")
+    recipe = importlib.import_module(f"recipes.{stage}")
+    prefix, config = CONFIGS.get(stage, ("DPO", None))
+    parser = StrictTrlParser(
+        (getattr(recipe, f"{prefix}ScriptArguments"), config or recipe.DPOConfig, ModelConfig), prog="plan.py"
+    )
+    # The machine that plans need not have the GPU that runs
+    on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
+    script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
+    folder = Path(options.config).parent
+
+    # 2. Job
+    try:
+        layout = Layout.read(options.accelerate) if options.accelerate else Layout()
+        job = make_job(stage, script_args, args, model_args, folder, layout, options.prompt_length, load_config)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    if reasons := known_not_to_work(job):
+        parser.error("this cannot work: " + "; ".join(reasons))
+
+    # 3. Plan and warn
+    print(report(plan(job), job, options.gpu_memory))
+    pairs, shared_prompts = what_the_data_says(stage, script_args, model_args, folder)
+    if stage in ("reward", "dpo") and pairs is None:
+        print("not checked, since the data is not on this machine: how many preference pairs there are")
+    for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):
+        print(f"WARNING: {warning}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    main()

@@ -1,0 +1,73 @@
+import json
+
+import pytest
+
+from recipes.hh_rlhf import main
+from trl_ext.data import split_dialogue, split_pair
+
+QUESTION = "\n\nHuman: What is a dog?\n\nAssistant: An animal.\n\nHuman: And a\n\ncat?"
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def assistant(content):
+    return {"role": "assistant", "content": content}
+
+
+def test_turns_become_messages_and_paragraphs_stay_whole():
+    expected = [user("What is a dog?"), assistant("An animal."), user("And a\n\ncat?")]
+    assert split_dialogue(QUESTION) == expected
+
+
+def test_turns_in_a_row_are_one_message_and_a_colon_alone_is_no_turn():
+    text = "\n\nHuman: a\n\nHuman: b\n\nAssistant:\n\nAssistant: I say, Human: no\nAssistant: x"
+    assert split_dialogue(text) == [user("a\n\nb"), assistant("I say, Human: no\nAssistant: x")]
+
+
+def test_a_pair_is_one_prompt_and_two_answers():
+    pair = split_pair(f"{QUESTION}\n\nAssistant: One, too.", f"{QUESTION}\n\nAssistant: No.\n\nIdea. ")
+    assert pair["prompt"] == split_dialogue(QUESTION)
+    assert pair["chosen"] == [assistant("One, too.")] and pair["rejected"] == [assistant("No.\n\nIdea.")]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "message"),
+    [
+        (f"{QUESTION}\n\nAssistant: x", f"{QUESTION} or not?\n\nAssistant: y", "differ before their last answer"),
+        (QUESTION, f"{QUESTION}\n\nAssistant: y", "the chosen dialogue ends by .*cat.*, not by an answer"),
+        (f"{QUESTION}\n\nAssistant: x", f"{QUESTION}\n\nAssistant:", "the rejected dialogue ends by"),
+        ("\n\nAssistant: x", "\n\nAssistant: y", "have no question"),
+        ("Good day", "Good day", "must begin with 'Human:' or 'Assistant:', got 'Good day'"),
+    ],
+)
+def test_what_is_no_pair_raises(chosen, rejected, message):
+    with pytest.raises(ValueError, match=message):
+        split_pair(chosen, rejected)
+
+
+def test_the_script_writes_three_folders_and_keeps_the_prompts_of_sft_and_ppo_apart(tmp_path, capsys):
+    rows = [
+        {"chosen": f"\n\nHuman: q{i}\n\nAssistant: good {i % 7}", "rejected": f"\n\nHuman: q{i}\n\nAssistant: bad"}
+        for i in [*range(40), 3]
+    ]
+    rows += [{"chosen": "\n\nHuman: q", "rejected": "\n\nHuman: q\n\nAssistant: x"}]
+    (tmp_path / "hh").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "hh" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["--dataset_name", str(tmp_path / "hh"), "--output_dir", str(tmp_path / "out")])
+
+    def read(name):
+        return [json.loads(line) for line in (tmp_path / "out" / name / "train.jsonl").read_text().splitlines()]
+
+    assert "train: 41 pairs, 1 left out" in capsys.readouterr().out
+    assert read("preference")[3] == split_pair(**rows[3])
+    sft, ppo = ([row["prompt"][0]["content"] for row in read(name)] for name in ("sft", "prompts"))
+    assert set(sft) | set(ppo) == {f"q{i}" for i in range(40)} and not set(sft) & set(ppo)
+    assert len(set(ppo)) == len(ppo) and 10 < len(ppo) < 30  # each prompt once; about half
+    answers = {row["prompt"][0]["content"]: row["chosen"] for row in read("preference")}
+    assert all(row["completion"] == answers[row["prompt"][0]["content"]] for row in read("sft"))
+    with pytest.raises(SystemExit):
+        main(["--dataset_name", str(tmp_path / "hh"), "--output_dir", str(tmp_path / "out")])
+    assert "exists and is not empty" in capsys.readouterr().err

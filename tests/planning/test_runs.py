@@ -1,0 +1,196 @@
+"""Plans of tiny runs, against closed forms; and what is refused and warned of."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl import RewardConfig, SFTConfig
+
+from tests.recipes.real_models import PARAMETERS, config_of
+from tests.tiny import tiny_config, tiny_llama
+from trl_ext.planning import Job, Layout, known_not_to_work, known_to_go_wrong, plan, quantized_bytes
+
+CONFIG = tiny_llama(num_hidden_layers=3).config
+PARAMS = sum(p.numel() for p in tiny_llama(num_hidden_layers=3).parameters())
+LORA = {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def sft(**kwargs):
+    defaults = {"use_cpu": True, "bf16": False, "max_length": 32, "activation_checkpointing": False}
+    return SFTConfig("out", **{**defaults, **kwargs})
+
+
+def ppo(**kwargs):
+    return tiny_config("out", **kwargs)
+
+
+def role(result, name):
+    (found,) = [role for role in result.roles if role.name == name]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "weights", "gradients", "optimizer"),
+    [  # bytes per parameter of one process of four; DeepSpeed and FSDP2 in bfloat16 mixed precision
+        ("single", 4, 4, 8),
+        ("ddp", 4, 8, 8),
+        ("zero2", 2, 2 / 4, 12 / 4),
+        ("zero3", 2 / 4, 2 / 4, 12 / 4),
+        ("fsdp2", 4 / 4, 4 / 4, 8 / 4),
+    ],
+)
+def test_bytes_per_parameter_of_each_mode(mode, weights, gradients, optimizer):
+    layout = Layout(mode, 1 if mode == "single" else 4)
+    (model,) = plan(Job("sft", sft(bf16=mode not in ("single", "ddp")), CONFIG, layout)).roles
+    assert model.parameters == model.trained == PARAMS
+    expected = [weights * PARAMS, gradients * PARAMS, optimizer * PARAMS]
+    assert [model.weights, model.gradients, model.optimizer] == pytest.approx(expected, abs=8)
+
+
+def test_offloading_moves_bytes_to_the_machine():
+    on_gpu, offloaded = (
+        plan(Job("sft", sft(bf16=True), CONFIG, Layout("zero3", 2, offloads_weights=o, offloads_optimizer=o)))
+        for o in (False, True)
+    )
+    assert offloaded.resident == 0 and offloaded.host == on_gpu.resident
+
+
+def test_a_quantised_base_and_its_adapter():
+    job = Job("sft", sft(), CONFIG, dtype=torch.bfloat16, peft_config=LoraConfig(**LORA), bits=4, nested=True)
+    (model,) = plan(job).roles
+    linear = 3 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32)  # q, o; k, v; the MLP's three
+    adapter = 3 * 2 * (4 * 16 + 2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32) - 4 * 16)
+    assert model.trained == adapter
+    assert model.weights == quantized_bytes(linear, 4, True) + 2 * (PARAMS - linear) + 2 * adapter
+
+
+def test_ppo_has_four_models_or_one_base_with_adapters():
+    full = plan(Job("ppo", ppo(), CONFIG, rewards=(CONFIG,), prompt_length=8))
+    head = 16 + PARAMS - len_of_lm_head()
+    assert [(r.name, r.parameters) for r in full.roles] == [
+        ("policy", PARAMS),
+        ("critic", head),
+        ("reference", PARAMS),
+        ("reward model", head),
+    ]
+    assert role(full, "reference").gradients == role(full, "reward model").optimizer == 0
+    shared = plan(Job("ppo", ppo(), CONFIG, peft_config=LoraConfig(**LORA), shared_rewards=1, prompt_length=8))
+    adapter = role(shared, "policy").trained
+    assert role(shared, "critic").trained == role(shared, "critic").parameters == adapter + 16
+    assert role(shared, "reference").weights == role(shared, "reward model").weights == 0
+    assert shared.peak < full.peak
+
+
+def len_of_lm_head():
+    return tiny_llama().lm_head.weight.numel()
+
+
+def test_the_schedule_is_what_the_trainer_prints():
+    # 4 per device × 3 accumulated × 2 processes = 24 in a minibatch; 2 minibatches = 48 in a rollout; 2 epochs
+    args = ppo(gradient_accumulation_steps=3, max_steps=-1, total_episodes=100)
+    schedule = plan(Job("ppo", args, CONFIG, Layout("ddp", 2), prompt_length=8)).schedule
+    assert schedule == {
+        "episodes per minibatch (optimizer step)": 24,
+        "episodes per rollout": 48,
+        "prompts per rollout": 48,
+        "optimizer steps per rollout": 4,
+        "tokens per rollout, at most": 48 * 16,
+        "generated tokens per rollout, at most": 48 * 8,
+        "rollouts": 3,
+        "optimizer steps": 12,
+    }
+
+
+def test_more_rows_and_longer_rows_take_more():
+    peaks = [
+        plan(Job("sft", sft(per_device_train_batch_size=b, max_length=n), CONFIG)).peak
+        for b, n in ((4, 32), (8, 32), (8, 64))
+    ]
+    assert peaks == sorted(set(peaks))
+
+
+def test_generation_gathers_the_policy_once_under_zero3():
+    result = plan(Job("ppo", ppo(bf16=True), CONFIG, Layout("zero3", 4), prompt_length=8))
+    assert result.phases["generate"]["gathered weights"] == 2 * PARAMS
+    assert (
+        result.phases["generate"]["KV cache"] == 2 * 3 * 2 * 4 * 8 * 16 * 2
+    )  # two of layers, heads, 4, rows, tokens, bf16
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "microsoft/deberta-v3-base"])
+def test_real_models_have_the_parameters_of_their_cards(name):
+    stage, args = ("reward", RewardConfig) if "deberta" in name else ("sft", SFTConfig)
+    config = config_of(name)
+    config.num_hidden_layers = 1  # and the other layers by arithmetic: passes through all of them take a while
+    deeper = config_of(name)
+    layers, deeper.num_hidden_layers = deeper.num_hidden_layers, 2
+    args = args("out", use_cpu=True, bf16=False, max_length=8, per_device_train_batch_size=1)
+    one, two = (plan(Job(stage, args, c)).roles[0].parameters for c in (config, deeper))
+    assert round((one + (layers - 1) * (two - one)) / 1e6) == PARAMETERS[name]
+
+
+# ---- Refusals and warnings ----
+
+PEFT = {"peft_config": LoraConfig(**LORA)}
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Job("sft", sft(), CONFIG, bits=4), "a base in 4 bits cannot be trained: set `use_peft: true`"),
+        (Job("sft", sft(), CONFIG, dtype=torch.float16), "weights in float16 cannot be trained"),
+        (
+            Job("ppo", ppo(), CONFIG, Layout("fsdp2", 2, checkpoints_activations=True), **PEFT),
+            "under whatever adapter",
+        ),
+        (Job("ppo", ppo(max_approx_kl=0.1), CONFIG, Layout("zero2", 2)), "leave steps out, but DeepSpeed's engine"),
+        (Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero3", 2)), "leave steps out, but DeepSpeed's"),
+        (Job("ppo", ppo(sync_ref_model=True), CONFIG, **PEFT), "`sync_ref_model=True` moves the reference"),
+        (Job("ppo", ppo(share_reward_base="always"), CONFIG, shared_rewards=1), "needs a policy with an adapter"),
+        (Job("ppo", ppo(), CONFIG, peft_config=LoraConfig(**LORA, bias="all")), "has bias='all'"),
+        (Job("sft", sft(), CONFIG, Layout("zero2", 2, accumulation=4)), "sets gradient_accumulation_steps to 4"),
+        (
+            Job("sft", sft(activation_checkpointing=True), CONFIG, Layout("fsdp2", 2, checkpoints_activations=True)),
+            "are both on: leave only the latter",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(job, message):
+    (reason,) = known_not_to_work(job)
+    assert message in reason
+
+
+def test_generations_that_do_not_divide_a_rollout_are_refused():
+    job = Job("ppo", ppo(num_generations=8), CONFIG)
+    assert known_not_to_work(job) == []
+    (reason,) = known_not_to_work(replace(job, args=replace_generations(job.args, 3)))
+    assert "a rollout has 8 episodes on 1 processes, which `num_generations: 3` does not divide" in reason
+
+
+def replace_generations(args, number):
+    args.num_generations = number
+    return args
+
+
+@pytest.mark.parametrize(
+    ("args", "known", "message"),
+    [
+        ({"kl_coef": 0.0}, {}, "without a KL penalty"),
+        ({"vf_coef": 0.0}, {}, "the critic never learns"),
+        ({"kl_coef": 0.05}, {"score_range": (0.0, 1.0)}, "scores in [0, 1] with `kl_coef: 0.05`"),
+        ({"kl_coef": 0.05, "reward_clip_range": (0.0, 1.0)}, {}, "scores in [0, 1] with `kl_coef: 0.05`"),
+        ({}, {"shared_prompts": "12 of PPO's 16 prompts are SFT's, too"}, "12 of PPO's 16 prompts are SFT's, too"),
+    ],
+)
+def test_what_ends_badly_is_warned_of(args, known, message):
+    (warning,) = known_to_go_wrong(Job("ppo", ppo(**args), CONFIG), **known)
+    assert message in warning
+
+
+def test_few_pairs_are_warned_of_and_sound_settings_are_not():
+    (warning,) = known_to_go_wrong(Job("reward", sft(), CONFIG), pairs=9_999)
+    assert "9999 preference pairs" in warning
+    assert known_to_go_wrong(Job("dpo", sft(), CONFIG), pairs=10_000) == []
+    assert known_to_go_wrong(Job("ppo", ppo(kl_coef=0.1), CONFIG), score_range=(0.0, 1.0)) == []
+    assert known_to_go_wrong(Job("ppo", ppo(), CONFIG), score_range=(-3.0, 3.0)) == []

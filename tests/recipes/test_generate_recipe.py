@@ -1,0 +1,135 @@
+"""Answers to prompts, checked against a plain loop that takes one token after another, without padding or cache."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.generate import main
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
+
+ROWS = ["the cat sat on", "dog", "a bird flew over the log and then", "sad"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    tokenizer = tiny_tokenizer(pad=False)
+    for name, model in (("model", tiny_llama(seed=1)), ("gpt2", tiny_gpt2(seed=3))):
+        model.generation_config.no_repeat_ngram_size = 1  # must not reach the sampling: PPO does without, too
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder / "model"),
+        LoraConfig(r=4, lora_alpha=64, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"),
+    )
+    adapted.save_pretrained(folder / "adapter")
+    tokenizer.save_pretrained(folder / "adapter")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in ROWS))
+    chat = [{"prompt": [{"role": "user", "content": row}]} for row in ROWS]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    return folder
+
+
+def answer(inputs, output, *more, model="model", data="text.jsonl"):
+    flags = ["--model_name_or_path", str(inputs / model), "--dataset_name", str(inputs / data), "--use_cpu", "true"]
+    main([*flags, "--output_file", str(output), "--max_new_tokens", "8", "--batch_size", "3", *more])
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+@torch.no_grad()
+def greedy(folder, text):
+    """The likeliest 8 tokens, or fewer up to EOS, each from the whole text so far."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = tokenizer(text)["input_ids"]
+    start = len(ids)
+    while len(ids) < start + 8 and (len(ids) == start or ids[-1] != 2):
+        ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+    return {"text": tokenizer.decode(ids[start:], skip_special_tokens=True), "finished": ids[-1] == 2}
+
+
+@pytest.mark.parametrize("model", ["model", "gpt2", "adapter"])
+def test_greedy_answers_are_the_likeliest_tokens_until_eos(inputs, tmp_path, model):
+    rows = answer(inputs, tmp_path / "out.jsonl", "--temperature", "0", model=model)
+    assert [row["prompt"] for row in rows] == ROWS
+    for row in rows:
+        assert {"text": row["completion"], "finished": row["finished"]} == greedy(inputs / model, row["prompt"])
+
+
+def test_an_adapter_answers_otherwise_than_its_base(inputs, tmp_path):
+    base, adapted = (
+        answer(inputs, tmp_path / f"{m}.jsonl", "--temperature", "0", model=m) for m in ("model", "adapter")
+    )
+    assert base != adapted
+
+
+def test_messages_go_through_the_chat_template(inputs, tmp_path):
+    rows = answer(inputs, tmp_path / "chat.jsonl", "--temperature", "0", data="chat.jsonl")
+    for row, text in zip(rows, ROWS, strict=True):
+        assert row["prompt"] == [{"role": "user", "content": text}]
+        expected = greedy(inputs / "model", f"<user> {text} </s> <assistant> ")
+        assert row["completion"] == [{"role": "assistant", "content": expected["text"]}]
+    as_chat = answer(inputs, tmp_path / "as_chat.jsonl", "--temperature", "0", "--chat", "true")
+    assert as_chat == rows
+
+
+def test_sampling_follows_the_seed_and_is_cut_at_eos(inputs, tmp_path):
+    data = tmp_path / "many.jsonl"
+    data.write_text(
+        json.dumps({"prompt": "the"}) + "\n" + "".join(json.dumps({"prompt": "dog"}) + "\n" for _ in range(63))
+    )
+    flags = ["--dataset_name", str(data), "--batch_size", "32"]
+    first, again, other = (
+        answer(inputs, tmp_path / f"{i}.jsonl", *flags, "--seed", seed) for i, seed in enumerate(["1", "1", "2"])
+    )
+    assert first == again != other
+    assert len({row["completion"] for row in first}) > 32  # the two batches draw differently, too
+    assert {row["finished"] for row in first} == {True, False}
+    assert all(len(row["completion"].split()) < 8 or not row["finished"] for row in first)
+
+
+def test_one_prompt_is_answered_on_the_terminal(inputs, capsys):
+    flags = ["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", "--max_new_tokens", "8"]
+    main([*flags, "--prompt", ROWS[0], "--temperature", "0"])
+    assert capsys.readouterr().out.strip() == greedy(inputs / "model", ROWS[0])["text"].strip()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give `dataset_name`, or one `prompt`"),
+        (["--dataset_name", "x"], "no `output_file`: say where the answers are to go"),
+        (["--prompt", "a", "--temperature", "-1"], "`temperature` must be >= 0"),
+        (["--prompt", "a", "--max_new_tokens", "0"], "`max_new_tokens` must be at least 1, got 0"),
+        (
+            ["--prompt", "a", "--max_new_tokens", "80"],
+            "has 1 tokens and `max_new_tokens` is 80, but the model's context",
+        ),
+        (["--prompt", "a", "--model_name_or_path", "./absent"], "absent"),
+        (["--prompt", ""], "1 of 1 prompts are empty"),
+        (["--dataset_name", "{inputs}/absent.jsonl", "--output_file", "{tmp}/out"], "no such file or folder"),
+        (["--dataset_name", "{inputs}/text.jsonl", "--output_file", "{inputs}/text.jsonl"], "exists: choose another"),
+        (["--prompt", "a", "--maxnewtokens", "3"], "unknown flag '--maxnewtokens'; did you mean --max_new_tokens"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(inputs, tmp_path, capsys, flags, message):
+    flags = [flag.format(inputs=inputs, tmp=tmp_path) for flag in flags]
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", *flags])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in error and "error: " in error
+
+
+def test_a_dataset_without_prompts_names_its_columns(inputs, tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"question": "a"}\n')
+    with pytest.raises(SystemExit):
+        answer(inputs, tmp_path / "out", "--dataset_name", str(tmp_path / "data.jsonl"))
+    assert "lacks the column(s) 'prompt'; it has 'question'" in capsys.readouterr().err
+
+
+def test_without_arguments_it_says_how_to_run_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "accelerate launch recipes/generate.py --model_name_or_path" in capsys.readouterr().err

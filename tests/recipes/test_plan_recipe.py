@@ -1,0 +1,104 @@
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes.plan import main, origin
+from tests.recipes.real_models import config_of
+from tests.tiny import tiny_llama
+
+HEAD = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two recipes, one of which makes what the other starts from, and the hub's model: here a folder with a config."""
+    folder = tmp_path_factory.mktemp("plan")
+    tiny_llama().config.save_pretrained(folder / "hub")
+    rows = "".join(f'{{"prompt": "p{i}", "completion": "c", "chosen": "a", "rejected": "b"}}\n' for i in range(8))
+    (folder / "data.jsonl").write_text(rows)
+    data = {"dataset_name": str(folder / "data.jsonl")}
+    sft = {
+        "model_name_or_path": str(folder / "hub"),
+        "output_dir": "outputs/made/sft",
+        "max_length": 16,
+        "use_peft": True,
+    }
+    reward = {**sft, "model_name_or_path": "outputs/made/sft/merged", "output_dir": "outputs/made/reward"}
+    ppo = {"model_name_or_path": "outputs/made/sft/merged", "reward_model_name_or_path": "outputs/made/reward"}
+    ppo |= {"output_dir": "outputs/made/ppo", "max_completion_length": 8, "use_peft": True}
+    lora = {"lora_target_modules": ["all-linear"], "lora_dropout": 0.0}
+    for name, recipe in (("sft", sft), ("reward", reward), ("ppo", ppo)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(HEAD | data | lora | recipe))
+    accelerate = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 2}
+    accelerate |= {"num_machines": 1, "use_cpu": False, "debug": False, "deepspeed_config": {"zero_stage": 3}}
+    (folder / "zero3.yaml").write_text(yaml.safe_dump(accelerate))
+    return folder
+
+
+def run(folder, stage, capsys, *more):
+    main(["--config", str(folder / f"{stage}.yaml"), *more])
+    return capsys.readouterr().out
+
+
+def test_it_prints_roles_phases_schedule_and_disk(folder, capsys):
+    text = run(folder, "ppo", capsys, "--prompt_length", "8", "--gpu_memory", "1")
+    for expected in (
+        "policy ",
+        "an adapter on the policy's base",
+        "the policy's base without its adapter",
+        "generates",
+        "KV cache",
+        "episodes per rollout: 2",
+        "tokens per rollout, at most: 32",
+        "fits in 1 GiB",
+        "disk per checkpoint: ",
+        "WARNING: 8 of PPO's 8 prompts are SFT's, too",
+    ):
+        assert expected in text
+    assert "DOES NOT FIT in 0.0001 GiB" in run(folder, "ppo", capsys, "--gpu_memory", "0.0001")
+
+
+def test_few_pairs_and_accelerates_file(folder, capsys):
+    text = run(folder, "reward", capsys, "--accelerate", str(folder / "zero3.yaml"))
+    assert "zero3, 2 process(es) on 1 machine(s)" in text
+    assert "WARNING: 8 preference pairs: with fewer than 10,000" in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags", "message"),
+    [
+        ("ppo", ["--accelerate", "{folder}/zero3.yaml", "--max_approx_kl", "0.1"], "this cannot work: `critic_warmup"),
+        ("ppo", ["--kl_coef", "-1"], "`kl_coef` must be finite and >= 0, got -1.0"),
+        ("ppo", ["--kl_coeff", "1"], "unknown flag '--kl_coeff'; did you mean --kl_coef"),
+        ("ppo", ["--accelerate", "{folder}/absent.yaml"], "is no accelerate configuration"),
+        ("sft", ["--model_name_or_path", "./absent"], "absent"),
+        ("zero3", [], "does not begin by sft, reward, ppo or dpo: give `--stage`"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_status_2(folder, capsys, stage, flags, message):
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, stage, capsys, *(flag.format(folder=folder) for flag in flags))
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    name, maker = origin("outputs/made/reward", folder)
+    assert name == str(folder / "hub") and maker["output_dir"] == "outputs/made/reward"
+    assert origin("owner/name", folder) == ("owner/name", None)
+
+
+def test_a_shipped_file_says_what_is_computed_for_it(capsys, monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    main(["--config", "recipes/qwen2.5-0.5b/sft.yaml"], load_config=config_of)
+    planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]
+    assert f"# Memory: {planned} GiB per GPU" in (root / "recipes/qwen2.5-0.5b/sft.yaml").read_text()
+
+
+def test_without_arguments_it_says_how_to_run_it(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "python recipes/plan.py --config" in capsys.readouterr().err

@@ -1,0 +1,221 @@
+"""
+Every shipped recipe for a real model: parsed as its script does, and two steps on CPU, with a tiny model of the same
+architecture, local rows of the same format, and float32 in place of bfloat16.
+"""
+
+import functools
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trl import ModelConfig, RewardConfig, SFTConfig
+
+from recipes.ppo import PPOScriptArguments
+from recipes.reward import RewardScriptArguments
+from recipes.sft import SFTScriptArguments
+from tests.recipes.real_models import SHAPES, tiny_of, tokenizer_of
+from tests.tiny import WORDS
+from trl_ext import PPOConfig, StrictTrlParser
+from trl_ext.data import split_pair
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / "recipes" / folder).glob("*.yaml"))
+CLASSES = {
+    "sft": (SFTScriptArguments, SFTConfig),
+    "reward": (RewardScriptArguments, RewardConfig),
+    "ppo": (PPOScriptArguments, PPOConfig),
+}
+if importlib.util.find_spec("recipes.dpo"):
+    module = importlib.import_module("recipes.dpo")
+    CLASSES["dpo"] = (module.DPOScriptArguments, module.DPOConfig)
+
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+
+
+def stage_of(path):
+    stage = path.stem.split("_")[0]
+    if stage not in CLASSES:
+        pytest.skip("recipes/dpo.py is not in this tree")
+    return stage
+
+
+def parse(path, *more):
+    parser = StrictTrlParser((*CLASSES[stage_of(path)], ModelConfig))
+    return parser.parse_args_and_config(["--config", str(path), "--use_cpu", "true", "--bf16", "false", *more])
+
+
+def base_of(path, name):
+    """The hub name of the model that `name`, an output of a recipe in the same folder, comes from."""
+    produced = {}
+    for other in FILES:
+        lines = dict(
+            line.split(": ", 1) for line in other.read_text().splitlines() if line[:1].isalpha() and ": " in line
+        )
+        produced[lines["output_dir"]] = lines["model_name_or_path"]
+    while name.startswith("outputs/"):
+        name = produced[name.removesuffix("/merged")]
+    return name
+
+
+# ---- What the files say ----
+
+
+def test_the_recipes_that_the_documentation_promises_are_there():
+    names = {f"{path.parent.name}/{path.stem}" for path in FILES}
+    stages = ("sft", "reward", "ppo", "dpo")
+    variants = ("qlora", "lora", "full", "two_nodes")
+    expected = {f"{folder}/{stage}" for folder in FOLDERS[:2] for stage in stages}
+    expected |= {f"llama-3.1-8b/{stage}_{variant}" for stage in stages for variant in variants}
+    expected |= {f"{folder}/ppo_vllm_{mode}" for folder in FOLDERS[:2] for mode in ("colocate", "server")}
+    assert names == expected | {"qwen2.5-0.5b/reward_deberta"}
+
+
+@each_file
+def test_it_parses_strictly_and_what_it_needs_is_made_by_another_recipe(path):
+    script_args, training_args, model_args = parse(path)
+    stage, folder = stage_of(path), f"outputs/{path.parent.name}"
+    assert training_args.output_dir == f"{folder}/{path.stem}"
+    assert base_of(path, model_args.model_name_or_path) in SHAPES
+    if stage == "ppo":
+        assert base_of(path, script_args.reward_model_name_or_path) in SHAPES
+        assert training_args.batch_size * {"single_gpu": 1, "zero3": 8, "multi_node": 16}[
+            accelerate_of(path)
+        ] == rollout_of(path)
+
+
+def header_of(path):
+    return [line.removeprefix("#").strip() for line in path.read_text().split("\n\n")[0].splitlines()]
+
+
+def accelerate_of(path):
+    (line,) = [line for line in header_of(path) if line.startswith("Accelerate: ")]
+    return Path(line.removeprefix("Accelerate: ")).stem
+
+
+def rollout_of(path):
+    (line,) = [line for line in path.read_text().splitlines() if line.startswith("# Rollout: ")]
+    return int(line.split(" = ")[1].split()[0])
+
+
+@each_file
+def test_its_head_has_purpose_hardware_memory_and_a_launch_line_that_fits(path):
+    header = header_of(path)
+    assert header[0].endswith((".", ":")) or header[1].endswith((".", ":"))
+    for name in ("Hardware", "Memory", "Accelerate"):
+        assert sum(line.startswith(f"{name}: ") for line in header) == 1, f"{path} lacks {name}"
+    launch = " ".join(line.rstrip("\\ ") for line in header)
+    stage = path.stem.split("_")[0]
+    accelerate = f"accelerate_configs/{accelerate_of(path)}.yaml"
+    assert f"accelerate launch --config_file {accelerate} recipes/{stage}.py --config " in launch
+    assert launch.endswith(f"--config {path.relative_to(ROOT)}")
+
+
+# ---- Two steps ----
+
+
+@pytest.fixture(scope="module")
+def standins(tmp_path_factory):
+    """A folder for every model, made when it is asked for, and one for every dataset."""
+    folder = tmp_path_factory.mktemp("standins")
+
+    @functools.cache
+    def model(name, num_labels=None):
+        torch.manual_seed(0)
+        target = folder / f"{name.replace('/', '--')}-{num_labels}"
+        own = tokenizer_of(name)
+        tiny_of(name, len(own), num_labels).save_pretrained(target)
+        own.save_pretrained(target)
+        return str(target)
+
+    text = [{"prompt": " ".join(WORDS[i : i + 4]), "completion": f" {WORDS[i + 4]}"} for i in range(16)]
+    pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": " the the"} for r in text]
+    hh = [
+        split_pair(*(f"\n\nHuman: {row['prompt']}\n\nAssistant: {row[name]}" for name in ("chosen", "rejected")))
+        for row in pairs
+    ]
+    data = {
+        "trl-lib/tldr": text,
+        "trl-lib/tldr-preference": pairs,
+        "trl-lib/ultrafeedback_binarized": [
+            {**{name: [*row["prompt"], *row[name]] for name in ("chosen", "rejected")}, "score_chosen": 8.0}
+            for row in hh
+        ],
+        "data/hh-rlhf/preference": hh,
+        "data/hh-rlhf/sft": [{"prompt": row["prompt"], "completion": row["chosen"]} for row in hh],
+        "data/hh-rlhf/prompts": [{"prompt": row["prompt"]} for row in hh],
+    }
+    for name, rows in data.items():
+        (folder / name).mkdir(parents=True)
+        for split in ("train", "validation", "test"):
+            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return model, folder
+
+
+class VLLMStandIn:
+    """`VLLMGeneration` as RLOO calls it; answers come from the trainer's own model."""
+
+    def __init__(self, model, processing_class, mode, **kwargs):
+        self.model, self.mode, self.tokenizer, self.synced = model, mode, processing_class, 0
+        vars(self).update(kwargs)  # evaluation sets the temperature
+        self.generation_kwargs = self.generation_kwargs or {}
+        VLLMStandIn.last = self
+
+    def sync_weights(self):
+        self.synced += 1
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        ids = []
+        for prompt in prompts:
+            row = self.model.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=self.max_completion_length,
+                do_sample=self.temperature > 0,
+                pad_token_id=self.tokenizer.pad_token_id,
+                eos_token_id=self.tokenizer.eos_token_id,
+            )
+            ids.append(row[0, len(prompt) :].tolist())
+        return prompts, ids, None, None
+
+
+@each_file
+def test_two_steps(path, standins, tmp_path, monkeypatch):
+    model, folder = standins
+    stage = stage_of(path)
+    script_args, training_args, model_args = parse(path)
+    quantized = model_args.load_in_4bit
+    name = base_of(path, model_args.model_name_or_path)
+    flags = {
+        "model_name_or_path": model(name),
+        "dataset_name": str(folder / script_args.dataset_name),
+        "output_dir": str(tmp_path / "out"),
+        "use_cpu": "true",
+        "bf16": "true" if quantized else "false",
+        "dtype": "float32",
+        "max_steps": "2",
+        "per_device_train_batch_size": "2",
+        "gradient_accumulation_steps": "2",
+        "per_device_eval_batch_size": "4",
+        "logging_steps": "1",
+        "warmup_steps": "0",
+        "disable_tqdm": "true",
+        "dataloader_pin_memory": "false",
+    }
+    if stage == "ppo":
+        reward = base_of(path, script_args.reward_model_name_or_path)
+        flags |= {"reward_model_name_or_path": model(reward, 1), "max_completion_length": "4"}
+        flags |= {"num_mini_batches": "1", "local_rollout_forward_batch_size": "4", "total_episodes": "4"}
+        if training_args.use_vllm:
+            monkeypatch.setattr("trl.trainer.rloo_trainer.VLLMGeneration", VLLMStandIn)
+    arguments = ["--config", str(path), *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
+    importlib.import_module(f"recipes.{stage}").main(arguments)
+
+    out = tmp_path / "out"
+    state = json.loads((out / "trainer_state.json").read_text()) if (out / "trainer_state.json").exists() else None
+    assert (out / ("adapter_model.safetensors" if model_args.use_peft else "model.safetensors")).exists()
+    if stage == "ppo" and training_args.use_vllm:
+        assert VLLMStandIn.last.mode == training_args.vllm_mode and VLLMStandIn.last.synced >= 1
+    assert state is None or state["global_step"] == 2

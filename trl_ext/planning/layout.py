@@ -1,0 +1,105 @@
+"""How accelerate's configuration spreads a run over processes."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.config.config_args import load_config_from_file
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    What of a model each process keeps.
+
+    Args:
+        mode: `"single"`, `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`.
+        processes, machines: how many, over all machines.
+        offloads_weights, offloads_optimizer: whether they lie in the machine's memory instead of the GPU's.
+        live_parameters: ZeRO-3's `stage3_max_live_parameters`.
+        checkpoints_activations: whether FSDP's own activation checkpointing is on.
+        accumulation: gradient accumulation steps that the file itself sets.
+    """
+
+    mode: str = "single"
+    processes: int = 1
+    machines: int = 1
+    offloads_weights: bool = False
+    offloads_optimizer: bool = False
+    live_parameters: int = 10**9
+    checkpoints_activations: bool = False
+    accumulation: int | None = None
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.mode.startswith("zero")
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.mode in ("fsdp2", "zero3")
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.mode in ("fsdp2", "zero2", "zero3")
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Layout":
+        """
+        The layout of an accelerate YAML.
+
+        Raises:
+            ValueError: a file that accelerate does not understand, or a mode that does not work.
+        """
+        try:
+            config = load_config_from_file(str(path))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no accelerate configuration: {' '.join(str(error).split())}") from error
+        kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+        count: dict[str, Any] = {"processes": max(config.num_processes, 1), "machines": max(config.num_machines, 1)}
+        if kind == "NO":
+            return cls()
+        if kind.startswith("MULTI_"):
+            return cls("ddp" if count["processes"] > 1 else "single", **count)
+        if kind == "FSDP":
+            settings = config.fsdp_config
+            if int(settings.get("fsdp_version", 1)) != 2:
+                raise ValueError(f"{path} asks for FSDP1, whose LoRA adapters PEFT does not save: set fsdp_version: 2")
+            offload = bool(settings.get("fsdp_offload_params"))
+            return cls(
+                "fsdp2",
+                **count,
+                offloads_weights=offload,
+                offloads_optimizer=offload,
+                checkpoints_activations=bool(settings.get("fsdp_activation_checkpointing")),
+            )
+        if kind == "DEEPSPEED":
+            return cls._read_deepspeed(config.deepspeed_config, Path(path), count)
+        raise ValueError(f"{path} has distributed_type {kind}: use NO, MULTI_GPU, FSDP or DEEPSPEED")
+
+    @classmethod
+    def _read_deepspeed(cls, config: dict, path: Path, count: dict[str, Any]) -> "Layout":
+        stage, offload = (
+            config.get("zero_stage", 2),
+            [config.get(f"offload_{x}_device") for x in ("param", "optimizer")],
+        )
+        accumulation, zero = config.get("gradient_accumulation_steps"), {}
+        if file := config.get("deepspeed_config_file"):
+            found = [place for place in (Path(file), path.parent / file, path.parent.parent / file) if place.is_file()]
+            if not found:
+                raise ValueError(f"{path} names deepspeed_config_file {file}, which is not there")
+            settings = json.loads(found[0].read_text())
+            zero = settings.get("zero_optimization", {})
+            stage, accumulation = zero.get("stage", 0), settings.get("gradient_accumulation_steps")
+            offload = [zero.get(f"offload_{x}", {}).get("device") for x in ("param", "optimizer")]
+        if stage not in (1, 2, 3):
+            raise ValueError(f"{path} asks for ZeRO stage {stage}: use 1, 2 or 3")
+        live = zero.get("stage3_max_live_parameters", 10**9)
+        return cls(
+            f"zero{stage}",
+            **count,
+            offloads_weights=offload[0] in ("cpu", "nvme"),
+            offloads_optimizer=offload[1] in ("cpu", "nvme"),
+            live_parameters=10**9 if live == "auto" else int(live),
+            accumulation=accumulation if isinstance(accumulation, int) else None,
+        )

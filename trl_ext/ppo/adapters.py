@@ -285,7 +285,7 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
         return f"it has no {FINGERPRINT}, and under ZeRO-3 its base cannot be loaded to compare"
     if not config.base_model_name_or_path:
         return f"it names no base, and has no {FINGERPRINT} (`save_base_fingerprint`)"
-    base = AutoModel.from_pretrained(config.base_model_name_or_path, dtype=policy.dtype)
+    base = AutoModel.from_pretrained(config.base_model_name_or_path, revision=config.revision, dtype=policy.dtype)
     same = base_fingerprint(base)["sha256"] == own["sha256"]
     return None if same else f"its base {config.base_model_name_or_path} has other weights than the policy's"
 

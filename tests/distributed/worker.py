@@ -23,7 +23,7 @@ def _fsdp_on_cpu(self, *args, **kwargs):
 state.AcceleratorState.__init__ = _fsdp_on_cpu
 
 from datasets import Dataset  # noqa: E402
-from peft import LoraConfig  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
 from tests.ppo.worker import make_trainer, scripted, topic_reward  # noqa: E402
@@ -57,8 +57,6 @@ def write_inputs(folder):
     reward = tiny_reward_model(policy)
     reward.model.load_state_dict(policy.model.state_dict())
     reward.config.name_or_path = reward.name_or_path = str(folder / "policy")
-    from peft import get_peft_model
-
     torch.manual_seed(3)
     reward = get_peft_model(reward, LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, **LORA))
     reward.save_pretrained(folder / "reward")

@@ -1,14 +1,10 @@
 """Two gloo processes decide alike: they stop and save at one step, and neither waits for the other."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
+from tests.launch import on_two_processes
 from tests.tiny import tiny_llama, tiny_tokenizer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -19,17 +15,7 @@ def launch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
     tiny_llama().save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.callbacks.worker"]
-    run = subprocess.run(
-        [sys.executable, *command, str(folder)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-20000:]
-    return folder, [torch.load(folder / f"process {i}.pt", weights_only=False) for i in range(2)]
+    return folder, on_two_processes("tests.callbacks.worker", folder)
 
 
 def test_a_number_that_differs_is_the_main_process_one(launch):

@@ -1,15 +1,10 @@
 """Two gloo processes hold one β and do what one does with the same global batch."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 from torch.testing import assert_close
 
 from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, run
+from tests.launch import on_two_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -17,17 +12,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("distributed")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.dpo.worker"]
-    done = subprocess.run(
-        [sys.executable, *command, str(folder)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-20000:]
-    return [torch.load(folder / f"process {i}.pt", weights_only=False) for i in range(2)]
+    return on_two_processes("tests.dpo.worker", folder)
 
 
 @pytest.mark.parametrize("name", ["drift", "beta_dpo"])

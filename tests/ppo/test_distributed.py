@@ -1,14 +1,10 @@
 """Two gloo processes do what one does with the same global batch, and end together where one fails."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.launch import on_two_processes
 from tests.ppo.worker import (
     BUILDERS,
     CHECKPOINTING,
@@ -25,17 +21,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def launch(tmp_path_factory):
     """One launch: its folder, and the results of each process."""
     folder = tmp_path_factory.mktemp("distributed")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.ppo.worker"]
-    run = subprocess.run(
-        [sys.executable, *command, "distributed", str(folder)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-20000:]
-    return folder, [torch.load(folder / f"process {i}.pt", weights_only=False) for i in range(2)]
+    return folder, on_two_processes("tests.ppo.worker", folder, "distributed")
 
 
 @pytest.fixture(scope="module")

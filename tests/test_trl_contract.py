@@ -33,7 +33,7 @@ import trl_ext
 from tests.dpo.worker import QUIET, make_trl_trainer
 from tests.dpo.worker import make_trainer as make_dpo_trainer
 from tests.dpo.worker import pairs as dpo_pairs
-from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer, upstream
 from trl_ext.dpo import config as dpo_config
 from trl_ext.dpo.inputs import PAIR_COLUMNS
@@ -212,12 +212,7 @@ def rloo_config(output_dir, **kwargs):
     return RLOOConfig(
         str(output_dir),
         **{
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
+            **ON_CPU,
             "activation_checkpointing": False,
             "per_device_train_batch_size": 4,
             "max_completion_length": 5,

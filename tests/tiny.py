@@ -15,6 +15,14 @@ from transformers import (
 from trl_ext import PPOConfig
 
 WORDS = "the a cat dog bird sat ran flew on under over mat log sky and then it was very happy sad big small".split()
+ON_CPU = {  # of any trainer's arguments: fp32, quiet
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+}
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {{ m.content }}{% if not (loop.last and continue_final_message) %} </s>"
     "{% endif %} {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -99,12 +107,7 @@ def tiny_config(output_dir, **kwargs):
     return PPOConfig(
         output_dir=str(output_dir),
         **{
-            "use_cpu": True,
-            "bf16": False,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "logging_steps": 1,
-            "save_strategy": "no",
+            **ON_CPU,
             "activation_checkpointing": False,
             "per_device_train_batch_size": 4,
             "num_mini_batches": 2,

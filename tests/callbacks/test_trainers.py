@@ -19,7 +19,7 @@ from trl import (
     SFTTrainer,
 )
 
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import (
     CanaryCallback,
@@ -58,12 +58,7 @@ def model(tmp_path_factory):
 
 def config(cls, folder, **kwargs):
     common = {
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
+        **ON_CPU,
         "max_steps": 4,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,

@@ -10,18 +10,13 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
-from tests.tiny import length_reward, prompts
+from tests.tiny import ON_CPU, length_reward, prompts
 from trl_ext.callbacks import CanaryCallback, GoldGapCallback, JSONLCallback, KLBudgetCallback
 from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.rewards import GoldJudgeReward, repetition_watch
 
 COMMON = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "logging_steps": 1,
-    "save_strategy": "no",
+    **ON_CPU,
     "max_steps": 6,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,

@@ -8,16 +8,11 @@ import trl
 from accelerate import PartialState
 from datasets import Dataset
 
-from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
+from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer
 
 QUIET = {
-    "use_cpu": True,
-    "bf16": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "logging_steps": 1,
-    "save_strategy": "no",
+    **ON_CPU,
     "gradient_checkpointing": False,
     "per_device_train_batch_size": 4,
     "learning_rate": 1e-3,

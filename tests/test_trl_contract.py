@@ -21,7 +21,8 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
-from transformers import GenerationConfig, TrainerCallback
+from torch.distributed.fsdp import FSDPModule
+from transformers import GenerationConfig, Trainer, TrainerCallback
 from transformers.generation import LogitsProcessor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import RLOOConfig, RLOOTrainer
@@ -52,6 +53,7 @@ IMPORTED = {  # name in trl_ext/upstream.py -> the parameters that we pass, in t
     "AuxiliaryTrainingWrapper": [],
     "BaseTunerLayer": [],
     "RepeatSampler": ["data_source", "mini_repeat_count", "batch_size", "repeat_count", "shuffle", "seed"],
+    "add_hooks": ["model"],
     "add_fused_lm_head": ["model", "temperature"],
     "create_model_from_path": ["model_id"],
     "disable_dropout_in_model": ["model"],
@@ -64,6 +66,7 @@ IMPORTED = {  # name in trl_ext/upstream.py -> the parameters that we pass, in t
     "is_deepspeed_zero3_enabled": [],
     "prepare_deepspeed": ["model", "accelerator"],
     "prepare_fsdp": ["model", "accelerator"],
+    "remove_hooks": ["model"],
     "rotate_checkpoints": ["output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"],
     "set_zero3_state": [],
     "sort_checkpoints": ["output_dir"],
@@ -113,6 +116,16 @@ OVERRIDDEN = {  # method of RLOOTrainer -> its parameters, all that our override
     "_load_best_model": [],
     "_load_from_checkpoint": ["resume_from_checkpoint", "model"],
     "_load_rng_state": ["checkpoint"],
+    "_maybe_log_save_evaluate": [
+        "tr_loss",
+        "grad_norm",
+        "model",
+        "trial",
+        "epoch",
+        "ignore_keys_for_eval",
+        "start_time",
+        "learning_rate",
+    ],
     "_prepare_inputs": ["generation_batch"],
     "_save": ["output_dir", "state_dict"],
     "_save_checkpoint": ["model", "trial"],
@@ -910,6 +923,26 @@ def test_vllm_reads_its_settings_when_it_generates():
         require(
             name in read, f"`VLLMGeneration.generate` does not read `{name}`", "trl_ext/ppo/evaluation.py, trainer.py"
         )
+
+
+def test_sharded_weights_during_generation(tmp_path):
+    reader = "trl_ext/ppo/sharding.py"
+    trainer = rloo(tmp_path)
+    require(trainer._dist.is_zero3 is False, "`_dist.is_zero3` is not whether ZeRO-3 is on", reader)
+    generate = inspect.getsource(RLOOTrainer._generate_single_turn)
+    require("self.args.ds3_gather_for_generation" in generate, "`_generate_single_turn` gathers unasked", reader)
+    setter = inspect.getsource(FSDPModule.set_reshard_after_forward)
+    for name in ("_get_fsdp_state()", "_fsdp_param_groups", "post_forward_mesh_info"):
+        require(name in setter, f"FSDP2 keeps whether a layer reshards elsewhere than in `{name}`", reader)
+    prepare = inspect.getsource(Trainer._prepare_for_training)
+    require('register_fsdp_forward_method(self.model, "generate")' in prepare, "FSDP2 skips `generate`", reader)
+
+
+def test_requests_are_read_after_they_were_carried_out(tmp_path):
+    """`AgreedControl` has the last word on them before the loop reads them."""
+    loop = inspect.getsource(Trainer._run_epoch)
+    done, read = (loop.find(text) for text in ("self._maybe_log_save_evaluate(", "control.should_training_stop:"))
+    require(0 < done < read, "the loop reads requests before `_maybe_log_save_evaluate`", "trl_ext/control.py")
 
 
 def test_accelerate_names(tmp_path):

@@ -9,6 +9,7 @@ from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from transformers.utils import find_adapter_config_file
 from trl.data_utils import is_conversational
 from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models.utils import add_hooks, remove_hooks
 from trl.trainer.callbacks import _generate_completions as generate_completions
 from trl.trainer.utils import (
     RepeatSampler,
@@ -26,6 +27,7 @@ __all__ = [
     "BaseTunerLayer",
     "RepeatSampler",
     "add_fused_lm_head",
+    "add_hooks",
     "create_model_from_path",
     "disable_dropout_in_model",
     "find_adapter_config_file",
@@ -37,6 +39,7 @@ __all__ = [
     "is_deepspeed_zero3_enabled",
     "prepare_deepspeed",
     "prepare_fsdp",
+    "remove_hooks",
     "rotate_checkpoints",
     "set_zero3_state",
     "sort_checkpoints",

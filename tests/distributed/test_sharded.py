@@ -1,4 +1,4 @@
-"""Training, saving and resuming under DDP, FSDP2, ZeRO-2 and ZeRO-3, as accelerate_configs/ has them, but on CPU."""
+"""DDP, FSDP2, ZeRO-2 and ZeRO-3 as accelerate_configs/ has them, but on CPU: training, saving, resuming, failing."""
 
 import importlib.util
 import json
@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.distributed.worker import WORKLOADS, run, write_inputs
 
@@ -62,8 +65,8 @@ def one_process(folder):
 
 
 @pytest.fixture(scope="module", params=MODES)
-def launched(request, folder):
-    """One launch that trains every workload, a second that resumes each from its checkpoint."""
+def launch(request, folder):
+    """The mode, its folder, and what launches it to train all workloads, to resume them, or to fail."""
     mode = request.param
     if NO_DEEPSPEED and mode.startswith("zero"):
         pytest.skip(NO_DEEPSPEED)
@@ -72,15 +75,31 @@ def launched(request, folder):
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(on_cpu(mode, folder))]
-    for what in ("train", "resume"):
-        command = [*launch, "--main_process_port", "0", "-m", "tests.distributed.worker", str(folder / mode), what]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr[-20000:]
-    results = [
-        [torch.load(folder / mode / f"{what} {rank}.pt", weights_only=False) for rank in range(2)]
-        for what in ("trained", "resumed")
-    ]
-    return mode, folder / mode, *results
+    launch += ["--main_process_port", "0", "-m", "tests.distributed.worker", str(folder / mode)]
+
+    def start(what):
+        done = subprocess.run([*launch, what], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+        assert (done.returncode == 0) == (what != "fail"), done.stderr[-20000:]
+        results = [folder / mode / f"{what} {rank}.pt" for rank in range(2)]
+        assert all(path.exists() for path in results), done.stderr[-20000:]
+        return [torch.load(path, weights_only=False) for path in results], done.stderr
+
+    return mode, folder / mode, start
+
+
+@pytest.fixture(scope="module")
+def launched(launch):
+    """One launch that trains every workload, a second that resumes each from its checkpoint."""
+    mode, output, start = launch
+    return mode, output, start("train")[0], start("resume")[0]
+
+
+@pytest.fixture(scope="module")
+def failed(launch):
+    """A third, in which one process does something that the other does not; and how long it outlived that process."""
+    mode, output, start = launch
+    results, errors = start("fail")
+    return mode, results, errors, time.time() - float((output / "died").read_text())
 
 
 def saved(folder):
@@ -115,9 +134,38 @@ def test_two_processes_train_as_one(launched, folder, one_process):
             torch.testing.assert_close(weights[name], tensors, rtol=0, atol=1e-6, msg=f"{workload}: {name}")
 
 
+@pytest.mark.parametrize("lora", ["", " lora"])
+def test_gradients_are_those_of_one_process(launched, folder, one_process, lora):
+    _, output, _, _ = launched
+    expected = saved(folder / "one" / f"gradient{lora}")
+    before = saved(folder / "inputs/policy") | {"critic/model.safetensors": {}}
+    steps = {  # weights are those before minus the gradient; an adapter's B is 0 before
+        name: (tensor - before[path][name] if not lora else tensor).abs().max().item()
+        for path, tensors in expected.items()
+        for name, tensor in tensors.items()
+        if (name in before[path] if not lora else "lora_B" in name)
+    }
+    largest = max(steps.values())
+    assert largest > 0.01 and min(steps.values()) > 0
+    for path, tensors in saved(output / f"gradient{lora}").items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, expected[path][name], rtol=0, atol=1e-5 * largest, msg=name)
+
+
+def test_what_is_saved_loads_with_plain_transformers(launched):
+    _, output, _, _ = launched
+    for kind, auto in (("ppo", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
+        _, info = auto.from_pretrained(output / kind, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+    policy = AutoModelForCausalLM.from_pretrained(output.parent / "inputs/policy")
+    adapted = PeftModel.from_pretrained(policy, output / "ppo lora")
+    for name, tensor in load_file(output / "ppo lora/adapter_model.safetensors").items():
+        torch.testing.assert_close(get_peft_model_state_dict(adapted)[name], tensor, rtol=0, atol=0)
+
+
 def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
     _, output, trained, resumed = launched
-    for workload in WORKLOADS:
+    for workload in resumed[0]:
         assert resumed[0][workload]["logs"][:-1] == trained[0][workload]["logs"][:-1], workload
         for name, tensors in saved(output / workload).items():
             torch.testing.assert_close(saved(output / f"{workload} resumed")[name], tensors, rtol=0, atol=0)
@@ -133,3 +181,33 @@ def test_a_lora_checkpoint_does_not_hold_the_base(launched):
         if path.name.endswith("model_states.pt"):
             state = torch.load(path, weights_only=False)["module"]
             assert not [name for name in state if "lora_" not in name and "score" not in name]
+
+
+@pytest.mark.parametrize("lora", ["", " lora"])
+def test_a_rollout_gathers_each_weight_once(failed, lora):
+    mode, results, _, _ = failed
+    lengths = [sum(rollout[1]) for rank in results for rollout in rank[f"generation{lora}"]]
+    assert len(set(lengths)) > 1  # processes make unequal numbers of forwards
+    # FSDP2: embeddings, two layers, the head, and what is left; ZeRO-3: each of the policy's parameters by itself
+    expected = {"fsdp2": 5, "zero3": 45 if lora else 21}.get(mode, 0)
+    for rank in results:
+        assert [gathers for gathers, _ in rank[f"generation{lora}"]] == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", ["ppo", "dpo"])
+def test_a_stop_that_one_process_asks_for_stops_both_at_that_step(failed, kind):
+    mode, results, _, _ = failed
+    for rank in results:
+        (error, message, seconds), step = rank[f"stop {kind}"]
+        assert error is None, message
+        assert step == 2 and seconds < 60
+
+
+def test_a_mistake_on_one_process_ends_both(failed):
+    mode, results, errors, seconds = failed
+    for rank in results:
+        error, message, took = rank["reward raises"]
+        assert error == "RuntimeError" and "process 1: reward function" in message and took < 60
+        error, message, took = rank["not finite"]
+        assert error == "FloatingPointError" and "at step 2" in message and "loss/policy_avg" in message and took < 60
+    assert "ValueError: process 1 has had enough" in errors and seconds < 60

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -24,11 +25,20 @@ state.AcceleratorState.__init__ = _fsdp_on_cpu
 
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
-from tests.ppo.worker import make_trainer, scripted, topic_reward  # noqa: E402
+from tests.ppo.worker import (  # noqa: E402
+    make_trainer,
+    raised_by,
+    reward_mistake,
+    scripted,
+    topic_reward,
+    with_nan,
+)
 from tests.tiny import WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer  # noqa: E402
-from trl_ext import save_base_fingerprint  # noqa: E402
+from trl_ext import DPOConfig, DPOTrainer, save_base_fingerprint  # noqa: E402
 
 # Two minibatches of two micro-batches: the steps of one process are those of two, if each minibatch has the same rows
 PPO = {
@@ -45,6 +55,9 @@ PPO = {
     "whiten_rewards": True,
 }
 ORDER = {1: [0, 1, 4, 5, 2, 3, 6, 7], 2: [0, 1, 2, 3]}  # of a rollout's rows, by the number of processes
+# One step of plain gradient descent with a rate of 1 subtracts the gradient
+GRADIENT = {"num_mini_batches": 1, "num_ppo_epochs": 1, "max_steps": 1, "save_strategy": "no"}
+GRADIENT |= {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
@@ -63,16 +76,14 @@ def write_inputs(folder):
     save_base_fingerprint(reward, folder / "reward")
 
 
-def ppo(inputs, output_dir, processes, lora):
-    config = {**PPO, "per_device_train_batch_size": 2 // processes, "save_strategy": "steps"}
-    trainer = make_trainer(
+def ppo(inputs, output_dir, processes, lora, **config):
+    return make_trainer(
         output_dir,
         [str(inputs / "reward")] if lora else topic_reward,
         str(inputs / "policy"),
         trainer_kwargs={"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)} if lora else {},
-        **config,
+        **{**PPO, "per_device_train_batch_size": 2 // processes, "save_strategy": "steps", **config},
     )
-    return scripted(trainer)
 
 
 def others(kind, inputs, output_dir, processes, lora):
@@ -106,6 +117,7 @@ def others(kind, inputs, output_dir, processes, lora):
             activation_checkpointing=False,
             seed=7,
             **{} if kind == "reward" else {"max_length": 32},
+            **{"beta_controller": "drift", "drift_target": 0.1} if kind == "dpo" else {},
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tiny_tokenizer(),
@@ -113,7 +125,7 @@ def others(kind, inputs, output_dir, processes, lora):
     )
 
 
-WORKLOADS = [f"{kind}{lora}" for kind in ("ppo", "sft", "dpo", "reward") for lora in ("", " lora")]
+WORKLOADS = [f"{kind}{lora}" for kind in ("ppo", "gradient", "sft", "dpo", "reward") for lora in ("", " lora")]
 
 
 def run(workload, inputs, folder, processes, resume=False):
@@ -122,18 +134,18 @@ def run(workload, inputs, folder, processes, resume=False):
     checkpoint = str(output_dir / f"checkpoint-{3 if kind == 'ppo' else 2}") if resume else None
     if resume:
         output_dir = folder / f"{workload} resumed"
+    randperm = torch.randperm
     if kind == "ppo":
-        randperm = torch.randperm
         torch.randperm = lambda n, **kwargs: (
             torch.tensor(ORDER[processes]) if n == 8 // processes else randperm(n, **kwargs)
         )
-        trainer = ppo(inputs, output_dir, processes, lora)
+    if kind in ("ppo", "gradient"):
+        trainer = scripted(ppo(inputs, output_dir, processes, lora, **GRADIENT if kind == "gradient" else {}))
     else:
         trainer = others(kind, inputs, output_dir, processes, lora)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
-    if kind == "ppo":
-        torch.randperm = randperm
+    torch.randperm = randperm
     parameters = list(trainer.model.parameters())
     local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
     names = ("loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance")
@@ -147,14 +159,91 @@ def run(workload, inputs, folder, processes, resume=False):
     }
 
 
-def main(folder, resume):
-    processes = int(os.environ.get("WORLD_SIZE", 1))
+class Gathers(TorchDispatchMode):
+    """Counts the all-gathers of weights."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name() == "c10d::_allgather_base_"
+        return func(*args, **(kwargs or {}))
+
+
+def generation(inputs, folder, lora):
+    """Of each rollout's `generate`, of one prompt at a time: all-gathers, and the lengths of the answers."""
+    trainer = ppo(inputs, folder, 2, lora, local_rollout_forward_batch_size=1, save_strategy="no")
+    generate, seen = trainer._generate_single_turn, []
+
+    def counted(*args):
+        with Gathers() as gathers:
+            answers = generate(*args)
+        seen.append((gathers.count, [len(ids) for ids in answers]))
+        return answers
+
+    trainer._generate_single_turn = counted
+    trainer.train()
+    return seen
+
+
+class OnProcess1(TrainerCallback):
+    def __init__(self, act):
+        self.act = act
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.process_index == 1 and state.global_step == 2:
+            self.act(control)
+
+
+def stop_request(inputs, folder, kind):
+    def stop(control):
+        control.should_save = control.should_training_stop = True
+
+    trainer = others("dpo", inputs, folder, 2, False) if kind == "dpo" else ppo(inputs, folder, 2, False)
+    trainer.add_callback(OnProcess1(stop))
+    return raised_by(trainer), trainer.state.global_step
+
+
+def fail(inputs, folder):
+    """What one process alone does; the last of it ends the launch."""
+    cases = {
+        "generation": lambda out: generation(inputs, out, lora=False),
+        "generation lora": lambda out: generation(inputs, out, lora=True),
+        "stop ppo": lambda out: stop_request(inputs, out, "ppo"),
+        "stop dpo": lambda out: stop_request(inputs, out, "dpo"),
+        "reward raises": lambda out: reward_mistake(out, "raises", str(inputs / "policy")),
+        "not finite": lambda out: raised_by(with_nan(ppo(inputs, out, 2, False))),
+    }
+    results = {}
+    for name, case in cases.items():
+        results[name] = case(folder / name)
+        state.AcceleratorState._reset_state(reset_partial_state=False)
+    yield results
+
+    def die(control):
+        (folder / "died").write_text(str(time.time()))
+        raise ValueError("process 1 has had enough")
+
+    trainer = ppo(inputs, folder / "raises", 2, False)
+    trainer.add_callback(OnProcess1(die))
+    trainer.train()
+
+
+def train(inputs, folder, resume):
     results = {}
     for workload in WORKLOADS:
-        results[workload] = run(workload, folder.parent / "inputs", folder, processes, resume)
+        if resume and workload.startswith("gradient"):
+            continue
+        results[workload] = run(workload, inputs, folder, int(os.environ["WORLD_SIZE"]), resume)
         state.AcceleratorState._reset_state(reset_partial_state=False)  # the next one's DeepSpeed settings are its own
-    torch.save(results, folder / f"{'resumed' if resume else 'trained'} {os.environ.get('RANK', 0)}.pt")
+    yield results
+
+
+def main(folder, what):
+    inputs = folder.parent / "inputs"
+    steps = fail(inputs, folder) if what == "fail" else train(inputs, folder, what == "resume")
+    for results in steps:
+        torch.save(results, folder / f"{what} {os.environ['RANK']}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), resume=sys.argv[2] == "resume")
+    main(Path(sys.argv[1]), sys.argv[2])

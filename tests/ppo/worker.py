@@ -372,7 +372,7 @@ def evaluation(folder, batch_size, **config):
     return {name: value for name, value in logs.items() if not name.endswith(("runtime", "per_second"))}
 
 
-def reward_mistake(folder, kind):
+def reward_mistake(folder, kind, model=None):
     rank = PartialState().process_index
 
     def reward(completions, **kwargs):
@@ -380,13 +380,12 @@ def reward_mistake(folder, kind):
             raise KeyError("no such row")
         return [float("nan") if rank == 1 else 1.0] * len(completions)
 
-    return raised_by(make_trainer(folder, reward))
+    return raised_by(make_trainer(folder, reward, model))
 
 
-def not_finite(folder):
+def with_nan(trainer):
     """On process 1 the advantages of the second step are NaN."""
-    trainer = make_trainer(folder)
-    seen, compute_loss = watched(trainer), trainer._compute_loss
+    compute_loss = trainer._compute_loss
 
     def broken(model, inputs):
         if trainer.accelerator.process_index == 1 and trainer.state.global_step == 1:
@@ -394,6 +393,12 @@ def not_finite(folder):
         return compute_loss(model, inputs)
 
     trainer._compute_loss = broken
+    return trainer
+
+
+def not_finite(folder):
+    trainer = with_nan(make_trainer(folder))
+    seen = watched(trainer)
     return raised_by(trainer), seen[-1]["weights"]
 
 

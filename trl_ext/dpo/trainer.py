@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
+from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
 from ..upstream import get_config_model_id, use_adapter
 from .beta_controller import BetaController
@@ -35,7 +36,7 @@ from .shift import check_shift_is_possible, distribution_shift, warn_of_shift
 STATE_FILE = "dpo_state.pt"
 
 
-class DPOTrainer(trl.DPOTrainer):
+class DPOTrainer(AgreedControl, trl.DPOTrainer):
     """
     Direct Preference Optimization (2305.18290) on TRL's trainer, with a β that adapts, margins of all sources on one
     scale, what else is known of a pair in its loss, and displacement in the metrics. See [`DPOConfig`].

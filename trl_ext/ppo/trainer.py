@@ -6,6 +6,7 @@ import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..control import AgreedControl
 from ..functional import (
     approx_kl,
     gae,
@@ -39,10 +41,11 @@ from .reporting import ReportingMixin
 from .resume import ResumeMixin
 from .reward_normalizer import RewardNormalizer
 from .roles import RolesMixin
+from .sharding import gathered_by_zero3, kept_by_fsdp2
 from .shared_base import base_model_of
 
 
-class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTrainerBase):
+class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTrainerBase):
     """
     Proximal Policy Optimization (1707.06347) for language models, with a critic, GAE and per-token KL rewards
     (1909.08593), on TRL's maintained on-policy trainer.
@@ -318,13 +321,22 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTr
             if self.use_vllm:
                 return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
             size = self.args.local_rollout_forward_batch_size
-            return [
-                ids
-                for start in range(0, len(prompt_ids), size)
-                for ids in super(PPOTrainer, self)._generate_single_turn(
-                    prompt_ids[start : start + size], images, multimodal_fields
-                )
-            ]
+            with self._gathered_for_generation():
+                return [
+                    ids
+                    for start in range(0, len(prompt_ids), size)
+                    for ids in super(PPOTrainer, self)._generate_single_turn(
+                        prompt_ids[start : start + size], images, multimodal_fields
+                    )
+                ]
+
+    def _gathered_for_generation(self) -> AbstractContextManager:
+        policy = self.accelerator.unwrap_model(self.model).policy
+        if not self._dist.is_zero3:
+            return kept_by_fsdp2(policy)
+        if not self.args.ds3_gather_for_generation:
+            return nullcontext()
+        return gathered_by_zero3(self.model_wrapped, policy, self.args)
 
     def _generate(self, prompts: list) -> tuple[list, list, list]:
         self._prompt_ids, self._completion_ids, completions = super()._generate(prompts)
@@ -553,7 +565,13 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTr
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:  # `max_grad_norm=0`: nothing was clipped
             self._before_step()
-        return super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # DeepSpeed makes its step within `backward`, and calls a norm that is not finite -1
+        if self.is_deepspeed_enabled and not (norm is None or 0 <= norm < math.inf or self.args.fp16):
+            self._raise_not_finite(
+                "policy or the critic", "The last finite weights are those of the newest checkpoint."
+            )
+        return norm
 
     def _before_step(self) -> None:
         """Gradients are complete: drop the policy's in warm-up, record their norms, stop if they are not finite."""
@@ -582,18 +600,23 @@ class PPOTrainer(EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTr
         return (self._step - 1) // self._steps_per_rollout < self.args.critic_warmup_rollouts
 
     def _stop_not_finite(self, role: str) -> None:
-        step = self.state.global_step + 1
-        terms = sorted(set(gather_object(self._stats["train"].not_finite())))
         folder = os.path.join(self.args.output_dir, "last-good")
         self.save_model(folder, _internal_call=True)
         self.accelerator.wait_for_everyone()  # a process that raises while another still writes would cut it off
+        self._raise_not_finite(
+            role,
+            f"The weights before this step, finite but not good if earlier steps went astray, are in {folder}.",
+        )
+
+    def _raise_not_finite(self, whose: str, what_is_left: str) -> None:
+        terms = sorted(set(gather_object(self._stats["train"].not_finite())))
         cause = (
             f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so it arose in backward"
         )
         raise FloatingPointError(
-            f"The gradient of the {role} is not finite at step {step} ({cause}). The weights before this step, finite "
-            f"but not good if earlier steps went astray, are in {folder}. Usual causes: a learning rate that is too "
-            "high, fp16, or rewards of very different scale (see `reward_normalization`, `reward_clip_range`)."
+            f"The gradient of the {whose} is not finite at step {self.state.global_step + 1} ({cause}). "
+            f"{what_is_left} Usual causes: a learning rate that is too high, fp16, or rewards of very different scale "
+            "(see `reward_normalization`, `reward_clip_range`)."
         )
 
 

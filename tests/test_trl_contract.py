@@ -17,6 +17,7 @@ import textwrap
 import pytest
 import torch
 import trl
+from accelerate.utils import fsdp_utils
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -936,6 +937,14 @@ def test_sharded_weights_during_generation(tmp_path):
         require(name in setter, f"FSDP2 keeps whether a layer reshards elsewhere than in `{name}`", reader)
     prepare = inspect.getsource(Trainer._prepare_for_training)
     require('register_fsdp_forward_method(self.model, "generate")' in prepare, "FSDP2 skips `generate`", reader)
+
+
+def test_fsdp_checkpoints_ask_whether_a_model_is_one_of_peft():
+    for function in (fsdp_utils._get_model_state_dict, fsdp_utils._set_model_state_dict):
+        asks = "if adapter_only and is_peft_model(model):" in inspect.getsource(function)
+        require(
+            asks, f"`{function.__name__}` of accelerate asks otherwise", "`_without_base` of trl_ext/ppo/resume.py"
+        )
 
 
 def test_requests_are_read_after_they_were_carried_out(tmp_path):

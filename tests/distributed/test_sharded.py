@@ -103,10 +103,10 @@ def failed(launch):
 
 
 def saved(folder):
+    """The policy's and the critic's weights, by file."""
     return {
         str(path.relative_to(folder)): load_file(path)
-        for path in sorted(folder.rglob("*.safetensors"))
-        if "checkpoint-" not in str(path)
+        for path in sorted([*folder.glob("*.safetensors"), *folder.glob("critic/*.safetensors")])
     }
 
 
@@ -172,15 +172,15 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
 
 
 def test_a_lora_checkpoint_does_not_hold_the_base(launched):
-    mode, output, _, _ = launched
-    if mode == "fsdp2":
-        pytest.skip("accelerate leaves the base out of FSDP checkpoints for a bare PeftModel only")
-    for path in sorted((output / "ppo lora").glob("checkpoint-*/**/*")):
-        if path.suffix == ".safetensors":
-            assert not [name for name in load_file(path) if "lora_" not in name and "score" not in name]
-        if path.name.endswith("model_states.pt"):
-            state = torch.load(path, weights_only=False)["module"]
-            assert not [name for name in state if "lora_" not in name and "score" not in name]
+    _, output, _, _ = launched
+    files = [path for path in (output / "ppo lora").glob("checkpoint-*/**/*") if path.is_file()]
+    states = [load_file(path) for path in files if path.suffix == ".safetensors"]
+    states += [torch.load(path, weights_only=True) for path in files if path.name == "pytorch_model_fsdp.bin"]
+    names = [path for path in files if path.name.endswith("model_states.pt")]  # DeepSpeed's, which holds more
+    states += [torch.load(path, weights_only=False)["module"] for path in names]
+    assert states
+    for state in states:
+        assert not [name for name in state if "lora_" not in name and "score" not in name]
 
 
 @pytest.mark.parametrize("lora", ["", " lora"])
@@ -192,6 +192,19 @@ def test_a_rollout_gathers_each_weight_once(failed, lora):
     expected = {"fsdp2": 5, "zero3": 45 if lora else 21}.get(mode, 0)
     for rank in results:
         assert [gathers for gathers, _ in rank[f"generation{lora}"]] == [expected, expected]
+
+
+@pytest.mark.parametrize("lora", ["", " lora"])
+def test_the_best_weights_are_loaded_at_the_end(failed, folder, lora):
+    mode, results, _, _ = failed
+    output = folder / mode / f"best{lora}"
+    assert results[0][f"best{lora}"] == str(output / "checkpoint-2")
+    end, good, last = (saved(output / name) for name in (".", "checkpoint-2", "checkpoint-4"))
+    assert end.keys() == good.keys() and len(end) == 2
+    for path, tensors in end.items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, good[path][name], rtol=0, atol=0, msg=f"{path}: {name}")
+        assert any(not torch.equal(tensor, last[path][name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("kind", ["ppo", "dpo"])

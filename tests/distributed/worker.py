@@ -76,12 +76,13 @@ def write_inputs(folder):
     save_base_fingerprint(reward, folder / "reward")
 
 
-def ppo(inputs, output_dir, processes, lora, **config):
+def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, **config):
+    peft = {"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)} if lora else {}
     return make_trainer(
         output_dir,
         [str(inputs / "reward")] if lora else topic_reward,
         str(inputs / "policy"),
-        trainer_kwargs={"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)} if lora else {},
+        trainer_kwargs=peft | (trainer_kwargs or {}),
         **{**PPO, "per_device_train_batch_size": 2 // processes, "save_strategy": "steps", **config},
     )
 
@@ -185,6 +186,23 @@ def generation(inputs, folder, lora):
     return seen
 
 
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 4, "learning_rate": 3e-2}
+BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "step", "greater_is_better": False}
+
+
+class FirstIsBest(TrainerCallback):
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        metrics["eval_step"] = state.global_step
+
+
+def best(inputs, folder, lora):
+    trainer = ppo(inputs, folder, 2, lora, {"eval_dataset": prompts(4, seed=9)}, **BEST)
+    trainer.add_callback(FirstIsBest())
+    trainer.train()
+    trainer.save_model()
+    return trainer.state.best_model_checkpoint
+
+
 class OnProcess1(TrainerCallback):
     def __init__(self, act):
         self.act = act
@@ -208,6 +226,8 @@ def fail(inputs, folder):
     cases = {
         "generation": lambda out: generation(inputs, out, lora=False),
         "generation lora": lambda out: generation(inputs, out, lora=True),
+        "best": lambda out: best(inputs, out, lora=False),
+        "best lora": lambda out: best(inputs, out, lora=True),
         "stop ppo": lambda out: stop_request(inputs, out, "ppo"),
         "stop dpo": lambda out: stop_request(inputs, out, "dpo"),
         "reward raises": lambda out: reward_mistake(out, "raises", str(inputs / "policy")),

@@ -1,11 +1,12 @@
 """Saving policy and critic, and resuming bit for bit."""
 
 import os
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import fsdp_utils
 from torch import nn
 from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
@@ -147,12 +148,22 @@ class ResumeMixin(PPOTrainerBase):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # DeepSpeed leaves frozen weights out of a checkpoint only if the Trainer sees a PeftModel
         policy = self.accelerator.unwrap_model(self.model).policy
-        with self._as_model(policy) if self.is_deepspeed_enabled and self._is_peft else nullcontext():
+        with (
+            self._without_base(),
+            self._as_model(policy) if self.is_deepspeed_enabled and self._is_peft else nullcontext(),
+        ):
             super()._save_optimizer_and_scheduler(output_dir)
+
+    def _without_base(self) -> AbstractContextManager:
+        """Under FSDP, accelerate leaves frozen weights out of a checkpoint only of what it takes for a PeftModel."""
+        if not (self.is_fsdp_enabled and self._is_peft):
+            return nullcontext()
+        return temporarily(fsdp_utils, is_peft_model=lambda model: True)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.is_fsdp_enabled:
-            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with self._without_base():
+                return super()._load_from_checkpoint(resume_from_checkpoint, model)
         if not self._is_peft:
             with self._as_model(self.model.policy):
                 super()._load_from_checkpoint(resume_from_checkpoint)
@@ -160,7 +171,8 @@ class ResumeMixin(PPOTrainerBase):
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return super()._load_best_model()
+            with self._without_base():
+                return super()._load_best_model()
         if not self._is_peft:
             with self._as_model(self.accelerator.unwrap_model(self.model).policy):
                 super()._load_best_model()

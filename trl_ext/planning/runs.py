@@ -402,8 +402,8 @@ def _generation(job: Job, mode: Any, policy: Any, rows: int) -> dict[str, int]:
     )
     policy.train()
     config.num_hidden_layers = depth
-    gathered = 0
-    if job.layout.shards_weights:  # all of it, once per rollout
+    gathered = _gathered(job, policy)
+    if job.layout.shards_weights and job.args.ds3_gather_for_generation:  # all of it, once per rollout
         gathered = sum(p.numel() for p in policy.parameters()) * job.compute_dtype.itemsize
     return {
         "KV cache": kv_cache_bytes(depth, heads, head_dim, rows, length, job.compute_dtype.itemsize),

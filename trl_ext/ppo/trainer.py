@@ -331,12 +331,12 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
                 ]
 
     def _gathered_for_generation(self) -> AbstractContextManager:
-        policy = self.accelerator.unwrap_model(self.model).policy
-        if not self._dist.is_zero3:
-            return kept_by_fsdp2(policy)
         if not self.args.ds3_gather_for_generation:
             return nullcontext()
-        return gathered_by_zero3(self.model_wrapped, policy, self.args)
+        policy = self.accelerator.unwrap_model(self.model).policy
+        if self._dist.is_zero3:
+            return gathered_by_zero3(self.model_wrapped, policy, self.args)
+        return kept_by_fsdp2(policy)
 
     def _generate(self, prompts: list) -> tuple[list, list, list]:
         self._prompt_ids, self._completion_ids, completions = super()._generate(prompts)

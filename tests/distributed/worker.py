@@ -149,14 +149,16 @@ def run(workload, inputs, folder, processes, resume=False):
     torch.randperm = randperm
     parameters = list(trainer.model.parameters())
     local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
-    names = ("loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance")
+    names = ["loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance"]
+    names += ["beta", "logps/drift", "rewards/margins"]
+    controllers = {"ppo": ["kl_controller", "reward_normalizer"], "dpo": ["beta_controller"]}.get(kind, [])
     return {
         "type": str(trainer.accelerator.distributed_type),
         "processes": trainer.accelerator.num_processes,
         "wrapper": type(trainer.model_wrapped).__name__,
         "resident": sum(p.numel() for p in local) / sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         "logs": [{name: log[name] for name in names if name in log} for log in trainer.state.log_history],
-        "state": [trainer.kl_controller.state_dict(), trainer.reward_normalizer.state_dict()] if kind == "ppo" else [],
+        "state": [getattr(trainer, name).state_dict() for name in controllers],
     }
 
 
@@ -222,7 +224,7 @@ def stop_request(inputs, folder, kind):
 
 
 def fail(inputs, folder):
-    """What one process alone does; the last of it ends the launch."""
+    """Generation, the best weights, and what one process alone does; the last of that ends the launch."""
     cases = {
         "generation": lambda out: generation(inputs, out, lora=False),
         "generation lora": lambda out: generation(inputs, out, lora=True),

@@ -8,6 +8,7 @@ from transformers.modeling_utils import set_zero3_state
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from transformers.utils import find_adapter_config_file
 from trl.data_utils import is_conversational
+from trl.import_utils import is_vllm_available
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.callbacks import _generate_completions as generate_completions
 from trl.trainer.utils import (
@@ -35,6 +36,7 @@ __all__ = [
     "is_async_callable",
     "is_conversational",
     "is_deepspeed_zero3_enabled",
+    "is_vllm_available",
     "prepare_deepspeed",
     "prepare_fsdp",
     "rotate_checkpoints",

@@ -17,10 +17,10 @@ def has_content(answer: Any) -> bool:
     """Whether text, or one of the messages, says or calls anything."""
     if isinstance(answer, str):
         return bool(answer.strip())
-    return is_text(answer) and any(
-        message.get("tool_calls") or has_content(message.get("content")) or isinstance(message.get("content"), list)
-        for message in answer
-    )
+    if not is_text(answer):
+        return False
+    contents = [message.get("content") for message in answer if not message.get("tool_calls")]
+    return len(contents) < len(answer) or any(c.strip() if isinstance(c, str) else c for c in contents)
 
 
 def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empty: bool = True) -> None:

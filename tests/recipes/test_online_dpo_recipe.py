@@ -148,6 +148,8 @@ def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
         (["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
         (["--dataset_name", "{inputs}/empty.jsonl", "--dataset_test_split", "train"], "but 1 of 2 rows do not"),
         (["--dataset_name", "{inputs}/wrong.jsonl"], "lacks the column(s) 'prompt'; it has 'question'"),
+        (["--model_name_or_path", "./absent"], "absent"),
+        (["--reward_model_name_or_path", "./absent", "--reward_weights", "1", "1", "1"], "absent"),
         (["--reward_funcs", "recipes.demo.world.gold", "no.such"], "'no.such' cannot be imported"),
     ],
 )

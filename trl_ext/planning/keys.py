@@ -45,8 +45,10 @@ _ZERO = (
     *("compute_grad_norm", "use_multi_rank_bucket_allreduce", "enable_sanity_checks", "parameter_alignment"),
     *("save_muon_momentum_buffer_in_memory",),
 )
-_OFFLOAD = ("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline_read")
-_OFFLOAD += ("pipeline_write", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc")
+_OFFLOAD = (
+    *("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline_read"),
+    *("pipeline_write", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc"),
+)
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:

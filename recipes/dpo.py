@@ -84,10 +84,10 @@ def main(arguments: list[str] | None = None) -> None:
         **(training_args.model_init_kwargs or {}),
     }
     reference = None
-    if script_args.ref_model_name_or_path:
-        kwargs = {name: value for name, value in training_args.model_init_kwargs.items() if name != "revision"}
-        reference = AutoModelForCausalLM.from_pretrained(script_args.ref_model_name_or_path, **kwargs)
     try:
+        if script_args.ref_model_name_or_path:
+            kwargs = {name: value for name, value in training_args.model_init_kwargs.items() if name != "revision"}
+            reference = AutoModelForCausalLM.from_pretrained(script_args.ref_model_name_or_path, **kwargs)
         trainer = DPOTrainer(
             model=model_args.model_name_or_path,
             ref_model=reference,
@@ -97,8 +97,8 @@ def main(arguments: list[str] | None = None) -> None:
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
 
     # 4. Train, from the newest checkpoint that is complete
     states = Path(training_args.output_dir).glob("checkpoint-*/trainer_state.json")

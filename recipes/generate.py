@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.data import check_texts
 
 
 @dataclass
@@ -74,9 +75,10 @@ def load_prompts(args: GenerateArguments) -> list[Any]:
     else:
         assert args.dataset_name is not None
         split = args.dataset_split or ("train" if Path(args.dataset_name).is_file() else "test")
-        prompts = load_dataset_split(args.dataset_name, split, config=args.dataset_config)["prompt"][
-            : args.max_prompts
-        ]
+        dataset = load_dataset_split(args.dataset_name, split, config=args.dataset_config)
+        dataset = dataset.select(range(min(len(dataset), args.max_prompts or len(dataset))))
+        check_texts(dataset, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
+        prompts = dataset["prompt"][:]
     if args.chat:
         prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
     empty = [row for row, prompt in enumerate(prompts) if not prompt]
@@ -120,7 +122,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.exit(2, __doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    state = PartialState(cpu=args.use_cpu or None)
+    # Without a GPU and `cpu`, each of several processes would take itself for the only one, and write the file
+    state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available() or None)
 
     # 2. Data and model
     try:
@@ -175,8 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
             if file is not None:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 file.flush()
-            elif not args.output_file:
-                state.print(text)
+            elif mine and not args.output_file:
+                print(text)
     if args.output_file:
         state.print(f"Answers: {args.output_file}, {done}, of which {finished} ended by EOS")
 

@@ -32,6 +32,7 @@ if os.getcwd() not in sys.path:  # a script's own folder is there instead
 
 from recipes.ppo import load_reward
 from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
+from trl_ext.data import check_texts
 from trl_ext.evaluation import bootstrap_interval
 
 # What a run and its continuation may differ in
@@ -227,12 +228,17 @@ def main(arguments: list[str] | None = None) -> None:
     load = {"config": script_args.dataset_config, "columns": ("prompt",)}
     try:
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
-        held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load).to_list()
+        held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
+        for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
+            check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
+        held_out = held_out.to_list()
         rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []]
-    except (ValueError, FileNotFoundError, ImportError, TypeError) as error:
-        parser.error(str(error))
-    if script_args.reward_model_name_or_path:
-        rewards.insert(0, ModelReward(script_args.reward_model_name_or_path, training_args.device))
+        if script_args.reward_model_name_or_path:
+            rewards.insert(0, ModelReward(script_args.reward_model_name_or_path, training_args.device))
+        start = model_args.model_name_or_path
+        tokenizer = AutoTokenizer.from_pretrained(start, revision=model_args.model_revision)
+    except (ValueError, OSError, ImportError, TypeError) as error:
+        parser.error(" ".join(str(error).split()))
     names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
     weights = script_args.reward_weights or [1.0] * len(rewards)
 
@@ -243,8 +249,6 @@ def main(arguments: list[str] | None = None) -> None:
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),
     }
-    start = model_args.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(start, revision=model_args.model_revision)
     size = training_args.per_device_eval_batch_size
 
     def load_policy(path: str | Path) -> Any:

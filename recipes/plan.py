@@ -91,7 +91,19 @@ def make_job(
     )
 
 
-def what_the_data_says(stage: str, script_args: Any, model_args: Any, folder: Path) -> tuple[int | None, str | None]:
+def check_columns(stage: str, dataset: Any, name: str, args: Any) -> None:
+    """Raise which columns the recipe needs, and which were found."""
+    if stage == "sft":
+        importlib.import_module("recipes.sft").check_columns(dataset, name, args.dataset_text_field)
+    elif stage == "ppo" and not {"prompt", "input_ids"} & set(dataset.column_names):
+        raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs 'prompt' or 'input_ids'")
+    elif stage in ("reward", "dpo") and not {"chosen", "rejected"} <= set(dataset.column_names):
+        raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs 'chosen' and 'rejected'")
+
+
+def what_the_data_says(
+    stage: str, script_args: Any, args: Any, model_args: Any, folder: Path
+) -> tuple[int | None, str | None]:
     """Preference pairs to train on, and which prompts SFT and PPO share; as far as the data is on this machine."""
 
     def load(name: str, split: str):
@@ -101,6 +113,8 @@ def what_the_data_says(stage: str, script_args: Any, model_args: Any, folder: Pa
         return None
 
     mine = load(script_args.dataset_name, script_args.dataset_train_split)
+    if mine is not None:
+        check_columns(stage, mine, script_args.dataset_name, args)
     if stage in ("reward", "dpo"):
         return None if mine is None else len(mine), None
     maker = origin(model_args.model_name_or_path, folder)[1] if stage == "ppo" else None
@@ -177,6 +191,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
     try:
         layout = Layout.read(options.accelerate) if options.accelerate else Layout()
         job = make_job(stage, script_args, args, model_args, folder, layout, options.prompt_length, load_config)
+        pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     if reasons := known_not_to_work(job):
@@ -184,7 +199,6 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
 
     # 3. Plan and warn
     print(report(plan(job), job, options.gpu_memory))
-    pairs, shared_prompts = what_the_data_says(stage, script_args, model_args, folder)
     if stage in ("reward", "dpo") and pairs is None:
         print("not checked, since the data is not on this machine: how many preference pairs there are")
     for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):

@@ -135,33 +135,39 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 3. Data; the trainer checks the columns
     load = {"config": script_args.dataset_config, "columns": ()}
-    train_dataset = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
-    if script_args.eval_size is None:
-        eval_name = script_args.eval_dataset_name or script_args.dataset_name
-        try:
-            eval_dataset = load_dataset_split(eval_name, script_args.dataset_test_split, **load)
-        except ValueError as error:
-            parser.error(f"{error}; `eval_size` cuts prompts to evaluate on from the training split")
-    elif script_args.eval_size:
-        split = train_dataset.train_test_split(script_args.eval_size, seed=training_args.seed)
-        train_dataset, eval_dataset = split["train"], split["test"]
-    else:
-        eval_dataset, training_args.eval_strategy = None, "no"
+    try:
+        train_dataset = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
+        if script_args.eval_size is None:
+            eval_name = script_args.eval_dataset_name or script_args.dataset_name
+            try:
+                eval_dataset = load_dataset_split(eval_name, script_args.dataset_test_split, **load)
+            except ValueError as error:
+                parser.error(f"{error}; `eval_size` cuts prompts to evaluate on from the training split")
+        elif script_args.eval_size:
+            split = train_dataset.train_test_split(script_args.eval_size, seed=training_args.seed)
+            train_dataset, eval_dataset = split["train"], split["test"]
+        else:
+            eval_dataset, training_args.eval_strategy = None, "no"
+    except (ValueError, FileNotFoundError) as error:
+        parser.error(str(error))
     if eval_dataset is not None and "held_out" not in eval_dataset.column_names:  # what a gold judge scores
         eval_dataset = eval_dataset.add_column("held_out", [True] * len(eval_dataset))
 
     # 4. Train
-    trainer = PPOTrainer(
-        model=model_args.model_name_or_path,
-        reward_funcs=rewards,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        value_model=script_args.value_model_name_or_path,
-        ref_model=script_args.ref_model_name_or_path,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    try:
+        trainer = PPOTrainer(
+            model=model_args.model_name_or_path,
+            reward_funcs=rewards,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            value_model=script_args.value_model_name_or_path,
+            ref_model=script_args.ref_model_name_or_path,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(" ".join(str(error).split()))
     attach_monitors(trainer, monitors)
     metrics = trainer.train().metrics
     if metrics:  # none where the run was complete already

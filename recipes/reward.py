@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split, save_base_fingerprint
-from trl_ext.data import usable_pairs
+from trl_ext.data import check_texts, usable_pairs
 from trl_ext.evaluation import centring_shift, plot_margins, reward_model_report
 
 
@@ -120,6 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
         demonstrations = train_dataset
         if script_args.demonstrations_name:
             demonstrations = load_dataset_split(script_args.demonstrations_name, columns=("prompt", "completion"))
+            check_texts(demonstrations, ("prompt", "completion"), f"dataset {script_args.demonstrations_name!r}")
             for name in ("chosen", "rejected"):  # the trainer prepares pairs
                 demonstrations = demonstrations.add_column(name, demonstrations["completion"])
     except (ValueError, FileNotFoundError) as error:
@@ -135,14 +136,17 @@ def main(arguments: list[str] | None = None) -> None:
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
         peft_config.task_type = "SEQ_CLS"  # so that the head is trained, and saved with the adapter
-    trainer = RewardTrainer(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=test_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=peft_config,
-    )
+    try:
+        trainer = RewardTrainer(
+            model=model_args.model_name_or_path,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=test_dataset,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=peft_config,
+        )
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
         head = head_of(trainer.model)

@@ -13,6 +13,7 @@ from pathlib import Path
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.data import check_texts
 
 # What SFTTrainer reads: rows need all columns of one of these
 COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
@@ -34,11 +35,13 @@ class SFTScriptArguments(ScriptArguments):
 
 
 def check_columns(dataset, name: str, text_field: str = "text") -> None:
-    """Raise what is missing, and what was found, before a model is loaded."""
+    """Raise what is missing or no text, and what was found, before a model is loaded."""
     needed = [tuple(text_field if column == "text" else column for column in columns) for columns in COLUMNS]
     if not any(set(columns) <= set(dataset.column_names) for columns in needed):
         choices = ", or ".join(" and ".join(map(repr, columns)) for columns in needed)
         raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs {choices}: rename one")
+    columns = next(columns for columns in needed if set(columns) <= set(dataset.column_names))
+    check_texts(dataset, [column for column in columns if column != "input_ids"], f"dataset {name!r}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -72,14 +75,17 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(str(error))
 
     # 4. Train, from the newest checkpoint that is complete
-    trainer = SFTTrainer(
-        model=model_args.model_name_or_path,
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
+    try:
+        trainer = SFTTrainer(
+            model=model_args.model_name_or_path,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+        )
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
     states = Path(training_args.output_dir).glob("checkpoint-*/trainer_state.json")
     newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
     checkpoint = training_args.resume_from_checkpoint or (newest and str(newest.parent))

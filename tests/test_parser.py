@@ -1,5 +1,6 @@
 import os
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError
 from typing import Literal
 
 import pytest
@@ -195,3 +196,29 @@ def test_trl_config_takes_its_own_defaults_from_a_file(parse):
     yaml = "output_dir: out\nlearning_rate: 3e-4\neval_strategy: no\nreport_to: none\nuse_cpu: true\nbf16: false"
     parsed = parse(yaml, types=(RLOOConfig,))
     assert (parsed.learning_rate, parsed.eval_strategy.value, parsed.report_to) == (3e-4, "no", [])
+
+
+@dataclass
+class Sharded:
+    what: str
+
+    def __post_init__(self):
+        if self.what == "absent":
+            raise PackageNotFoundError("The 'deepspeed>=0.9.3' distribution was not found")
+        raise ValueError(f"Expected a string path to an existing deepspeed config. Received: {self.what}")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("absent", "not installed: `pip install 'trl-ext[deepspeed]'`"),
+        (
+            "zero3.json",
+            f"Received: zero3.json; the working directory is {os.getcwd()}, give an absolute path or start",
+        ),
+    ],
+)
+def test_deepspeed_that_is_not_there(what, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        StrictTrlParser(Sharded).parse_args_and_config(["--what", what])
+    assert message in capsys.readouterr().err

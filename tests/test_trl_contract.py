@@ -59,6 +59,7 @@ IMPORTED = {  # name in trl_ext/upstream.py -> the parameters that we pass, in t
     "create_model_from_path": ["model_id"],
     "disable_dropout_in_model": ["model"],
     "find_adapter_config_file": ["model_id"],
+    "is_vllm_available": [],
     "generate_completions": ["prompts", "model", "tokenizer", "accelerator", "generation_config", "batch_size"],
     "get_callable_name": ["func"],
     "get_config_model_id": ["config"],

@@ -56,7 +56,13 @@ class StrictTrlParser(TrlParser):
         try:
             return super().parse_args_and_config(args, *rest, **kwargs)
         except ValueError as error:  # a dataclass' own __post_init__ check
-            self.error(str(error))
+            where = f"; the working directory is {Path.cwd()}, give an absolute path or start from the right one"
+            self.error(f"{error}{where if 'existing deepspeed config' in str(error) else ''}")
+        except ImportError as error:  # of a package that a setting needs
+            what = " ".join(str(error).split())
+            if "deepspeed" in what.lower():
+                what = "DeepSpeed is asked for, but not installed: `pip install 'trl-ext[deepspeed]'`"
+            self.error(what)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         actions = {action.dest: action for action in self._actions}

@@ -8,6 +8,7 @@ from transformers.modeling_utils import set_zero3_state
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from transformers.utils import find_adapter_config_file
 from trl.data_utils import is_conversational
+from trl.import_utils import is_vllm_available
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.models.utils import add_hooks, remove_hooks
 from trl.trainer.callbacks import _generate_completions as generate_completions
@@ -37,6 +38,7 @@ __all__ = [
     "is_async_callable",
     "is_conversational",
     "is_deepspeed_zero3_enabled",
+    "is_vllm_available",
     "prepare_deepspeed",
     "prepare_fsdp",
     "remove_hooks",

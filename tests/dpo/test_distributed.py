@@ -3,16 +3,23 @@
 import pytest
 from torch.testing import assert_close
 
-from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, run
+from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, run, saved
 from tests.launch import on_two_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def launch(tmp_path_factory):
+    """A run of one process, with a checkpoint; then, from a launch, the folder and the results of each process."""
     folder = tmp_path_factory.mktemp("distributed")
-    return on_two_processes("tests.dpo.worker", folder)
+    by_one = saved(folder / "by one", 1, **BETA_DPO, **NORMALIZED)
+    return by_one, folder, on_two_processes("tests.dpo.worker", folder)
+
+
+@pytest.fixture(scope="module")
+def results(launch):
+    return launch[2]
 
 
 @pytest.mark.parametrize("name", ["drift", "beta_dpo"])
@@ -46,6 +53,16 @@ def test_resuming_on_two_processes_is_exact(results):
         whole, again = process["resumed"]
         assert_close(again, whole, rtol=0, atol=0)
     assert_close(results[0]["resumed"], results[1]["resumed"], rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_another_number_of_processes_goes_on_as_its_own_would(launch, tmp_path):
+    """With the same global batch; the controllers' state is kept once, for all processes."""
+    by_one, folder, (by_two, _) = launch
+    from_two = saved(tmp_path, 1, folder / "resumed" / "checkpoint-3", **BETA_DPO, **NORMALIZED)
+    for end, expected in ((by_two["from one"], by_one), (from_two, by_two["resumed"][0])):
+        for what in ("state", "beta"):
+            assert_close(end[what], expected[what], rtol=1e-4, atol=1e-6)
+        assert_close(end["weights"], expected["weights"], rtol=1e-4, atol=2e-6)
 
 
 def test_a_row_that_is_not_finite_on_one_process_ends_both(results):

@@ -117,7 +117,19 @@ def resumed(folder, **kwargs):
     whole.train()
     again = make_trainer(folder, **kwargs)
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3"))
-    return [{"weights": weights(t), "state": controller_state(t), "beta": t.beta} for t in (whole, again)]
+    return [end_of(t) for t in (whole, again)]
+
+
+def end_of(trainer):
+    return {"weights": weights(trainer), "state": controller_state(trainer), "beta": trainer.beta}
+
+
+def saved(folder, processes, checkpoint=None, **kwargs):
+    """The end of six steps of 8 pairs, saved at the third; or of a run that goes on from a checkpoint."""
+    kwargs = {"per_device_train_batch_size": 8 // processes, "save_strategy": "steps", "save_steps": 3, **kwargs}
+    trainer = make_trainer(folder, **kwargs)
+    trainer.train(checkpoint and str(checkpoint))
+    return end_of(trainer)
 
 
 def broken_weight(folder):
@@ -154,6 +166,7 @@ def on_two_processes(output_dir):
         "resumed": resumed(folder / "resumed", **BETA_DPO, **NORMALIZED),
         "broken": broken_weight(folder / "broken"),
         "shift": shift(folder / "shift"),
+        "from one": saved(folder / "from one", 2, folder / "by one" / "checkpoint-3", **BETA_DPO, **NORMALIZED),
     }
     torch.save(results, folder / f"process {PartialState().process_index}.pt")
 

@@ -1,9 +1,12 @@
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
-from trl_ext.planning import Layout
+from trl_ext.planning import Layout, keys
+
+ROOT = Path(__file__).parents[2]
 
 BASE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -54,3 +57,61 @@ def test_deepspeed_in_a_file_of_its_own(tmp_path):
 def test_what_cannot_be_planned_says_why(tmp_path, more, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, **more)
+
+
+def misspelled(folder, name, right, wrong):
+    """A shipped file, and the DeepSpeed file that it names, in `folder`, with a key misspelled in one of them."""
+    for path in (ROOT / "accelerate_configs").iterdir():
+        (folder / path.name).write_text(path.read_text().replace("accelerate_configs/", ""))
+    text = (folder / name).read_text()
+    assert right in text
+    (folder / name).write_text(text.replace(right, wrong))
+    return folder / f"{Path(name).stem}.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong", "section"),
+    [
+        ("fsdp2.yaml", "num_processes", "num_proceses", ""),
+        ("fsdp2.yaml", "fsdp_reshard_after_forward", "fsdp_reshard_after_foward", " in fsdp_config"),
+        ("zero3.yaml", "zero3_init_flag", "zero3_init_flg", " in deepspeed_config"),
+        ("zero3.json", "gradient_clipping", "gradient_cliping", ""),
+        ("zero3.json", "overlap_comm", "overlap_com", " in zero_optimization"),
+        ("zero3_offload.json", "pin_memory", "pin_memry", " in offload_param"),
+    ],
+)
+def test_a_misspelled_key_is_refused_with_the_right_one(tmp_path, name, right, wrong, section):
+    with pytest.raises(ValueError, match=f"{name} is no .* it has the key {wrong}{section}, .*; did you mean {right}"):
+        Layout.read(misspelled(tmp_path, name, right, wrong))
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "other"),
+    [
+        ("fsdp2.yaml", "fsdp_reshard_after_forward", "reshard_after_forward"),  # accelerate adds the prefix
+        ("zero3.json", "stage3_max_live_parameters", "max_live_parameters"),  # as DeepSpeed's own config calls it
+        ("zero3.json", "contiguous_gradients", "a_setting_of_a_later_version"),
+    ],
+)
+def test_a_key_that_may_be_right_is_read(tmp_path, name, right, other):
+    assert Layout.read(misspelled(tmp_path, name, right, other)).processes == 8
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_files_are_read_from_any_folder(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Layout.read(path)
+
+
+def test_a_broken_deepspeed_file_is_named(tmp_path):
+    for wrong, message in (("{", "Expecting"), ("[1]", "list")):
+        with pytest.raises(ValueError, match=f"zero3.json is no configuration of DeepSpeed: .*{message}"):
+            Layout.read(
+                misspelled(tmp_path, "zero3.json", (ROOT / "accelerate_configs/zero3.json").read_text(), wrong)
+            )
+
+
+def test_the_names_are_deepspeeds():
+    zero = pytest.importorskip("deepspeed.runtime.zero.config", reason="needs deepspeed")
+    names = {field.alias or name for name, field in zero.DeepSpeedZeroConfig.model_fields.items()}
+    assert names == set(keys._ZERO)

@@ -1,5 +1,7 @@
 """Two gloo processes do what one does with the same global batch, and end together where one fails."""
 
+import re
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -7,10 +9,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.launch import on_two_processes
 from tests.ppo.worker import (
     BUILDERS,
+    BY_ONE,
     CHECKPOINTING,
     LORA_PARITY,
+    RESUMED,
     assert_gradients_of_separate_models,
     evaluation,
+    make_trainer,
     parity,
 )
 
@@ -21,6 +26,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def launch(tmp_path_factory):
     """One launch: its folder, and the results of each process."""
     folder = tmp_path_factory.mktemp("distributed")
+    make_trainer(folder / "by one", **BY_ONE).train()
     return folder, on_two_processes("tests.ppo.worker", folder, "distributed")
 
 
@@ -148,3 +154,38 @@ def test_resuming_on_two_processes_is_exact(results):
         for end in resumed:
             assert_equal(end, uninterrupted)
     assert_equal(results[0]["resumed"][0]["weights"], results[1]["resumed"][0]["weights"])
+
+
+SIZES = r"`per_device_train_batch_size` 4 × `gradient_accumulation_steps` 1 × `num_mini_batches` {} × 2 process"
+BY_ANOTHER = r"checkpoint-{} was written by {} process\(es\), this run has {}, .*: start it on {}; or begin a new run"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("generations", rf"\(16\) must be divisible by num_generations \(3\). A rollout is {SIZES.format(2)}"),
+        ("rollout", rf"\(12\) must be divisible by the global batch size \(8\). A rollout is {SIZES.format(1)}"),
+        (
+            "evaluation",
+            r"batch of 4 responses \(`per_device_eval_batch_size` 2 × 2 proc.* cannot hold whole groups of 3",
+        ),
+        ("prompts", rf"has 12 prompts, a rollout needs 16 \({SIZES.format(2)}es / `num_generations` 1\): lower one"),
+        ("checkpoint", BY_ANOTHER.format(2, 1, 2, 1)),
+        ("checkpoint's path", BY_ANOTHER.format(1, 1, 2, 1)),
+    ],
+)
+def test_bad_input_ends_both_with_one_message(name, message, results):
+    for process in results:
+        error, said, seconds = process["bad input"][name]
+        assert error == "ValueError" and seconds < 60
+        assert re.search(message, said)
+
+
+@pytest.mark.parametrize("resume", [None, True, "path"])
+def test_a_checkpoint_of_two_processes_is_refused_on_one(resume, launch):
+    saved = launch[0] / "saved"  # the one that is named is in mid rollout
+    step = 9 if resume == "path" else 12
+    trainer = make_trainer(saved, **RESUMED | {"max_steps": 12})
+    with pytest.raises(ValueError, match=BY_ANOTHER.format(step, 2, 1, 2)):
+        trainer.train(str(saved / "checkpoint-9") if resume == "path" else resume)
+    assert trainer.state.global_step == 0

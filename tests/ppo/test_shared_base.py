@@ -287,7 +287,7 @@ class ServerGeneration(VLLMGeneration):
 @pytest.fixture
 def vllm(monkeypatch):
     monkeypatch.setattr(rloo_trainer, "VLLMGeneration", ServerGeneration)
-    monkeypatch.setattr(rloo_trainer, "is_vllm_available", lambda: True, raising=False)
+    monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
 
 
 @pytest.mark.parametrize("name", BUILDERS)

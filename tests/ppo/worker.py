@@ -443,6 +443,32 @@ def too_far(folder):
     return seen, [entry.get("policy/skipped_steps", 0) for entry in trainer.state.log_history[:-1]], len(calls)
 
 
+def bad_input(folder):
+    """What each mistake raises; `folder / "by one"` has checkpoints of one process, in mid rollout."""
+    evaluated = {"trainer_kwargs": {"eval_dataset": prompts(4)}}
+    cases = {
+        "generations": {"num_generations": 3},
+        "rollout": {"num_mini_batches": 1, "generation_batch_size": 12},
+        "evaluation": {"num_generations_eval": 3, "per_device_eval_batch_size": 2, **evaluated},
+        "prompts": {"rows": 12},
+        "checkpoint": BY_ONE,
+        "checkpoint's path": {**BY_ONE, "resume_from_checkpoint": str(folder / "by one" / "checkpoint-1")},
+    }
+    raised = {}
+    for name, config in cases.items():
+        start = time.monotonic()
+        try:
+            trainer = make_trainer(folder / "by one", **config)
+        except Exception as error:
+            raised[name] = type(error).__name__, str(error), time.monotonic() - start
+        else:
+            raised[name] = raised_by(trainer)
+    return raised
+
+
+BY_ONE = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+
+
 def on_two_processes(output_dir):
     """Every check in one launch: importing takes longer than all of them."""
     folder = Path(output_dir)
@@ -457,6 +483,7 @@ def on_two_processes(output_dir):
         "warm-up": warmup(folder / "warm-up"),
         "too far": too_far(folder / "too far"),
         "resumed": resumed(folder),
+        "bad input": bad_input(folder),
         "lora": parity(folder / "lora", 2, **LORA_PARITY),
         "gradients": {
             (name, kind): gradients(folder / f"{name} {kind}", name, kind, 2)

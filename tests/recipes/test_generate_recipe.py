@@ -1,13 +1,21 @@
-"""Answers to prompts, checked against a plain loop that takes one token after another, without padding or cache."""
+"""Answers to prompts, checked against a plain loop that takes one token after another, without padding or cache.
 
+As a script, what each of two processes does."""
+
+import contextlib
+import io
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.generate import main
+from tests.launch import on_two_processes
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
 
 ROWS = ["the cat sat on", "dog", "a bird flew over the log and then", "sad"]
@@ -96,6 +104,34 @@ def test_one_prompt_is_answered_on_the_terminal(inputs, capsys):
     assert capsys.readouterr().out.strip() == greedy(inputs / "model", ROWS[0])["text"].strip()
 
 
+def of_each_process(folder):
+    """Answers to five prompts in batches of two, in a file; and one on the terminal, which is kept."""
+    inputs = folder / "inputs"
+    answer(inputs, folder / "two.jsonl", "--batch_size", "2", data="five.jsonl")
+    terminal = io.StringIO()
+    with contextlib.redirect_stdout(terminal):
+        main(["--model_name_or_path", str(inputs / "model"), "--prompt", ROWS[0], "--max_new_tokens", "8"])
+    state = PartialState()
+    seen = {"processes": state.num_processes, "terminal": terminal.getvalue()}
+    torch.save(seen, folder / f"process {state.process_index}.pt")
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_answer_each_prompt_once_and_as_one_does(inputs, tmp_path):
+    (inputs / "five.jsonl").write_text(
+        "".join(json.dumps({"prompt": row}) + "\n" for row in [*ROWS, "the very happy"])
+    )
+    (tmp_path / "inputs").symlink_to(inputs)
+    one = answer(inputs, tmp_path / "one.jsonl", "--batch_size", "2", data="five.jsonl")
+    assert [row["prompt"] for row in one] == [*ROWS, "the very happy"]
+
+    first, second = on_two_processes("tests.recipes.test_generate_recipe", tmp_path)
+    assert first["processes"] == second["processes"] == 2
+    assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert first["terminal"].strip() and not second["terminal"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -122,14 +158,26 @@ def test_a_mistake_is_answered_in_one_line(inputs, tmp_path, capsys, flags, mess
     assert message in error and "error: " in error
 
 
-def test_a_dataset_without_prompts_names_its_columns(inputs, tmp_path, capsys):
-    (tmp_path / "data.jsonl").write_text('{"question": "a"}\n')
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "a"}, "lacks the column(s) 'prompt'; it has 'question'"),
+        ({"prompt": 3}, "'prompt' must hold text or messages that are not empty, but 1 of 1 rows do not"),
+        ({"prompt": ""}, "'prompt' must hold text or messages that are not empty, but 1 of 1 rows do not"),
+    ],
+)
+def test_a_dataset_without_prompts_is_named(inputs, tmp_path, capsys, row, message):
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
     with pytest.raises(SystemExit):
         answer(inputs, tmp_path / "out", "--dataset_name", str(tmp_path / "data.jsonl"))
-    assert "lacks the column(s) 'prompt'; it has 'question'" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_without_arguments_it_says_how_to_run_it(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "accelerate launch recipes/generate.py --model_name_or_path" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    of_each_process(Path(sys.argv[1]))

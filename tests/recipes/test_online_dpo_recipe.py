@@ -24,6 +24,8 @@ def inputs(tmp_path_factory):
     (folder / "prompts").mkdir()
     for split, rows in prompts.items():
         (folder / "prompts" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    (folder / "wrong.jsonl").write_text('{"question": "a"}\n')
     tokenizer = make_tokenizer()
     policy = make_model(tokenizer, 0)
     policy.save_pretrained(folder / "model")
@@ -144,12 +146,16 @@ def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
         (["--temperature", "0"], "`temperature` must be > 0, got 0.0"),
         (["--load_in_4bit", "true"], "not supported here: leave them unset"),
         (["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
+        (["--dataset_name", "{inputs}/empty.jsonl", "--dataset_test_split", "train"], "but 1 of 2 rows do not"),
+        (["--dataset_name", "{inputs}/wrong.jsonl"], "lacks the column(s) 'prompt'; it has 'question'"),
+        (["--model_name_or_path", "./absent"], "absent"),
+        (["--reward_model_name_or_path", "./absent", "--reward_weights", "1", "1", "1"], "absent"),
         (["--reward_funcs", "recipes.demo.world.gold", "no.such"], "'no.such' cannot be imported"),
     ],
 )
 def test_mistakes_are_one_line(inputs, tmp_path, more, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(arguments(inputs, tmp_path, *more))
+        main(arguments(inputs, tmp_path, *(flag.format(inputs=inputs) for flag in more)))
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 

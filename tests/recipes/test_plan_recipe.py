@@ -18,6 +18,7 @@ def folder(tmp_path_factory):
     tiny_llama().config.save_pretrained(folder / "hub")
     rows = "".join(f'{{"prompt": "p{i}", "completion": "c", "chosen": "a", "rejected": "b"}}\n' for i in range(8))
     (folder / "data.jsonl").write_text(rows)
+    (folder / "wrong.jsonl").write_text('{"question": "q"}\n')
     data = {"dataset_name": str(folder / "data.jsonl")}
     sft = {
         "model_name_or_path": str(folder / "hub"),
@@ -74,6 +75,9 @@ def test_few_pairs_and_accelerates_file(folder, capsys):
         ("ppo", ["--kl_coeff", "1"], "unknown flag '--kl_coeff'; did you mean --kl_coef"),
         ("ppo", ["--accelerate", "{folder}/absent.yaml"], "is no accelerate configuration"),
         ("sft", ["--model_name_or_path", "./absent"], "absent"),
+        ("sft", ["--dataset_name", "{folder}/wrong.jsonl"], "has the columns ['question'], but needs 'messages', or"),
+        ("reward", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'chosen' and 'rejected'"),
+        ("ppo", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt' or 'input_ids'"),
         ("zero3", [], "does not begin by sft, reward, ppo or dpo: give `--stage`"),
     ],
 )

@@ -1,3 +1,4 @@
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -65,6 +66,35 @@ def test_missing_arguments_are_named(arguments, message, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        ('{"question": "a"}', [], "The train dataset needs a column `prompt` (text or messages) or `input_ids`"),
+        ('{"prompt": "a"}\n{"prompt": null}', [], "'prompt' must hold text or messages, but 1 of 2 rows do not"),
+        ('{"prompt": "a"}', ["--eval_size", "5"], "test_size=5"),
+        ('{"prompt": "a"}', ["--use_vllm", "true"], "vLLM is not installed: `pip install 'trl-ext[vllm]'`"),
+        (
+            '{"prompt": "a"}',
+            ["--deepspeed", "z.json"],
+            "DeepSpeed is asked for, but not installed: `pip install 'trl-ext[",
+        ),
+    ],
+    ids=["columns", "empty", "evaluation", "vllm", "deepspeed"],
+)
+def test_mistakes_are_one_line_before_a_model_is_loaded(rows, more, message, tmp_path, capsys, monkeypatch):
+    if "--use_vllm" in more:
+        monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: False)
+    if "--deepspeed" in more and importlib.util.find_spec("deepspeed"):
+        pytest.skip("DeepSpeed is installed")
+    (tmp_path / "data.jsonl").write_text(rows)
+    given = ["--dataset_name", str(tmp_path / "data.jsonl"), "--eval_size", "0", "--output_dir", str(tmp_path / "out")]
+    given += ["--model_name_or_path", "absent", "--reward_funcs", "tests.tiny.length_reward", "--use_cpu", "true"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--bf16", "false", "--report_to", "none", *more])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "error: " in error and message in error
 
 
 def test_eval_size_0_switches_evaluation_off(monkeypatch, tmp_path):

@@ -210,6 +210,7 @@ def test_two_steps(path, standins, tmp_path, monkeypatch):
         flags |= {"num_mini_batches": "1", "local_rollout_forward_batch_size": "4", "total_episodes": "4"}
         if training_args.use_vllm:
             monkeypatch.setattr("trl.trainer.rloo_trainer.VLLMGeneration", VLLMStandIn)
+            monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
     arguments = ["--config", str(path), *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
     importlib.import_module(f"recipes.{stage}").main(arguments)
 

@@ -146,6 +146,20 @@ def test_identical_messages_are_seen_too():
     assert len(usable_pairs(dataset, "the data", drop=True)) == 1
 
 
+def test_messages_that_say_nothing_are_no_answer_and_a_prompt_must_be_there():
+    def talk(text):
+        return [{"role": "assistant", "content": text}]
+
+    rows = {
+        "prompt": ["p", "p", "p", None],
+        "chosen": [talk("a")] * 4,
+        "rejected": [talk("b"), talk(""), talk(" "), talk("b")],
+    }
+    message = r"2 without a rejected answer \(rows 1, 2\), 1 without a prompt \(rows 3\): correct"
+    with pytest.raises(ValueError, match=message):
+        usable_pairs(Dataset.from_dict(rows), "the data")
+
+
 def test_a_pair_without_any_answer_is_not_called_identical():
     dataset = Dataset.from_dict({"chosen": ["", "a"], "rejected": ["", "b"]})
     with pytest.raises(
@@ -166,6 +180,16 @@ def test_unusable_pairs_stop_the_recipe_before_a_model_is_loaded(inputs, tmp_pat
     with pytest.raises(SystemExit):
         main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(folder), "--model_name_or_path", "absent"])
     assert "the split 'train' has 100 pairs, of them 1 with identical answers (rows 3)" in capsys.readouterr().err
+
+
+def test_demonstrations_without_text_are_named(inputs, tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": null}\n')
+    with pytest.raises(SystemExit):
+        main([*arguments(inputs, tmp_path / "out"), "--demonstrations_name", str(tmp_path / "data.jsonl")])
+    assert (
+        "'completion' must hold text or messages, but 1 of 2 rows do not (the first is row 1"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_trained_model_is_one_that_ppo_can_load(trained):

@@ -1,5 +1,14 @@
 from .hh import split_dialogue, split_pair
 from .loading import load_dataset_split
 from .pairs import usable_pairs
+from .texts import check_texts, has_content, is_text
 
-__all__ = ["load_dataset_split", "split_dialogue", "split_pair", "usable_pairs"]
+__all__ = [
+    "check_texts",
+    "has_content",
+    "is_text",
+    "load_dataset_split",
+    "split_dialogue",
+    "split_pair",
+    "usable_pairs",
+]

@@ -2,12 +2,14 @@
 
 from datasets import Dataset
 
+from .texts import has_content, is_text
+
 
 def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
-    """The pairs that teach something: both answers are there, and they differ.
+    """The pairs that teach something: prompt and both answers are there, and the answers differ.
 
     Args:
-        dataset: rows with `chosen` and `rejected`, text or messages.
+        dataset: rows with `chosen` and `rejected`, and with `prompt` if these do not contain it; text or messages.
         name: what messages call the dataset.
         drop: leave the other pairs out, and print how many.
 
@@ -16,10 +18,12 @@ def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
     """
     pairs = list(zip(dataset["chosen"], dataset["rejected"], strict=True))
     wrong = {
-        "without a chosen answer": [i for i, (chosen, _) in enumerate(pairs) if not chosen],
-        "without a rejected answer": [i for i, (_, rejected) in enumerate(pairs) if not rejected],
-        "with identical answers": [i for i, (chosen, rejected) in enumerate(pairs) if chosen and chosen == rejected],
+        "without a chosen answer": [i for i, (chosen, _) in enumerate(pairs) if not has_content(chosen)],
+        "without a rejected answer": [i for i, (_, rejected) in enumerate(pairs) if not has_content(rejected)],
+        "with identical answers": [i for i, (a, b) in enumerate(pairs) if has_content(a) and a == b],
     }
+    if "prompt" in dataset.column_names:
+        wrong["without a prompt"] = [i for i, prompt in enumerate(dataset["prompt"]) if not is_text(prompt)]
     rows = {row for indices in wrong.values() for row in indices}
     if not rows:
         return dataset

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
+from ..data import has_content, is_text
 from ..upstream import get_config_model_id
 from .config import DPOConfig
 
@@ -94,7 +95,8 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
             )
         return dataset.map(_checked, with_indices=True, fn_kwargs={"name": name, "columns": columns})
     problems: list[str] = []
-    for row, example in enumerate(dataset.select_columns(["chosen", "rejected", *columns])):
+    prompt = ["prompt"] * ("prompt" in found)
+    for row, example in enumerate(dataset.select_columns([*prompt, "chosen", "rejected", *columns])):
         problems += [f"row {row}: {problem}" for problem in _problems(example, columns)]
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -119,9 +121,13 @@ def _checked(example: dict[str, Any], row: int, name: str, columns: tuple[str, .
 
 
 def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str]:
-    empty = [column for column in ("chosen", "rejected") if not _has_content(example[column])]
+    empty = [column for column in ("chosen", "rejected") if not has_content(example[column])]
     for column in empty:
-        yield f"`{column}` is empty"
+        value = example[column]
+        wrong_type = value is not None and not isinstance(value, (str, list))
+        yield f"`{column}` " + (f"must be text or messages, got {value!r}" if wrong_type else "is empty")
+    if not is_text(example.get("prompt", "")):
+        yield f"`prompt` must be text or messages, got {example['prompt']!r}"
     if not empty and example["chosen"] == example["rejected"]:
         yield "`chosen` and `rejected` are identical"
     for column in columns:
@@ -133,13 +139,6 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
         rule, is_valid = _RULES[column]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
             yield f"`{column}` must be {rule}, got {value!r}"
-
-
-def _has_content(answer: Any) -> bool:
-    """Whether text, or one of the messages, says or calls anything."""
-    if isinstance(answer, list):
-        return any(message.get("content") or message.get("tool_calls") for message in answer)
-    return bool(answer)
 
 
 def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:

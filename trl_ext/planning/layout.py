@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+
+from .keys import check_accelerate_keys, check_deepspeed_keys
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,12 @@ class Layout:
         The layout of an accelerate YAML.
 
         Raises:
-            ValueError: a file that accelerate does not understand, or a mode that does not work.
+            ValueError: a file that accelerate does not understand, a misspelled key, or a mode that does not work.
         """
         try:
+            check_accelerate_keys(yaml.safe_load(Path(path).read_text()))
             config = load_config_from_file(str(path))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             raise ValueError(f"{path} is no accelerate configuration: {' '.join(str(error).split())}") from error
         kind = str(getattr(config.distributed_type, "value", config.distributed_type))
         count: dict[str, Any] = {"processes": max(config.num_processes, 1), "machines": max(config.num_machines, 1)}
@@ -88,7 +92,11 @@ class Layout:
             found = [place for place in (Path(file), path.parent / file, path.parent.parent / file) if place.is_file()]
             if not found:
                 raise ValueError(f"{path} names deepspeed_config_file {file}, which is not there")
-            settings = json.loads(found[0].read_text())
+            try:
+                settings = json.loads(found[0].read_text())
+                check_deepspeed_keys(settings)
+            except (ValueError, AttributeError) as error:
+                raise ValueError(f"{found[0]} is no configuration of DeepSpeed: {error}") from error
             zero = settings.get("zero_optimization", {})
             stage, accumulation = zero.get("stage", 0), settings.get("gradient_accumulation_steps")
             offload = [zero.get(f"offload_{x}", {}).get("device") for x in ("param", "optimizer")]

@@ -58,15 +58,16 @@ def fingerprint(args: PPOConfig, **facts: Any) -> dict[str, Any]:
     return json.loads(json.dumps({**config, **facts}, default=str))
 
 
-def write_marker(checkpoint: str, contents: dict[str, Any]) -> None:
+def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> None:
     temporary = Path(checkpoint) / f"{MARKER}.tmp"
     # The time is kept within: a copied folder's files have the time of the copy
-    temporary.write_text(json.dumps({"written_ns": time.time_ns(), "configuration": contents}, indent=2))
+    marker = {"written_ns": time.time_ns(), "processes": processes, "configuration": contents}
+    temporary.write_text(json.dumps(marker, indent=2))
     os.replace(temporary, Path(checkpoint) / MARKER)
 
 
 def read_marker(checkpoint: str) -> dict[str, Any] | None:
-    """`configuration` and `written_ns` of a complete checkpoint, None for one that was not finished."""
+    """`configuration`, `processes` and `written_ns` of a complete checkpoint, None for one that was not finished."""
     marker = Path(checkpoint) / MARKER
     return json.loads(marker.read_text()) if marker.is_file() else None
 

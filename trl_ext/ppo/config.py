@@ -321,6 +321,13 @@ class PPOConfig(RLOOConfig):
         try:
             super().__post_init__()
         except ValueError as error:
+            if str(error).startswith("generation_batch_size ("):
+                raise ValueError(
+                    f"{error} A rollout is `per_device_train_batch_size` {self.per_device_train_batch_size} × "
+                    f"`gradient_accumulation_steps` {self.gradient_accumulation_steps} × `num_mini_batches` "
+                    f"{self.num_mini_batches} × {self.world_size} process(es): change one of them, or "
+                    f"`num_generations` {self.num_generations}."
+                ) from None
             # RLOO needs two generations for its baseline and says so in its last check; PPO has a critic
             if self.num_generations != 1 or "at least 2 generations" not in str(error):
                 raise

@@ -4,7 +4,8 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import DataCollatorWithPadding, ProcessorMixin
 
-from ..upstream import get_config_model_id
+from ..data import check_texts
+from ..upstream import get_config_model_id, is_vllm_available
 from .config import PPOConfig
 
 
@@ -66,6 +67,10 @@ def check_inputs(
     """Refuse, before anything is loaded, what could only fail later."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `PPOConfig`, got {type(args).__name__}.")
+    if args.use_vllm and not is_vllm_available():
+        raise ImportError(
+            "`use_vllm=True`, but vLLM is not installed: `pip install 'trl-ext[vllm]'`, or leave it out."
+        )
     if ref_model is not None and not args.use_ref_model:
         raise ValueError("`ref_model` was passed, but `use_ref_model=False`: drop one.")
     named = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]
@@ -103,6 +108,8 @@ def check_inputs(
                 f"The {name} dataset needs a column `prompt` (text or messages) or `input_ids` (tokens); it has "
                 f"{dataset.column_names}."
             )
+        if "prompt" in dataset.column_names:
+            check_texts(dataset, ("prompt",), f"The {name} dataset")
         if {"image", "images"} & set(dataset.column_names):
             raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")
     if eval_dataset is not None:

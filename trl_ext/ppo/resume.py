@@ -57,6 +57,7 @@ class ResumeMixin(PPOTrainerBase):
                 if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
                     self._load_best_model()
                 return TrainOutput(state.global_step, float("nan"), {})
+            self._check_processes(checkpoint)
             self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
         else:
             self._step, self._buffered_inputs, self._skip_until = 0, None, 0
@@ -89,12 +90,23 @@ class ResumeMixin(PPOTrainerBase):
             return None
         different = differences((read_marker(checkpoint) or {}).get("configuration", {}), self._fingerprint)
         if different:
+            self._check_processes(checkpoint)  # another number of them changes the batch sizes, too
             raise ValueError(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Choose another "
                 "`output_dir`, "
                 "pass `resume_from_checkpoint='<path>'` to go on from it all the same, or `False` to start anew."
             )
         return checkpoint
+
+    def _check_processes(self, checkpoint: str) -> None:
+        """Each process kept the rows of its own rollout, its random states and its part of the metrics."""
+        written, now = (read_marker(checkpoint) or {}).get("processes"), self.accelerator.num_processes
+        if written not in (None, now):
+            raise ValueError(
+                f"{checkpoint} was written by {written} process(es), this run has {now}, so it cannot go on exactly: "
+                f"start it on {written}; or begin a new run in another `output_dir`, with the checkpoint as `model` "
+                "and its folder `critic` as `value_model`."
+            )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         checkpoint = os.path.join(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
@@ -106,7 +118,7 @@ class ResumeMixin(PPOTrainerBase):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             if not self.args.save_only_model:  # there is nothing to resume from
-                write_marker(checkpoint, self._fingerprint)
+                write_marker(checkpoint, self._fingerprint, self.accelerator.num_processes)
             rotate_checkpoints(
                 output_dir=self._get_output_dir(trial=trial),
                 save_total_limit=self.args.save_total_limit,
@@ -227,9 +239,9 @@ class ResumeMixin(PPOTrainerBase):
             return
         if not os.path.isfile(self._state_file(checkpoint)):
             raise ValueError(
-                f"{self._state_file(checkpoint)} is missing: the checkpoint was written by another number of "
-                "processes or with `save_only_model=True`, and cannot be resumed from. Choose another `output_dir`, "
-                "or pass `resume_from_checkpoint=False` to start anew."
+                f"{self._state_file(checkpoint)} is missing: the checkpoint was written with "
+                "`save_only_model=True`, or was not copied whole, and cannot be resumed from. Choose another "
+                "`output_dir`, or pass `resume_from_checkpoint=False` to start anew."
             )
         state = torch.load(self._state_file(checkpoint), map_location="cpu", weights_only=True)
         self._step, self._skip_until = state["step"], state["skip_until"]

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trl_ext.planning import Layout, keys
+from trl_ext.planning import Layout
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,8 +76,6 @@ def misspelled(folder, name, right, wrong):
         ("fsdp2.yaml", "fsdp_reshard_after_forward", "fsdp_reshard_after_foward", " in fsdp_config"),
         ("zero3.yaml", "zero3_init_flag", "zero3_init_flg", " in deepspeed_config"),
         ("zero3.json", "gradient_clipping", "gradient_cliping", ""),
-        ("zero3.json", "overlap_comm", "overlap_com", " in zero_optimization"),
-        ("zero3_offload.json", "pin_memory", "pin_memry", " in offload_param"),
     ],
 )
 def test_a_misspelled_key_is_refused_with_the_right_one(tmp_path, name, right, wrong, section):
@@ -89,8 +87,7 @@ def test_a_misspelled_key_is_refused_with_the_right_one(tmp_path, name, right, w
     ("name", "right", "other"),
     [
         ("fsdp2.yaml", "fsdp_reshard_after_forward", "reshard_after_forward"),  # accelerate adds the prefix
-        ("zero3.json", "stage3_max_live_parameters", "max_live_parameters"),  # as DeepSpeed's own config calls it
-        ("zero3.json", "contiguous_gradients", "a_setting_of_a_later_version"),
+        ("zero3.json", "gradient_clipping", "a_setting_of_a_later_version"),
     ],
 )
 def test_a_key_that_may_be_right_is_read(tmp_path, name, right, other):
@@ -104,14 +101,8 @@ def test_shipped_files_are_read_from_any_folder(path, tmp_path, monkeypatch):
 
 
 def test_a_broken_deepspeed_file_is_named(tmp_path):
-    for wrong, message in (("{", "Expecting"), ("[1]", "list")):
+    for wrong, message in (("{", "Expecting"), ("[1]", "got list")):
         with pytest.raises(ValueError, match=f"zero3.json is no configuration of DeepSpeed: .*{message}"):
             Layout.read(
                 misspelled(tmp_path, "zero3.json", (ROOT / "accelerate_configs/zero3.json").read_text(), wrong)
             )
-
-
-def test_the_names_are_deepspeeds():
-    zero = pytest.importorskip("deepspeed.runtime.zero.config", reason="needs deepspeed")
-    names = {field.alias or name for name, field in zero.DeepSpeedZeroConfig.model_fields.items()}
-    assert names == set(keys._ZERO)

@@ -16,39 +16,15 @@ _SECTIONS = {
     "dynamo_config": ("dynamo_",),
     "parallelism_config": ("parallelism_config_",),
 }
-# DeepSpeed's settings: not all of them, and later versions have more, so only what is nearly one of them is refused
+# DeepSpeed's settings at the top level: not all of them, and later versions have more, so only what is nearly one of
+# them is refused. (It refuses unknown ones in `zero_optimization` itself.)
 _DEEPSPEED = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-    *("bf16", "fp16", "amp", "torch_autocast", "data_types", "communication_data_type", "zero_optimization"),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "optimizer", "scheduler"),
-    *(
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-    ),
-    *("dump_state", "activation_checkpointing", "aio", "flops_profiler", "comms_logger", "tensorboard", "wandb"),
-    *("csv_monitor", "checkpoint", "compile", "dataloader_drop_last", "tensor_parallel", "elasticity", "autotuning"),
-)
-_ZERO = (
-    *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions"),
-    *("allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "elastic_checkpoint", "offload_param"),
-    *("offload_optimizer", "zenflow", "sub_group_size", "cpu_offload", "stage3_prefetch_bucket_size"),
-    *("stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters"),
-    *("stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save", "ignore_unused_parameters"),
-    *("stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "round_robin_gradients"),
-    *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights"),
-    *("zero_quantized_gradients", "memory_efficient_linear", "pipeline_loading_checkpoint", "leaf_module"),
-    *("override_module_apply", "log_trace_cache_warnings", "stage3_gather_fp16_weights_on_model_save"),
-    *("cpu_offload_param", "cpu_offload_use_pin_memory", "stage3_allgather_sequential", "legacy_stage1"),
-    *("compute_grad_norm", "use_multi_rank_bucket_allreduce", "enable_sanity_checks", "parameter_alignment"),
-    *("save_muon_momentum_buffer_in_memory",),
-)
-_OFFLOAD = (
-    *("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline_read"),
-    *("pipeline_write", "fast_init", "ratio", "super_offload", "cpuadam_cores_perc"),
-)
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16 amp "
+    "torch_autocast data_types communication_data_type zero_optimization zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer optimizer scheduler prescale_gradients gradient_predivide_factor steps_per_print "
+    "wall_clock_breakdown memory_breakdown dump_state activation_checkpointing aio flops_profiler comms_logger "
+    "tensorboard wandb csv_monitor checkpoint compile dataloader_drop_last tensor_parallel elasticity autotuning"
+).split()
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
@@ -80,19 +56,15 @@ def check_accelerate_keys(config: Any) -> None:
                 raise ValueError(f"it has the key {key} in {section}, which accelerate passes over{nearest}")
 
 
-def check_deepspeed_keys(settings: dict[str, Any]) -> None:
+def check_deepspeed_keys(settings: Any) -> None:
     """
-    Check the keys of a DeepSpeed file, of its ZeRO section and of the offloading in it.
+    Check the top-level keys of a DeepSpeed file.
 
     Raises:
         ValueError: one that is nearly, but not, the name of a setting, with that name.
     """
-    zero = settings.get("zero_optimization", {})
-    sections = {"": (settings, _DEEPSPEED), " in zero_optimization": (zero, _ZERO)}
-    for name in ("offload_param", "offload_optimizer"):
-        sections[f" in {name}"] = (zero.get(name) or {}, _OFFLOAD)
-    for where, (given, known) in sections.items():
-        for key in given:
-            # DeepSpeed takes those of stage 3 without their prefix, too
-            if not {key, f"stage3_{key}"} & set(known) and (nearest := _nearest(key, known)):
-                raise ValueError(f"it has the key {key}{where}, which is no setting of DeepSpeed{nearest}")
+    if not isinstance(settings, dict):
+        raise ValueError(f"it must hold keys and values, got {type(settings).__name__}")
+    for key in settings:
+        if key not in _DEEPSPEED and (nearest := _nearest(key, _DEEPSPEED)):
+            raise ValueError(f"it has the key {key}, which is no setting of DeepSpeed{nearest}")

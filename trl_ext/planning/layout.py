@@ -95,7 +95,7 @@ class Layout:
             try:
                 settings = json.loads(found[0].read_text())
                 check_deepspeed_keys(settings)
-            except (ValueError, AttributeError) as error:
+            except ValueError as error:
                 raise ValueError(f"{found[0]} is no configuration of DeepSpeed: {error}") from error
             zero = settings.get("zero_optimization", {})
             stage, accumulation = zero.get("stage", 0), settings.get("gradient_accumulation_steps")

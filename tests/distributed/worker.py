@@ -62,11 +62,12 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
 def write_inputs(folder):
-    """A policy and a reward adapter on the same base, as paths: ZeRO-3 partitions while loading."""
+    """A policy, a reward model, a reward adapter on the policy's base; paths: ZeRO-3 partitions while loading."""
     policy, tokenizer = tiny_llama(), tiny_tokenizer()
-    for name in ("policy", "reward"):
+    for name in ("policy", "reward", "reward model"):
         tokenizer.save_pretrained(folder / name)
     policy.save_pretrained(folder / "policy")
+    tiny_reward_model(policy).save_pretrained(folder / "reward model")
     reward = tiny_reward_model(policy)
     reward.model.load_state_dict(policy.model.state_dict())
     reward.config.name_or_path = reward.name_or_path = str(folder / "policy")
@@ -76,11 +77,11 @@ def write_inputs(folder):
     save_base_fingerprint(reward, folder / "reward")
 
 
-def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, **config):
+def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, **config):
     peft = {"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)} if lora else {}
     return make_trainer(
         output_dir,
-        [str(inputs / "reward")] if lora else topic_reward,
+        reward or ([str(inputs / "reward")] if lora else topic_reward),
         str(inputs / "policy"),
         trainer_kwargs=peft | (trainer_kwargs or {}),
         **{**PPO, "per_device_train_batch_size": 2 // processes, "save_strategy": "steps", **config},
@@ -126,22 +127,28 @@ def others(kind, inputs, output_dir, processes, lora):
     )
 
 
-WORKLOADS = [f"{kind}{lora}" for kind in ("ppo", "gradient", "sft", "dpo", "reward") for lora in ("", " lora")]
+KINDS = ("ppo", "separate", "gradient", "sft", "dpo", "reward")
+WORKLOADS = [f"{kind}{lora}" for kind in KINDS for lora in ("", " lora")]
 
 
 def run(workload, inputs, folder, processes, resume=False):
     kind, lora = workload.split()[0], workload.endswith("lora")
     output_dir = folder / workload
-    checkpoint = str(output_dir / f"checkpoint-{3 if kind == 'ppo' else 2}") if resume else None
+    checkpoint = str(output_dir / f"checkpoint-{3 if kind in ('ppo', 'separate') else 2}") if resume else None
     if resume:
         output_dir = folder / f"{workload} resumed"
     randperm = torch.randperm
-    if kind == "ppo":
+    if kind in ("ppo", "separate"):
         torch.randperm = lambda n, **kwargs: (
             torch.tensor(ORDER[processes]) if n == 8 // processes else randperm(n, **kwargs)
         )
-    if kind in ("ppo", "gradient"):
-        trainer = scripted(ppo(inputs, output_dir, processes, lora, **GRADIENT if kind == "gradient" else {}))
+    if kind in ("ppo", "separate", "gradient"):
+        options = GRADIENT if kind == "gradient" else {}
+        if kind == "separate":  # a reward model with a base of its own
+            options = {"reward": [str(inputs / ("reward" if lora else "reward model"))], "share_reward_base": "never"}
+            # Drawn anew, the critic's adapter would be another one under ZeRO-3
+            options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
+        trainer = scripted(ppo(inputs, output_dir, processes, lora, **options))
     else:
         trainer = others(kind, inputs, output_dir, processes, lora)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -158,7 +165,10 @@ def run(workload, inputs, folder, processes, resume=False):
         "wrapper": type(trainer.model_wrapped).__name__,
         "resident": sum(p.numel() for p in local) / sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         "logs": [{name: log[name] for name in names if name in log} for log in trainer.state.log_history],
-        "state": [getattr(trainer, name).state_dict() for name in controllers],
+        "state": [
+            {key: value for key, value in getattr(trainer, name).state_dict().items() if not isinstance(value, str)}
+            for name in controllers
+        ],
     }
 
 

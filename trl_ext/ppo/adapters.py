@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import disable_fsdp_ram_efficient_loading
 from peft import (
     AutoPeftModelForSequenceClassification,
     LoraConfig,
@@ -219,7 +220,13 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
     """A sequence classifier of one label saved as an adapter, on its own base; as one plain model, if that can be."""
-    model = AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
+    # Under FSDP, transformers leaves heads that the base lacks to be sent by the first process, with what is sharded
+    efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    disable_fsdp_ram_efficient_loading()
+    try:
+        model = AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
+    finally:
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = efficient
     if is_deepspeed_zero3_enabled():  # there is no whole weight to add the adapter to
         return model
     model = model.merge_and_unload()

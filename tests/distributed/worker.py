@@ -144,8 +144,9 @@ def run(workload, inputs, folder, processes, resume=False):
         )
     if kind in ("ppo", "separate", "gradient"):
         options = GRADIENT if kind == "gradient" else {}
-        if kind == "separate":  # a reward model with a base of its own
+        if kind == "separate":  # a reward model with a base of its own, and a reference that moves
             options = {"reward": [str(inputs / ("reward" if lora else "reward model"))], "share_reward_base": "never"}
+            options |= {} if lora else {"sync_ref_model": True, "ref_model_sync_steps": 2}
             # Drawn anew, the critic's adapter would be another one under ZeRO-3
             options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
         trainer = scripted(ppo(inputs, output_dir, processes, lora, **options))

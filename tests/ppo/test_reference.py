@@ -143,6 +143,14 @@ def test_sync_ref_model_mixes_the_policy_in_by_alpha(tmp_path):
     assert not torch.equal(trainer.ref_model.lm_head.weight, start[0]["lm_head.weight"])
 
 
+def test_on_several_gpus_each_process_loads_its_models_on_its_own(tmp_path, monkeypatch):
+    """By default TRL spreads what it loads over all GPUs (`device_map="auto"`), which every process would do."""
+    trainer = make(tmp_path, tiny_llama())
+    assert "device_map" not in trainer._load_kwargs(trainer.model.policy)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    assert trainer._load_kwargs(trainer.model.policy)["device_map"] is None
+
+
 @pytest.mark.parametrize("other", ["ref_model", "value_model"])
 def test_policy_and_another_role_being_one_object_raises(tmp_path, other):
     policy = tiny_llama()

@@ -72,6 +72,17 @@ POSITIONS = {
 }
 
 
+def test_a_reference_that_has_moved_is_resumed_from_where_it_was(tmp_path):
+    config = RESUMED | {"sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 10}
+    uninterrupted = trained(tmp_path, save_strategy="steps", save_steps=5, **config)
+    resumed = trained(tmp_path / "resumed", str(tmp_path / "checkpoint-5"), **config)
+    assert_same_end(end_state(resumed), end_state(uninterrupted))
+    assert_same_end(resumed.ref_model.state_dict(), uninterrupted.ref_model.state_dict())
+    shutil.rmtree(tmp_path / "checkpoint-5" / "reference")
+    with pytest.raises(ValueError, match="reference that `sync_ref_model=True` has moved is not known"):
+        trained(tmp_path / "again", str(tmp_path / "checkpoint-5"), **config)
+
+
 @pytest.mark.parametrize("step", POSITIONS, ids=POSITIONS.values())
 def test_a_resumed_run_ends_as_the_uninterrupted_one(step, checkpoints, uninterrupted, tmp_path):
     shutil.copytree(checkpoints / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")

@@ -54,6 +54,7 @@ class PPOTrainerBase(RLOOTrainer):
     _sampling: bool  # False while evaluating greedily
 
     _local: Callable[[Any], Any]
+    _prepare_reference: Callable[[Any, Any], None]
     _permuted: Callable[[int], list[dict[str, Tensor]]]
     _train_adapters: Callable[[], None]
     _timed: Callable[[str], AbstractContextManager]

@@ -58,6 +58,8 @@ class ResumeMixin(PPOTrainerBase):
                     self._load_best_model()
                 return TrainOutput(state.global_step, float("nan"), {})
             self._check_processes(checkpoint)
+            if self.args.sync_ref_model:
+                self._load_reference(os.path.join(checkpoint, "reference"))
             self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
         else:
             self._step, self._buffered_inputs, self._skip_until = 0, None, 0
@@ -115,6 +117,8 @@ class ResumeMixin(PPOTrainerBase):
         # Older checkpoints may only go once this one is complete
         with temporarily(self.args, save_total_limit=None):
             super()._save_checkpoint(model, trial)
+        if self.args.sync_ref_model:
+            self._save_reference(os.path.join(checkpoint, "reference"))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             if not self.args.save_only_model:  # there is nothing to resume from
@@ -125,6 +129,20 @@ class ResumeMixin(PPOTrainerBase):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
+
+    def _save_reference(self, folder: str) -> None:
+        """Keep a reference that `sync_ref_model` moves."""
+        state = self.accelerator.get_state_dict(self.ref_model)
+        if self.args.should_save:
+            self.accelerator.unwrap_model(self.ref_model).save_pretrained(folder, state_dict=state)
+
+    def _load_reference(self, folder: str) -> None:
+        if not os.path.isdir(folder):
+            raise ValueError(
+                f"{folder} is missing, so the reference that `sync_ref_model=True` has moved is not known: the "
+                "checkpoint was written without it. Go on with `sync_ref_model=False`, or start anew."
+            )
+        self._prepare_reference(self.accelerator.unwrap_model(self.model).policy, folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write the policy as a model of its own, and the critic beside it under `critic/`."""

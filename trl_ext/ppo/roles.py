@@ -93,6 +93,8 @@ class RolesMixin(PPOTrainerBase):
         kwargs = {"dtype": policy.dtype, "trust_remote_code": self.args.trust_remote_code}
         kwargs |= self.args.model_init_kwargs or {}
         kwargs.pop("revision", None)
+        if self.accelerator.num_processes > 1 or self.is_deepspeed_enabled:
+            kwargs["device_map"] = None  # by default TRL spreads a model over all GPUs
         return kwargs
 
     def _load_again(self, load: Callable[..., Any], policy: Any) -> Callable[[], Any] | None:
@@ -131,6 +133,7 @@ class RolesMixin(PPOTrainerBase):
         else:
             self.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
         if args.sync_ref_model:
+            self.remove_callback(_SyncReference)  # of the reference before resuming
             self.add_callback(_SyncReference(ref_model=self.ref_model, accelerator=self.accelerator))
 
     def _make_actor_critic(

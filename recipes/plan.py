@@ -42,14 +42,17 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def origin(name: str, folder: Path) -> tuple[str, dict | None]:
     """The hub name or folder that `name` comes from, and the recipe in `folder` that makes it, if there is one."""
-    recipe, first = None, None
-    while not Path(name).exists():
-        makers = [yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")]
-        recipe = next((r for r in makers if r.get("output_dir") == name.removesuffix("/merged")), None)
-        if recipe is None:
-            break
-        first = first or recipe
-        name = recipe["model_name_or_path"]
+    makers = {}
+    for path in sorted(folder.glob("*.yaml")):  # others' files may lie there, too
+        with contextlib.suppress(yaml.YAMLError):
+            recipe = yaml.safe_load(path.read_text())
+            if isinstance(recipe, dict) and recipe.get("model_name_or_path"):
+                makers[recipe.get("output_dir")] = recipe
+    first = None
+    # Each recipe once: one may start from its own output
+    while not Path(name).exists() and (maker := makers.pop(name.removesuffix("/merged"), None)):
+        first = first or maker
+        name = maker["model_name_or_path"]
     return name, first
 
 
@@ -111,8 +114,12 @@ def what_the_data_says(stage: str, script_args: Any, model_args: Any, folder: Pa
     if mine is not None and theirs is not None and "prompt" in theirs.column_names:
         common = {str(prompt) for prompt in mine["prompt"]} & {str(prompt) for prompt in theirs["prompt"]}
         return None, f"{len(common)} of PPO's {len(mine)} prompts are SFT's, too" if common else None
-    same = (maker["dataset_name"], theirs_split) == (script_args.dataset_name, script_args.dataset_train_split)
-    return None, f"SFT and PPO both read {script_args.dataset_name}, {theirs_split}" if same else None
+    splits = theirs_split, script_args.dataset_train_split
+    is_same_split = len({split.partition("[")[0] for split in splits}) == 1
+    overlap = is_same_split and (splits[0] == splits[1] or any("[" not in split for split in splits))
+    if maker["dataset_name"] != script_args.dataset_name or not overlap:
+        return None, None
+    return None, f"of {script_args.dataset_name} SFT reads {splits[0]} and PPO {splits[1]}"
 
 
 def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
@@ -171,12 +178,24 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
     # The machine that plans need not have the GPU that runs
     on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
     script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
+    for name in ("prompt_length", "gpu_memory"):
+        if (value := getattr(options, name)) is not None and value <= 0:
+            parser.error(f"`--{name}` must be more than 0, got {value}")
     folder = Path(options.config).parent
+
+    def load(name: str) -> Any:
+        try:
+            return load_config(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the configuration of {name} cannot be read: {error} (Without a network, a folder {name}/ here that "
+                "holds its config.json will do.)"
+            ) from error
 
     # 2. Job
     try:
         layout = Layout.read(options.accelerate) if options.accelerate else Layout()
-        job = make_job(stage, script_args, args, model_args, folder, layout, options.prompt_length, load_config)
+        job = make_job(stage, script_args, args, model_args, folder, layout, options.prompt_length, load)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     if reasons := known_not_to_work(job):
@@ -186,7 +205,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
     print(report(plan(job), job, options.gpu_memory))
     pairs, shared_prompts = what_the_data_says(stage, script_args, model_args, folder)
     if stage in ("reward", "dpo") and pairs is None:
-        print("not checked, since the data is not on this machine: how many preference pairs there are")
+        print("not checked, since the dataset is no local file: how many preference pairs there are")
     for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):
         print(f"WARNING: {warning}")
 

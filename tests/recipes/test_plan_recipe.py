@@ -111,12 +111,25 @@ def test_splits_of_a_hub_dataset_that_sft_and_ppo_share(tmp_path, split, is_shar
     assert (shared is not None) == is_shared
 
 
-def test_a_shipped_file_says_what_is_computed_for_it(capsys, monkeypatch):
-    root = Path(__file__).parents[2]
-    monkeypatch.chdir(root)
-    main(["--config", "recipes/qwen2.5-0.5b/sft.yaml"], load_config=config_of)
+ROOT = Path(__file__).parents[2]
+# But for vLLM's variants, which have ppo.yaml's memory, and two nodes, which only halve the shards
+SHIPPED = [
+    path
+    for folder in ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b")
+    for path in sorted((ROOT / "recipes" / folder).glob("*.yaml"))
+    if "vllm" not in path.stem and "two_nodes" not in path.stem
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_shipped_file_says_what_is_computed_for_it(path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    accelerate = re.search(r"^# Accelerate: (\S+)$", path.read_text(), re.MULTILINE)[1]
+    main(["--config", str(path), "--accelerate", accelerate], load_config=config_of)
     planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]
-    assert f"# Memory: {planned} GiB per GPU" in (root / "recipes/qwen2.5-0.5b/sft.yaml").read_text()
+    variants = [path, *path.parent.glob("ppo_vllm_*.yaml")] if path.name == "ppo.yaml" else [path]
+    assert all(f"# Memory: {planned} GiB per GPU" in variant.read_text() for variant in variants)
 
 
 def test_without_arguments_it_says_how_to_run_it(capsys):

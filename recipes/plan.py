@@ -20,10 +20,15 @@ import yaml
 from transformers import AutoConfig
 from trl import ModelConfig, RewardConfig, SFTConfig, get_peft_config
 
-from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
+from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.planning import GIB, Job, Layout, Plan, known_not_to_work, known_to_go_wrong, plan
 
-CONFIGS = {"sft": ("SFT", SFTConfig), "reward": ("Reward", RewardConfig), "ppo": ("PPO", PPOConfig)}
+CONFIGS = {
+    "sft": ("SFT", SFTConfig),
+    "reward": ("Reward", RewardConfig),
+    "ppo": ("PPO", PPOConfig),
+    "dpo": ("DPO", DPOConfig),
+}
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -31,9 +36,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--config", required=True, help="A recipe's YAML.")
     parser.add_argument("--accelerate", help="accelerate's YAML; one process on one GPU if unset.")
-    parser.add_argument(
-        "--stage", choices=("sft", "reward", "ppo", "dpo"), help="If the file's name does not begin so."
-    )
+    parser.add_argument("--stage", choices=tuple(CONFIGS), help="If the file's name does not begin so.")
     parser.add_argument("--prompt_length", type=int, default=512, help="Tokens of a prompt, for PPO.")
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
     parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
@@ -163,18 +166,14 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
         print(__doc__, file=sys.stderr)
         sys.exit(2)
     options, flags = parse(arguments)
-    stage = options.stage or next(
-        (s for s in ("sft", "reward", "ppo", "dpo") if Path(options.config).name.startswith(s)), None
-    )
+    stage = options.stage or next((s for s in CONFIGS if Path(options.config).name.startswith(s)), None)
     parser = StrictTrlParser(())
     parser.prog = "plan.py"
     if stage is None:
         parser.error(f"{options.config} does not begin by sft, reward, ppo or dpo: give `--stage`")
     recipe = importlib.import_module(f"recipes.{stage}")
-    prefix, config = CONFIGS.get(stage, ("DPO", None))
-    parser = StrictTrlParser(
-        (getattr(recipe, f"{prefix}ScriptArguments"), config or recipe.DPOConfig, ModelConfig), prog="plan.py"
-    )
+    prefix, config = CONFIGS[stage]
+    parser = StrictTrlParser((getattr(recipe, f"{prefix}ScriptArguments"), config, ModelConfig), prog="plan.py")
     # The machine that plans need not have the GPU that runs
     on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
     script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])

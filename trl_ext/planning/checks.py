@@ -109,7 +109,7 @@ def known_to_go_wrong(
 
 
 def _too_long(job: Job) -> list[str]:
-    """Who cannot read the longest prompt with its answer; nothing truncates them, so the run would stop there."""
+    """Who cannot read the longest prompt with its answer: nothing truncates them, and reward models and vLLM refuse."""
     length = job.prompt_length + job.args.max_completion_length
     limits = {
         f"the {whose} reads": getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -119,7 +119,7 @@ def _too_long(job: Job) -> list[str]:
         limits["`vllm_max_model_length` is"] = job.args.vllm_max_model_length
     return [
         f"{limit} {most} tokens, a prompt of {job.prompt_length} with its answer has up to {length}: leave out "
-        f"prompts of more than {most - job.args.max_completion_length} tokens, or PPO stops at the first of them"
+        f"prompts of more than {most - job.args.max_completion_length} tokens"
         for limit, most in limits.items()
         if most and length > most
     ]

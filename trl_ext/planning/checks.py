@@ -109,7 +109,7 @@ def known_to_go_wrong(
 
 
 def _too_long(job: Job) -> list[str]:
-    """Who cannot read the longest prompt with its answer: nothing truncates them, and reward models and vLLM refuse."""
+    """Who cannot read the longest prompt with its answer: nothing truncates them; reward models and vLLM refuse."""
     length = job.prompt_length + job.args.max_completion_length
     limits = {
         f"the {whose} reads": getattr(config.get_text_config(), "max_position_embeddings", None)

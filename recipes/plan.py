@@ -20,10 +20,15 @@ import yaml
 from transformers import AutoConfig
 from trl import ModelConfig, RewardConfig, SFTConfig, get_peft_config
 
-from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
+from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.planning import GIB, Job, Layout, Plan, known_not_to_work, known_to_go_wrong, plan
 
-CONFIGS = {"sft": ("SFT", SFTConfig), "reward": ("Reward", RewardConfig), "ppo": ("PPO", PPOConfig)}
+CONFIGS = {
+    "sft": ("SFT", SFTConfig),
+    "reward": ("Reward", RewardConfig),
+    "ppo": ("PPO", PPOConfig),
+    "dpo": ("DPO", DPOConfig),
+}
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -31,9 +36,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--config", required=True, help="A recipe's YAML.")
     parser.add_argument("--accelerate", help="accelerate's YAML; one process on one GPU if unset.")
-    parser.add_argument(
-        "--stage", choices=("sft", "reward", "ppo", "dpo"), help="If the file's name does not begin so."
-    )
+    parser.add_argument("--stage", choices=tuple(CONFIGS), help="If the file's name does not begin so.")
     parser.add_argument("--prompt_length", type=int, default=512, help="Tokens of a prompt, for PPO.")
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
     parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
@@ -42,14 +45,17 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def origin(name: str, folder: Path) -> tuple[str, dict | None]:
     """The hub name or folder that `name` comes from, and the recipe in `folder` that makes it, if there is one."""
-    recipe, first = None, None
-    while not Path(name).exists():
-        makers = [yaml.safe_load(path.read_text()) for path in folder.glob("*.yaml")]
-        recipe = next((r for r in makers if r.get("output_dir") == name.removesuffix("/merged")), None)
-        if recipe is None:
-            break
-        first = first or recipe
-        name = recipe["model_name_or_path"]
+    makers = {}
+    for path in sorted(folder.glob("*.yaml")):  # others' files may lie there, too
+        with contextlib.suppress(yaml.YAMLError):
+            recipe = yaml.safe_load(path.read_text())
+            if isinstance(recipe, dict) and recipe.get("model_name_or_path"):
+                makers[recipe.get("output_dir")] = recipe
+    first = None
+    # Each recipe once: one may start from its own output
+    while not Path(name).exists() and (maker := makers.pop(name.removesuffix("/merged"), None)):
+        first = first or maker
+        name = maker["model_name_or_path"]
     return name, first
 
 
@@ -125,8 +131,12 @@ def what_the_data_says(
     if mine is not None and theirs is not None and "prompt" in theirs.column_names:
         common = {str(prompt) for prompt in mine["prompt"]} & {str(prompt) for prompt in theirs["prompt"]}
         return None, f"{len(common)} of PPO's {len(mine)} prompts are SFT's, too" if common else None
-    same = (maker["dataset_name"], theirs_split) == (script_args.dataset_name, script_args.dataset_train_split)
-    return None, f"SFT and PPO both read {script_args.dataset_name}, {theirs_split}" if same else None
+    splits = theirs_split, script_args.dataset_train_split
+    is_same_split = len({split.partition("[")[0] for split in splits}) == 1
+    overlap = is_same_split and (splits[0] == splits[1] or any("[" not in split for split in splits))
+    if maker["dataset_name"] != script_args.dataset_name or not overlap:
+        return None, None
+    return None, f"of {script_args.dataset_name} SFT reads {splits[0]} and PPO {splits[1]}"
 
 
 def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
@@ -170,27 +180,35 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
         print(__doc__, file=sys.stderr)
         sys.exit(2)
     options, flags = parse(arguments)
-    stage = options.stage or next(
-        (s for s in ("sft", "reward", "ppo", "dpo") if Path(options.config).name.startswith(s)), None
-    )
+    stage = options.stage or next((s for s in CONFIGS if Path(options.config).name.startswith(s)), None)
     parser = StrictTrlParser(())
     parser.prog = "plan.py"
     if stage is None:
         parser.error(f"{options.config} does not begin by sft, reward, ppo or dpo: give `--stage`")
     recipe = importlib.import_module(f"recipes.{stage}")
-    prefix, config = CONFIGS.get(stage, ("DPO", None))
-    parser = StrictTrlParser(
-        (getattr(recipe, f"{prefix}ScriptArguments"), config or recipe.DPOConfig, ModelConfig), prog="plan.py"
-    )
+    prefix, config = CONFIGS[stage]
+    parser = StrictTrlParser((getattr(recipe, f"{prefix}ScriptArguments"), config, ModelConfig), prog="plan.py")
     # The machine that plans need not have the GPU that runs
     on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
     script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
+    for name in ("prompt_length", "gpu_memory"):
+        if (value := getattr(options, name)) is not None and value <= 0:
+            parser.error(f"`--{name}` must be more than 0, got {value}")
     folder = Path(options.config).parent
+
+    def load(name: str) -> Any:
+        try:
+            return load_config(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the configuration of {name} cannot be read: {error} (Without a network, a folder {name}/ here that "
+                "holds its config.json will do.)"
+            ) from error
 
     # 2. Job
     try:
         layout = Layout.read(options.accelerate) if options.accelerate else Layout()
-        job = make_job(stage, script_args, args, model_args, folder, layout, options.prompt_length, load_config)
+        job = make_job(stage, script_args, args, model_args, folder, layout, options.prompt_length, load)
         pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
@@ -200,7 +218,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
     # 3. Plan and warn
     print(report(plan(job), job, options.gpu_memory))
     if stage in ("reward", "dpo") and pairs is None:
-        print("not checked, since the data is not on this machine: how many preference pairs there are")
+        print("not checked, since the dataset is no local file: how many preference pairs there are")
     for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):
         print(f"WARNING: {warning}")
 

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from accelerate.utils import GatheredParameters
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig
 from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, get_quantization_config
 
@@ -52,19 +55,35 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 @torch.no_grad()
 def features(trainer: RewardTrainer, rows: list[list[int]]) -> Tensor:
-    """(N, D) what the head sees of each row of token ids: a decoder's last token, or what an encoder pools."""
+    """(N, D) what the head scores of each row of token ids: of a decoder one token, or what an encoder pools."""
     model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
+    pad = trainer.processing_class.pad_token_id
     seen, result = [], []
     hook = head_of(model).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     for start in range(0, len(rows), size):
         chunk = {"input_ids": list(rows[start : start + size])}
         batch = trainer.processing_class.pad(chunk, padding_side="right", return_tensors="pt").to(trainer.args.device)
         model(**batch)
-        last = batch["attention_mask"].sum(1) - 1
         hidden = seen.pop()
-        result.append((hidden[torch.arange(len(last)), last] if hidden.dim() == 3 else hidden).double().cpu())
+        if hidden.dim() == 3:  # as the classifier: the last that is not padding, so not an EOS that is the pad token
+            positions = torch.arange(hidden.size(1), device=hidden.device)
+            last = (positions * (batch["input_ids"] != pad)).argmax(1)
+            hidden = hidden[torch.arange(len(last)), last]
+        result.append(hidden.double().cpu())
     hook.remove()
     return torch.cat(result)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@torch.no_grad()
+def subtract(parameter: Tensor, value: Tensor) -> None:
+    value = value.to(parameter.device, parameter.dtype).expand(parameter.shape).contiguous()
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter -= value
 
 
 def centre_and_report(trainer: RewardTrainer, demonstrations: Dataset, output_dir: Path) -> dict:
@@ -73,26 +92,30 @@ def centre_and_report(trainer: RewardTrainer, demonstrations: Dataset, output_di
     reference = features(trainer, demonstrations["chosen_ids"])
     chosen, rejected = features(trainer, held_out["chosen_ids"]), features(trainer, held_out["rejected_ids"])
     everything = torch.cat([reference, features(trainer, train["chosen_ids"] + train["rejected_ids"])])
+    gaps = [len(a) - len(b) for a, b in zip(held_out["chosen_ids"], held_out["rejected_ids"], strict=True)]
 
     def scores(seen: Tensor) -> Tensor:
-        return seen @ head.weight[0].detach().double().cpu() + (0 if head.bias is None else head.bias.item())
+        bias = 0 if head.bias is None else whole(head.bias).item()
+        return seen @ whole(head.weight)[0].detach().double().cpu() + bias
 
-    mean, margins_before = scores(reference).mean(), scores(chosen) - scores(rejected)
-    with torch.no_grad():
+    if isinstance(trainer.model, FSDPModule):  # else the head is a gathered copy, which is not what will be saved
+        trainer.model.reshard()
+    with GatheredParameters(list(head.parameters()), modifier_rank=0):  # ZeRO-3 leaves them empty
+        mean, margins_before = scores(reference).mean(), scores(chosen) - scores(rejected)
         if head.bias is not None:
-            head.bias -= mean.to(head.bias)
+            subtract(head.bias, mean)
         else:
-            head.weight -= (mean * centring_shift(reference, everything)).to(head.weight)
-    margins = scores(chosen) - scores(rejected)
-    gaps = [len(a) - len(b) for a, b in zip(held_out["chosen_ids"], held_out["rejected_ids"], strict=True)]
+            subtract(head.weight, mean * centring_shift(reference, everything))
+        margins = scores(chosen) - scores(rejected)
+        report = {
+            **reward_model_report(scores(chosen), scores(rejected), torch.tensor(gaps)),
+            "demonstrations_mean": scores(reference).mean().item(),
+            "demonstrations_mean_before_centring": mean.item(),
+            "margin_change_by_centring": (margins - margins_before).abs().mean().item(),
+        }
     if trainer.is_world_process_zero():
         plot_margins(margins, output_dir / "margins.png")
-    return {
-        **reward_model_report(scores(chosen), scores(rejected), torch.tensor(gaps)),
-        "demonstrations_mean": scores(reference).mean().item(),
-        "demonstrations_mean_before_centring": mean.item(),
-        "margin_change_by_centring": (margins - margins_before).abs().mean().item(),
-    }
+    return report
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -150,21 +173,23 @@ def main(arguments: list[str] | None = None) -> None:
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
         head = head_of(trainer.model)
-        nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+        with GatheredParameters([head.weight], modifier_rank=0):
+            nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+    output_dir = Path(training_args.output_dir)
+    if peft_config is not None:  # so that a LoRA policy on the same base can score with the adapter alone
+        output_dir.mkdir(parents=True, exist_ok=True)
+        save_base_fingerprint(trainer.model, output_dir)  # before FSDP2 shards it
 
     # 4. Train, from the newest checkpoint that is complete
-    states = Path(training_args.output_dir).glob("checkpoint-*/trainer_state.json")
+    states = output_dir.glob("checkpoint-*/trainer_state.json")
     newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
     checkpoint = training_args.resume_from_checkpoint or (newest and str(newest.parent))
     trainer.save_metrics("train", trainer.train(resume_from_checkpoint=checkpoint).metrics)
 
     # 5. Save
     demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
-    output_dir = Path(training_args.output_dir)
     result = centre_and_report(trainer, demonstrations, output_dir)
     trainer.save_model()
-    if peft_config is not None:  # a LoRA policy on the same base can score with the adapter alone
-        save_base_fingerprint(trainer.accelerator.unwrap_model(trainer.model), output_dir)
     if trainer.is_world_process_zero():
         (output_dir / "reward_report.json").write_text(json.dumps(result, indent=2))
     trainer.accelerator.print(f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}")

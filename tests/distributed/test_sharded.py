@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peft import PeftModel, get_peft_model_state_dict
+from peft import AutoPeftModelForSequenceClassification, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.worker import WORKLOADS, run, write_inputs
+from tests.distributed.worker import WORKLOADS, make_pairs, run, write_inputs
+from tests.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 MODES = {  # shipped file -> the mode that must really be on: accelerate's type, the wrapper, the share of weights held
@@ -205,6 +206,20 @@ def test_the_best_weights_are_loaded_at_the_end(failed, folder, lora):
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, good[path][name], rtol=0, atol=0, msg=f"{path}: {name}")
         assert any(not torch.equal(tensor, last[path][name]) for name, tensor in tensors.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lora", ["", " lora"])
+def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, lora):
+    output = folder / failed[0] / f"reward recipe{lora}"
+    auto = AutoPeftModelForSequenceClassification if lora else AutoModelForSequenceClassification
+    model = auto.from_pretrained(output, num_labels=1, pad_token_id=0).eval()
+    texts = [f"{pair['prompt']}{pair['chosen']}</s>" for pair in make_pairs()]
+    batch = tiny_tokenizer()(texts, padding=True, padding_side="right", return_tensors="pt")
+    scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    torch.testing.assert_close(scores.mean(), torch.zeros(()), rtol=0, atol=1e-5)
+    assert scores.std() > 1e-2 and (output / "reward_report.json").exists()
+    assert (output / "trl_ext_base.json").exists() == bool(lora)
 
 
 @pytest.mark.parametrize("kind", ["ppo", "dpo"])

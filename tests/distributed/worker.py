@@ -1,5 +1,6 @@
 """Every workload on the processes that `accelerate launch` has started, one after the other, and what came of it."""
 
+import json
 import os
 import sys
 import time
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
+from recipes.reward import main as reward_recipe  # noqa: E402
 from tests.ppo.worker import (  # noqa: E402
     make_trainer,
     raised_by,
@@ -62,7 +64,7 @@ LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
 def write_inputs(folder):
-    """A policy, a reward model, a reward adapter on the policy's base; paths: ZeRO-3 partitions while loading."""
+    """A policy, a reward model, a reward adapter on the policy's base, as paths: ZeRO-3 partitions while loading."""
     policy, tokenizer = tiny_llama(), tiny_tokenizer()
     for name in ("policy", "reward", "reward model"):
         tokenizer.save_pretrained(folder / name)
@@ -75,6 +77,18 @@ def write_inputs(folder):
     reward = get_peft_model(reward, LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, **LORA))
     reward.save_pretrained(folder / "reward")
     save_base_fingerprint(reward, folder / "reward")
+    (folder / "pairs").mkdir()
+    for split in ("train", "test"):
+        (folder / f"pairs/{split}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+
+
+def make_pairs():
+    generator = torch.Generator().manual_seed(0)
+
+    def sentence():
+        return " " + " ".join(WORDS[i] for i in torch.randint(len(WORDS), (5,), generator=generator))
+
+    return [{"prompt": row["prompt"], "chosen": sentence(), "rejected": sentence()} for row in prompts(8)]
 
 
 def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, **config):
@@ -89,12 +103,7 @@ def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, *
 
 
 def others(kind, inputs, output_dir, processes, lora):
-    generator = torch.Generator().manual_seed(0)
-
-    def sentence():
-        return " " + " ".join(WORDS[i] for i in torch.randint(len(WORDS), (5,), generator=generator))
-
-    pairs = [{"prompt": row["prompt"], "chosen": sentence(), "rejected": sentence()} for row in prompts(8)]
+    pairs = make_pairs()
     if kind == "sft":
         trainer_class, config_class = SFTTrainer, SFTConfig
         rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]
@@ -216,6 +225,15 @@ def best(inputs, folder, lora):
     return trainer.state.best_model_checkpoint
 
 
+def whole_reward_recipe(inputs, folder, lora):
+    """It reads and sets its score head by itself, which ZeRO-3 has partitioned and FSDP2 sharded."""
+    settings = {"model_name_or_path": inputs / "policy", "dataset_name": inputs / "pairs", "output_dir": folder}
+    settings |= {"use_cpu": "true", "bf16": "false", "dtype": "float32", "report_to": "none", "disable_tqdm": "true"}
+    settings |= {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    settings |= {"use_peft": "true", "lora_target_modules": "all-linear"} if lora else {}
+    reward_recipe([str(part) for name, value in settings.items() for part in (f"--{name}", value)])
+
+
 class OnProcess1(TrainerCallback):
     def __init__(self, act):
         self.act = act
@@ -241,6 +259,8 @@ def fail(inputs, folder):
         "generation lora": lambda out: generation(inputs, out, lora=True),
         "best": lambda out: best(inputs, out, lora=False),
         "best lora": lambda out: best(inputs, out, lora=True),
+        "reward recipe": lambda out: whole_reward_recipe(inputs, out, lora=False),
+        "reward recipe lora": lambda out: whole_reward_recipe(inputs, out, lora=True),
         "stop ppo": lambda out: stop_request(inputs, out, "ppo"),
         "stop dpo": lambda out: stop_request(inputs, out, "dpo"),
         "reward raises": lambda out: reward_mistake(out, "raises", str(inputs / "policy")),

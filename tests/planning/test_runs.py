@@ -180,17 +180,27 @@ def replace_generations(args, number):
         ({"vf_coef": 0.0}, {}, "the critic never learns"),
         ({"kl_coef": 0.05}, {"score_range": (0.0, 1.0)}, "scores in [0, 1] with `kl_coef: 0.05`"),
         ({"kl_coef": 0.05, "reward_clip_range": (0.0, 1.0)}, {}, "scores in [0, 1] with `kl_coef: 0.05`"),
+        ({"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 15}, {}, "has up to 16: leave out"),
         ({}, {"shared_prompts": "12 of PPO's 16 prompts are SFT's, too"}, "12 of PPO's 16 prompts are SFT's, too"),
     ],
 )
 def test_what_ends_badly_is_warned_of(args, known, message):
-    (warning,) = known_to_go_wrong(Job("ppo", ppo(**args), CONFIG), **known)
+    (warning,) = known_to_go_wrong(Job("ppo", ppo(**args), CONFIG, prompt_length=8), **known)
     assert message in warning
+
+
+def test_prompts_that_a_model_cannot_read_are_warned_of():
+    short = type(CONFIG)(**{**CONFIG.to_dict(), "max_position_embeddings": 20})
+    (warning,) = known_to_go_wrong(Job("ppo", ppo(), CONFIG, rewards=(CONFIG, short), prompt_length=16))
+    assert warning.startswith(
+        "the reward model reads 20 tokens, a prompt of 16 with its answer has up to 24: leave out"
+    )
+    assert "more than 12 tokens" in warning
 
 
 def test_few_pairs_are_warned_of_and_sound_settings_are_not():
     (warning,) = known_to_go_wrong(Job("reward", sft(), CONFIG), pairs=9_999)
     assert "9999 preference pairs" in warning
     assert known_to_go_wrong(Job("dpo", sft(), CONFIG), pairs=10_000) == []
-    assert known_to_go_wrong(Job("ppo", ppo(kl_coef=0.1), CONFIG), score_range=(0.0, 1.0)) == []
-    assert known_to_go_wrong(Job("ppo", ppo(), CONFIG), score_range=(-3.0, 3.0)) == []
+    assert known_to_go_wrong(Job("ppo", ppo(kl_coef=0.1), CONFIG, prompt_length=8), score_range=(0.0, 1.0)) == []
+    assert known_to_go_wrong(Job("ppo", ppo(), CONFIG, prompt_length=8), score_range=(-3.0, 3.0)) == []

@@ -1,10 +1,11 @@
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from recipes.plan import main, origin
+from recipes.plan import main, origin, what_the_data_says
 from tests.recipes.real_models import config_of
 from tests.tiny import tiny_llama
 
@@ -74,10 +75,12 @@ def test_few_pairs_and_accelerates_file(folder, capsys):
         ("ppo", ["--kl_coef", "-1"], "`kl_coef` must be finite and >= 0, got -1.0"),
         ("ppo", ["--kl_coeff", "1"], "unknown flag '--kl_coeff'; did you mean --kl_coef"),
         ("ppo", ["--accelerate", "{folder}/absent.yaml"], "is no accelerate configuration"),
-        ("sft", ["--model_name_or_path", "./absent"], "absent"),
         ("sft", ["--dataset_name", "{folder}/wrong.jsonl"], "has the columns ['question'], but needs 'messages', or"),
         ("reward", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'chosen' and 'rejected'"),
         ("ppo", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt' or 'input_ids'"),
+        ("sft", ["--model_name_or_path", "./absent"], "the configuration of ./absent cannot be read"),
+        ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
+        ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),
         ("zero3", [], "does not begin by sft, reward, ppo or dpo: give `--stage`"),
     ],
 )
@@ -94,12 +97,43 @@ def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
     assert origin("owner/name", folder) == ("owner/name", None)
 
 
-def test_a_shipped_file_says_what_is_computed_for_it(capsys, monkeypatch):
-    root = Path(__file__).parents[2]
-    monkeypatch.chdir(root)
-    main(["--config", "recipes/qwen2.5-0.5b/sft.yaml"], load_config=config_of)
+def test_other_files_beside_a_recipe_and_one_that_starts_from_its_own_output(tmp_path):
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "list.yaml").write_text("- a")
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: outputs/made\noutput_dir: outputs/made")
+    name, maker = origin("outputs/made/merged", tmp_path)
+    assert name == maker["output_dir"] == "outputs/made"
+
+
+@pytest.mark.parametrize(("split", "is_shared"), [("train", True), ("train[:50%]", True), ("train[50%:]", False)])
+def test_splits_of_a_hub_dataset_that_sft_and_ppo_share(tmp_path, split, is_shared):
+    sft = {"model_name_or_path": "a/b", "output_dir": "outputs/sft", "dataset_name": "a/data"}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft | {"dataset_train_split": "train[:50%]"}))
+    script_args = SimpleNamespace(dataset_name="a/data", dataset_train_split=split)
+    model_args = SimpleNamespace(model_name_or_path="outputs/sft")
+    _, shared = what_the_data_says("ppo", script_args, model_args, tmp_path)
+    assert (shared is not None) == is_shared
+
+
+ROOT = Path(__file__).parents[2]
+# But for vLLM's variants, which have ppo.yaml's memory, and two nodes, which only halve the shards
+SHIPPED = [
+    path
+    for folder in ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b")
+    for path in sorted((ROOT / "recipes" / folder).glob("*.yaml"))
+    if "vllm" not in path.stem and "two_nodes" not in path.stem
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_shipped_file_says_what_is_computed_for_it(path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    accelerate = re.search(r"^# Accelerate: (\S+)$", path.read_text(), re.MULTILINE)[1]
+    main(["--config", str(path), "--accelerate", accelerate], load_config=config_of)
     planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]
-    assert f"# Memory: {planned} GiB per GPU" in (root / "recipes/qwen2.5-0.5b/sft.yaml").read_text()
+    variants = [path, *path.parent.glob("ppo_vllm_*.yaml")] if path.name == "ppo.yaml" else [path]
+    assert all(f"# Memory: {planned} GiB per GPU" in variant.read_text() for variant in variants)
 
 
 def test_without_arguments_it_says_how_to_run_it(capsys):

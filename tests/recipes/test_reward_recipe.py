@@ -79,6 +79,19 @@ def test_report_is_what_the_saved_model_does(inputs, trained):
     assert (trained / "margins.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_centring_and_report_hold_where_eos_is_the_pad_token(inputs, tmp_path):
+    """As Llama's, which has no other, and Qwen's: the classifier then scores the token before EOS."""
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "model")
+    LlamaForCausalLM.from_pretrained(inputs / "model").save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    main([*arguments(inputs, out), "--model_name_or_path", str(tmp_path / "model")])
+    texts = [row["prompt"] + row["chosen"] for row in rows_of(inputs / "preferences")]
+    assert_close(score(out, texts).mean(), torch.zeros(()), atol=1e-5, rtol=0)
+    test_report_is_what_the_saved_model_does(inputs, out)
+
+
 def test_new_head_has_the_standard_deviation_of_the_n_plus_details(inputs, tmp_path, monkeypatch):
     heads = []
     monkeypatch.setattr("recipes.reward.RewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop())

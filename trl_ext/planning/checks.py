@@ -87,6 +87,7 @@ def known_to_go_wrong(
         )
     if job.stage != "ppo":
         return warnings
+    warnings += _too_long(job)
     if args.kl_coef == 0:
         warnings.append(
             "`kl_coef: 0`: without a KL penalty the policy ends by saying whatever the reward model likes by mistake"
@@ -105,3 +106,20 @@ def known_to_go_wrong(
             f"{shared_prompts}: on prompts whose answers SFT has learnt by heart the policy has little left to explore"
         )
     return warnings
+
+
+def _too_long(job: Job) -> list[str]:
+    """Who cannot read the longest prompt with its answer: nothing truncates them; reward models and vLLM refuse."""
+    length = job.prompt_length + job.args.max_completion_length
+    limits = {
+        f"the {whose} reads": getattr(config.get_text_config(), "max_position_embeddings", None)
+        for whose, config in (("policy", job.policy), *(("reward model", reward) for reward in job.rewards))
+    }
+    if job.args.use_vllm and job.args.vllm_mode == "colocate":
+        limits["`vllm_max_model_length` is"] = job.args.vllm_max_model_length
+    return [
+        f"{limit} {most} tokens, a prompt of {job.prompt_length} with its answer has up to {length}: leave out "
+        f"prompts of more than {most - job.args.max_completion_length} tokens"
+        for limit, most in limits.items()
+        if most and length > most
+    ]

@@ -211,7 +211,7 @@ def test_the_best_weights_are_loaded_at_the_end(failed, folder, lora):
 @torch.no_grad()
 @pytest.mark.parametrize("lora", ["", " lora"])
 def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, lora):
-    output = folder / failed[0] / f"reward recipe{lora}"
+    output = folder / failed[0] / f"recipes{lora}" / "reward"
     auto = AutoPeftModelForSequenceClassification if lora else AutoModelForSequenceClassification
     model = auto.from_pretrained(output, num_labels=1, pad_token_id=0).eval()
     texts = [f"{pair['prompt']}{pair['chosen']}</s>" for pair in make_pairs()]
@@ -220,6 +220,21 @@ def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, lora):
     torch.testing.assert_close(scores.mean(), torch.zeros(()), rtol=0, atol=1e-5)
     assert scores.std() > 1e-2 and (output / "reward_report.json").exists()
     assert (output / "trl_ext_base.json").exists() == bool(lora)
+
+
+@pytest.mark.parametrize("lora", ["", " lora"])
+def test_recipes_train_what_plain_transformers_load(failed, folder, lora):
+    start = saved(folder / "inputs/policy")["model.safetensors"]
+    for stage in ("sft", "ppo", "dpo"):
+        output = folder / failed[0] / f"recipes{lora}" / stage
+        if lora:
+            (weights,) = (tensors for path, tensors in saved(output).items() if "critic" not in path)
+            assert any(tensor.any() for name, tensor in weights.items() if "lora_B" in name), stage
+            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "inputs/policy"), output)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+            assert not info["missing_keys"] and not info["unexpected_keys"]
+            assert not torch.equal(model.state_dict()["lm_head.weight"], start["lm_head.weight"]), stage
 
 
 @pytest.mark.parametrize("kind", ["ppo", "dpo"])

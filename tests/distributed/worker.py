@@ -23,6 +23,7 @@ def _fsdp_on_cpu(self, *args, **kwargs):
 
 
 state.AcceleratorState.__init__ = _fsdp_on_cpu
+torch.distributed.destroy_process_group = lambda group=None: None  # a recipe ends the launch that we go on with
 
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
@@ -30,7 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
-from recipes.reward import main as reward_recipe  # noqa: E402
+import recipes.dpo  # noqa: E402
+import recipes.ppo  # noqa: E402
+import recipes.reward  # noqa: E402
+import recipes.sft  # noqa: E402
 from tests.ppo.worker import (  # noqa: E402
     make_trainer,
     raised_by,
@@ -77,9 +81,11 @@ def write_inputs(folder):
     reward = get_peft_model(reward, LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, **LORA))
     reward.save_pretrained(folder / "reward")
     save_base_fingerprint(reward, folder / "reward")
-    (folder / "pairs").mkdir()
-    for split in ("train", "test"):
-        (folder / f"pairs/{split}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs()))
+    answers = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in make_pairs()]
+    for name, rows in (("pairs", make_pairs()), ("answers", answers)):
+        (folder / name).mkdir()
+        for split in ("train", "test"):
+            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_pairs():
@@ -225,13 +231,29 @@ def best(inputs, folder, lora):
     return trainer.state.best_model_checkpoint
 
 
-def whole_reward_recipe(inputs, folder, lora):
-    """It reads and sets its score head by itself, which ZeRO-3 has partitioned and FSDP2 sharded."""
-    settings = {"model_name_or_path": inputs / "policy", "dataset_name": inputs / "pairs", "output_dir": folder}
-    settings |= {"use_cpu": "true", "bf16": "false", "dtype": "float32", "report_to": "none", "disable_tqdm": "true"}
-    settings |= {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
-    settings |= {"use_peft": "true", "lora_target_modules": "all-linear"} if lora else {}
-    reward_recipe([str(part) for name, value in settings.items() for part in (f"--{name}", value)])
+def chain(inputs, folder, lora):
+    """The recipes as `accelerate launch` runs them: SFT, a reward model, PPO with both, and DPO."""
+    common = {"use_cpu": "true", "bf16": "false", "dtype": "float32", "report_to": "none", "disable_tqdm": "true"}
+    common |= {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "eval_strategy": "no"}
+    common |= {"use_peft": "true", "lora_target_modules": "all-linear"} if lora else {}
+    start, base = inputs / "policy", inputs / "policy" if lora else folder / "sft"
+    stages = {
+        recipes.sft: {"model_name_or_path": start, "dataset_name": inputs / "answers"},
+        recipes.reward: {"model_name_or_path": start, "dataset_name": inputs / "pairs"},
+        recipes.ppo: {
+            "model_name_or_path": base,
+            "dataset_name": inputs / "pairs",
+            "reward_model_name_or_path": folder / "reward",
+            "max_completion_length": 8,
+            "num_mini_batches": 1,
+        },
+        recipes.dpo: {"model_name_or_path": base, "dataset_name": inputs / "pairs"},
+    }
+    for recipe, settings in stages.items():
+        settings |= common | {"output_dir": folder / recipe.__name__.rpartition(".")[2]}
+        recipe.main([str(part) for name, value in settings.items() for part in (f"--{name}", value)])
+        torch.distributed.barrier()  # the next stage reads what this one writes
+        state.AcceleratorState._reset_state(reset_partial_state=False)
 
 
 class OnProcess1(TrainerCallback):
@@ -259,8 +281,8 @@ def fail(inputs, folder):
         "generation lora": lambda out: generation(inputs, out, lora=True),
         "best": lambda out: best(inputs, out, lora=False),
         "best lora": lambda out: best(inputs, out, lora=True),
-        "reward recipe": lambda out: whole_reward_recipe(inputs, out, lora=False),
-        "reward recipe lora": lambda out: whole_reward_recipe(inputs, out, lora=True),
+        "recipes": lambda out: chain(inputs, out, lora=False),
+        "recipes lora": lambda out: chain(inputs, out, lora=True),
         "stop ppo": lambda out: stop_request(inputs, out, "ppo"),
         "stop dpo": lambda out: stop_request(inputs, out, "dpo"),
         "reward raises": lambda out: reward_mistake(out, "raises", str(inputs / "policy")),

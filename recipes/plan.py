@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", required=True, help="A recipe's YAML.")
     parser.add_argument("--accelerate", help="accelerate's YAML; one process on one GPU if unset.")
     parser.add_argument("--stage", choices=tuple(CONFIGS), help="If the file's name does not begin so.")
-    parser.add_argument("--prompt_length", type=int, default=512, help="Tokens of a prompt, for PPO.")
+    parser.add_argument("--prompt_length", type=int, help="Tokens of a prompt; if unset the recipe's, or 512.")
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
     parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
     return parser.parse_known_args(arguments)
@@ -195,6 +195,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
         if (value := getattr(options, name)) is not None and value <= 0:
             parser.error(f"`--{name}` must be more than 0, got {value}")
     folder = Path(options.config).parent
+    prompt_length = options.prompt_length or getattr(script_args, "max_prompt_length", None) or 512
 
     def load(name: str) -> Any:
         try:
@@ -208,7 +209,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
     # 2. Job
     try:
         layout = Layout.read(options.accelerate) if options.accelerate else Layout()
-        job = make_job(stage, script_args, args, model_args, folder, layout, options.prompt_length, load)
+        job = make_job(stage, script_args, args, model_args, folder, layout, prompt_length, load)
         pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))

@@ -15,7 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import AutoTokenizer
 from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
 
 from trl_ext import PPOConfig, PPOTrainer, StrictTrlParser, load_dataset_split
@@ -35,6 +39,10 @@ class PPOScriptArguments(ScriptArguments):
             "help": "Prompts to cut from the training split and evaluate on, for data without `dataset_test_split`. "
             "0 switches evaluation off."
         },
+    )
+    max_prompt_length: int | None = field(
+        default=None,
+        metadata={"help": "Leave out prompts of more tokens; without it they must fit into the contexts."},
     )
     reward_model_name_or_path: str | None = field(
         default=None,
@@ -69,6 +77,8 @@ class PPOScriptArguments(ScriptArguments):
             raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs`, or both")
         if self.eval_size is not None and (self.eval_size < 0 or self.eval_dataset_name):
             raise ValueError(f"`eval_size` must be 0 or more, and without `eval_dataset_name`; got {self.eval_size}")
+        if self.max_prompt_length is not None and self.max_prompt_length < 1:
+            raise ValueError(f"`max_prompt_length` must be 1 or more, got {self.max_prompt_length}")
         if self.dataset_streaming or self.ignore_bias_buffers:
             raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
 
@@ -106,6 +116,23 @@ def _module_of_file(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def without_long_prompts(dataset: Dataset, tokenizer: Any, longest: int) -> Dataset:
+    """The rows whose prompt has up to `longest` tokens, as the trainer counts them."""
+
+    def length(row: dict[str, Any]) -> int:
+        prompt = row.get("prompt")
+        if "input_ids" in row:
+            return sum(row.get("attention_mask") or [1] * len(row["input_ids"]))
+        if isinstance(prompt, list):
+            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+            return len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        return len(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else 0  # the trainer refuses others
+
+    kept = dataset.filter(lambda row: length(row) <= longest)
+    PartialState().print(f"{len(dataset) - len(kept)} of {len(dataset)} prompts have more than {longest} tokens.")
+    return kept
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -148,8 +175,16 @@ def main(arguments: list[str] | None = None) -> None:
             train_dataset, eval_dataset = split["train"], split["test"]
         else:
             eval_dataset, training_args.eval_strategy = None, "no"
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
+        if longest := script_args.max_prompt_length:
+            tokenizer = AutoTokenizer.from_pretrained(
+                model_args.model_name_or_path,
+                revision=model_args.model_revision,
+                trust_remote_code=training_args.trust_remote_code,
+            )
+            train_dataset = without_long_prompts(train_dataset, tokenizer, longest)
+            eval_dataset = eval_dataset and without_long_prompts(eval_dataset, tokenizer, longest)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
     if eval_dataset is not None and "held_out" not in eval_dataset.column_names:  # what a gold judge scores
         eval_dataset = eval_dataset.add_column("held_out", [True] * len(eval_dataset))
 

@@ -3,9 +3,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from trl import ModelConfig
 
-from recipes.ppo import PPOScriptArguments, load_reward, main
+from recipes.ppo import PPOScriptArguments, load_reward, main, without_long_prompts
+from tests.tiny import tiny_tokenizer
 from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +48,22 @@ def test_reward_is_loaded_by_name_or_file(path):
 def test_unknown_reward_says_what_was_tried(path, message):
     with pytest.raises(ImportError, match=message):
         load_reward(path)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages", "tokens"])
+def test_long_prompts_are_left_out(kind, capsys):
+    """A message has a token for its role, one for its end, and the template one for the answer's role."""
+    words = [4, 2, 5, 3]
+    texts = [" ".join(["cat"] * n) for n in words]
+    rows = {
+        "text": {"prompt": texts},
+        "messages": {"prompt": [[{"role": "user", "content": text}] for text in texts]},
+        "tokens": {"input_ids": [[7] * (n + 1) for n in words], "attention_mask": [[0] + [1] * n for n in words]},
+    }[kind]
+    longest = 4 + 3 * (kind == "messages")
+    kept = without_long_prompts(Dataset.from_dict(rows | {"row": range(4)}), tiny_tokenizer(), longest)
+    assert kept["row"][:] == [0, 1, 3]
+    assert f"1 of 4 prompts have more than {longest} tokens" in capsys.readouterr().out
 
 
 def test_a_class_is_no_reward():

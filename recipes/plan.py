@@ -14,10 +14,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, TrainingArguments
 from trl import ModelConfig, RewardConfig, SFTConfig, get_peft_config
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
@@ -190,7 +191,12 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
     parser = StrictTrlParser((getattr(recipe, f"{prefix}ScriptArguments"), config, ModelConfig), prog="plan.py")
     # The machine that plans need not have the GPU that runs
     on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
-    script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
+    try:
+        layout = Layout.read(options.accelerate) if options.accelerate else Layout()
+    except ValueError as error:
+        parser.error(" ".join(str(error).split()))
+    with mock.patch.object(TrainingArguments, "world_size", layout.processes):  # as where it will run
+        script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
     for name in ("prompt_length", "gpu_memory"):
         if (value := getattr(options, name)) is not None and value <= 0:
             parser.error(f"`--{name}` must be more than 0, got {value}")
@@ -208,7 +214,6 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
 
     # 2. Job
     try:
-        layout = Layout.read(options.accelerate) if options.accelerate else Layout()
         job = make_job(stage, script_args, args, model_args, folder, layout, prompt_length, load)
         pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
     except (ValueError, OSError) as error:

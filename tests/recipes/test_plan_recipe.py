@@ -62,6 +62,15 @@ def test_it_prints_roles_phases_schedule_and_disk(folder, capsys):
     assert "DOES NOT FIT in 0.0001 GiB" in run(folder, "ppo", capsys, "--gpu_memory", "0.0001")
 
 
+def test_what_only_several_processes_divide_is_planned_for_them(folder, capsys):
+    """Two responses a prompt, one response a process."""
+    flags = ["--num_generations", "2", "--per_device_train_batch_size", "1", "--num_mini_batches", "1"]
+    text = run(folder, "ppo", capsys, *flags, "--accelerate", str(folder / "zero3.yaml"), "--prompt_length", "8")
+    assert "prompts per rollout: 1\n" in text
+    with pytest.raises(SystemExit):
+        run(folder, "ppo", capsys, *flags)
+
+
 def test_few_pairs_and_accelerates_file(folder, capsys):
     text = run(folder, "reward", capsys, "--accelerate", str(folder / "zero3.yaml"))
     assert "zero3, 2 process(es) on 1 machine(s)" in text

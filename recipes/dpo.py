@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
         )
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
 
     # 4. Train, from the newest checkpoint that is complete
     states = Path(training_args.output_dir).glob("checkpoint-*/trainer_state.json")

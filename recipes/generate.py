@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
         prompt_ids = tokenize(prompts, tokenizer)
         model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, revision=args.revision, dtype=args.dtype)
     except (ValueError, OSError) as error:  # FileNotFoundError, too
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     model = model.eval().to(state.device)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(map(len, prompt_ids))

@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
         start = model_args.model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(start, revision=model_args.model_revision)
     except (ValueError, OSError, ImportError, TypeError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
     weights = script_args.reward_weights or [1.0] * len(rewards)
 

@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
     try:
         layout = Layout.read(options.accelerate) if options.accelerate else Layout()
     except ValueError as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     with mock.patch.object(TrainingArguments, "world_size", layout.processes):  # as where it will run
         script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
     for name in ("prompt_length", "gpu_memory"):
@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
         job = make_job(stage, script_args, args, model_args, folder, layout, prompt_length, load)
         pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     if reasons := known_not_to_work(job):
         parser.error("this cannot work: " + "; ".join(reasons))
 

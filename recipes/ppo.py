@@ -126,8 +126,9 @@ def without_long_prompts(dataset: Dataset, tokenizer: Any, longest: int) -> Data
         if "input_ids" in row:
             return sum(row.get("attention_mask") or [1] * len(row["input_ids"]))
         if isinstance(prompt, list):
-            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-            return len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+            return len(
+                tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+            )
         return len(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else 0  # the trainer refuses others
 
     kept = dataset.filter(lambda row: length(row) <= longest)
@@ -184,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
             train_dataset = without_long_prompts(train_dataset, tokenizer, longest)
             eval_dataset = eval_dataset and without_long_prompts(eval_dataset, tokenizer, longest)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     if eval_dataset is not None and "held_out" not in eval_dataset.column_names:  # what a gold judge scores
         eval_dataset = eval_dataset.add_column("held_out", [True] * len(eval_dataset))
 
@@ -202,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
         )
     except (ValueError, OSError, ImportError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     attach_monitors(trainer, monitors)
     metrics = trainer.train().metrics
     if metrics:  # none where the run was complete already

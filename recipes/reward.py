@@ -106,9 +106,10 @@ def centre_and_report(trainer: RewardTrainer, demonstrations: Dataset, output_di
             subtract(head.bias, mean)
         else:
             subtract(head.weight, mean * centring_shift(reference, everything))
-        margins = scores(chosen) - scores(rejected)
+        centred = scores(chosen), scores(rejected)
+        margins = centred[0] - centred[1]
         report = {
-            **reward_model_report(scores(chosen), scores(rejected), torch.tensor(gaps)),
+            **reward_model_report(*centred, torch.tensor(gaps)),
             "demonstrations_mean": scores(reference).mean().item(),
             "demonstrations_mean_before_centring": mean.item(),
             "margin_change_by_centring": (margins - margins_before).abs().mean().item(),
@@ -169,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=peft_config,
         )
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
         head = head_of(trainer.model)

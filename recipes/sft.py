@@ -37,11 +37,11 @@ class SFTScriptArguments(ScriptArguments):
 def check_columns(dataset, name: str, text_field: str = "text") -> None:
     """Raise what is missing or no text, and what was found, before a model is loaded."""
     needed = [tuple(text_field if column == "text" else column for column in columns) for columns in COLUMNS]
-    if not any(set(columns) <= set(dataset.column_names) for columns in needed):
+    found = next((columns for columns in needed if set(columns) <= set(dataset.column_names)), None)
+    if found is None:
         choices = ", or ".join(" and ".join(map(repr, columns)) for columns in needed)
         raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs {choices}: rename one")
-    columns = next(columns for columns in needed if set(columns) <= set(dataset.column_names))
-    check_texts(dataset, [column for column in columns if column != "input_ids"], f"dataset {name!r}")
+    check_texts(dataset, [column for column in found if column != "input_ids"], f"dataset {name!r}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
         )
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        parser.error(str(error))
     states = Path(training_args.output_dir).glob("checkpoint-*/trainer_state.json")
     newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
     checkpoint = training_args.resume_from_checkpoint or (newest and str(newest.parent))

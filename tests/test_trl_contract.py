@@ -1218,12 +1218,7 @@ def watched_runs(tmp_path_factory):
         dataset = prompts(8) if data is None else Dataset.from_dict(data)
         config = getattr(trl, f"{name}Config")(
             str(folder),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            logging_steps=1,
-            save_strategy="no",
+            **ON_CPU,
             max_steps=4,
             per_device_train_batch_size=4,
             per_device_eval_batch_size=4,

@@ -59,7 +59,7 @@ class StrictTrlParser(TrlParser):
             where = f"; the working directory is {Path.cwd()}, give an absolute path or start from the right one"
             self.error(f"{error}{where if 'existing deepspeed config' in str(error) else ''}")
         except ImportError as error:  # of a package that a setting needs
-            what = " ".join(str(error).split())
+            what = str(error)
             if "deepspeed" in what.lower():
                 what = "DeepSpeed is asked for, but not installed: `pip install 'trl-ext[deepspeed]'`"
             self.error(what)
@@ -92,8 +92,8 @@ class StrictTrlParser(TrlParser):
         return namespace, remaining
 
     def error(self, message: str) -> NoReturn:
-        # Without argparse's usage, which is some 300 flags long and hides the message.
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        # In one line, and without argparse's usage, which is some 300 flags long and hides the message.
+        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
         sys.exit(2)
 
     def _check_file(self, path: Path) -> None:
@@ -103,7 +103,7 @@ class StrictTrlParser(TrlParser):
         except OSError as error:
             self.error(f"--config {path}: cannot be read ({error.strerror}); the working directory is {Path.cwd()}")
         except yaml.YAMLError as error:
-            self.error(f"--config {path}: not valid YAML: {' '.join(str(error).split())}")
+            self.error(f"--config {path}: not valid YAML: {error}")
         if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):
             got = f"the keys {list(config)}" if isinstance(config, dict) else type(config).__name__
             self.error(f"--config {path}: must be a mapping of argument names to values, got {got}")

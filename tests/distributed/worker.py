@@ -43,7 +43,7 @@ from tests.ppo.worker import (  # noqa: E402
     topic_reward,
     with_nan,
 )
-from tests.tiny import WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer  # noqa: E402
+from tests.tiny import ON_CPU, WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer  # noqa: E402
 from trl_ext import DPOConfig, DPOTrainer, save_base_fingerprint  # noqa: E402
 
 # Two minibatches of two micro-batches: the steps of one process are those of two, if each minibatch has the same rows
@@ -121,11 +121,7 @@ def others(kind, inputs, output_dir, processes, lora):
         model=str(inputs / "policy"),
         args=config_class(
             str(output_dir),
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            logging_steps=1,
+            **ON_CPU | {"save_strategy": "steps"},
             save_steps=2,
             max_steps=4,
             per_device_train_batch_size=4 // processes,

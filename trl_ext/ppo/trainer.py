@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
@@ -575,7 +575,7 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
 
     def _before_step(self) -> None:
         """Gradients are complete: drop the policy's in warm-up, record their norms, stop if they are not finite."""
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
         actor_critic = self.accelerator.unwrap_model(self.model)
         if self._critic_only_step:

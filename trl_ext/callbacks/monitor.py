@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..jsonl import finite
 from ..metrics import Metric, is_gathered, is_training_log, metrics_of, rollout_steps
 from .alerts import RUNBOOK, Alert, check_sinks, make_sinks
 
@@ -257,7 +258,7 @@ class MonitorCallback(TrainerCallback):
         )
 
     def _send(self, alert: Alert, state: Any) -> None:
-        state.stateful_callbacks.setdefault(REGISTRY, {}).setdefault("alerts", []).append(_plain(alert))
+        state.stateful_callbacks.setdefault(REGISTRY, {}).setdefault("alerts", []).append(finite(vars(alert)))
         for sink in self._opened or []:
             try:
                 sink.send(alert)
@@ -268,10 +269,6 @@ class MonitorCallback(TrainerCallback):
 def alerts_of(state: Any) -> list[dict[str, Any]]:
     """The alerts of all monitors so far, also from before a resume."""
     return state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
-
-
-def _plain(alert: Alert) -> dict[str, Any]:
-    return {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in vars(alert).items()}
 
 
 def _is_json(value: Any) -> bool:

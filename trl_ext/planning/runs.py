@@ -58,6 +58,11 @@ class Job:
         self.mixed = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
 
     @property
+    def optim(self) -> str:
+        """The optimizer's name; in the arguments it may be a member of an enumeration."""
+        return str(getattr(self.args.optim, "value", self.args.optim))
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """What the weights are when they compute: DeepSpeed and FSDP2 cast them, autocast leaves them."""
         casts = self.layout.is_deepspeed or self.layout.mode == "fsdp2"
@@ -168,7 +173,7 @@ def _role(
     is_sharded: bool = True,
 ) -> Role:
     """A role's numbers; `is_sharded`: whether ZeRO-3 or FSDP2 spread it, as they do what is trained."""
-    layout, optim = job.layout, str(getattr(job.args.optim, "value", job.args.optim))
+    layout, optim = job.layout, job.optim
     parameters = list({id(p): p for p in parameters}.values())
     trained = [p for p in parameters if p.requires_grad]
     numel, small = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if id(p) in quantized)
@@ -230,8 +235,7 @@ def _update(job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: 
     if job.bits:
         quantized = _linear_weights(model)
         update["dequantised layer"] = 2 * max(p.numel() for p in model.parameters() if id(p) in quantized)
-    optim = str(getattr(job.args.optim, "value", job.args.optim))
-    step = {"gradients": gradients, "temporary": gradients if optim == "adamw_torch" else 0}
+    step = {"gradients": gradients, "temporary": gradients if job.optim == "adamw_torch" else 0}
     return {"update": update, "step": step}
 
 
@@ -242,13 +246,12 @@ def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int])
             host, role.optimizer = host + role.optimizer, 0
         if job.layout.offloads_weights:
             host, role.weights = host + role.weights, 0
-    optim = str(getattr(job.args.optim, "value", job.args.optim))
     size = job.compute_dtype.itemsize if job.layout.is_deepspeed else job.dtype.itemsize
     state = 0
     for role in roles:
         if role.trained:
             wide = job.layout.is_deepspeed
-            state += role.trained * (size + 4 * wide) + optimizer_bytes(role.trained, 4 if wide else size, optim)
+            state += role.trained * (size + 4 * wide) + optimizer_bytes(role.trained, 4 if wide else size, job.optim)
     return Plan(roles, phases, schedule, state, host)
 
 

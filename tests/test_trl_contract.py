@@ -819,7 +819,7 @@ def two_adapters():
 
 
 def test_peft_layers():
-    model, reader = two_adapters(), "`AdapterSwitch` of trl_ext/ppo/shared_base.py"
+    model, reader = two_adapters(), "`AdapterSwitch` of trl_ext/models/adapter_switch.py"
     ids = torch.tensor([[5, 6, 7]])
     layers = [m for m in model.modules() if isinstance(m, upstream.BaseTunerLayer)]
     require(type(model.get_base_model()).__name__ == "LlamaForCausalLM", "`get_base_model` returns other", reader)
@@ -875,7 +875,7 @@ def test_peft_saves_one_adapter(tmp_path):
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
 def test_checkpointed_layers_call_one_function(build):
     """`AdapterSwitch._pin_checkpointing` wraps it, wherever transformers keeps it."""
-    model, calls, reader = build().train(), [], "`AdapterSwitch` of trl_ext/ppo/shared_base.py"
+    model, calls, reader = build().train(), [], "`AdapterSwitch` of trl_ext/models/adapter_switch.py"
 
     def noted(function, *args, **kwargs):
         calls.append(function)
@@ -913,7 +913,9 @@ def test_the_reference_pass_of_a_lora_policy_asks_the_wrapper():
 def test_vllm_weights_are_merged_by_two_calls():
     source = inspect.getsource(VLLMGeneration._iter_named_params)
     for call in ("model.merge_adapter()", "model.unmerge_adapter()", "model.prefix in name"):
-        require(source.count(call) == 1, f"`_iter_named_params` has no `{call}`", "`merge_exactly` of shared_base.py")
+        require(
+            source.count(call) == 1, f"`_iter_named_params` has no `{call}`", "`merge_exactly` of adapter_switch.py"
+        )
 
 
 def test_vllm_reads_its_settings_when_it_generates():

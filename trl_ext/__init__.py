@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from . import functional
     from .data import load_dataset_split
     from .dpo import DPOConfig, DPOTrainer
+    from .models import save_base_fingerprint
     from .parser import StrictTrlParser
-    from .ppo import PPOConfig, PPOTrainer, save_base_fingerprint
+    from .ppo import PPOConfig, PPOTrainer
 
 _MODULES = {
     "DPOConfig": "trl_ext.dpo",
@@ -21,7 +22,7 @@ _MODULES = {
     "PPOTrainer": "trl_ext.ppo",
     "StrictTrlParser": "trl_ext.parser",
     "load_dataset_split": "trl_ext.data",
-    "save_base_fingerprint": "trl_ext.ppo",
+    "save_base_fingerprint": "trl_ext.models",
 }
 
 __all__ = [

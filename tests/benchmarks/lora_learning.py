@@ -37,7 +37,7 @@ from recipes.demo.measure import measure
 from recipes.demo.stages import HERE, DemoArguments, ppo_stage, reward_stage, seconds, use_one_thread
 from trl_ext import PPOTrainer, load_dataset_split
 from trl_ext.evaluation import bootstrap_interval
-from trl_ext.ppo.shared_base import POLICY
+from trl_ext.models.adapter_switch import POLICY
 
 KINDS = ("gold", "proxy")
 CURVES = {"value_loss": "loss/value_avg", "explained_variance": "val/explained_variance"}

@@ -21,7 +21,7 @@ from tests.ppo.worker import (
     weights,
 )
 from tests.tiny import prompts
-from trl_ext.ppo.checkpoint import MARKER
+from trl_ext.checkpoints import MARKER
 
 
 def assert_same_end(actual, expected):

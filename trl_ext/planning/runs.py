@@ -11,9 +11,9 @@ from peft import get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from ..ppo.actor_critic import ActorCritic
-from ..ppo.adapters import add_critic
-from ..ppo.shared_base import CRITIC, AdapterClassifier, AdapterSwitch, base_model_of
+from ..models.actor_critic import ActorCritic
+from ..models.adapter_switch import CRITIC, AdapterClassifier, AdapterSwitch, base_model_of
+from ..models.adapters import add_critic
 from ..upstream import add_fused_lm_head
 from .layout import Layout
 from .memory import kv_cache_bytes, optimizer_bytes, quantized_bytes, share

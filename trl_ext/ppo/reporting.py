@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import approx_kl, explained_variance, standard_deviation, variance
-from .actor_critic import SamplerRecorder
+from ..models.actor_critic import SamplerRecorder
+from ..models.adapter_switch import size_of
 from .base import PPOTrainerBase
 from .metrics import global_moments
-from .shared_base import size_of
 
 # RLOO logs these of its own baseline and sequence-level KL; here they would be wrong or say the same twice.
 RLOO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")

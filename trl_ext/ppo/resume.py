@@ -11,11 +11,12 @@ from torch import nn
 from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from ..checkpoints import MARKER, differences, fingerprint, newest_complete, read_marker, write_marker
+from ..models.adapter_switch import CRITIC, POLICY, base_model_of, size_of
+from ..models.adapters import adapter_facts, load_adapter, save_classifier
+from ..temporarily import temporarily
 from ..upstream import rotate_checkpoints
-from .adapters import adapter_facts, load_adapter, save_classifier
 from .base import PPOTrainerBase
-from .checkpoint import MARKER, differences, fingerprint, newest_complete, read_marker, temporarily, write_marker
-from .shared_base import CRITIC, POLICY, base_model_of, size_of
 
 
 class ResumeMixin(PPOTrainerBase):

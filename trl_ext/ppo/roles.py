@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from ..upstream import (
-    add_fused_lm_head,
-    create_model_from_path,
-    get_config_model_id,
-    is_deepspeed_zero3_enabled,
-    prepare_deepspeed,
-    prepare_fsdp,
+from ..models.actor_critic import ActorCritic, check_critic, critic_from_policy, disable_dropout, unpatched_copy
+from ..models.adapter_switch import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    AdapterClassifier,
+    AdapterSwitch,
+    base_model_of,
+    merge_exactly,
 )
-from .actor_critic import ActorCritic, check_critic, critic_from_policy, disable_dropout, unpatched_copy
-from .adapters import (
+from ..models.adapters import (
     add_critic,
     add_reward,
     base_fingerprint,
@@ -34,18 +35,17 @@ from .adapters import (
     prepare_peft_model,
     why_not_shared,
 )
+from ..upstream import (
+    add_fused_lm_head,
+    create_model_from_path,
+    get_config_model_id,
+    is_deepspeed_zero3_enabled,
+    prepare_deepspeed,
+    prepare_fsdp,
+)
 from .base import PPOTrainerBase
 from .config import PPOConfig
 from .rewards import AdapterReward, ModelReward, checked, same_tokenizer
-from .shared_base import (
-    CRITIC,
-    POLICY,
-    REFERENCE,
-    AdapterClassifier,
-    AdapterSwitch,
-    base_model_of,
-    merge_exactly,
-)
 
 
 class RolesMixin(PPOTrainerBase):

@@ -27,11 +27,13 @@ from ..functional import (
     value_loss,
     whiten,
 )
+from ..models.actor_critic import LogprobForward, SamplerRecorder, disable_dropout
+from ..models.adapter_guard import AdapterGuard
+from ..models.adapter_switch import base_model_of
+from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
+from ..temporarily import temporarily
 from ..upstream import RepeatSampler, get_config_model_id, is_conversational
-from .actor_critic import LogprobForward, SamplerRecorder, disable_dropout
-from .adapter_guard import AdapterGuard
 from .base import PPOTrainerBase
-from .checkpoint import temporarily
 from .config import PPOConfig
 from .evaluation import EvaluationMixin
 from .inputs import check_inputs, migrate
@@ -41,8 +43,6 @@ from .reporting import ReportingMixin
 from .resume import ResumeMixin
 from .reward_normalizer import RewardNormalizer
 from .roles import RolesMixin
-from .sharding import gathered_by_zero3, kept_by_fsdp2
-from .shared_base import base_model_of
 
 
 class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTrainerBase):

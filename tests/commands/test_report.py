@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from trl_ext.report import main, page, read_run
+from trl_ext.commands.report import main, page, read_run
 
 LOGS = [
     {"step": step, "loss": 1 / step, "objective/kl": 0.5 * step, "objective/scores": step, "objective/scores_std": 1.0}

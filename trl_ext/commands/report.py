@@ -1,6 +1,6 @@
 """One self-contained HTML page of a run.
 
-    python -m trl_ext.report RUN_DIR [--output PAGE.html]
+    python -m trl_ext.commands.report RUN_DIR [--output PAGE.html]
 
 RUN_DIR is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallback) or else from the newest
 `trainer_state.json`; alerts from `alerts.jsonl`; score histograms and samples from `completions.rank*.jsonl`, which
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .callbacks.monitor import REGISTRY
-from .callbacks.plot import PANELS, draw_alerts
-from .jsonl import read_jsonl
-from .metrics import METRICS, Metric, series
+from ..callbacks.monitor import REGISTRY
+from ..callbacks.plot import PANELS, draw_alerts
+from ..jsonl import read_jsonl
+from ..metrics import METRICS, Metric, series
 
 PHASES = ("first third", "second third", "last third")
 COLOURS = ("tab:blue", "tab:orange", "tab:red")
@@ -263,7 +263,9 @@ def _config(run: Run) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m trl_ext.report", description="One self-contained HTML page of a run.")
+    parser = argparse.ArgumentParser(
+        "python -m trl_ext.commands.report", description="One self-contained HTML page of a run."
+    )
     parser.add_argument("run_dir", type=Path, help="output directory of a run")
     parser.add_argument("--output", type=Path, help="where to write; report.html in RUN_DIR by default")
     args = parser.parse_args(arguments)

@@ -27,7 +27,7 @@ from tests.ppo.worker import (
     weights,
 )
 from tests.tiny import tiny_llama
-from trl_ext.ppo.adapters import base_fingerprint
+from trl_ext.models.adapters import base_fingerprint
 
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 IDS = torch.tensor([[6, 7, 8, 9, 10], [11, 6, 6, 20, 2]])

@@ -5,14 +5,14 @@ from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from trl import RLOOConfig
 
+from ..temporarily import temporarily
 from ..upstream import add_hooks, remove_hooks
-from .checkpoint import temporarily
-from .config import PPOConfig
 
 
 @contextmanager
-def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: PPOConfig) -> Iterator[None]:
+def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: RLOOConfig) -> Iterator[None]:
     """The weights of `policy` whole within. (TRL gathers all of `engine`, the critic too, and for each batch anew.)"""
     import deepspeed
 

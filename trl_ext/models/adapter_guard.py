@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from .shared_base import CRITIC, POLICY
+from .adapter_switch import CRITIC, POLICY
 
 
 def _local(tensor: Any) -> Tensor:

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import disable_fsdp_ram_efficient_loading
 from peft import (
     AutoPeftModelForSequenceClassification,
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, find_adapter_config_file, is_deepspeed_zero3_enabled
-from .shared_base import CRITIC, POLICY, REFERENCE, base_model_of, whole
+from .adapter_switch import CRITIC, POLICY, REFERENCE, base_model_of
+from .identity import values_of, weights_hash
 
 FINGERPRINT = "trl_ext_base.json"
 _HEAD = "base_model.model.score."
@@ -176,7 +176,7 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
     if REFERENCE in policy.peft_config:
         digest = hashlib.sha256()
         for _, tensor in sorted(get_peft_model_state_dict(policy, adapter_name=REFERENCE).items()):
-            digest.update(_bytes(tensor))
+            digest.update(values_of(tensor))
         facts["reference adapter's weights"] = digest.hexdigest()[:16]
     return facts
 
@@ -238,29 +238,13 @@ def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
 
 
 def base_fingerprint(model: Any) -> dict[str, str]:
-    """
-    What tells one base from another: a hash of the backbone's weights, as they are after quantisation, without
-    adapters, and in float32, so that a model loaded in a wider dtype has the same; and the quantisation in words.
-    """
+    """What tells one base from another: a hash of the backbone's weights, and the quantisation in words."""
     base = base_model_of(model)
-    digest = hashlib.sha256()
-    for name, tensor in sorted(base.base_model.state_dict(keep_vars=True).items()):
-        if "lora_" in name or ".modules_to_save." in name or not isinstance(tensor, Tensor):
-            continue
-        with whole(tensor):
-            digest.update(f"{name.replace('.base_layer', '').replace('.original_module', '')} {tensor.shape}".encode())
-            digest.update(_bytes(tensor))
     quantization = getattr(base.config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else getattr(quantization, "to_dict", dict)()
     kind = settings.get("quant_method", "none")
     kind = f"{getattr(kind, 'value', kind)} {settings.get('bnb_4bit_quant_type', '')}".strip()
-    return {"sha256": digest.hexdigest(), "quantization": kind}
-
-
-def _bytes(tensor: Tensor) -> Any:
-    """The values, floating-point ones in float32, in which every half-precision number is exact."""
-    values = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
-    return values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return {"sha256": weights_hash(base.base_model), "quantization": kind}
 
 
 def save_base_fingerprint(model: Any, output_dir: str | Path) -> None:

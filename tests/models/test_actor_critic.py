@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.ppo.actor_critic import LogprobForward
+from trl_ext.models.actor_critic import LogprobForward
 
 BUILDERS = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 EQUAL = {"rtol": 0, "atol": 0}

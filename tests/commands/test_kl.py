@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext.kl import load_model, main, read_prompts, sampled_kl
+from trl_ext.commands.kl import load_model, main, read_prompts, sampled_kl
 
 PROMPTS = ["the cat sat", "a", "dog ran on the mat"]
 

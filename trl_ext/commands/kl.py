@@ -1,6 +1,6 @@
 """KL(A ‖ B) between two checkpoints, estimated on answers that A samples.
 
-    python -m trl_ext.kl A B --prompts prompts.jsonl
+    python -m trl_ext.commands.kl A B --prompts prompts.jsonl
 
 A and B are folders or hub names of causal language models, or of PEFT adapters; prompts are a text file with one a
 line, or a data set with the column `prompt`, text or messages. KL is summed over a response, in nats: what
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .evaluation import bootstrap_interval
-from .functional import kl_estimate, position_ids
-from .upstream import is_conversational
+from ..evaluation import bootstrap_interval
+from ..functional import kl_estimate, position_ids
+from ..upstream import is_conversational
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def _logprobs(model, sequences: Tensor, attention: Tensor, start: int, temperatu
 
 def read_prompts(path: str, split: str = "train") -> list:
     """Prompts of a text file, one a line, or of a data set."""
-    from .data import load_dataset_split
+    from ..data import load_dataset_split
 
     if path.endswith(".txt"):
         return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -123,7 +123,7 @@ def load_model(name: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m trl_ext.kl", description="KL(A ‖ B) between two checkpoints.")
+    parser = argparse.ArgumentParser("python -m trl_ext.commands.kl", description="KL(A ‖ B) between two checkpoints.")
     parser.add_argument("a", metavar="A", help="the policy: answers are sampled from it")
     parser.add_argument("b", metavar="B", help="the reference")
     parser.add_argument("--prompts", required=True, help="a .txt file, one a line, or a data set with `prompt`")

@@ -14,7 +14,7 @@ from transformers.generation import LogitsProcessor
 
 from ..functional import position_ids
 from ..upstream import disable_dropout_in_model
-from .shared_base import CRITIC, POLICY, AdapterClassifier, AdapterSwitch, base_model_of, classifier_on, whole
+from .adapter_switch import CRITIC, POLICY, AdapterClassifier, AdapterSwitch, base_model_of, classifier_on, whole
 
 
 def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:

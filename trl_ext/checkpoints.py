@@ -1,0 +1,203 @@
+"""Which checkpoints can be trusted, and whether they belong to this run: the same for every trainer."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+
+from .temporarily import temporarily
+from .upstream import rotate_checkpoints, sort_checkpoints
+
+MARKER = "trl_ext_complete.json"  # written last: a checkpoint without it was interrupted
+
+# Fields that may differ between a run and its continuation: they change what is shown, kept or how fast it goes
+_MAY_DIFFER = (
+    "dataloader_",
+    "dataset_num_proc",
+    "ddp_",
+    "debug",
+    "disable_tqdm",
+    "do_",
+    "enable_jit",
+    "eval_",
+    "greater_is_better",
+    "hub_",
+    "load_best",
+    "local_rank",
+    "log_",
+    "logging_",
+    "metric_for",
+    "num_completions_to_print",
+    "num_generations_eval",
+    "num_sample_generations",
+    "output_dir",
+    "per_device_eval",
+    "project",
+    "push_to_hub",
+    "report_to",
+    "restore_callback",
+    "resume_from",
+    "run_name",
+    "save_",
+    "skip_memory",
+    "torch_empty_cache",
+    "trackio",
+    "vllm_gpu",
+    "vllm_group",
+    "vllm_server",
+)
+
+
+def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
+    """What must be equal for a run to be continued exactly."""
+    config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
+    return json.loads(json.dumps({**config, **facts}, default=str))
+
+
+def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> None:
+    temporary = Path(checkpoint) / f"{MARKER}.tmp"
+    # The time is kept within: a copied folder's files have the time of the copy
+    marker = {"written_ns": time.time_ns(), "processes": processes, "configuration": contents}
+    temporary.write_text(json.dumps(marker, indent=2))
+    os.replace(temporary, Path(checkpoint) / MARKER)
+
+
+def read_marker(checkpoint: str) -> dict[str, Any] | None:
+    """`configuration`, `processes` and `written_ns` of a complete checkpoint, None for one that was not finished."""
+    marker = Path(checkpoint) / MARKER
+    return json.loads(marker.read_text()) if marker.is_file() else None
+
+
+def newest_complete(output_dir: str) -> tuple[str | None, list[str]]:
+    """The complete checkpoint in `output_dir` that was finished last, and those that are not complete."""
+    if not any(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
+        return None, []
+    markers = {checkpoint: read_marker(checkpoint) for checkpoint in sort_checkpoints(output_dir)}
+    complete = {checkpoint: marker["written_ns"] for checkpoint, marker in markers.items() if marker is not None}
+    return max(complete, key=complete.__getitem__, default=None), [c for c in markers if c not in complete]
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [f"{name}: {a.get(name)!r} → {b.get(name)!r}" for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
+
+
+def newest_checkpoint(output_dir: str) -> str | None:
+    """The complete checkpoint in `output_dir` that was finished last, if there is one; says which ones it skips."""
+    checkpoint, skipped = newest_complete(output_dir)
+    for path in skipped:
+        PartialState().print(
+            f"Skipping {path}: it is not complete (interrupted while it was written, or `save_only_model`)."
+        )
+    return checkpoint
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
+    """
+    What a recipe passes to `train`, so that the same command again goes on: the newest complete checkpoint, unless
+    `resume_from_checkpoint` says otherwise (a path, `true` for "there must be one", `false` for "start anew").
+    """
+    asked = args.resume_from_checkpoint
+    if asked is None:
+        return newest_checkpoint(args.output_dir)
+    words = {"true": True, "false": False}  # the field is a string, on the command line and in YAML
+    return words.get(str(asked).lower(), asked)
+
+
+class ResumableRun:
+    """
+    Mixin of trainers: a checkpoint says whether it is complete and of which run it is, and `train` refuses others.
+
+    `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
+    checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
+    refused with their names, unless `resume_anyway` is set. A run that is complete is loaded and not trained again.
+    """
+
+    args: Any
+    accelerator: Any
+    state: Any
+    train_dataset: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._identity: dict[str, Any] = {}  # of this run, taken when training starts
+        super().__init__(*args, **kwargs)
+
+    # ---- What a trainer adds ----
+
+    def _run_facts(self) -> dict[str, Any]:
+        """What must be equal for a run to go on exactly, beside its arguments; JSON."""
+        return {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
+
+    def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
+        """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
+
+    def _before_resuming(self, checkpoint: str) -> None:
+        """Prepare for going on from a checkpoint that was found to be good."""
+
+    # ---- Training ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        self._identity = fingerprint(self.args, **self._run_facts())
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
+        if checkpoint is None:
+            return super().train(**kwargs)  # type: ignore[misc]
+        state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        is_same = not self._differences(checkpoint)
+        if is_same and state.global_step >= state.max_steps:
+            self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
+            self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
+            self.state = state
+            if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                self._load_best_model()  # type: ignore[attr-defined]
+            return TrainOutput(state.global_step, float("nan"), {})
+        self._before_resuming(checkpoint)
+        self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
+        return super().train(resume_from_checkpoint=checkpoint, **kwargs)  # type: ignore[misc]
+
+    def _find_checkpoint(self, resume: str | bool | None) -> str | None:
+        if resume is None or resume is False:
+            return None
+        checkpoint = newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
+        if checkpoint is None:
+            raise ValueError(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
+        marker = read_marker(checkpoint)
+        if marker is None:
+            raise ValueError(
+                f"{checkpoint} is not a complete checkpoint (it has no {MARKER}): it was interrupted while it was "
+                "written, or trl_ext did not write it. Pass another one, or `True` for the newest complete one."
+            )
+        self._check_marker(checkpoint, marker)
+        different = self._differences(checkpoint)
+        if different and not getattr(self.args, "resume_anyway", False):
+            raise ValueError(
+                f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
+                "was written with, choose another `output_dir` to start anew, or set `resume_anyway=True` to go on "
+                "from it all the same."
+            )
+        return checkpoint
+
+    def _differences(self, checkpoint: str) -> list[str]:
+        return differences((read_marker(checkpoint) or {}).get("configuration", {}), self._identity)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            Path(checkpoint, MARKER).unlink(missing_ok=True)
+        # Older checkpoints may only go once this one is complete
+        with temporarily(self.args, save_total_limit=None):
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            if not self.args.save_only_model:  # there is nothing to resume from
+                write_marker(checkpoint, self._identity, self.accelerator.num_processes)
+            rotate_checkpoints(
+                output_dir=run_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )

@@ -53,7 +53,7 @@ def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
     return {name: "" if name in present else f"`{cls.__name__}` has no `{name}`" for name in names}
 
 
-def names_of_both(ours: list[type], theirs: list[type]) -> set[str]:
+def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
     """What both lists of classes define, as a member or by setting it; `__names__` apart."""
     ours_and_theirs = [
         {name for cls in classes for name in vars(cls) if not name.startswith("__")} | assigned(classes)

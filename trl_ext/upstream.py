@@ -135,9 +135,8 @@ def check_contract(trainer: type) -> None:
 
     To be called first thing in the constructor: nothing has been loaded yet.
     """
-    theirs = [f"trl.{cls.__name__}" for cls in trainer.__mro__]
-    found = [change for path in theirs if path in METHODS for change in changes_of_class(path).values()]
-    if changes := list(filter(None, [*found, names_taken(trainer)])):
+    found = [*changes_of_class(f"trl.{_base(trainer).__name__}").values(), names_taken(trainer)]
+    if changes := [change for change in found if change]:
         raise ImportError(sentence(changes))
 
 
@@ -154,12 +153,17 @@ def changes_of_class(path: str) -> dict[str, str]:
 
 def names_taken(trainer: type) -> str:
     """Which names that a trainer of ours uses for itself TRL uses, too, so that one would call or set the other's."""
-    ours = [cls for cls in trainer.__mro__ if cls.__module__.startswith("trl_ext.")]
-    theirs = [cls for cls in trainer.__mro__ if cls.__module__.startswith(("trl.", "transformers."))]
-    paths = [f"trl.{cls.__name__}" for cls in theirs]
-    shared = {name for path in paths for name in [*METHODS.get(path, {}), *ATTRIBUTES.get(path, "").split()]}
-    taken = sorted(names_of_both(ours, theirs) - shared)
-    return f"`{theirs[0].__name__}` has {', '.join(taken)}, which `{trainer.__name__}` uses otherwise" if taken else ""
+    base = _base(trainer)
+    before, theirs = trainer.__mro__[: trainer.__mro__.index(base)], base.__mro__[:-1]  # all but `object`
+    path, ours = f"trl.{base.__name__}", [cls for cls in before if cls.__module__.startswith("trl_ext.")]
+    taken = names_of_both(ours, theirs) - METHODS[path].keys() - {*ATTRIBUTES[path].split()}
+    return (
+        f"`{base.__name__}` has {', '.join(sorted(taken))}, which {trainer.__name__} uses otherwise" if taken else ""
+    )
+
+
+def _base(trainer: type) -> type:
+    return next(cls for cls in trainer.__mro__ if cls.__module__.startswith("trl."))
 
 
 def sentence(changes: list[str]) -> str:

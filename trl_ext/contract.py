@@ -1,4 +1,4 @@
-"""How a name, a method or an attribute of a library is compared with what is written down of it."""
+"""Compare functions, methods and attributes of a library with what we wrote down of them."""
 
 import dis
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def find(path: str) -> Any:
-    """What is at `package.module.name`; if it is gone, an `ImportError` that says so."""
+    """Return what is at `package.module.name`; raise an `ImportError` that says so if it is gone."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
@@ -21,7 +21,7 @@ def find(path: str) -> Any:
 
 def function_change(path: str, passed: str | None) -> str:
     """
-    What changed about a function or class, so that our call would fail; empty if nothing did.
+    Say what changed about a function or class, so that our call would fail; an empty text if nothing did.
 
     Args:
         path: where it is.
@@ -40,7 +40,7 @@ def function_change(path: str, passed: str | None) -> str:
 
 
 def method_change(cls: type, name: str, passed: str) -> str:
-    """The same of a method of `cls`. Others may be there only if `passed` ends in "...", then also without default."""
+    """Say the same of a method of `cls`. Other parameters may be there only if `passed` ends in "..."."""
     if not callable(method := getattr(cls, name, None)):
         return f"`{cls.__name__}` has no method `{name}`"
     parameters = list(inspect.signature(method).parameters)[1:]  # all but `self`
@@ -48,13 +48,13 @@ def method_change(cls: type, name: str, passed: str) -> str:
 
 
 def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
-    """Of each name what changed: that `cls` no longer has it, nor sets it in a method."""
+    """Say of each name that is neither a member of `cls` nor set by a method of it that it is gone."""
     present = {*dir(cls), *assigned(cls.__mro__)}
     return {name: "" if name in present else f"`{cls.__name__}` has no `{name}`" for name in names}
 
 
 def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
-    """What both lists of classes define, as a member or by setting it; `__names__` apart."""
+    """Return what both lists of classes define, as a member or by setting it; `__names__` apart."""
     ours_and_theirs = [
         {name for cls in classes for name in vars(cls) if not name.startswith("__")} | assigned(classes)
         for classes in (ours, theirs)
@@ -63,7 +63,7 @@ def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
 
 
 def assigned(classes: Iterable[type]) -> set[str]:
-    """What the methods of these classes assign to `self`. Bytecode tells, so no instance is needed."""
+    """Return what the methods of these classes assign to `self`; read from bytecode, so it needs no instance."""
     names = set()
     for member in (member for cls in classes for member in vars(cls).values()):
         function = inspect.unwrap(getattr(member, "fget", member))
@@ -77,7 +77,7 @@ def assigned(classes: Iterable[type]) -> set[str]:
 
 
 def _difference(label: str, parameters: Iterable[str], required: list[str], passed: str) -> str:
-    """`required` must be passed; what is passed by its place must stand there under the name that it had."""
+    """Check that `required` is passed, that what is passed exists, and by its place under the name that it had."""
     given = [name for name in passed.split(", ") if name not in ("", "...")]
     by_place = [name for name in given if not name.endswith("=")]
     names, parameters = {name.rstrip("=") for name in given}, list(parameters)

@@ -44,8 +44,7 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
     },
 }
 
-# Those that we override take just what our override takes, or end in "..." where that passes on what else there is;
-# so do those that we only call
+# An override of ours takes exactly these parameters, or ends in "..." and passes on what else there is
 METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `method_change`
     "trl.RLOOTrainer": {
         "__init__": "model=, reward_funcs=, args=, train_dataset=, eval_dataset=, processing_class=, "
@@ -141,7 +140,7 @@ def check_contract(trainer: type) -> None:
 
 
 def changes_of_class(path: str) -> dict[str, str]:
-    """Of each method and attribute of a class in the tables what changed; empty if nothing did."""
+    """Return of each method and attribute of a class in the tables what changed; an empty text if nothing did."""
     try:
         cls = find(path)
     except ImportError as error:
@@ -152,14 +151,12 @@ def changes_of_class(path: str) -> dict[str, str]:
 
 
 def names_taken(trainer: type) -> str:
-    """Which names that a trainer of ours uses for itself TRL uses, too, so that one would call or set the other's."""
+    """Say which names a trainer of ours and TRL both use for themselves: one would call or set the other's."""
     base = _base(trainer)
     before, theirs = trainer.__mro__[: trainer.__mro__.index(base)], base.__mro__[:-1]  # all but `object`
     path, ours = f"trl.{base.__name__}", [cls for cls in before if cls.__module__.startswith("trl_ext.")]
     taken = names_of_both(ours, theirs) - METHODS[path].keys() - {*ATTRIBUTES[path].split()}
-    return (
-        f"`{base.__name__}` has {', '.join(sorted(taken))}, which {trainer.__name__} uses otherwise" if taken else ""
-    )
+    return f"`{base.__name__}` has {', '.join(sorted(taken))}, too, as {trainer.__name__} does" if taken else ""
 
 
 def _base(trainer: type) -> type:

@@ -49,7 +49,7 @@ def test_a_config_is_read_by_its_attributes(tmp_path):
     require((trainer.epsilon_low, trainer.num_iterations, trainer.beta) == (0.3, 2, 0.0), "values move", reader)
 
 
-def test_a_subclass_of_the_config_that_we_rely_on(tmp_path):
+def test_to_dict_hides_no_setting(tmp_path):
     config = PPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     hidden = {name for name, value in config.to_dict().items() if str(value).startswith("<")}
     require(not hidden, f"`to_dict` of TrainingArguments hides {hidden}", "`PPOConfig`, when it is copied,")

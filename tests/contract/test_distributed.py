@@ -1,8 +1,7 @@
-"""Sharded weights and accelerate."""
+"""Generation from sharded weights."""
 
 import inspect
 
-import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer
 from trl import RLOOTrainer
@@ -21,14 +20,3 @@ def test_sharded_weights_during_generation(tmp_path):
         require(name in setter, f"FSDP2 keeps whether a layer reshards elsewhere than in `{name}`", reader)
     prepare = inspect.getsource(Trainer._prepare_for_training)
     require('register_fsdp_forward_method(self.model, "generate")' in prepare, "FSDP2 skips `generate`", reader)
-
-
-def test_accelerate_names(tmp_path):
-    accelerator = rloo(tmp_path).accelerator
-    reader = "PPOTrainer"
-    rows = torch.arange(3.0)
-    require(torch.equal(accelerator.gather(rows[None])[0], rows), "`gather` of one process changes it", reader)
-    require(torch.equal(accelerator.reduce(rows, reduction="sum"), rows), "`reduce` changes it", reader)
-    require(getattr(accelerator, "scaler", None) is None, "there is a gradient scaler without fp16", reader)
-    for name in ("num_processes", "process_index", "distributed_type", "device", "is_main_process"):
-        require(hasattr(accelerator, name), f"Accelerator has no `{name}`", reader)

@@ -24,7 +24,7 @@ def test_gradients_are_complete_before_they_are_clipped(tmp_path, max_grad_norm,
     trainer.add_callback(Note())
     trainer.train()
     order = names_of(trainer, "training_step", "_clip_grad_norm", "_get_grad_norm", "step")
-    reader = "`_before_step` of PPOTrainer"
+    reader = "PPOTrainer, to look at whole gradients,"
     require(order == ["training_step", "training_step", *expected, "step"] * 2, f"the loop runs {order}", reader)
     norms = [kwargs.get("grad_norm") for name, _, kwargs in trainer.events if name == "_get_grad_norm"]
     require(
@@ -106,4 +106,4 @@ def test_sync_callback_reads_the_model_from_its_keywords():
     callback = Sync(ref_model=reference, accelerator=None)
     for step in (1, 2):
         callback.on_step_end(args, type("State", (), {"global_step": step}), None, model=model)
-    require(calls == [(model, reference, 0.6)], f"it synchronises {calls}", "`_SyncReference` of PPOTrainer")
+    require(calls == [(model, reference, 0.6)], f"it synchronises {calls}", "The moving reference of PPOTrainer")

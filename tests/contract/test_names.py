@@ -169,7 +169,7 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
 
     monkeypatch.setattr(trl.RLOOTrainer, "_some_hook", prediction_step, raising=False)
     monkeypatch.setattr(trl.RLOOTrainer, "_raise_not_finite", prediction_step, raising=False)
-    assert "`RLOOTrainer` has _raise_not_finite, kl_controller, which PPOTrainer uses" in sentence_of(PPOTrainer)
+    assert "`RLOOTrainer` has _raise_not_finite, kl_controller, too, as PPOTrainer does" in sentence_of(PPOTrainer)
 
 
 def test_members_of_a_users_own_subclass_are_the_users_affair(monkeypatch):
@@ -235,4 +235,4 @@ def test_command_prints_each_item_and_says_by_its_exit_whether_one_changed(monke
 def test_command_goes_on_where_a_trainer_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl_ext.dpo", None)
     changed = {item: change for item, change in command.changes().items() if change}
-    assert [*changed] == ["import trl_ext.DPOTrainer"] and "trl_ext.dpo" in changed["import trl_ext.DPOTrainer"]
+    assert [*changed] == ["trl_ext.DPOTrainer"] and "trl_ext.dpo" in changed["trl_ext.DPOTrainer"]

@@ -1,4 +1,4 @@
-"""Adapters."""
+"""Adapters: which is active, which is trained, and which is saved."""
 
 import copy
 import inspect

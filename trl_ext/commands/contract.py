@@ -1,18 +1,22 @@
-"""Does the installed TRL still have what trl_ext relies on? Prints each item, and exits 1 if one has changed.
+"""Show whether the installed TRL still has what trl_ext relies on.
 
-python -m trl_ext.commands.contract
+    python -m trl_ext.commands.contract
+
+Prints one line an item, "ok" or what changed, and exits with 1 if anything did. It compares names, parameters and
+attributes only; what they do is tested by `pytest tests/contract`.
 """
 
 import sys
-from importlib import import_module
 from importlib.metadata import version
+
+import trl_ext
 
 from ..contract import function_change
 from ..upstream import ATTRIBUTES, METHODS, NAMES, TESTED, changes_of_class, names_taken
 
 
 def changes() -> dict[str, str]:
-    """What changed of each item of the tables; empty if nothing did."""
+    """Return of each item in the tables what changed; an empty text if nothing did."""
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)
         for module, names in NAMES.items()
@@ -22,11 +26,10 @@ def changes() -> dict[str, str]:
         found |= changes_of_class(path)
     for trainer in ("PPOTrainer", "DPOTrainer"):
         try:
-            found[f"names that trl_ext.{trainer} has for itself"] = names_taken(
-                getattr(import_module("trl_ext"), trainer)
-            )
+            taken = names_taken(getattr(trl_ext, trainer))
         except ImportError as error:
-            found[f"import trl_ext.{trainer}"] = str(error)
+            taken = str(error)
+        found[f"trl_ext.{trainer}"] = taken
     return found
 
 
@@ -37,9 +40,7 @@ def main() -> None:
     for item, change in found.items():
         print(f"CHANGED {item}: {change}" if change else f"ok      {item}")
     changed = sum(map(bool, found.values()))
-    print(
-        f"{changed} of {len(found)} changed. What they do is tested by `pytest tests/contract`, in a clone of trl_ext."
-    )
+    print(f"{changed} of {len(found)} changed. What they do is tested by `pytest tests/contract`, in a clone.")
     sys.exit(bool(changed))
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..ppo.roles import RolesMixin
+from ..ppo.roles import check_roles
 from .layout import Layout
 from .runs import Job
 
@@ -36,7 +36,7 @@ def known_not_to_work(job: Job) -> list[str]:
 def _ppo(job: Job, args: Any, layout: Layout, peft: bool) -> list[str]:
     reasons = []
     try:
-        RolesMixin._check_roles("", args, [], None if job.value_model is None else "", job.peft_config, None)
+        check_roles("", args, [], None if job.value_model is None else "", job.peft_config, None)
     except ValueError as error:
         reasons.append(str(error))
     if peft and layout.checkpoints_activations:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ..models.actor_critic import ActorCritic
-from ..models.adapter_switch import CRITIC, AdapterClassifier, AdapterSwitch, base_model_of
+from ..models.adapter_switch import CRITIC, AdapterSwitch
 from ..models.adapters import add_critic
+from ..models.classifier import AdapterClassifier
+from ..models.weights import base_model_of
 from ..upstream import add_fused_lm_head
 from .layout import Layout
 from .memory import kv_cache_bytes, optimizer_bytes, quantized_bytes, share

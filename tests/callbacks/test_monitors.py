@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from transformers import TrainerState
 from trl import GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 
 from tests.callbacks.replay import Replay
@@ -19,7 +20,9 @@ from trl_ext.callbacks import (
     RewardDisagreementCallback,
     RewardDriftCallback,
     ValueHealthCallback,
+    request_kl_scale,
 )
+from trl_ext.control import kl_scale_is_pending, take_kl_scale
 
 KL, SCORE, STD = "objective/kl", "objective/scores", "objective/scores_std"
 
@@ -306,6 +309,18 @@ def test_gold_that_is_not_there_is_said(ppo):
     assert run.said == []
     run.evaluate(8, {"eval_objective/scores": 1.0})
     assert run.said == ["nothing to watch: `eval_rewards/judge/mean` is not in the evaluation"]
+
+
+def test_a_request_to_scale_the_kl_coefficient_is_answered_once():
+    state = TrainerState(global_step=3)
+    request_kl_scale(state, 2.0)
+    state.global_step = 5
+    request_kl_scale(state, 3.0)
+    request_kl_scale(state, 1.5)
+    assert kl_scale_is_pending(state, 2) and not kl_scale_is_pending(state, 3)  # since step 3
+    state = TrainerState(stateful_callbacks=json.loads(json.dumps(state.stateful_callbacks)))  # as in a checkpoint
+    assert (take_kl_scale(state), take_kl_scale(state)) == (3.0, 1.0)
+    assert not kl_scale_is_pending(state, 0)
 
 
 # ---- Bad input ----

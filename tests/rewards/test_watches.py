@@ -190,7 +190,7 @@ async def slow(completions, **kwargs):
         (lambda: ScoreWatch("path"), TypeError, "a model object; got 'path'"),
         (lambda: ScoreWatch(slow), TypeError, "not async"),
         (lambda: ScoreWatch(quality, quantiles=(2,)), ValueError, r"\[0, 1\]"),
-        (lambda: PhraseReviewReward([]), ValueError, "one or more"),
+        (lambda: PhraseReviewReward([]), ValueError, "one or more texts"),
         (lambda: PhraseReviewReward([" "]), ValueError, "none of them empty"),
         (lambda: GoldJudgeReward(None), TypeError, "must be a reward function"),
     ],

@@ -1,4 +1,4 @@
-"""Each monitor on logs written by hand: what it must say, and what it must not."""
+"""Each monitor on logs written by hand: when it must alert, and when it must not."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_kl_budget_warns_then_acts(ppo):
 
 @pytest.mark.parametrize(("step", "expected"), [(1, ["the first rollout's KL is not 0"]), (5, [])])
 def test_first_rollout_of_another_model_than_the_reference(step, expected, ppo):
-    """From the second rollout on (step 5) the policy has been trained, and its KL means nothing of the kind."""
+    """From the second rollout on (step 5) the policy is trained, so its KL need not be 0."""
     run = Replay(ppo, KLBudgetCallback())
     run.log(step, logs={KL: 2.0})
     run.log(step + 1, logs={KL: 2.0})
@@ -70,7 +70,7 @@ def test_negative_kl_is_not_a_kl(ppo):
 
 @pytest.mark.parametrize("cls", [RLOOConfig, GRPOConfig])
 def test_per_token_kl_is_multiplied_by_the_mean_length(cls, tmp_path):
-    """0.05 nats a token × 250 tokens = 12.5 nats; the length is in the rollout's log only."""
+    """0.05 nats a token × 250 tokens = 12.5 nats. Only the rollout's log has the length."""
     run = Replay(config(cls, tmp_path), KLBudgetCallback())
     run.log(1, logs={"kl": 0.0, "completions/mean_length": 250.0})
     run.log(2, logs={"kl": 0.05})

@@ -1,4 +1,4 @@
-"""Stock TRL scripts with monitors added in one line, as the README shows them; resuming; and PPOTrainer's answer."""
+"""Monitors in stock TRL scripts, after a resume, and with PPOTrainer."""
 
 import json
 
@@ -178,7 +178,7 @@ def test_resumed_monitors_go_on_where_they_were(flag, model, tmp_path):
     whole.train()
     expected = whole.state.stateful_callbacks[REGISTRY]
     assert len(expected["EntropyFloorCallback"]["attributes"]["memory"]["windows"]["entropy"]) == 6
-    added = LengthDriftCallback()  # a monitor that the checkpoint knows nothing of
+    added = LengthDriftCallback()  # a monitor that the checkpoint does not have
     resumed = sft(model, tmp_path, *monitors(), added, restore_callback_states_from_checkpoint=flag)
     entropy = next(c for c in resumed.callback_handler.callbacks if isinstance(c, EntropyFloorCallback))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))

@@ -18,6 +18,7 @@ from trl import (
     SFTTrainer,
 )
 
+from tests.callbacks.replay import Replay
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import (
@@ -192,11 +193,14 @@ def test_resumed_monitors_go_on_where_they_were(flag, model, tmp_path):
     assert saved["LengthDriftCallback"]["args"]["factor"] == 1.5
 
 
-def test_state_is_json_and_names_its_arguments(model):
-    callback = GoldGapCallback(sinks=["log"])
-    state = json.loads(json.dumps(callback.state()))
+def test_state_is_json_and_names_its_arguments(tmp_path):
+    def state_of(callback):
+        run = Replay(tiny_config(tmp_path), callback)
+        return json.loads(json.dumps(run.state.stateful_callbacks))[REGISTRY]["GoldGapCallback"]
+
+    state = state_of(GoldGapCallback(sinks=["log"]))
     assert state["attributes"] == {"memory": {}} and state["args"]["limit"] == 0.6
-    assert type(callback)(**state["args"]).state() == state
+    assert state_of(GoldGapCallback(**state["args"])) == state
 
 
 def test_two_of_one_class_are_refused(model, tmp_path):

@@ -12,9 +12,9 @@ from .monitor import Finding, MonitorCallback, on_main_process
 @dataclass(eq=False, kw_only=True)
 class GoldGapCallback(MonitorCallback):
     """
-    Alert when the proxy rises in evaluations without gold, or answers lose against the first evaluation's.
+    Alert when the proxy rises and gold does not follow, or answers lose against those of the first evaluation.
 
-    The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀), with means and σ of single scores; index 0 is the
+    The gap is (proxy − proxy₀)/σ(proxy₀) − (gold − gold₀)/σ(gold₀), with means and σ of single scores. Index 0 is the
     first evaluation. Set `eval_on_start=True` so that the first evaluation measures the start policy.
 
     transformers itself stops at gold's peak and keeps it: use `EarlyStoppingCallback`,

@@ -50,7 +50,7 @@ class KLBudgetCallback(MonitorCallback):
             advice = "The policy is still untrained, so the reference is not the model that it started from."
             yield Finding(f"the first rollout's KL is not 0{unit}", kl, self.tolerance, advice, acts=False)
         elif kl < -self.tolerance:
-            advice = "A KL is never negative: another policy sampled the tokens than the one that gives log-probs."
+            advice = "A KL is never negative: the policy that sampled is not the one that gave the log-probs."
             yield Finding(f"the KL is negative{unit}", kl, -self.tolerance, advice, acts=False)
         if kl > self.limit:
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."

@@ -26,7 +26,7 @@ REGISTRY = "trl_ext_monitors"
 
 
 class Memory(dict):
-    """A monitor's memory in a run that goes on. A memory read from a checkpoint is a plain dict."""
+    """The memory of a monitor in use. A memory that was read from a checkpoint is a plain dict, and can be taken."""
 
 
 @dataclass
@@ -86,13 +86,10 @@ class MonitorCallback(TrainerCallback):
 
     # ---- State ----
 
-    def state(self) -> dict[str, Any]:
-        """Return the arguments and the memory, as JSON."""
-        return json.loads(json.dumps({"args": self._arguments(), "attributes": {"memory": self.memory}}))
-
     def _arguments(self) -> dict[str, Any]:
+        """Return the arguments that JSON can hold."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: value for name, value in values.items() if _is_json(value)}
+        return {name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)}
 
     def on_train_begin(self, args, state, control, **kwargs):
         registry = state.stateful_callbacks.setdefault(REGISTRY, {})
@@ -105,7 +102,7 @@ class MonitorCallback(TrainerCallback):
                 )
             self.memory = Memory(memory)
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
-        registry[name] = {"args": json.loads(json.dumps(self._arguments())), "attributes": {"memory": self.memory}}
+        registry[name] = {"args": self._arguments(), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -252,7 +249,7 @@ class MonitorCallback(TrainerCallback):
         older = [step for step in steps if step <= good]
         if not older:
             return (
-                f"There is no checkpoint from before step {good + 1} to go back to: start anew, with other settings."
+                f"There is no checkpoint before step {good + 1} to go back to: start a new run, with other settings."
             )
         path = Path(self._args.output_dir) / f"checkpoint-{max(older)}"
         return (
@@ -275,7 +272,7 @@ def alerts_of(state: Any) -> list[dict[str, Any]]:
 
 
 def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return to all processes what `measure()` returns on the main one, and None; or None and its error as text."""
+    """Call `measure` on the main process, and return its result and None to all, or None and its error as text."""
     result: list[Any] = [None, None]
     if PartialState().is_main_process:
         try:

@@ -20,7 +20,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import RLOOTrainer
 
 from ..checkpoints import ResumableRun
-from ..control import AgreedControl
+from ..control import AgreedControl, take_kl_scale
 from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
 from ..models.actor_critic import LogprobForward
 from ..models.adapter_guard import AdapterGuard
@@ -308,7 +308,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         """Have TRL generate and score answers to the prompts, and keep all that PPO needs of it."""
         self._actor_critic.train_adapters()
         if self.model.training:
-            self.kl_controller.consume_scale(self.control)
+            self.kl_controller.scale(take_kl_scale(self.state))
         return RolloutRecorder(self).run(with_prompts(inputs, self._tokenizer))
 
     def _normalized(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
@@ -674,7 +674,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         super()._save_rng_state(output_dir)
         if self.args.sync_ref_model:
             save_reference(self, output_dir)
-        self.kl_controller.consume_scale(self.control)  # the control is saved without it
         is_mid_rollout = self._step % self._steps_per_rollout != 0
         rows = joined(self._buffered_inputs) if is_mid_rollout else None
         Snapshot.take(self, rows).save(output_dir, self.args.process_index)

@@ -26,12 +26,13 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
     "transformers.utils": {"find_adapter_config_file": "model_id"},
     "trl.data_utils": {"is_conversational": "example"},
     "trl.import_utils": {"is_vllm_available": ""},
-    "trl.models": {"prepare_deepspeed": "model, accelerator", "prepare_fsdp": "model, accelerator"},
-    "trl.models.utils": {"add_hooks": "model", "remove_hooks": "model"},
-    "trl.trainer.callbacks": {
-        "SyncRefModelCallback": "ref_model=, accelerator=",
-        "_generate_completions": "prompts, model=, tokenizer=, accelerator=, generation_config=, batch_size=",
+    "trl.models": {
+        "prepare_deepspeed": "model, accelerator",
+        "prepare_fsdp": "model, accelerator",
+        "unwrap_model_for_generation": "model, accelerator, gradient_checkpointing_kwargs=",
     },
+    "trl.models.utils": {"add_hooks": "model", "remove_hooks": "model"},
+    "trl.trainer.callbacks": {"SyncRefModelCallback": "ref_model=, accelerator="},
     "trl.trainer.utils": {
         "RepeatSampler": "data_source=, mini_repeat_count=, batch_size=, repeat_count=, shuffle=, seed=",
         "add_fused_lm_head": "model, temperature=, outputs=",
@@ -105,8 +106,9 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         accelerator args aux_loss_enabled beta callback_handler chat_template_kwargs control eos_token_ids epsilon_high
         epsilon_low eval_dataset generation_config is_deepspeed_enabled is_fsdp_enabled loss_is_scaled_for_ga
         max_completion_length model model_wrapped num_generations num_generations_eval num_iterations optimizer
-        place_model_on_device ref_model reward_clip_range reward_func_names reward_funcs reward_processing_classes
-        reward_weights router_aux_loss_coef state temperature train_dataset use_vllm vllm_generation""",
+        place_model_on_device processing_class ref_model reward_clip_range reward_func_names reward_funcs
+        reward_processing_classes reward_weights router_aux_loss_coef state temperature train_dataset use_vllm
+        vllm_generation""",
     "trl.DPOTrainer": """
         _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
@@ -115,16 +117,16 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",
 }
 
-_PATHS = {name.lstrip("_"): f"{module}.{name}" for module, names in NAMES.items() for name in names}
+_MODULES = {name: module for module, names in NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PATHS:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, original = _PATHS[name].rpartition(".")
-    if change := function_change(_PATHS[name], NAMES[module][original]):
+    module = _MODULES[name]
+    if change := function_change(f"{module}.{name}", NAMES[module][name]):
         raise ImportError(sentence([change]))
-    return find(_PATHS[name])
+    return find(f"{module}.{name}")
 
 
 @functools.cache

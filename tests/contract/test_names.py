@@ -55,7 +55,7 @@ def test_names_are_those_that_the_package_imports():
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in ("upstream", "callbacks")
         for alias in node.names
     }
-    unused = {name.lstrip("_") for names in NAMES.values() for name in names} - imported
+    unused = {name for names in NAMES.values() for name in names} - imported
     assert not unused, f"Nothing imports {unused}: take them out of the table of upstream.py."
 
 
@@ -168,8 +168,8 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
         self.kl_controller = None
 
     monkeypatch.setattr(trl.RLOOTrainer, "_some_hook", prediction_step, raising=False)
-    monkeypatch.setattr(trl.RLOOTrainer, "_raise_not_finite", prediction_step, raising=False)
-    assert "`RLOOTrainer` has _raise_not_finite, kl_controller, too, as PPOTrainer does" in sentence_of(PPOTrainer)
+    monkeypatch.setattr(trl.RLOOTrainer, "_steps_per_rollout", prediction_step, raising=False)
+    assert "`RLOOTrainer` has _steps_per_rollout, kl_controller, too, as PPOTrainer does" in sentence_of(PPOTrainer)
 
 
 def test_members_of_a_users_own_subclass_are_the_users_affair(monkeypatch):

@@ -42,7 +42,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
     rows = _draw(trainer.train_dataset, pairs, trainer.args.seed)
     accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
     mine = rows[accelerator.process_index :: accelerator.num_processes]
-    reference = trainer.model if trainer.ref_model is None else trainer.ref_model
+    reference = trainer.reference
     was_training, ld_alpha = reference.training, trainer.ld_alpha
     devices = [accelerator.device] if accelerator.device.type not in ("cpu", "mps") else []
     trainer.ld_alpha = None  # lengths count in full here

@@ -55,7 +55,7 @@ DRIFT = {"beta_controller": "drift", "drift_target": 1.0}
         ),
         ({**DRIFT, "loss_type": "sft"}, r"`beta_controller='drift'` moves β, but `loss_type=\['sft'\]` has none"),
         ({"margin_normalization": "source", "loss_type": "sft"}, "`margin_normalization='source'` moves β"),
-        ({"use_weight": True, "use_weighting": True}, "`use_weight` and `use_weighting=True` both change"),
+        ({"use_weight": True, "use_weighting": True}, "`use_weight` need .* and `use_weighting=False`; got .*True"),
     ],
 )
 def test_settings_that_cannot_work_are_named(given, message, tmp_path):

@@ -131,7 +131,7 @@ def end_of(trainer):
 def saved(folder, processes, checkpoint=None, **kwargs):
     """The end of six steps of 8 pairs, saved at the third; or of a run that goes on from a checkpoint."""
     kwargs = {"per_device_train_batch_size": 8 // processes, "save_strategy": "steps", "save_steps": 3, **kwargs}
-    trainer = make_trainer(folder, **kwargs)
+    trainer = make_trainer(folder, resume_anyway=True, **kwargs)  # the batch of a process may be another one
     trainer.train(checkpoint and str(checkpoint))
     return end_of(trainer)
 

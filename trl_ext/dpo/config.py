@@ -151,7 +151,6 @@ class DPOConfig(trl.DPOConfig):
     distribution_shift_bound: float = field(
         default=0.1, metadata={"help": "Share of chosen answers the reference would not write, above which to warn."}
     )
-
     resume_anyway: bool = field(
         default=False, metadata={"help": "Go on from a checkpoint though the settings differ."}
     )
@@ -163,10 +162,15 @@ class DPOConfig(trl.DPOConfig):
         self._check_combinations()
 
     @property
+    def _of_our_loss(self) -> list[str]:
+        """The options for which a pair's loss depends on more than its margin."""
+        named = {name: getattr(self, name) for name in ("use_margin", "use_confidence", "use_weight", "dpop_lambda")}
+        return [name for name, value in (named | {"beta_dpo_keep": self.beta_dpo_keep < 1}).items() if value]
+
+    @property
     def replaces_sigmoid(self) -> bool:
-        """Whether our preference loss takes the place of TRL's: it depends on more of a pair than its margin."""
-        filters = self.beta_controller == "beta_dpo" and self.beta_dpo_keep < 1
-        return self.use_margin or self.use_confidence or self.use_weight or self.dpop_lambda > 0 or filters
+        """Whether our preference loss takes the place of TRL's."""
+        return bool(self._of_our_loss)
 
     @property
     def reads_log_probs(self) -> bool:
@@ -209,16 +213,10 @@ class DPOConfig(trl.DPOConfig):
                     f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`; got `loss_type="
                     f"{self.loss_type}`, `f_divergence_type={self.f_divergence_type!r}`."
                 )
-        if self.replaces_sigmoid:
-            names = [name for name in ("use_margin", "use_confidence", "use_weight") if getattr(self, name)]
-            names += ["dpop_lambda"] * (self.dpop_lambda > 0) + ["beta_dpo_keep"] * (self.beta_dpo_keep < 1)
-            if "sigmoid" not in losses or losses - {"sigmoid", "sft"} or self.f_divergence_type != "reverse_kl":
-                raise ValueError(
-                    f"{', '.join(f'`{name}`' for name in names)} need `loss_type` 'sigmoid', or 'sigmoid' and 'sft', "
-                    f"and `f_divergence_type='reverse_kl'`; got {self.loss_type}, {self.f_divergence_type!r}."
-                )
-            if self.use_weighting:
-                raise ValueError(
-                    f"{', '.join(f'`{name}`' for name in names)} and `use_weighting=True` both change what a pair's "
-                    "sigmoid loss is: set one of them. (`beta_controller` and `margin_normalization` go with it.)"
-                )
+        is_sigmoid = "sigmoid" in losses and losses <= {"sigmoid", "sft"} and self.f_divergence_type == "reverse_kl"
+        if self.replaces_sigmoid and (not is_sigmoid or self.use_weighting):
+            raise ValueError(
+                f"{', '.join(f'`{name}`' for name in self._of_our_loss)} need `loss_type` 'sigmoid', or 'sigmoid' and "
+                f"'sft', `f_divergence_type='reverse_kl'` and `use_weighting=False`; got {self.loss_type}, "
+                f"{self.f_divergence_type!r}, {self.use_weighting}."
+            )

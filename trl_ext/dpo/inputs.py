@@ -55,9 +55,8 @@ class PairCollator:
 
 def take_columns(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a batch into our columns and what TRL is to see."""
-    return {k: v for k, v in inputs.items() if k in PAIR_COLUMNS}, {
-        k: v for k, v in inputs.items() if k not in PAIR_COLUMNS
-    }
+    columns = {name: inputs[name] for name in PAIR_COLUMNS if name in inputs}
+    return columns, {name: value for name, value in inputs.items() if name not in columns}
 
 
 def check_arguments(model: Any, args: Any, processing_class: Any) -> None:

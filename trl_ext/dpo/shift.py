@@ -1,4 +1,4 @@
-"""Were the answers written by somebody else? What the reference thinks of the pairs, and of its own answers."""
+"""Tell whether the reference would have written the answers: compare their log-probs with those of its own."""
 
 import warnings
 from itertools import islice
@@ -12,7 +12,7 @@ from .inputs import PairCollator
 
 
 def check_shift_is_possible(trainer: Any) -> None:
-    """Refuse where sampling from the reference has not been run."""
+    """Raise where the reference cannot sample answers: this has not been run."""
     reason = None
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         reason = "sampling from a reference that FSDP or DeepSpeed has sharded is not supported"
@@ -70,6 +70,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
+    """Warn if the share of chosen answers that the reference would not write is above `bound`."""
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(

@@ -89,14 +89,21 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
         check_arguments(model, args, processing_class)
+        self.distribution_shift: dict[str, float] | None = None
         self._pair_columns = wanted_columns(args, train_dataset)
         self._policy_path = model if isinstance(model, str) else None
         self._has_own_reference = ref_model is not None
-        self.distribution_shift: dict[str, float] | None = None
         train_dataset = check_dataset(train_dataset, "train", args, self._pair_columns)
         if eval_dataset is not None:
             eval_dataset = check_evaluation(eval_dataset, args, self._pair_columns)
-        if ref_model is None and not args.precompute_ref_log_probs and _has_no_path(model, peft_config):
+        is_full = isinstance(model, nn.Module) and peft_config is None and not is_peft_model(model)
+        if (
+            ref_model is None
+            and not args.precompute_ref_log_probs
+            and is_full
+            and not get_config_model_id(model.config)
+        ):
+            # TRL would look for the reference at the path of a model that has none
             ref_model = unpatched_copy(model, "the reference").requires_grad_(False).eval()
 
         super().__init__(
@@ -223,10 +230,14 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
         """Sum (2B, T) log-probs over each completion, and subtract the reference's: (B,) pairs."""
         mask = batch["completion_mask"][:, 1:]
-        # Prompt tuning prepends virtual tokens
-        chosen, rejected = sequence_logprobs(log_probs[:, -mask.shape[1] :], mask, self.ld_alpha).chunk(2)
-        chosen, rejected = chosen - batch["ref_chosen_logps"], rejected - batch["ref_rejected_logps"]
-        return Pairs(chosen, rejected, columns.get("source", torch.full_like(chosen, -1, dtype=torch.long)))
+        log_probs = log_probs[:, -mask.shape[1] :]  # prompt tuning prepends virtual tokens
+        chosen, rejected = sequence_logprobs(log_probs, mask, self.ld_alpha).chunk(2)
+        no_source = torch.full_like(chosen, -1, dtype=torch.long)
+        return Pairs(
+            chosen - batch["ref_chosen_logps"],
+            rejected - batch["ref_rejected_logps"],
+            columns.get("source", no_source),
+        )
 
     def _pair_weights(self, weight: Tensor | None, kept: Tensor | None, losses: Tensor) -> Tensor:
         """Return (B,) weights under which the mean over all pairs is the mean over the (N,) kept ones."""
@@ -328,16 +339,16 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         if not self._controllers or not os.path.isfile(path):
             return  # with `resume_anyway`, what the checkpoint does not know starts anew
         state = torch.load(path, map_location="cpu", weights_only=True)
-        self.beta = state["beta"]
         for name in self._controllers.keys() & state.keys():
             self._controllers[name].load_state_dict(state[name])
+        if self.args.beta_controller in state:
+            self.beta = state["beta"]
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """What has a state to go on from."""
-        named = {"beta_controller": self.beta_controller, "margin_normalizer": self.margin_normalizer}
-        unused = "beta_controller" if self.args.beta_controller == "fixed" else None
-        return {name: controller for name, controller in named.items() if controller and name != unused}
+        """What has a state to go on from, by its setting."""
+        named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
+        return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 
     # ---- Mistakes ----
 
@@ -369,9 +380,3 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         tap = TappedModel(model, lambda log_probs: log_probs.sum(dim=1))
         super()._compute_loss(tap, batch, False)
         return tap.result
-
-
-def _has_no_path(model: Any, peft_config: Any) -> bool:
-    """Whether TRL would look for the reference at the path of a model that was built in memory."""
-    is_full_model = isinstance(model, nn.Module) and peft_config is None and not is_peft_model(model)
-    return is_full_model and not get_config_model_id(model.config)

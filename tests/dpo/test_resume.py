@@ -118,12 +118,13 @@ def test_an_incomplete_checkpoint_is_skipped_and_refused_as_a_path(tmp_path, cap
 
 
 def test_train_starts_anew_and_an_interrupted_trainer_may_go_on_itself(tmp_path):
-    trainer = make_trainer(tmp_path, **SAVING, **DRIFT)
+    options = {**DRIFT, **NORMALIZED, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(tmp_path, **SAVING, **options)
     step, steps = trainer.training_step, []
 
     def interrupted(*args, **kwargs):
         steps.append(trainer.state.global_step)
-        if len(steps) == 5:
+        if len(steps) == 10:  # half-way through an optimizer step
             raise KeyboardInterrupt
         return step(*args, **kwargs)
 
@@ -131,8 +132,16 @@ def test_train_starts_anew_and_an_interrupted_trainer_may_go_on_itself(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trainer.train(resume_from_checkpoint=True)
-    assert steps == [0, 1, 2, 3, 4, 3, 4, 5]  # its weights have moved since, and it is still the same run
-    whole = make_trainer(tmp_path / "whole", **DRIFT)
+    assert steps[::2] == [0, 1, 2, 3, 4, 3, 4, 5]  # its weights have moved since, and it is still the same run
+    whole = make_trainer(tmp_path / "whole", **options)
     whole.train()
     assert_close(end_of(trainer), end_of(whole), rtol=0, atol=0)
-    assert not (tmp_path / "whole" / "checkpoint-6").exists()
+
+
+def test_a_reference_that_moves_cannot_be_gone_on_with_exactly(tmp_path):
+    options = {**SAVING, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    make_trainer(tmp_path, **options).train()
+    half = str(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match="`sync_ref_model=True` moves the reference, .*checkpoint-3 does not have it"):
+        make_trainer(tmp_path, **options).train(half)
+    make_trainer(tmp_path, **options, resume_anyway=True).train(half)

@@ -329,6 +329,13 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         broadcast_object_list(everyones)
         return everyones[0]
 
+    def _before_resuming(self, checkpoint: str) -> None:
+        if self.args.sync_ref_model and not self.args.resume_anyway:
+            raise ValueError(
+                f"`sync_ref_model=True` moves the reference, and {checkpoint} does not have it: start anew, or set "
+                "`resume_anyway=True` to go on with the reference that this trainer was given."
+            )
+
     def _save_own_state(self, checkpoint: str) -> None:
         if self._controllers and self.args.should_save:  # the same on all processes
             state = {name: controller.state_dict() for name, controller in self._controllers.items()}

@@ -61,11 +61,12 @@ def test_other_settings_are_refused_by_name_unless_resume_anyway(before, after, 
     for checkpoint in (True, str(tmp_path / "checkpoint-3")):
         with pytest.raises(ValueError, match=f"another configuration .*{message}.*`resume_anyway=True`"):
             make_trainer(tmp_path, max_steps=3, **after).train(resume_from_checkpoint=checkpoint)
-    trainer = make_trainer(tmp_path, resume_anyway=True, **after)
+    trainer = make_trainer(tmp_path, **SAVING, resume_anyway=True, **after)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 6
     if "beta_controller" in after and after["beta_controller"] != before.get("beta_controller", "fixed"):
         assert logged(trainer, "beta")[0] == pytest.approx(0.1, rel=0.2)  # begins anew
+    make_trainer(tmp_path, **after).train(resume_from_checkpoint=True)  # its own checkpoints are like any other's
 
 
 def test_other_rows_weights_and_sources_are_refused_by_name(tmp_path):

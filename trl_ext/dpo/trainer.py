@@ -19,8 +19,8 @@ from transformers.trainer_utils import TrainOutput
 from ..checkpoints import ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
-from ..models.actor_critic import unpatched_copy
 from ..models.identity import weights_identity
+from ..models.weights import unpatched_copy
 from ..temporarily import temporarily
 from ..upstream import get_config_model_id, use_adapter
 from .beta_controller import BetaController

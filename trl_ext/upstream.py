@@ -84,9 +84,11 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "__init__": "model=, ref_model=, args=, data_collator=, train_dataset=, eval_dataset=, processing_class=, "
         "compute_metrics=, callbacks=, optimizers=, quantization_config=, peft_config=, ...",
         "_compute_loss": "model, inputs, return_outputs",
-        "_load_optimizer_and_scheduler": "checkpoint",
+        "_get_output_dir": "trial=",
+        "_load_best_model": "",
+        "_load_from_checkpoint": "resume_from_checkpoint, ...",
         "_maybe_log_save_evaluate": "...",
-        "_save_rng_state": "output_dir",
+        "_save_checkpoint": "model, trial",
         "_set_signature_columns_if_needed": "",
         "compute_ref_log_probs": "model, inputs",
         "evaluate": "eval_dataset, ...",

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .temporarily import temporarily
-from .upstream import rotate_checkpoints, sort_checkpoints
+from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints, sort_checkpoints
 
 MARKER = "trl_ext_complete.json"  # written last: a checkpoint without it was interrupted
 
@@ -133,10 +134,6 @@ class ResumableRun:
         """What must be equal for a run to go on exactly, beside its arguments; JSON."""
         return {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
 
-    def _weights_facts(self) -> dict[str, Any]:
-        """Which weights the run starts from; JSON. Asked for only where a checkpoint may be written or is resumed."""
-        return {}
-
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
 
@@ -152,10 +149,9 @@ class ResumableRun:
     # ---- Training ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        facts = self._run_facts()
-        if resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO:
-            facts |= self._weights_facts()
-        self._identity = fingerprint(self.args, **facts)
+        facts = [self._run_facts()]
+        broadcast_object_list(facts)  # FSDP may load weights on the first process alone
+        self._identity = fingerprint(self.args, **facts[0])
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if checkpoint is None:
             return super().train(**kwargs)  # type: ignore[misc]
@@ -163,6 +159,8 @@ class ResumableRun:
         is_same = not self._differences(checkpoint)
         if is_same and state.global_step >= state.max_steps:
             self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
+            if is_deepspeed_zero3_enabled():
+                raise ValueError(f"ZeRO-3 loads weights into a run that goes on only: take them from {checkpoint}.")
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
             self._load_own_state(checkpoint)
             self.state = state

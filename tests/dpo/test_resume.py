@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, end_of, logged, make_trainer, pairs, resumed
 from tests.tiny import tiny_llama
 from trl_ext.checkpoints import MARKER
-from trl_ext.dpo import trainer as dpo_trainer
 from trl_ext.dpo.trainer import STATE_FILE
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
@@ -81,15 +80,6 @@ def test_other_rows_weights_and_sources_are_refused_by_name(tmp_path):
     for model, given, message in others:
         with pytest.raises(ValueError, match=message):
             make_trainer(tmp_path, model, {**reference, **given}, max_steps=3, **NORMALIZED).train(True)
-
-
-def test_weights_are_read_only_where_a_checkpoint_may_come_of_it(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(dpo_trainer, "weights_identity", lambda *args: asked.append(args) or "mine")
-    make_trainer(tmp_path, max_steps=1).train()
-    assert not asked
-    make_trainer(tmp_path, max_steps=1, save_strategy="steps").train()
-    assert len(asked) == 1
 
 
 def test_a_complete_run_is_loaded_and_not_trained_again(tmp_path):

@@ -326,11 +326,11 @@ def wrapper(trainer):
     return type(trainer.model_wrapped).__name__
 
 
-def raised_by(trainer):
+def raised_by(trainer, resume=None):
     """What ended training, and after how many seconds."""
     start = time.monotonic()
     try:
-        trainer.train()
+        trainer.train(resume)
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return None, "", time.monotonic() - start
@@ -471,8 +471,9 @@ def bad_input(folder):
         "evaluation": {"num_generations_eval": 3, "per_device_eval_batch_size": 2, **evaluated},
         "prompts": {"rows": 12},
         "checkpoint": BY_ONE,
-        "checkpoint's path": {**BY_ONE, "resume_from_checkpoint": str(folder / "by one" / "checkpoint-1")},
+        "checkpoint's path": BY_ONE,
     }
+    resumes = {"checkpoint": True, "checkpoint's path": str(folder / "by one" / "checkpoint-1")}
     raised = {}
     for name, config in cases.items():
         start = time.monotonic()
@@ -481,7 +482,7 @@ def bad_input(folder):
         except Exception as error:
             raised[name] = type(error).__name__, str(error), time.monotonic() - start
         else:
-            raised[name] = raised_by(trainer)
+            raised[name] = raised_by(trainer, resume=resumes.get(name))
     return raised
 
 

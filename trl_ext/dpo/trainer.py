@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import trl
-from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
@@ -22,7 +22,7 @@ from ..functional import displaced, preference_drift, preference_logits, prefere
 from ..models.identity import weights_identity
 from ..models.weights import unpatched_copy
 from ..temporarily import temporarily
-from ..upstream import get_config_model_id, use_adapter
+from ..upstream import check_contract, get_config_model_id, use_adapter
 from .beta_controller import BetaController
 from .config import DPOConfig
 from .inputs import (
@@ -85,6 +85,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ):
+        check_contract(DPOTrainer)
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
@@ -312,10 +313,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     def _run_facts(self) -> dict[str, Any]:
         sources = {} if self.margin_normalizer is None else {"sources": self.margin_normalizer.sources}
-        return {**super()._run_facts(), **sources}
-
-    def _weights_facts(self) -> dict[str, Any]:
-        return self._weights_at_start
+        return {**super()._run_facts(), **sources, **self._weights_at_start}
 
     @cached_property
     def _weights_at_start(self) -> dict[str, str]:
@@ -325,9 +323,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         facts = {"policy": policy}
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
-        everyones = [facts]  # the first process's: FSDP may load weights on that one only
-        broadcast_object_list(everyones)
-        return everyones[0]
+        return facts
 
     def _before_resuming(self, checkpoint: str) -> None:
         if self.args.sync_ref_model and not self.args.resume_anyway:

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal
 
 from trl import RLOOConfig
+
+from ..settings import check_settings
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -94,6 +96,12 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "temperature": ("> 0", lambda x: x > 0),
     "total_episodes": (">= 1", lambda x: x >= 1),
     "vf_coef": (">= 0", lambda x: x >= 0),
+}
+
+_ONLY_WITH = {  # name: (the setting without which it does nothing, its value)
+    **dict.fromkeys(("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max"), ("kl_controller", "adaptive")),
+    "reward_group_column": ("reward_normalization", "group"),
+    "reward_reference_column": ("reward_normalization", "reference"),
 }
 
 
@@ -375,16 +383,7 @@ class PPOConfig(RLOOConfig):
                 raise ValueError(f"`{f.name}={getattr(self, f.name)}` is not supported: {REFUSED[f.name]}.")
 
     def _check_values(self):
-        for name, (rule, is_valid) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not is_valid(value):
-                raise ValueError(f"`{name}` must be {rule}, got {value}.")
-        for f in fields(self):
-            literal = next((t for t in (f.type, *get_args(f.type)) if get_origin(t) is Literal), None)
-            if literal and getattr(self, f.name) not in (None, *get_args(literal)):
-                raise ValueError(
-                    f"`{f.name}` must be one of {list(get_args(literal))}, got {getattr(self, f.name)!r}."
-                )
+        check_settings(self, _RANGES, _ONLY_WITH)
         if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
             raise ValueError(
                 f"`missing_eos_score={self.missing_eos_score}` replaces the score that `missing_eos_penalty="
@@ -398,20 +397,6 @@ class PPOConfig(RLOOConfig):
             )
         if self.stop_token and self.stop_token_id is not None:
             raise ValueError("`stop_token` and `stop_token_id` are two names of one setting: set one of them.")
-        for setting, value, names in (
-            ("kl_controller", "adaptive", ("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max")),
-            ("reward_normalization", "group", ("reward_group_column",)),
-            ("reward_normalization", "reference", ("reward_reference_column",)),
-        ):
-            for name in names:
-                if (
-                    getattr(self, setting) != value
-                    and getattr(self, name) != type(self).__dataclass_fields__[name].default
-                ):
-                    raise ValueError(
-                        f"`{name}={getattr(self, name)}` is for `{setting}={value!r}`, but `{setting}="
-                        f"{getattr(self, setting)!r}`: set that, or leave it out."
-                    )
         if self.kl_controller == "adaptive":
             if self.kl_coef == 0:
                 raise ValueError(

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from trl.trainer.callbacks import SyncRefModelCallback
+from ..upstream import SyncRefModelCallback
 
 _FOLDER = "reference"
 

@@ -32,7 +32,7 @@ from ..models.sampler import SamplerRecorder
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, disable_dropout, vocabulary_of
 from ..temporarily import temporarily
-from ..upstream import RepeatSampler, get_config_model_id
+from ..upstream import RepeatSampler, check_contract, get_config_model_id
 from . import gradients
 from .accumulator import global_moments
 from .config import PPOConfig
@@ -146,6 +146,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         reward_model: Any = None,
         data_collator: Any = None,
     ):
+        check_contract(PPOTrainer)
         model, reward_funcs, reward_processing_classes = migrate(
             model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator
         )

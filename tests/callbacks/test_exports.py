@@ -111,6 +111,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_its_lines_and_the_next_one_starts_on_a_line_of_its_own(tmp_path):
     path = tmp_path / "events.jsonl"
     root = Path(__file__).parents[2]
@@ -192,6 +193,7 @@ def test_picture_is_drawn_every_so_many_steps_and_at_the_end(tmp_path, monkeypat
     assert drawn == [3, 6, 7]
 
 
+@pytest.mark.slow
 def test_picture_marks_alerts(tmp_path, monkeypatch):
     images = []
     monkeypatch.setattr(wandb, "run", object())

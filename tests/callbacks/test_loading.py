@@ -55,6 +55,7 @@ def test_mistakes_are_answered(entry, message):
         load_monitors([entry])
 
 
+@pytest.mark.slow
 def test_shipped_recipe_trains_with_all_of_its_monitors(tmp_path, monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)

@@ -38,6 +38,8 @@ from trl_ext.control import take_kl_scale
 from trl_ext.rewards import GoldJudgeReward, repetition_watch, score_watch
 from trl_ext.rewards.watch import Watch
 
+pytestmark = pytest.mark.slow
+
 PAIRS = {"prompt": ["the cat"] * 16, "chosen": [" sat on the mat"] * 16, "rejected": [" flew over"] * 16}
 
 

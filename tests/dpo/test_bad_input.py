@@ -101,6 +101,7 @@ def test_other_kinds_of_arguments_are_named(tmp_path):
         make_trainer(tmp_path, trainer_kwargs={"processing_class": None})
 
 
+@pytest.mark.slow
 def test_log_probs_that_are_not_finite_name_the_row_and_who_gave_them(tmp_path):
     message = broken_weight(tmp_path)
     assert (

@@ -10,6 +10,8 @@ from torch.testing import assert_close
 from tests.dpo.worker import BETA_DPO, DRIFT, logged, make_trainer, make_trl_trainer, pairs, weights
 from tests.tiny import tiny_gpt2, tiny_llama
 
+pytestmark = pytest.mark.slow
+
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
 
 

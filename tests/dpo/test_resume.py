@@ -18,8 +18,8 @@ SAVING = {"save_strategy": "steps", "save_steps": 3}
     "options",
     [
         {**DRIFT, **NORMALIZED, "gradient_accumulation_steps": 2},
-        {**BETA_DPO, **INFORMED, **NORMALIZED},
-        {**DRIFT, "precompute_ref_log_probs": True},
+        pytest.param({**BETA_DPO, **INFORMED, **NORMALIZED}, marks=pytest.mark.slow),
+        pytest.param({**DRIFT, "precompute_ref_log_probs": True}, marks=pytest.mark.slow),
     ],
     ids=lambda options: " ".join(options),
 )
@@ -29,6 +29,7 @@ def test_resuming_is_exact(options, tmp_path):
     assert whole["beta"] != 0.1
 
 
+@pytest.mark.slow
 def test_beta_goes_on_also_with_other_data(tmp_path):
     """`ignore_data_skip` takes another way through the Trainer."""
     options = {**DRIFT, "ignore_data_skip": True}
@@ -40,12 +41,14 @@ def test_beta_goes_on_also_with_other_data(tmp_path):
     assert logged(again, "beta")[3] == logged(saving, "beta")[3] != 0.1
 
 
+@pytest.mark.slow
 def test_without_a_controller_no_state_is_written(tmp_path):
     make_trainer(tmp_path, **SAVING, log_displacement=True).train()
     assert not (tmp_path / "checkpoint-3" / STATE_FILE).exists()
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -68,6 +71,7 @@ def test_other_settings_are_refused_by_name_unless_resume_anyway(before, after, 
     make_trainer(tmp_path, **after).train(resume_from_checkpoint=True)  # its own checkpoints are like any other's
 
 
+@pytest.mark.slow
 def test_other_rows_weights_and_sources_are_refused_by_name(tmp_path):
     reference = {"ref_model": tiny_llama(seed=5)}
     make_trainer(tmp_path, None, dict(reference), **SAVING, max_steps=3, **NORMALIZED).train()
@@ -82,6 +86,7 @@ def test_other_rows_weights_and_sources_are_refused_by_name(tmp_path):
             make_trainer(tmp_path, model, {**reference, **given}, max_steps=3, **NORMALIZED).train(True)
 
 
+@pytest.mark.slow
 def test_a_complete_run_is_loaded_and_not_trained_again(tmp_path):
     whole = make_trainer(tmp_path, **SAVING, **DRIFT, **NORMALIZED)
     whole.train()
@@ -96,6 +101,7 @@ def test_a_complete_run_is_loaded_and_not_trained_again(tmp_path):
         assert ends[0][name] == ends[1][name]
 
 
+@pytest.mark.slow
 def test_an_incomplete_checkpoint_is_skipped_and_refused_as_a_path(tmp_path, capsys):
     whole = make_trainer(tmp_path, **SAVING, **DRIFT)
     whole.train()
@@ -108,6 +114,7 @@ def test_an_incomplete_checkpoint_is_skipped_and_refused_as_a_path(tmp_path, cap
     assert_close(end_of(again), end_of(whole), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_train_starts_anew_and_an_interrupted_trainer_may_go_on_itself(tmp_path):
     options = {**DRIFT, **NORMALIZED, "gradient_accumulation_steps": 2}
     trainer = make_trainer(tmp_path, **SAVING, **options)
@@ -129,6 +136,7 @@ def test_train_starts_anew_and_an_interrupted_trainer_may_go_on_itself(tmp_path)
     assert_close(end_of(trainer), end_of(whole), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_reference_that_moves_cannot_be_gone_on_with_exactly(tmp_path):
     options = {**SAVING, "sync_ref_model": True, "ref_model_sync_steps": 2}
     make_trainer(tmp_path, **options).train()

@@ -13,6 +13,8 @@ from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, logged, make_trainer, 
 from tests.tiny import WORDS, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext.dpo.shift import check_shift_is_possible
 
+pytestmark = pytest.mark.slow
+
 
 def own_pairs(model, n=200):
     """Answers that the model itself samples."""

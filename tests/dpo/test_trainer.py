@@ -49,7 +49,9 @@ def assert_same_run(ours, theirs):
         assert logged(ours, name) == logged(theirs, name)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize(
+    "loss_type", ["sigmoid", *(pytest.param(name, marks=pytest.mark.slow) for name in LOSSES if name != "sigmoid")]
+)
 def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(loss_type, tmp_path):
     kwargs = {"loss_type": loss_type} | ({"label_smoothing": 0.1} if loss_type == "exo_pair" else {})
     ours, theirs = make_trainer(tmp_path, **kwargs), make_trl_trainer(tmp_path, **kwargs)
@@ -58,6 +60,7 @@ def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(loss_type, tmp_pat
     assert not logged(ours, "beta")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -86,6 +89,7 @@ def test_trl_s_options_give_trl_s_losses_with_the_tap_and_without(kwargs, tmp_pa
         assert_same_run(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", NEUTRAL, ids=lambda option: next(iter(option)))
 def test_options_that_move_nothing_leave_trl_s_losses(option, tmp_path):
     size = option.get("per_device_train_batch_size", 4)
@@ -111,6 +115,7 @@ def test_with_options_off_nothing_is_called_that_trl_does_not_call(tmp_path, mon
     assert calls == [trainer.model_wrapped] * 6  # the model itself, no tap
 
 
+@pytest.mark.slow
 def test_the_tap_costs_no_further_forward(tmp_path, monkeypatch):
     counts = []
     for trainer in (make_trl_trainer(tmp_path), make_trainer(tmp_path, **DRIFT, **INFORMED, **NORMALIZED)):
@@ -160,6 +165,7 @@ def test_the_informed_loss_is_the_formula(tmp_path):
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_informed_loss_has_its_own_gradient_only(tmp_path):
     """TRL's sigmoid term is switched off, not added to."""
     neutral = pairs().map(lambda row: {"weight": 1.0, "confidence": 1.0, "margin": 0.0})
@@ -217,6 +223,7 @@ def test_filtering_is_the_mean_over_the_kept_pairs_and_their_margins(tmp_path):
     assert_close(gradient, [p.grad for p in trainer.model.parameters() if p.grad is not None], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_drift_follows_its_rule_and_does_not_depend_on_accumulation(tmp_path):
     whole = make_trainer(tmp_path, **DRIFT, **NORMALIZED, per_device_train_batch_size=8)
     parts = make_trainer(tmp_path, **DRIFT, **NORMALIZED, per_device_train_batch_size=2, gradient_accumulation_steps=4)
@@ -232,6 +239,7 @@ def test_drift_follows_its_rule_and_does_not_depend_on_accumulation(tmp_path):
     assert_close(weights(parts), weights(whole), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_drift_is_held_at_its_target(tmp_path):
     """With confidence ¾ a pair's loss is least at β·Δ = log 3, so a larger β really pulls the log-probs back."""
     data = pairs(8).map(lambda row: {"confidence": 0.75})
@@ -328,6 +336,7 @@ def test_compute_metrics_gets_its_logits_through_the_tap(tmp_path):
     assert seen[0].predictions.shape[0] == 16
 
 
+@pytest.mark.slow
 def test_a_new_dataset_is_evaluated_with_precomputed_references_and_columns(tmp_path):
     options, seen = {**INFORMED, **NORMALIZED, **DRIFT}, set()
     results = []
@@ -359,6 +368,7 @@ def test_gpt2_and_left_over_rows(tmp_path):
     assert trainer.state.global_step == 9 and all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path):
     trainer = make_trainer(
         tmp_path, trainer_kwargs={"train_dataset": pairs(8)}, **BETA_DPO, max_steps=60, learning_rate=5e-3

@@ -19,6 +19,8 @@ from tests.dpo.worker import DRIFT, INFORMED, NORMALIZED, QUIET, config, logged
 from tests.tiny import WORDS, tiny_tokenizer
 from trl_ext import DPOTrainer
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {% for c in m.content %}"
     "{% if c.type == 'image' %}<image> {% else %}{{ c.text }} {% endif %}{% endfor %}"

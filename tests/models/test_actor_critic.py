@@ -124,6 +124,7 @@ def test_without_values_the_forward_is_the_policys(tmp_path, build):
         torch.testing.assert_close(output.logits, trainer.model.policy(input_ids=ids).logits, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_leaves_the_gradients_of_both_as_they_are(tmp_path, build, use_reentrant, monkeypatch):
     """And it is really on: both backbones run their layers through `torch.utils.checkpoint`, in training only."""
@@ -190,6 +191,7 @@ def test_generate_ignores_the_models_generation_config_and_gives_it_back(tmp_pat
 # ---- Saving ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", ["from the policy", "from a reward model"])
 @pytest.mark.parametrize("gathered", [False, True], ids=["", "gathered_state_dict"])
 def test_saved_policy_and_critic_load_as_plain_models(tmp_path, build, critic, gathered):

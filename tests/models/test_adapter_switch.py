@@ -29,6 +29,8 @@ from tests.ppo.worker import (
 from tests.tiny import tiny_llama
 from trl_ext.models.adapters import base_fingerprint
 
+pytestmark = pytest.mark.slow
+
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 IDS = torch.tensor([[6, 7, 8, 9, 10], [11, 6, 6, 20, 2]])
 

@@ -92,6 +92,7 @@ def test_mistakes_of_a_reward_function(tmp_path, reward, message, cause):
     assert isinstance(error.value.__cause__, cause)
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_middle_of_a_run_names_its_step_and_loses_no_checkpoint(tmp_path):
     calls = []
 
@@ -357,6 +358,7 @@ def test_the_output_folder_of_another_configuration(tmp_path):
 # ---- NaN ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role, max_grad_norm", [("policy", 1.0), ("policy", 0.0), ("critic", 1.0)])
 def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, role, max_grad_norm):
     trainer = make(tmp_path, config={"max_steps": 8, "max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2})

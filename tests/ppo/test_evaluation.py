@@ -128,6 +128,7 @@ def noisy_reward(completions, **kwargs):
     return [len(text.split()) + random.random() + np.random.rand() for text in completions]
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_no_trace(tmp_path):
     """With an evaluation after every step, and before the first, training ends bit for bit where it ends without."""
     runs = []
@@ -187,6 +188,7 @@ def test_evaluations_of_the_same_weights_agree(tmp_path):
             assert first[key] == second[key]
 
 
+@pytest.mark.slow
 def test_best_model_is_restored_policy_and_critic_together(tmp_path):
     """The evaluation score peaks after step 2, whatever the policy does."""
 

@@ -40,8 +40,11 @@ def first_gradients(output_dir, batch_size, accumulation, **kwargs):
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{}, {"reward": unscored_topic_reward}, {"model": tiny_gpt2}],
-    ids=["llama", "with unscored rows", "gpt2"],
+    [
+        pytest.param({"model": tiny_gpt2}, id="gpt2"),
+        pytest.param({}, id="llama", marks=pytest.mark.slow),
+        pytest.param({"reward": unscored_topic_reward}, id="with unscored rows", marks=pytest.mark.slow),
+    ],
 )
 def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
     def gradients(batch_size, accumulation):
@@ -65,6 +68,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=bound, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.slow
 def test_an_unscored_row_has_no_part_in_the_gradient(tmp_path):
     """The gradient with the row's answer replaced is the same: only the scored rows' tokens count."""
 
@@ -106,6 +110,7 @@ DROPOUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("model", DROPOUT)
 def test_the_first_minibatch_is_on_policy(model, checkpointing, tmp_path):

@@ -99,6 +99,7 @@ def pad_is_eos():
     return tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize(
     ("policy_tokenizer", "reward_tokenizer"),
@@ -157,6 +158,7 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     torch.testing.assert_close(actual, torch.tensor(alone), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", [True, False], ids=["fingerprint", "none"])
 @pytest.mark.parametrize("is_other", [False, True], ids=["its base", "another base"])
 @pytest.mark.parametrize("share", ["auto", "never", "always"])
@@ -225,6 +227,7 @@ def test_a_peft_model_as_reward_model_is_refused(base, tmp_path):
 # ---- Where the critic starts ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [None, {"r": 3}, {"lora_alpha": 7}, {"target_modules": ["q_proj"]}])
 def test_the_critic_starts_as_the_reward_model_if_their_adapters_are_alike(change, base, tmp_path):
     reward = saved_reward(tmp_path / "reward", base)
@@ -285,6 +288,7 @@ def half(folder):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "dtype"),
     [(lambda folder: users_model(), torch.float32), (half, torch.bfloat16), (four_bit, torch.bfloat16)],
@@ -304,6 +308,7 @@ def test_the_other_adapters_have_the_policys_dtype(build, dtype, tmp_path):
 # ---- A PeftModel of the user's own ----
 
 
+@pytest.mark.slow
 def test_a_frozen_adapter_is_trained_on(base, tmp_path):
     """PEFT loads adapters frozen; the run is that with the adapter that was never saved."""
     users_model().save_pretrained(tmp_path / "sft")
@@ -372,6 +377,7 @@ def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_users", [False, True], ids=["peft_config", "PeftModel"])
 def test_what_is_saved_loads_with_plain_peft(is_users, base, tmp_path):
     model = (
@@ -490,6 +496,7 @@ def resumed_trainer(folder, kind, **config):
     return make_trainer(folder, model=users_model(), **config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["peft_config", "PeftModel"])
 def test_a_resumed_run_ends_as_the_uninterrupted_one(kind, tmp_path):
     """From within a rollout of the first and of the second data epoch."""
@@ -507,6 +514,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(kind, tmp_path):
         assert not any(p.requires_grad for p in parameters(again, "ref").values())
 
 
+@pytest.mark.slow
 def test_another_reference_or_another_adapter_is_another_configuration(tmp_path):
     make_trainer(tmp_path, model=users_model(), save_strategy="steps", save_steps=2).train()
     with pytest.raises(ValueError, match="belongs to another configuration .*reference adapter's weights"):
@@ -516,6 +524,7 @@ def test_another_reference_or_another_adapter_is_another_configuration(tmp_path)
         make_trainer(tmp_path, model=users_model(), trainer_kwargs={"critic_peft_config": config}).train(True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["peft_config", "PeftModel"])
 def test_the_best_weights_of_both_adapters_are_loaded_at_the_end(kind, tmp_path):
     falling = iter([2.0, 1.0])

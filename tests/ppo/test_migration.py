@@ -31,6 +31,7 @@ def rollout_prompts(trainer):
     return [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_peft", [False, True])
 def test_a_call_written_for_trl_112_runs(tmp_path, with_peft):
     tokenizer = tiny_tokenizer(bos=True)
@@ -147,6 +148,7 @@ def test_input_ids_win_over_the_text_they_were_made_of(tmp_path):
     assert seen == texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remove_unused_columns", [False, True])
 def test_padding_of_input_ids_is_stripped(tmp_path, remove_unused_columns):
     """A GPT-2, whose absolute positions would notice padding taken for tokens."""

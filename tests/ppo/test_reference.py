@@ -77,6 +77,7 @@ def test_kl_of_rollout_0_is_0_and_the_reference_never_moves(tmp_path, source, bu
     assert not trainer.ref_model.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("as_path", [True, False])
 def test_a_given_reference_is_used(tmp_path, as_path, lora):
@@ -107,6 +108,7 @@ def test_kl_coef_0_keeps_the_reference_and_logs_the_kl(tmp_path):
     assert not any(penalties)
 
 
+@pytest.mark.slow
 def test_use_ref_model_false_drops_the_reference(tmp_path):
     """No KL is logged, and the updates are those of a run with `kl_coef=0`."""
     without = make(tmp_path, tiny_llama(), kl_coef=0.0, use_ref_model=False)

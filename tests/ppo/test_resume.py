@@ -72,6 +72,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.slow
 def test_a_reference_that_has_moved_is_resumed_from_where_it_was(tmp_path):
     config = RESUMED | {"sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 10}
     uninterrupted = trained(tmp_path, save_strategy="steps", save_steps=5, **config)
@@ -83,7 +84,9 @@ def test_a_reference_that_has_moved_is_resumed_from_where_it_was(tmp_path):
         trained(tmp_path / "again", str(tmp_path / "checkpoint-5"), **config)
 
 
-@pytest.mark.parametrize("step", POSITIONS, ids=POSITIONS.values())
+@pytest.mark.parametrize(
+    "step", [pytest.param(s, id=where, marks=pytest.mark.slow if s != 9 else ()) for s, where in POSITIONS.items()]
+)
 def test_a_resumed_run_ends_as_the_uninterrupted_one(step, checkpoints, uninterrupted, tmp_path):
     shutil.copytree(checkpoints / f"checkpoint-{step}", tmp_path / f"checkpoint-{step}")
 
@@ -194,6 +197,7 @@ def test_a_completed_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
     torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tmp_path):
     falling = iter([2.0, 1.0])
 
@@ -252,6 +256,7 @@ def test_resume_anyway_goes_on_whatever_the_configuration(a_copy_of):
     assert watch.seen == [2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [None, False])
 def test_train_starts_anew(resume, a_copy_of):
     folder, final = a_copy_of
@@ -263,6 +268,7 @@ def test_train_starts_anew(resume, a_copy_of):
     torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_incomplete_checkpoints_are_skipped_or_refused(a_copy_of, capsys):
     folder, final = a_copy_of
     (folder / "checkpoint-4" / MARKER).unlink()
@@ -279,6 +285,7 @@ def test_incomplete_checkpoints_are_skipped_or_refused(a_copy_of, capsys):
         make_trainer(folder, max_steps=4).train(True)
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_leaves_the_run_as_it_was(uninterrupted, tmp_path):
     with_evaluation = make_trainer(
         tmp_path, eval_strategy="steps", eval_steps=3, trainer_kwargs={"eval_dataset": prompts(4, seed=5)}, **RESUMED
@@ -289,6 +296,7 @@ def test_an_evaluation_between_leaves_the_run_as_it_was(uninterrupted, tmp_path)
     assert_same_end(state, uninterrupted["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [2, 3])  # the first and the second of step 2
 def test_the_rest_of_a_rollout_is_skipped_after_max_approx_kl(micro_batch, tmp_path, monkeypatch):
     calls, approx_kl = [], trl_ext.ppo.trainer.approx_kl
@@ -332,6 +340,7 @@ def test_the_rest_of_a_rollout_is_skipped_after_max_approx_kl(micro_batch, tmp_p
     assert_same_end(end_state(resumed), end_state(trainer))
 
 
+@pytest.mark.slow
 def test_critic_warmup_leaves_the_policy_and_the_controller_alone(tmp_path):
     config = {"kl_controller": "adaptive", "kl_horizon": 10, "weight_decay": 0.5, "max_steps": 12, "num_ppo_epochs": 1}
     trainer = make_trainer(tmp_path, critic_warmup_rollouts=2, gradient_accumulation_steps=2, **config)

@@ -115,6 +115,7 @@ def tiny_mixtral(**kwargs):
     return MixtralForCausalLM(config)
 
 
+@pytest.mark.slow
 def test_mixture_of_experts(tmp_path):
     """Trains, and the load-balancing loss reaches the routers with its coefficient, summed over the micro-batches."""
     grads = {}
@@ -150,6 +151,7 @@ def test_router_aux_loss_needs_experts(tmp_path):
         make(tmp_path, router_aux_loss_coef=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
 def test_bf16_autocast(tmp_path, build):
     """Weights stay fp32; log-probs of the first minibatch agree with the rollout's within bf16's precision."""
@@ -162,6 +164,7 @@ def test_bf16_autocast(tmp_path, build):
     assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing(tmp_path):
     ends = []
     for activation_checkpointing in (False, True):

@@ -155,8 +155,8 @@ def test_malformed_file_is_refused(refusal, yaml, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config", "absent.yaml"], "No such file or directory: 'absent.yaml'; the working directory is "),
-        (["--config=absent.yaml"], "No such file or directory: 'absent.yaml'"),
+        (["--config", "absent.yaml"], "--config absent.yaml: there is no such file; the working directory is "),
+        (["--config=absent.yaml"], "--config absent.yaml: there is no such file"),
         (["--config"], "argument --config: expected one argument"),
         (["--config", "a.yaml", "--config", "b.yaml"], "--config was given more than once"),
         (["--rate", "fast"], "argument --rate: invalid float value: 'fast'"),

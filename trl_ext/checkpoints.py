@@ -53,6 +53,10 @@ _MAY_DIFFER = (
 )
 
 
+class CannotResume(ValueError):
+    """A checkpoint is not there, not complete, or of another run."""
+
+
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """What must be equal for a run to be continued exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
@@ -133,7 +137,7 @@ class ResumableRun:
         return {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
-        """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
+        """Raise `CannotResume` if this run cannot go on from a checkpoint, for reasons other than its settings."""
 
     def _before_resuming(self, checkpoint: str) -> None:
         """Prepare for going on from a checkpoint that was found to be good."""
@@ -163,17 +167,17 @@ class ResumableRun:
             return None
         checkpoint = newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
         if checkpoint is None:
-            raise ValueError(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
+            raise CannotResume(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
         marker = read_marker(checkpoint)
         if marker is None:
-            raise ValueError(
+            raise CannotResume(
                 f"{checkpoint} is not a complete checkpoint (it has no {MARKER}): it was interrupted while it was "
                 "written, or trl_ext did not write it. Pass another one, or `True` for the newest complete one."
             )
         self._check_marker(checkpoint, marker)
         different = self._differences(checkpoint)
         if different and not getattr(self.args, "resume_anyway", False):
-            raise ValueError(
+            raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
                 "was written with, choose another `output_dir` to start anew, or set `resume_anyway=True` to go on "
                 "from it all the same."

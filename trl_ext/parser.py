@@ -81,7 +81,7 @@ class StrictTrlParser(TrlParser):
             what = str(error)
             if isinstance(error, ImportError) and "deepspeed" in what.lower():
                 what = "DeepSpeed is asked for, but not installed: `pip install 'trl-ext[deepspeed]'`"
-            elif isinstance(error, OSError) or "existing deepspeed config" in what:
+            elif "existing deepspeed config" in what:
                 what += f"; the working directory is {Path.cwd()}, give an absolute path or start from the right one"
             self.error(what)
 
@@ -92,6 +92,8 @@ class StrictTrlParser(TrlParser):
 
     def _flags_of(self, path: str) -> list[str]:
         """The file as flags; what no flag can say (null, a mapping, `on`) becomes its field's default instead."""
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"--config {path}: there is no such file; the working directory is {Path.cwd()}")
         with open(path, encoding="utf-8") as file:
             loader = _NoRepeatedKeys(file)
             root = loader.get_single_node()

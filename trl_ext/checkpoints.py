@@ -137,7 +137,7 @@ class ResumableRun:
         return {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
-        """Raise `CannotResume` if this run cannot go on from a checkpoint, for reasons other than its settings."""
+        """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
 
     def _before_resuming(self, checkpoint: str) -> None:
         """Prepare for going on from a checkpoint that was found to be good."""

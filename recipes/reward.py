@@ -157,6 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
             eval_dataset=test_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=peft_config,
+            run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
         )
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))

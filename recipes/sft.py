@@ -70,6 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
+            run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
         )
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))

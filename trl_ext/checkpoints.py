@@ -119,6 +119,10 @@ class ResumableRun:
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
     refused with their names, unless `resume_anyway` is set. A run that is complete is loaded and not trained again.
+
+    Args:
+        run_facts: what else must be equal for a run to go on, beside the trainer's arguments: JSON by name.
+        *args, **kwargs: the trainer's own.
     """
 
     args: Any
@@ -126,7 +130,8 @@ class ResumableRun:
     state: Any
     train_dataset: Any
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, run_facts: dict[str, Any] | None = None, **kwargs: Any):
+        self._given_facts = run_facts or {}
         self._identity: dict[str, Any] = {}  # of this run, taken when training starts
         super().__init__(*args, **kwargs)
 
@@ -134,7 +139,8 @@ class ResumableRun:
 
     def _run_facts(self) -> dict[str, Any]:
         """What must be equal for a run to go on exactly, beside its arguments; JSON."""
-        return {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
+        rows = {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
+        return {**rows, **self._given_facts}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
@@ -177,10 +183,11 @@ class ResumableRun:
         self._check_marker(checkpoint, marker)
         different = self._differences(checkpoint)
         if different and not getattr(self.args, "resume_anyway", False):
+            way_out = ", or set `resume_anyway=True` to go on from it all the same"
             raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
-                "was written with, choose another `output_dir` to start anew, or set `resume_anyway=True` to go on "
-                "from it all the same."
+                "was written with, or choose another `output_dir` to start anew"
+                f"{way_out if hasattr(self.args, 'resume_anyway') else ''}."
             )
         return checkpoint
 

@@ -1,6 +1,7 @@
 """The same command again: an interrupted run, one with other settings, and one that is complete."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -86,6 +87,16 @@ def test_what_cannot_be_resumed_is_one_line(recipe, flags, message, capsys):
         run(*flags)
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert ": error: " in error and message in error
+
+
+def test_another_model_cannot_go_on(recipe, inputs, tmp_path, capsys):
+    run, _ = recipe
+    make_model(make_tokenizer(), 1).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        run("--model_name_or_path", str(tmp_path))
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(r": error: .* belongs to another configuration \((model_name_or_path|policy): ", error)
 
 
 def test_a_run_may_be_begun_anew(recipe, capsys):

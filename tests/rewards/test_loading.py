@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trl_ext.rewards import load_reward
 
@@ -22,6 +23,15 @@ def repository_root(monkeypatch):
 )
 def test_reward_is_loaded_by_name_or_file(path):
     assert load_reward(path)(completions=["a b c a b c"]) == [-0.25]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("recipes/*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(path):
+    for name in yaml.safe_load(path.read_text()).get("reward_funcs", []):
+        assert ".py:" in name or name.startswith("trl_ext.")
+        assert callable(load_reward(name))
 
 
 def test_a_module_of_the_working_directory_is_found_without_its_folder_on_the_path(tmp_path):

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import trl_ext.ppo.trainer as ppo_trainer
+from tests.ppo.worker import collected
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOConfig, PPOTrainer
 
@@ -35,12 +36,13 @@ class RecordingTrainer(PPOTrainer):
     slow = True  # False keeps the batches only
 
     def _generate_and_score_completions(self, inputs):
+        seen = collected(self)
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:
             rows = alone(self.model.policy, self.model.critic, output, self.temperature) if self.slow else []
             for i, row in enumerate(rows):
                 row["ref_logprobs"] = alone_logprobs(self.ref_model, row["ids"], row["length"], self.temperature)
-                row["score"] = self._rewards_per_func[i, 0].item()
+                row["score"] = seen[-1].rewards_per_func[i, 0].item()
                 row["ended"] = row["ids"][-1] == EOS
             self.rollouts.append((output, rows))
         return output

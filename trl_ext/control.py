@@ -1,17 +1,20 @@
-"""What a callback asks of the Trainer on one process, all processes do."""
+"""How callbacks ask the trainer for something, on one process or on all."""
 
 from typing import Any
 
 import torch
 
 _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_KL_SCALE = "trl_ext_kl_scale"  # the key of a pending request in `TrainerState.stateful_callbacks`
 
 
 class AgreedControl:
     """
-    Mixin of trainers: requests in [`~transformers.TrainerControl`] that one process's callbacks make at the end of a
-    step or an epoch are carried out by all, at that step. (A time limit that runs out on one process first would leave
-    the others waiting in the next collective forever.) Of those made while logging, saving or evaluating, stops are.
+    Mixin for trainers: what the callbacks of one process request, all processes do at the same step.
+
+    This holds for all requests in [`~transformers.TrainerControl`] made at the end of a step or an epoch. While the
+    trainer logs, evaluates or saves, it holds for requests to stop only. Without it, a time limit that runs out on one
+    process first would leave the others waiting in the next collective for ever.
     """
 
     accelerator: Any
@@ -24,7 +27,7 @@ class AgreedControl:
             self._agree()
 
     def _agree(self) -> bool:
-        """Whether there is a request, now of all processes."""
+        """Share the requests of all processes, and return whether there is one."""
         asked = [getattr(self.control, name) for name in _REQUESTS]
         if self.accelerator.num_processes > 1:
             everyones = torch.tensor(asked, dtype=torch.int32, device=self.accelerator.device)
@@ -32,3 +35,29 @@ class AgreedControl:
             for name, value in zip(_REQUESTS, asked, strict=True):
                 setattr(self.control, name, value)
         return any(asked)
+
+
+def request_kl_scale(state: Any, factor: float) -> None:
+    """
+    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. PPOTrainer does.
+
+    The request is kept in `state`, so that a resumed run answers it, too. Of several requests before one rollout, the
+    largest factor counts. Call this on all processes.
+
+    Args:
+        state: the [`~transformers.TrainerState`] that callbacks are given.
+        factor: above 0, dimensionless.
+    """
+    asked = state.stateful_callbacks.setdefault(_KL_SCALE, {"factor": factor, "step": state.global_step})
+    asked["factor"] = max(asked["factor"], factor)
+
+
+def kl_scale_is_pending(state: Any, steps: int) -> bool:
+    """Return whether a request to scale the KL coefficient has waited for `steps` optimizer steps or more."""
+    asked = state.stateful_callbacks.get(_KL_SCALE)
+    return asked is not None and state.global_step - asked["step"] >= steps
+
+
+def take_kl_scale(state: Any) -> float:
+    """Return the factor that callbacks requested for the KL coefficient, and forget it; 1.0 without a request."""
+    return state.stateful_callbacks.pop(_KL_SCALE, {"factor": 1.0})["factor"]

@@ -1,4 +1,4 @@
-"""Lines of JSON that outlive a killed run and never end one."""
+"""Files of JSON lines that survive a killed run and never stop one."""
 
 import json
 import math
@@ -13,7 +13,7 @@ logger = logging.get_logger(__name__)
 
 
 def finite(value: Any) -> Any:
-    """The same without NaN and infinities, which JSON does not have: they become text."""
+    """Return the value as JSON can hold it: NaN, infinities and unknown objects become text."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -24,8 +24,12 @@ def finite(value: Any) -> Any:
 
 
 class JSONLWriter:
-    """Appends one JSON object a line, each handed to the operating system at once, so that `kill -9` loses at most
-    the line being written. What cannot be written is said once, and lost."""
+    """
+    Appends JSON objects to a file, one a line.
+
+    Each line goes to the operating system at once, so `kill -9` loses at most the line being written. If the file
+    cannot be written, one warning says so, and the lines are lost.
+    """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -46,7 +50,7 @@ class JSONLWriter:
             self._file.flush()
         except OSError as error:
             self._failed = True
-            logger.warning(f"{self.path} cannot be written ({error.strerror}): from here on nothing goes there.")
+            logger.warning(f"{self.path} cannot be written ({error.strerror}): it gets no more lines.")
 
 
 def _ends_in_mid_line(path: Path) -> bool:
@@ -58,7 +62,7 @@ def _ends_in_mid_line(path: Path) -> bool:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file whose lines may be cut off, by a kill or since the run still writes."""
+    """Yield the objects of a file. Lines that are cut off, since the run was killed or still writes, are left out."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

@@ -1,4 +1,4 @@
-"""Which key each trainer logs a quantity under, in which unit, and how often: found by running TRL 1.16."""
+"""The key, unit and cadence under which each trainer logs a quantity, found by running TRL 1.16."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """A key of `logs`. Cadence `rollout`: it is in those logs only that cover the start of a rollout."""
+    """A key of `logs`. With cadence `rollout`, only those logs have it that cover the start of a rollout."""
 
     key: str
     unit: str
@@ -28,8 +28,8 @@ _ON_POLICY = {
     "grad_norm": _NORM,
 }
 
-# By the name of the trainer's config, as callbacks are given it: trainer → quantity → key, unit, cadence. All of them
-# are taken over all processes by the trainer.
+# Name of the trainer's config, which callbacks are given → quantity → key, unit, cadence. The trainers take all of
+# these over all processes.
 METRICS: dict[str, dict[str, Metric]] = {
     "PPOConfig": {
         "kl": Metric("objective/kl", "nats per response", "rollout"),
@@ -43,46 +43,45 @@ METRICS: dict[str, dict[str, Metric]] = {
         "value_loss": Metric("loss/value_avg", "score²", "step"),
         "grad_norm": _NORM,
     },
-    # Their `kl` is a mean over tokens, and there only where `beta` is not 0
+    # Their `kl` is a mean over tokens. They log it only if `beta` is not 0.
     "RLOOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "rollout")},
     "GRPOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "step")},
     "DPOConfig": {"entropy": _ENTROPY, "grad_norm": _NORM},
-    # KTO's `kl` is an estimate over mismatched pairs, clamped at 0, in no relation to a budget: left out
+    # KTO's `kl` is left out: it is an estimate over mismatched pairs, clamped at 0, so no budget can bound it
     "KTOConfig": {"entropy": _ENTROPY, "grad_norm": _NORM},
     "SFTConfig": {"entropy": _ENTROPY, "grad_norm": _NORM},
     "RewardConfig": {"grad_norm": _NORM},
 }
 
-# Also taken over all processes: what reward functions score and log, by TRL's `log_metric`, and the Trainer's own
+# What else is taken over all processes: what reward functions score and log by TRL's `log_metric`, the Trainer's own
 _GATHERED_PREFIXES = ("rewards/", "repetition/", "score_watch/", "phrase_review/", "gold/", "eval_", "completions/")
 _GATHERED = {metric.key for metrics in METRICS.values() for metric in metrics.values()} | {"loss", "learning_rate"}
 
 
 def is_gathered(key: str) -> bool:
-    """Whether every process sees the same number under this key."""
+    """Return whether every process sees the same number under this key."""
     return key in _GATHERED or key.startswith(_GATHERED_PREFIXES)
 
 
 def metrics_of(args: Any) -> dict[str, Metric]:
-    """The quantities of the trainer that `args` is the config of, by the names of its classes; {} if none is known."""
+    """Return the quantities that the trainer with the config `args` logs; {} for an unknown trainer."""
     return next((METRICS[cls.__name__] for cls in type(args).__mro__ if cls.__name__ in METRICS), {})
 
 
 def rollout_steps(args: Any) -> int:
-    """Optimizer steps from one rollout to the next; 1 where nothing is generated."""
+    """Return the optimizer steps from one rollout to the next; 1 for a trainer without rollouts."""
     micro_batches = getattr(args, "steps_per_generation", None) or 1
     passes = getattr(args, "num_ppo_epochs", None) or getattr(args, "num_iterations", None) or 1
     return math.ceil(micro_batches * passes / args.gradient_accumulation_steps)
 
 
 def is_training_log(logs: dict[str, Any]) -> bool:
-    """Whether these are the Trainer's logs of training steps; those of evaluations and of the end have no rate."""
+    """Return whether these are logs of training steps: only those have a learning rate."""
     return "learning_rate" in logs
 
 
 def series(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], list[float]]:
-    """Steps and finite values of a key in a `log_history`; of a step that was logged twice, as after a resume, the
-    last."""
+    """Return the steps and finite values of a key in a `log_history`. Of a step logged twice the last value counts."""
     points = {log["step"]: log[key] for log in history if key and isinstance(log.get(key), (int, float))}
     steps = [step for step in sorted(points) if math.isfinite(points[step])]
     return steps, [points[step] for step in steps]

@@ -1,4 +1,4 @@
-"""Feed logs to callbacks as a Trainer does, without a Trainer."""
+"""A stand-in for a Trainer that feeds logs to callbacks."""
 
 from transformers import TrainerControl, TrainerState
 
@@ -6,7 +6,7 @@ from trl_ext.callbacks.monitor import alerts_of
 
 
 class Replay:
-    """A Trainer's events for `callbacks`: `log` and `evaluate`; what came of it is in `alerts` and `control`."""
+    """Sends the events of a Trainer to `callbacks`. Their answers are in `alerts` and `control`."""
 
     def __init__(self, args, *callbacks, state=None):
         self.args, self.callbacks = args, callbacks
@@ -18,7 +18,7 @@ class Replay:
             getattr(callback, event)(self.args, self.state, self.control, **kwargs)
 
     def log(self, step, **logs):
-        """A training log; keys are given as a dict where they are no identifiers."""
+        """Send a training log. Keys that are no identifiers go into the dict `logs`."""
         logs = {"learning_rate": 1e-4, **logs.pop("logs", {}), **logs}
         self.control._new_step()
         self.state.global_step = step

@@ -1,4 +1,4 @@
-"""Files, Prometheus and the picture: what is there, and what is not."""
+"""The exports of a run: JSON lines, Prometheus and the picture."""
 
 import json
 import math

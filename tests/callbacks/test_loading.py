@@ -1,4 +1,4 @@
-"""`monitors:` of the recipes."""
+"""Monitors by name, as in the recipes' `monitors:`."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def test_shipped_recipe_trains_with_all_of_its_monitors(tmp_path, monkeypatch):
     newest = max((tmp_path / "run").glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
     state = TrainerState.load_from_json(str(newest))
     blind = {alert["monitor"] for alert in alerts_of(state) if "nothing to watch" in alert["what"]}
-    # The random model scores 0 always, and of constant returns no variance can be explained
+    # The random model always scores 0, and constant returns have no variance to explain
     assert state.best_metric is not None and blind <= {"ValueHealthCallback"}
 
 

@@ -1,9 +1,10 @@
-"""Each monitor on logs written by hand: what it must say, and what it must not."""
+"""Each monitor on logs written by hand: when it must alert, and when it must not."""
 
 import json
 import math
 
 import pytest
+from transformers import TrainerState
 from trl import GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 
 from tests.callbacks.replay import Replay
@@ -19,7 +20,9 @@ from trl_ext.callbacks import (
     RewardDisagreementCallback,
     RewardDriftCallback,
     ValueHealthCallback,
+    request_kl_scale,
 )
+from trl_ext.control import kl_scale_is_pending, take_kl_scale
 
 KL, SCORE, STD = "objective/kl", "objective/scores", "objective/scores_std"
 
@@ -51,7 +54,7 @@ def test_kl_budget_warns_then_acts(ppo):
 
 @pytest.mark.parametrize(("step", "expected"), [(1, ["the first rollout's KL is not 0"]), (5, [])])
 def test_first_rollout_of_another_model_than_the_reference(step, expected, ppo):
-    """From the second rollout on (step 5) the policy has been trained, and its KL means nothing of the kind."""
+    """From the second rollout on (step 5) the policy is trained, so its KL need not be 0."""
     run = Replay(ppo, KLBudgetCallback())
     run.log(step, logs={KL: 2.0})
     run.log(step + 1, logs={KL: 2.0})
@@ -67,7 +70,7 @@ def test_negative_kl_is_not_a_kl(ppo):
 
 @pytest.mark.parametrize("cls", [RLOOConfig, GRPOConfig])
 def test_per_token_kl_is_multiplied_by_the_mean_length(cls, tmp_path):
-    """0.05 nats a token × 250 tokens = 12.5 nats; the length is in the rollout's log only."""
+    """0.05 nats a token × 250 tokens = 12.5 nats. Only the rollout's log has the length."""
     run = Replay(config(cls, tmp_path), KLBudgetCallback())
     run.log(1, logs={"kl": 0.0, "completions/mean_length": 250.0})
     run.log(2, logs={"kl": 0.05})
@@ -306,6 +309,18 @@ def test_gold_that_is_not_there_is_said(ppo):
     assert run.said == []
     run.evaluate(8, {"eval_objective/scores": 1.0})
     assert run.said == ["nothing to watch: `eval_rewards/judge/mean` is not in the evaluation"]
+
+
+def test_a_request_to_scale_the_kl_coefficient_is_answered_once():
+    state = TrainerState(global_step=3)
+    request_kl_scale(state, 2.0)
+    state.global_step = 5
+    request_kl_scale(state, 3.0)
+    request_kl_scale(state, 1.5)
+    assert kl_scale_is_pending(state, 2) and not kl_scale_is_pending(state, 3)  # since step 3
+    state = TrainerState(stateful_callbacks=json.loads(json.dumps(state.stateful_callbacks)))  # as in a checkpoint
+    assert (take_kl_scale(state), take_kl_scale(state)) == (3.0, 1.0)
+    assert not kl_scale_is_pending(state, 0)
 
 
 # ---- Bad input ----

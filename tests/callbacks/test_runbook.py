@@ -1,4 +1,4 @@
-"""The runbook has a section for each monitor, and an entry for each thing that it says."""
+"""The runbook has a section for each monitor and an entry for each of its alerts."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ MONITORS = [
 
 
 def said(path):
-    """What is said first in each `Finding(...)` of a file, up to what differs from alert to alert."""
+    """Yield the longest constant part of the text of each `Finding(...)` in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
             text = ast.unparse(node.args[0]) if not isinstance(node.args[0], ast.Constant) else node.args[0].value

@@ -1,4 +1,4 @@
-"""Where alerts go; and that nothing that happens there touches training."""
+"""Sinks get the alerts, and no failure of a sink stops training."""
 
 import json
 import socket

@@ -1,9 +1,8 @@
-"""Stock TRL scripts with monitors added in one line, as the README shows them; resuming; and PPOTrainer's answer."""
+"""Monitors in stock TRL scripts, after a resume, and with PPOTrainer."""
 
 import json
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import EarlyStoppingCallback
 from trl import (
@@ -19,6 +18,7 @@ from trl import (
     SFTTrainer,
 )
 
+from tests.callbacks.replay import Replay
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import (
@@ -33,6 +33,7 @@ from trl_ext.callbacks import (
     RewardDriftCallback,
 )
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
+from trl_ext.control import take_kl_scale
 from trl_ext.rewards import GoldJudgeReward, repetition_watch, score_watch
 from trl_ext.rewards.watch import Watch
 
@@ -178,7 +179,7 @@ def test_resumed_monitors_go_on_where_they_were(flag, model, tmp_path):
     whole.train()
     expected = whole.state.stateful_callbacks[REGISTRY]
     assert len(expected["EntropyFloorCallback"]["attributes"]["memory"]["windows"]["entropy"]) == 6
-    added = LengthDriftCallback()  # a monitor that the checkpoint knows nothing of
+    added = LengthDriftCallback()  # a monitor that the checkpoint does not have
     resumed = sft(model, tmp_path, *monitors(), added, restore_callback_states_from_checkpoint=flag)
     entropy = next(c for c in resumed.callback_handler.callbacks if isinstance(c, EntropyFloorCallback))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
@@ -192,11 +193,14 @@ def test_resumed_monitors_go_on_where_they_were(flag, model, tmp_path):
     assert saved["LengthDriftCallback"]["args"]["factor"] == 1.5
 
 
-def test_state_is_json_and_names_its_arguments(model):
-    callback = GoldGapCallback(sinks=["log"])
-    state = json.loads(json.dumps(callback.state()))
+def test_state_is_json_and_names_its_arguments(tmp_path):
+    def state_of(callback):
+        run = Replay(tiny_config(tmp_path), callback)
+        return json.loads(json.dumps(run.state.stateful_callbacks))[REGISTRY]["GoldGapCallback"]
+
+    state = state_of(GoldGapCallback(sinks=["log"]))
     assert state["attributes"] == {"memory": {}} and state["args"]["limit"] == 0.6
-    assert type(callback)(**state["args"]).state() == state
+    assert state_of(GoldGapCallback(**state["args"])) == state
 
 
 def test_two_of_one_class_are_refused(model, tmp_path):
@@ -242,7 +246,7 @@ def test_raise_kl_that_no_trainer_reads_is_said_once(model, tmp_path):
     said = [(a["what"].split(":")[0], a["action"]) for a in alerts_of(trainer.state)]
     assert said[0] == ("the KL is over its budget", "raise_kl")
     assert said.count(("`raise_kl` has no effect", "warn")) == 1
-    assert {action for what, action in said[1:]} == {"warn"} and trainer.control.kl_coef_scale == 1.0
+    assert {action for what, action in said[1:]} == {"warn"} and take_kl_scale(trainer.state) == 1.0
 
 
 def ppo(folder, *callbacks, **kwargs):
@@ -262,18 +266,22 @@ def test_ppo_raises_its_kl_coefficient_at_the_next_rollout(tmp_path):
     trainer = ppo(tmp_path, callback)
     trainer.train()
     coefficients = [log["objective/kl_coef"] for log in trainer.state.log_history if "objective/kl_coef" in log]
-    assert coefficients == pytest.approx([0.1, 0.3, 0.3]) and trainer.control.kl_coef_scale == 1.0
+    assert coefficients == pytest.approx([0.1, 0.3, 0.3]) and take_kl_scale(trainer.state) == 1.0
     assert not [alert for alert in alerts_of(trainer.state) if "no effect" in alert["what"]]
 
 
-def test_ppo_clamps_and_saves_what_was_asked_for(tmp_path):
-    callback = KLBudgetCallback(keys={"kl": "loss/value_avg"}, warn=1e-9, limit=1e-9, action="raise_kl", kl_factor=9)
+def test_ppo_clamps_what_was_asked_for_and_answers_it_after_a_resume(tmp_path):
+    """The alert of step 1 asks for 9 · 0.1, clamped to 0.5, at the rollout of step 5; checkpoint 2 lies between."""
     kwargs = {"kl_controller": "adaptive", "kl_coef_max": 0.5, "kl_horizon": 1e9, "max_steps": 6}
-    trainer = ppo(tmp_path, callback, save_strategy="steps", save_steps=2, **kwargs)
-    trainer.train()
-    state = torch.load(tmp_path / "checkpoint-2" / "ppo_state_0.pt", weights_only=True)
-    assert state["kl_controller"]["kl_coef"] == pytest.approx(0.5)  # asked for at step 1; 9 · 0.1, clamped
-    assert trainer.kl_controller.kl_coef == pytest.approx(0.5)
+    for resume in (False, str(tmp_path / "checkpoint-2")):
+        callback = KLBudgetCallback(
+            keys={"kl": "loss/value_avg"}, warn=1e-9, limit=1e-9, action="raise_kl", kl_factor=9
+        )
+        trainer = ppo(tmp_path, callback, save_strategy="steps", save_steps=2, **kwargs)
+        trainer.train(resume_from_checkpoint=resume)
+        coefficients = {log["step"]: log.get("objective/kl_coef") for log in trainer.state.log_history}
+        assert (coefficients[1], coefficients[5]) == pytest.approx((0.1, 0.5))
+        assert take_kl_scale(trainer.state) == 1.0
 
 
 def test_a_coefficient_of_zero_stays_and_that_is_said(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""What two processes do, in one launch."""
+"""The runs of two processes, all in one launch."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ COMMON = {
 
 
 class RankLocal(TrainerCallback):
-    """Puts a number into the logs that differs from process to process, as `step_time` does."""
+    """Adds a number to the logs that differs between processes, as `step_time` does."""
 
     def __init__(self, values):
         self.values = values
@@ -60,7 +60,7 @@ def outcome(trainer, folder):
 
 
 def stops_by_a_number_of_one_process(folder, model):
-    """Process 0 sees 5 and process 1 sees 50 of a limit of 10; process 0 decides."""
+    """Process 0 sees 5 and process 1 sees 50, then the other way round. The limit is 10, and process 0 decides."""
     results = []
     for values in ((5.0, 50.0), (50.0, 5.0)):
         where = folder / f"{values[0]:g}"
@@ -70,7 +70,7 @@ def stops_by_a_number_of_one_process(folder, model):
 
 
 def canary(folder, model):
-    """Each process' clock is its own; process 1's would never be due."""
+    """Each process has its own clock. By process 1's, no canary would ever be due."""
     trainer = sft(folder, model, learning_rate=0.0, eval_strategy="steps", eval_steps=3)
     minutes = (0.0, 1e9)[PartialState().process_index]
     trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=minutes, max_new_tokens=4))

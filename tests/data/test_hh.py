@@ -36,8 +36,8 @@ def test_a_pair_is_one_prompt_and_two_answers():
     ("chosen", "rejected", "message"),
     [
         (f"{QUESTION}\n\nAssistant: x", f"{QUESTION} or not?\n\nAssistant: y", "differ before their last answer"),
-        (QUESTION, f"{QUESTION}\n\nAssistant: y", "the chosen dialogue ends by .*cat.*, not by an answer"),
-        (f"{QUESTION}\n\nAssistant: x", f"{QUESTION}\n\nAssistant:", "the rejected dialogue ends by"),
+        (QUESTION, f"{QUESTION}\n\nAssistant: y", "the chosen dialogue ends with .*cat.*, not with an answer"),
+        (f"{QUESTION}\n\nAssistant: x", f"{QUESTION}\n\nAssistant:", "the rejected dialogue ends with"),
         ("\n\nAssistant: x", "\n\nAssistant: y", "have no question"),
         ("Good day", "Good day", "must begin with 'Human:' or 'Assistant:', got 'Good day'"),
     ],

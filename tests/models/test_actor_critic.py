@@ -9,6 +9,7 @@ import transformers
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.ppo.worker import collected, rows_of
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.models.actor_critic import LogprobForward
@@ -37,8 +38,9 @@ def make(tmp_path, policy, train_dataset=None, trainer_kwargs=None, **config):
 def completions_of(trainer):
     """Sample one rollout from a fixed seed."""
     torch.manual_seed(0)
-    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
-    return trainer._completion_ids
+    rollout = trainer._collect([trainer.train_dataset[i] for i in range(8)])
+    masks = rollout.completion_mask.bool()
+    return [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, masks, strict=True)]
 
 
 # ---- Padding ----
@@ -87,8 +89,8 @@ def test_right_padding_after_a_full_context_stays_in_gpt2s_position_table(tmp_pa
     dataset = Dataset.from_dict({"prompt": ["the " * 13, "the " * 2] * 4})
     trainer = make(tmp_path, policy, dataset, max_completion_length=7, pad_to_multiple_of=8, max_steps=2)
     trainer.train()
-    mask = trainer._rollout["completion_mask"]
-    assert mask.size(1) == 8 and (mask.sum(1) == 7).all() and trainer._rollout["prompt_mask"].size(1) == 16
+    mask = rows_of(trainer)["completion_mask"]
+    assert mask.size(1) == 8 and (mask.sum(1) == 7).all() and rows_of(trainer)["prompt_mask"].size(1) == 16
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
@@ -221,20 +223,11 @@ def test_saved_policy_and_critic_load_as_plain_models(tmp_path, build, critic, g
 
 
 def sampler_logprobs(trainer):
-    """The recorder's log-probs of one rollout, (B, T), and the rollout."""
-    kept = []
-    difference = trainer._sampler_difference
-
-    def keep(recorder, *args):
-        width = max(chunk.size(1) for chunk in recorder.logprobs)
-        pad = torch.nn.functional.pad
-        kept.append(torch.cat([pad(chunk, (0, width - chunk.size(1))) for chunk in recorder.logprobs]))
-        return difference(recorder, *args)
-
-    trainer._sampler_difference = keep
+    """The recorder's log-probs of one rollout, (B, T), and its rows."""
+    seen = collected(trainer)
     torch.manual_seed(0)
-    rollout = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
-    return kept[0], rollout
+    rows = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
+    return seen[0].sampler_logprobs, rows
 
 
 @pytest.mark.parametrize("chunk", [64, 3])
@@ -257,7 +250,7 @@ def test_sampler_recorder_holds_the_truncated_distribution(tmp_path, build, chun
             p = (trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1] / 0.8).softmax(-1)
         drawn = p.gather(1, ids[-n:, None]).squeeze(1)
         torch.testing.assert_close(recorded[i, :n], (drawn / p.topk(3).values.sum(1)).log(), **CLOSE)
-    difference = trainer._stats["train"].pop(trainer.accelerator)["sampling/logprob_difference"]
+    difference = trainer.metrics.train.pop(trainer.accelerator)["sampling/logprob_difference"]
     expected = (recorded - rollout["old_logprobs"])[rollout["completion_mask"].bool()].double().mean()
     torch.testing.assert_close(difference[1], expected, rtol=1e-4, atol=1e-6)
     assert difference[1] > 0.1

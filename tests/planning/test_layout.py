@@ -60,7 +60,7 @@ def test_what_cannot_be_planned_says_why(tmp_path, more, message):
 
 
 def misspelled(folder, name, right, wrong):
-    """A shipped file, and the DeepSpeed file that it names, in `folder`, with a key misspelled in one of them."""
+    """Copy a shipped file and the DeepSpeed file that it names to `folder`, with one key misspelled."""
     for path in (ROOT / "accelerate_configs").iterdir():
         (folder / path.name).write_text(path.read_text().replace("accelerate_configs/", ""))
     text = (folder / name).read_text()

@@ -1,4 +1,4 @@
-"""Plans of tiny runs, against closed forms; and what is refused and warned of."""
+"""Plans of tiny runs against closed forms, and the settings that are refused or warned of."""
 
 from dataclasses import replace
 
@@ -142,7 +142,7 @@ PEFT = {"peft_config": LoraConfig(**LORA)}
         (Job("sft", sft(), CONFIG, dtype=torch.float16), "weights in float16 cannot be trained"),
         (
             Job("ppo", ppo(), CONFIG, Layout("fsdp2", 2, checkpoints_activations=True), **PEFT),
-            "under whatever adapter",
+            "with the adapter that is active by then",
         ),
         (Job("ppo", ppo(max_approx_kl=0.1), CONFIG, Layout("zero2", 2)), "leave steps out, but DeepSpeed's engine"),
         (Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero3", 2)), "leave steps out, but DeepSpeed's"),
@@ -165,7 +165,7 @@ def test_generations_that_do_not_divide_a_rollout_are_refused():
     job = Job("ppo", ppo(num_generations=8), CONFIG)
     assert known_not_to_work(job) == []
     (reason,) = known_not_to_work(replace(job, args=replace_generations(job.args, 3)))
-    assert "a rollout has 8 episodes on 1 processes, which `num_generations: 3` does not divide" in reason
+    assert "`num_generations: 3` does not divide the 8 episodes of a rollout on 1 processes" in reason
 
 
 def replace_generations(args, number):
@@ -193,7 +193,7 @@ def test_prompts_that_a_model_cannot_read_are_warned_of():
     short = type(CONFIG)(**{**CONFIG.to_dict(), "max_position_embeddings": 20})
     (warning,) = known_to_go_wrong(Job("ppo", ppo(), CONFIG, rewards=(CONFIG, short), prompt_length=16))
     assert warning.startswith(
-        "the reward model reads 20 tokens, a prompt of 16 with its answer has up to 24: leave out"
+        "the reward model reads 20 tokens, but a prompt of 16 with its answer has up to 24: leave out"
     )
     assert "more than 12 tokens" in warning
 

@@ -1,4 +1,4 @@
-"""Passes on tensors without data take what they take on real ones."""
+"""Passes on tensors without data take as many bytes as passes on real ones."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from trl_ext.planning.simulate import tokens
 
 
 def test_live_bytes_of_a_chain():
-    # 100 float32 numbers are 400 bytes: y = 2x stays, z = y + 1 goes once w = z · z is there, so 3 at most
+    # 100 float32 numbers are 400 bytes: y = 2x stays, z = y + 1 goes once w = z · z exists, so 3 at most
     x = torch.ones(100)
     with LiveBytes() as counted:
         y = 2 * x

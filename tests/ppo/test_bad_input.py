@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, ProcessorMixin
 
+from tests.ppo.worker import collected, rows_of
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 
@@ -129,7 +130,7 @@ def test_rows_without_a_score_leave_loss_moments_and_metrics(tmp_path):
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["objective/num_unscored"] == 4
-    rows = trainer._rollout
+    rows = rows_of(trainer)
     scores = torch.tensor(
         [
             2.0 * (ids[m.bool()].sum() % 7)
@@ -316,9 +317,10 @@ def test_pad_tokens(tmp_path, pad):
     model.lm_head.weight.data[2] *= 3  # EOS is drawn often
     reward = tiny_reward_model(tiny_llama())
     trainer = make(tmp_path, model=model, reward_funcs=[reward, length_reward], processing_class=tokenizer)
+    rollouts = collected(trainer)
     trainer.train()
     assert trainer._tokenizer.pad_token_id == tokenizer.eos_token_id
-    rows = trainer._rollout
+    rows = rows_of(trainer)
     ended = 0
     for ids, mask in zip(rows["completion_ids"], rows["loss_mask"].bool(), strict=True):
         ended += ids[mask][-1].item() == tokenizer.eos_token_id
@@ -332,7 +334,7 @@ def test_pad_tokens(tmp_path, pad):
     for i in range(len(rows["loss_mask"])):
         row = torch.cat([rows[f"{part}_ids"][i][rows[f"{part}_mask"][i].bool()] for part in ("prompt", "completion")])
         alone = scoring(input_ids=row[None], attention_mask=torch.ones_like(row)[None]).logits[0, 0].item()
-        assert trainer._rewards_per_func[i, 0].item() == pytest.approx(alone, abs=1e-5)
+        assert rollouts[-1].rewards_per_func[i, 0].item() == pytest.approx(alone, abs=1e-5)
 
 
 # ---- The output folder ----
@@ -342,10 +344,10 @@ def test_the_output_folder_of_another_configuration(tmp_path):
     config = {"save_strategy": "steps", "save_steps": 2}
     make(tmp_path, config=config).train()
     with pytest.raises(ValueError, match=r"checkpoint-4 belongs to another configuration \(vf_coef: 0.1 → 0.5\)"):
-        make(tmp_path, config={**config, "vf_coef": 0.5}).train()
+        make(tmp_path, config={**config, "vf_coef": 0.5}).train(True)
     with pytest.raises(ValueError, match=r"another configuration .*train_rows: 16 → 24"):
-        make(tmp_path, config=config, train_dataset=prompts(24)).train()
-    assert make(tmp_path, config=config).train().global_step == 4  # the same configuration resumes, here: is complete
+        make(tmp_path, config=config, train_dataset=prompts(24)).train(True)
+    assert make(tmp_path, config=config).train(True).global_step == 4  # it is complete
     with pytest.raises(ValueError, match="not a complete checkpoint"):
         make(tmp_path, config=config).train(resume_from_checkpoint=str(tmp_path))
     with pytest.raises(ValueError, match="No complete checkpoint in .*, so there is nothing to resume"):

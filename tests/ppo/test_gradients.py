@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from tests.ppo.worker import make_trainer, scripted
+from tests.ppo.worker import make_trainer, rows_of, scripted
 from tests.tiny import tiny_gpt2, tiny_llama
 
 
@@ -49,9 +49,9 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):
         return first_gradients(tmp_path / f"{batch_size}", batch_size, accumulation, **made)
 
     expected, trainer = gradients(8, 1)
-    lengths = trainer._rollout["completion_mask"].sum(1)
+    lengths = rows_of(trainer)["completion_mask"].sum(1)
     assert len(lengths.unique()) >= 4
-    scored = trainer._rollout["loss_mask"].any(1)
+    scored = rows_of(trainer)["loss_mask"].any(1)
     assert scored.all() != ("reward" in kwargs) and scored.sum() >= 2
     largest = {
         role: max(g.abs().max() for name, g in expected.items() if name.startswith(role))
@@ -88,14 +88,14 @@ def test_an_unscored_row_has_no_part_in_the_gradient(tmp_path):
 
 def log_ratios(trainer):
     """max |log ratio| of each micro-batch, over real tokens."""
-    seen, record = [], trainer._record_loss
+    seen, updated = [], trainer.metrics.updated
 
     def recording(logprobs, *args):
         inputs = args[-1]
         seen.append(((logprobs - inputs["old_logprobs"]) * inputs["loss_mask"]).abs().max().item())
-        return record(logprobs, *args)
+        updated(logprobs, *args)
 
-    trainer._record_loss = recording
+    trainer.metrics.updated = recording
     trainer.train()
     return seen
 

@@ -25,12 +25,14 @@ from tests.ppo.worker import (
     LORA,
     RESUMED,
     EachStep,
+    collected,
     draw,
     end_state,
     lora_configs,
     lora_trainer,
     make_trainer,
     optimizer_state,
+    rows_of,
     scripted,
     users_model,
     weights,
@@ -126,8 +128,9 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
             max_steps=1,
             trainer_kwargs={"processing_class": policy_tokenizer()},
         )
+        rollouts = collected(trainer)
         scripted(trainer).train()
-        return trainer, trainer._rewards_per_func[:, 0]
+        return trainer, rollouts[-1].rewards_per_func[:, 0]
 
     (on_base, actual), (apart, expected) = scores("always"), scores("never")
     assert shared(on_base) == ["reward_0"] and not shared(apart)
@@ -135,7 +138,7 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     assert not any(p.requires_grad for p in parameters(on_base, "rewards", "reward_0").values())
 
-    rollout, tokenizer, alone = on_base._rollout, on_base.reward_processing_classes[0], []
+    rollout, tokenizer, alone = rows_of(on_base), on_base.reward_processing_classes[0], []
     model = classifier(reward)
     model.config.pad_token_id = tokenizer.pad_token_id  # as RewardTrainer sets it
     for prompt, mask, answer, length in zip(
@@ -507,10 +510,10 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(kind, tmp_path):
 def test_another_reference_or_another_adapter_is_another_configuration(tmp_path):
     make_trainer(tmp_path, model=users_model(), save_strategy="steps", save_steps=2).train()
     with pytest.raises(ValueError, match="belongs to another configuration .*reference adapter's weights"):
-        make_trainer(tmp_path, model=users_model(seed=10)).train()
+        make_trainer(tmp_path, model=users_model(seed=10)).train(True)
     config = LoraConfig(**LORA | {"lora_alpha": 13})
     with pytest.raises(ValueError, match="another configuration .*adapter critic: .*'lora_alpha': 12.*13"):
-        make_trainer(tmp_path, model=users_model(), trainer_kwargs={"critic_peft_config": config}).train()
+        make_trainer(tmp_path, model=users_model(), trainer_kwargs={"critic_peft_config": config}).train(True)
 
 
 @pytest.mark.parametrize("kind", ["peft_config", "PeftModel"])

@@ -1,11 +1,14 @@
 """Every logged metric equals a slow float64 reference: sums over real tokens ÷ their count, never a mean of means."""
 
+import contextlib
 import copy
+import functools
 
 import numpy as np
 import pytest
 import torch
 
+from tests.ppo.worker import RESUMED, make_trainer, weights
 from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_tokenizer
 from trl_ext import PPOTrainer
 
@@ -256,15 +259,46 @@ def test_each_step_in_a_window_counts_by_its_tokens(tmp_path):
             train_dataset=prompts(),
             processing_class=tiny_tokenizer(),
         )
-        tokens, record = [], trainer._record_loss
+        tokens, record = [], trainer.metrics.updated
 
         def note(*args, tokens=tokens, record=record):
             tokens.append(args[-1]["loss_mask"].sum().item())
             record(*args)
 
-        trainer._record_loss = note
+        trainer.metrics.updated = note
         trainer.train()
         logs.append([row for row in trainer.state.log_history if "policy/approxkl_avg" in row])
     assert (len(logs[0]), len(logs[1])) == (4, 1) and len(set(tokens)) > 1
     for name in ("policy/approxkl_avg", "policy/entropy_avg", "loss/value_avg", "val/ratio"):
         assert logs[1][0][name] == pytest.approx(np.average([row[name] for row in logs[0]], weights=tokens), rel=1e-5)
+
+
+class NoMetrics:
+    """Observes nothing and reports nothing."""
+
+    def timed(self, phase):
+        return contextlib.nullcontext()
+
+    untimed = functools.partialmethod(timed, "")
+
+    def report(self, start_time=None):
+        return {}
+
+    report_evaluation = report
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+
+def test_metrics_only_observe(tmp_path):
+    """Without them the same weights come out, the KL coefficient and the reward moments move the same."""
+    config = RESUMED | {"num_ppo_epochs": 2, "missing_eos_penalty": 0.5, "eval_strategy": "steps", "eval_steps": 5}
+    ends = []
+    for observed in (True, False):
+        trainer = make_trainer(tmp_path / str(observed), trainer_kwargs={"eval_dataset": prompts(4)}, **config)
+        if not observed:
+            trainer.metrics = NoMetrics()
+        trainer.train()
+        ends.append((weights(trainer), trainer.kl_controller.state_dict(), trainer.reward_normalizer.state_dict()))
+    assert ends[0][1]["kl_coef"] != 0.05
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)

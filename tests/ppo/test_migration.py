@@ -4,8 +4,14 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DataCollatorWithPadding
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    DataCollatorWithPadding,
+)
 
+from tests.ppo.worker import rows_of
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOConfig, PPOTrainer
 
@@ -21,7 +27,7 @@ def tokenised(tokenizer, n=16, padded_to=None, seed=0):
 
 def rollout_prompts(trainer):
     """The prompt tokens of the trainer's rollout, without padding, as the policy read them."""
-    ids, mask = trainer._rollout["prompt_ids"], trainer._rollout["prompt_mask"].bool()
+    ids, mask = rows_of(trainer)["prompt_ids"], rows_of(trainer)["prompt_mask"].bool()
     return [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
 
 
@@ -155,7 +161,7 @@ def test_padding_of_input_ids_is_stripped(tmp_path, remove_unused_columns):
             processing_class=tokenizer,
         )
         trainer.train()
-        rollouts.append(trainer._rollout)
+        rollouts.append(rows_of(trainer))
     assert max(map(len, rollout_prompts(trainer))) < 9
     torch.testing.assert_close(rollouts[1], rollouts[0], rtol=0, atol=0)
 
@@ -184,7 +190,7 @@ def test_stop_token_id_ends_responses(tmp_path):
         processing_class=tokenizer,
     )
     trainer.train()
-    ids, mask = trainer._rollout["completion_ids"], trainer._rollout["completion_mask"].bool()
+    ids, mask = rows_of(trainer)["completion_ids"], rows_of(trainer)["completion_mask"].bool()
     ended = 0
     for row, real in zip(ids, mask, strict=True):
         tokens = row[real].tolist()
@@ -232,3 +238,101 @@ def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):
             peft_config=peft_config,
         )
     assert functions == [length_reward] and peft_config.to_dict() == before
+
+
+# ---- TRL 1.12's own tests of its PPOTrainer, with models built here ----
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["basic", "peft"])
+@pytest.mark.parametrize("pad_is_known", [False, True], ids=["pad_added", "pad_known"])
+def test_trl_112s_own_tests(tmp_path, peft, pad_is_known):
+    """
+    A pad token is added to the tokenizer, but no row to the model, rows are token ids that end by EOS, and a policy
+    with an adapter stands beside a full value model.
+    """
+    tokenizer = tiny_tokenizer(pad=pad_is_known)
+    tokenizer.add_special_tokens({"pad_token": "<pad>" if pad_is_known else "[PAD]"})
+    model = tiny_llama(pad_token_id=None)
+    assert pad_is_known or tokenizer.pad_token_id == model.config.vocab_size
+    value_model, reward_model = tiny_reward_model(model, seed=3), tiny_reward_model(model, seed=4)
+    rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in prompts(17)["prompt"]]
+    columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+    datasets = {"train": Dataset.from_dict(columns), "test": Dataset.from_dict({k: v[:2] for k, v in columns.items()})}
+    start = {
+        "policy": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "critic": {name: p.detach().clone() for name, p in value_model.named_parameters()},
+    }
+    trainer = PPOTrainer(
+        args=PPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=2,
+            num_ppo_epochs=2,
+            report_to="none",
+            response_length=8,
+            use_cpu=True,
+            bf16=False,
+            learning_rate=1e-4,
+        ),
+        processing_class=tokenizer,
+        model=model,
+        ref_model=None if peft else tiny_llama(pad_token_id=None),
+        reward_model=reward_model,
+        value_model=value_model,
+        train_dataset=datasets["train"],
+        eval_dataset=datasets["test"],
+        peft_config=LoraConfig(r=32, lora_alpha=16, lora_dropout=0.05, task_type="CAUSAL_LM") if peft else None,
+    )
+    trainer.train()
+    trainer.evaluate()
+    critic = dict(trainer.model.value_model.named_parameters())
+    assert any(not torch.equal(critic[name], value) for name, value in start["critic"].items())
+    policy = dict(trainer.model.policy.named_parameters())
+    if peft:
+        trained = [p for name, p in policy.items() if "lora" in name and p.requires_grad]
+        assert trained and all(p.any() for p in trained)
+    else:
+        assert any(not torch.equal(policy[name], value) for name, value in start["policy"].items())
+
+    # What is saved is a model that loads, and the tokenizer as it was passed
+    trainer.save_model(str(tmp_path / "saved"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").pad_token == tokenizer.pad_token
+    if not peft:
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved" / "critic")
+
+
+def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
+    """Weights, scores and logs are those of a run that pads by a token of the vocabulary: pads are masked."""
+    ends = []
+    for pad in ("<unk>", "[PAD]"):
+        tokenizer = tiny_tokenizer(pad=False)
+        tokenizer.add_special_tokens({"pad_token": pad})
+        model = tiny_gpt2(pad_token_id=None)
+        trainer = PPOTrainer(
+            model=model,
+            reward_funcs=[tiny_reward_model(model, seed=4), length_reward],
+            args=tiny_config(tmp_path / pad, local_rollout_forward_batch_size=3),
+            train_dataset=prompts(),
+            processing_class=tokenizer,
+        )
+        trainer.train()
+        logs = [
+            {k: v for k, v in log.items() if k.startswith(("objective", "rewards", "loss", "policy", "val"))}
+            for log in trainer.state.log_history
+        ]
+        ends.append((trainer.model.state_dict(), logs))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_token_out_of_the_vocabulary_that_is_no_pad_token_raises(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["<tool>"])
+    with pytest.raises(ValueError, match="The tokenizer has 30 tokens, the policy's vocabulary only 29.*<tool>"):
+        PPOTrainer(
+            model=tiny_llama(),
+            reward_funcs=length_reward,
+            args=tiny_config(tmp_path),
+            train_dataset=prompts(),
+            processing_class=tokenizer,
+        )

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import trl_ext.ppo.trainer as ppo_trainer
+from tests.ppo.worker import collected
 from tests.tiny import prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 
@@ -37,6 +38,7 @@ class RecordingTrainer(PPOTrainer):
     """Keeps of each rollout and of each minibatch what the models say at that moment, by forwards of their own."""
 
     def _generate_and_score_completions(self, inputs):
+        seen = collected(self)
         rollout = super()._generate_and_score_completions(inputs)
         with torch.no_grad():
             self.rollouts.append(
@@ -45,7 +47,7 @@ class RecordingTrainer(PPOTrainer):
                     "policy": logprobs(self.model.policy, rollout),
                     "reference": logprobs(self.ref_model, rollout),
                     "critic": values(self.model.critic, rollout),
-                    "scores": self._rewards_per_func[:, 0].clone(),
+                    "scores": seen[-1].rewards_per_func[:, 0],
                 }
             )
         return rollout

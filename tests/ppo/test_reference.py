@@ -7,6 +7,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import TrainerCallback
 
+from tests.ppo.worker import rows_of
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 
@@ -86,7 +87,7 @@ def test_a_given_reference_is_used(tmp_path, as_path, lora):
     torch.testing.assert_close(weights(trainer.ref_model), weights(reference), **EQUAL)
     assert as_path or trainer.ref_model is given
     trainer.train()
-    rollout, kl = trainer._rollout, 0.0
+    rollout, kl = rows_of(trainer), 0.0
     for i, mask in enumerate(rollout["completion_mask"].bool()):
         n = int(mask.sum())
         prompt = rollout["prompt_ids"][i][rollout["prompt_mask"][i].bool()]
@@ -146,9 +147,9 @@ def test_sync_ref_model_mixes_the_policy_in_by_alpha(tmp_path):
 def test_on_several_gpus_each_process_loads_its_models_on_its_own(tmp_path, monkeypatch):
     """By default TRL spreads what it loads over all GPUs (`device_map="auto"`), which every process would do."""
     trainer = make(tmp_path, tiny_llama())
-    assert "device_map" not in trainer._load_kwargs(trainer.model.policy)
+    assert "device_map" not in trainer._loader.kwargs
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
-    assert trainer._load_kwargs(trainer.model.policy)["device_map"] is None
+    assert trainer._loader.kwargs["device_map"] is None
 
 
 @pytest.mark.parametrize("other", ["ref_model", "value_model"])

@@ -20,7 +20,7 @@ from tests.ppo.worker import (
     optimizer_state,
     weights,
 )
-from tests.tiny import prompts
+from tests.tiny import prompts, tiny_llama
 from trl_ext.checkpoints import MARKER
 
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(step, checkpoints, uninterr
     # Another seed at the start, as of another process: nothing may come from what was before the checkpoint
     trainer = make_trainer(tmp_path, **RESUMED)
     torch.manual_seed(1234)
-    output = trainer.train()
+    output = trainer.train(True)
 
     assert trainer.state.global_step == 14
     assert_same_end(end_state(trainer), uninterrupted["state"])
@@ -184,11 +184,10 @@ def no_training(trainer):
     return trainer
 
 
-@pytest.mark.parametrize("resume", [None, True, "True"])  # a command line has strings only
-def test_a_completed_run_is_loaded_and_not_trained_again(resume, a_copy_of, capsys):
+def test_a_completed_run_is_loaded_and_not_trained_again(a_copy_of, capsys):
     folder, final = a_copy_of
     trainer = no_training(make_trainer(folder, max_steps=4))
-    output = trainer.train(resume)
+    output = trainer.train(True)
 
     assert f"Training is complete, at step 4: loading {folder / 'checkpoint-4'}." in capsys.readouterr().out
     assert output.global_step == trainer.state.global_step == 4
@@ -212,7 +211,7 @@ def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tm
     torch.testing.assert_close(weights(first), watch.seen[2], rtol=0, atol=0)
 
     second = no_training(make_trainer(tmp_path, **config, **kwargs))
-    second.train()
+    second.train(True)
 
     torch.testing.assert_close(weights(second), watch.seen[2], rtol=0, atol=0)
 
@@ -224,34 +223,37 @@ def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tm
         ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
         ({"seed": 7}, "seed: 42 → 7"),
         ({"rows": 24}, "train_rows: 16 → 24"),
+        ({"model": tiny_llama(seed=9)}, "policy: 'sha256:"),
+        ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'sha256:"),
     ],
 )
-def test_another_configuration_is_refused_by_name(change, message, completed):
+@pytest.mark.parametrize("by_path", [False, True])
+def test_another_configuration_is_refused_by_name(by_path, change, message, completed):
     folder, _ = completed
     trainer = no_training(make_trainer(folder, max_steps=4, **change))
-    with pytest.raises(ValueError, match=f"belongs to another configuration.*{message}.*output_dir"):
-        trainer.train()
+    with pytest.raises(ValueError, match=f"belongs to another configuration.*{message}.*resume_anyway"):
+        trainer.train(str(folder / "checkpoint-2") if by_path else True)
 
 
 def test_what_only_shows_or_keeps_more_may_change(a_copy_of, capsys):
     folder, _ = a_copy_of
     shutil.rmtree(folder / "checkpoint-4")
-    trainer = trained(folder, max_steps=4, logging_steps=2, save_total_limit=3, run_name="again")
+    trainer = trained(folder, True, max_steps=4, logging_steps=2, save_total_limit=3, run_name="again")
     assert f"Resuming from {folder / 'checkpoint-2'}, step 2 of 4." in capsys.readouterr().out
     assert trainer.state.global_step == 4
 
 
-def test_an_explicit_path_goes_on_whatever_the_configuration(a_copy_of):
+def test_resume_anyway_goes_on_whatever_the_configuration(a_copy_of):
     folder, _ = a_copy_of
-    trainer = make_trainer(folder, max_steps=6, kl_coef=0.1)
+    trainer = make_trainer(folder, max_steps=6, kl_coef=0.1, resume_anyway=True)
     watch = EachStep(lambda: trainer.state.global_step)
     trainer.add_callback(watch)
     trainer.train(str(folder / "checkpoint-2"))
     assert watch.seen == [2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("resume", [False, "false"])
-def test_false_starts_anew(resume, a_copy_of):
+@pytest.mark.parametrize("resume", [None, False])
+def test_train_starts_anew(resume, a_copy_of):
     folder, final = a_copy_of
     trainer = make_trainer(folder, max_steps=4)
     watch = EachStep(lambda: trainer.state.global_step)
@@ -264,7 +266,7 @@ def test_false_starts_anew(resume, a_copy_of):
 def test_incomplete_checkpoints_are_skipped_or_refused(a_copy_of, capsys):
     folder, final = a_copy_of
     (folder / "checkpoint-4" / MARKER).unlink()
-    trainer = trained(folder, max_steps=4)
+    trainer = trained(folder, True, max_steps=4)
     output = capsys.readouterr().out
     assert f"Skipping {folder / 'checkpoint-4'}: it is not complete" in output
     assert f"Resuming from {folder / 'checkpoint-2'}, step 2 of 4." in output
@@ -275,11 +277,6 @@ def test_incomplete_checkpoints_are_skipped_or_refused(a_copy_of, capsys):
         make_trainer(folder, max_steps=4).train(str(folder / "checkpoint-2"))
     with pytest.raises(ValueError, match="No complete checkpoint in"):
         make_trainer(folder, max_steps=4).train(True)
-    anew = make_trainer(folder, max_steps=4)
-    watch = EachStep(lambda: anew.state.global_step)
-    anew.add_callback(watch)
-    anew.train()
-    assert watch.seen[0] == 0
 
 
 def test_an_evaluation_between_leaves_the_run_as_it_was(uninterrupted, tmp_path):

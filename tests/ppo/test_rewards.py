@@ -12,6 +12,7 @@ from tokenizers import decoders, pre_tokenizers
 from trl import RewardConfig, RewardTrainer
 
 import trl_ext.ppo.trainer as ppo_trainer
+from tests.ppo.worker import rows_of
 from tests.tiny import (
     CHAT_TEMPLATE,
     WORDS,
@@ -50,7 +51,7 @@ def make(tmp_path, reward_funcs, dataset=None, trainer_kwargs=None, **config):
 def roll_out(trainer, answers):
     """Score these answers (token ids) to the first prompts, instead of sampled ones."""
     trainer._generate_single_turn = lambda *_: [list(ids) for ids in answers]
-    return trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(len(answers))])
+    return trainer._collect([trainer.train_dataset[i] for i in range(len(answers))])
 
 
 def answer_ids(tokenizer, answers=ANSWERS, finished=FINISHED):
@@ -138,8 +139,8 @@ def test_score_is_that_of_reward_trainer_on_the_same_text(tmp_path, other, bos, 
         questions(chat),
         {"processing_class": policy_tokenizer, "reward_processing_classes": reward_tokenizer},
     )
-    roll_out(trainer, answer_ids(policy_tokenizer))
-    torch.testing.assert_close(trainer._rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
+    rollout = roll_out(trainer, answer_ids(policy_tokenizer))
+    torch.testing.assert_close(rollout.rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
 
 
 def test_another_tokenizer_reads_the_space_that_sentencepiece_drops_from_a_completion(tmp_path):
@@ -158,8 +159,8 @@ def test_another_tokenizer_reads_the_space_that_sentencepiece_drops_from_a_compl
     )
     answers = answer_ids(policy_tokenizer)
     assert policy_tokenizer.batch_decode(answers, skip_special_tokens=True) == ANSWERS
-    roll_out(trainer, answers)
-    torch.testing.assert_close(trainer._rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
+    rollout = roll_out(trainer, answers)
+    torch.testing.assert_close(rollout.rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["same_tokenizer", "other_tokenizer"])
@@ -177,9 +178,9 @@ def test_no_score_depends_on_the_chunks_in_which_models_score(tmp_path, other):
         )
         rows = []
         reward.score.register_forward_pre_hook(lambda _, args, rows=rows: rows.append(len(args[0])))
-        roll_out(trainer, answer_ids(tiny_tokenizer()))
+        rollout = roll_out(trainer, answer_ids(tiny_tokenizer()))
         assert rows == {1: [1] * 4, 3: [3, 1], 64: [4]}[size]
-        scores.append(trainer._rewards_per_func)
+        scores.append(rollout.rewards_per_func)
     torch.testing.assert_close(scores[1:], scores[:1] * 2, **CLOSE)
 
 
@@ -213,29 +214,28 @@ def test_functions_of_all_kinds_are_weighted_and_summed_over_those_that_apply(tm
         {"reward_processing_classes": [None] * 4 + [tiny_tokenizer()]},
         reward_weights=[1.0, -3.0, 0.5, 0.25, 2.0],
     )
-    roll_out(trainer, answer_ids(tiny_tokenizer()))
-    per_function = trainer._rewards_per_func
+    rollout = roll_out(trainer, answer_ids(tiny_tokenizer()))
+    per_function = rollout.rewards_per_func
     lengths = torch.tensor([len(text.split()) for text in ANSWERS], dtype=torch.float32)
     torch.testing.assert_close(per_function[:, [0, 1, 3]], lengths[:, None].expand(4, 3), **EQUAL)
-    scores, ended = trainer._scores(torch.ones(4, 1))
     expected = lengths * (1 - 3 + 0.25) + torch.tensor([0.0, 5.0, 0.0, 5.0]) + 2 * per_function[:, 4]
-    torch.testing.assert_close(scores, expected, **CLOSE)
-    assert ended.tolist() == FINISHED
+    torch.testing.assert_close(rollout.scores, expected, **CLOSE)
+    assert rollout.ended.tolist() == FINISHED
 
 
 def test_functions_of_one_name_are_logged_apart(tmp_path):
     functions = [lambda completions, value=value, **_: [value] * len(completions) for value in (1.0, 3.0)]
     trainer = make(tmp_path, functions, questions(False))
-    roll_out(trainer, answer_ids(tiny_tokenizer()))
-    report = trainer._report("train" if trainer.model.training else "eval")
+    trainer.train()
+    report = trainer.state.log_history[0]
     assert [report[f"rewards/<lambda>_{i}/mean"] for i in range(2)] == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("convert", [torch.tensor, np.array, tuple, lambda x: [np.float32(i) for i in x]])
 def test_tensors_arrays_and_tuples_are_read_as_lists(tmp_path, convert):
     trainer = make(tmp_path, lambda completions, **_: convert(length_reward(completions)), questions(False))
-    roll_out(trainer, answer_ids(tiny_tokenizer()))
-    assert trainer._rewards_per_func[:, 0].tolist() == [len(text.split()) for text in ANSWERS]
+    rollout = roll_out(trainer, answer_ids(tiny_tokenizer()))
+    assert rollout.rewards_per_func[:, 0].tolist() == [len(text.split()) for text in ANSWERS]
 
 
 def raises(completions):
@@ -319,7 +319,7 @@ def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
         timing = ("time/", "eps", "tokens_per_second", "step_time", "train_")
         logs = [{k: v for k, v in log.items() if not k.startswith(timing)} for log in trainer.state.log_history]
         ends.append((trainer.model.state_dict(), trainer.reward_normalizer.state_dict(), logs))
-        assert (trainer._rollout["loss_mask"].sum(1) == 0).sum() == 3
+        assert (rows_of(trainer)["loss_mask"].sum(1) == 0).sum() == 3
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)
     first = ends[0][2][0]
     assert first["objective/num_unscored"] == 3
@@ -359,7 +359,9 @@ def test_the_order_of_the_reward(tmp_path, token_rewards, eos_rule):
         **{eos_rule: 1.5},
     )
     answers = [WORDS[i : i + 1 + i % 5] for i in range(8)]
-    rollout = roll_out(trainer, answer_ids(tiny_tokenizer(), [" ".join(a) for a in answers], finished))
+    ids = answer_ids(tiny_tokenizer(), [" ".join(a) for a in answers], finished)
+    trainer._generate_single_turn = lambda *_: ids
+    rollout = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
 
     scores = []
     for score, ends in zip(given, finished, strict=True):

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
+from tests.ppo.worker import rows_of
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 
@@ -88,9 +89,9 @@ def test_generations_of_a_prompt_stand_together(tmp_path):
     trainer = make(tmp_path, num_generations=4, max_steps=1)
     trainer.train()
     for start in (0, 4):
-        group = trainer._rollout["prompt_ids"][start : start + 4]
+        group = rows_of(trainer)["prompt_ids"][start : start + 4]
         assert (group == group[0]).all()
-        assert len({tuple(ids) for ids in trainer._rollout["completion_ids"][start : start + 4].tolist()}) > 1
+        assert len({tuple(ids) for ids in rows_of(trainer)["completion_ids"][start : start + 4].tolist()}) > 1
 
 
 def tiny_mixtral(**kwargs):
@@ -155,7 +156,7 @@ def test_bf16_autocast(tmp_path, build):
     trainer = make(tmp_path, build(), bf16=True)
     trainer.train()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    assert trainer._rollout["old_values"].dtype == torch.float32
+    assert rows_of(trainer)["old_values"].dtype == torch.float32
     assert logged(trainer, "policy/approxkl_avg")[0] < 1e-3
     assert abs(logged(trainer, "objective/kl")[0]) < 1e-2
     assert all(math.isfinite(loss) for loss in logged(trainer, "loss"))
@@ -211,7 +212,7 @@ def test_completions_table(tmp_path, capsys):
     trainer.train()
     printed = capsys.readouterr().out
     assert "Step 1" in printed and "length_reward" in printed and "Advantage" in printed
-    rows = trainer._rollout
+    rows = rows_of(trainer)
     mask = rows["completion_mask"]
     means = ((rows["advantages"] * mask).sum(1) / mask.sum(1)).tolist()
     assert list(trainer._logs["advantages"]) == pytest.approx(means)  # ours, not RLOO's zeros
@@ -289,7 +290,7 @@ def test_messages_as_prompts(tmp_path):
     trainer.train()
     assert {prompt[0]["content"] for prompt, _ in seen} == set(WORDS[:8])
     assert all(set(completion[0]) == {"role", "content"} for _, completion in seen)
-    row = trainer._rollout["prompt_ids"][0][trainer._rollout["prompt_mask"][0].bool()]
+    row = rows_of(trainer)["prompt_ids"][0][rows_of(trainer)["prompt_mask"][0].bool()]
     assert trainer._tokenizer.decode(row).split()[0::3][:1] == ["<user>"]
 
 

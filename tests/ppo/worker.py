@@ -16,7 +16,9 @@ from transformers import TrainerCallback
 import trl_ext.ppo.trainer as ppo_trainer
 from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
+from trl_ext.checkpoints import checkpoint_to_resume
 from trl_ext.functional import policy_loss, value_loss
+from trl_ext.ppo.rollout import joined
 
 _CLOCK = ("time/", "eps", "tokens_per_second", "step_time", "train_runtime", "train_samples_per", "train_steps_per")
 
@@ -69,9 +71,26 @@ def end_state(trainer):
         "optimizer": optimizer_state(trainer),
         "kl_controller": trainer.kl_controller.state_dict(),
         "reward_normalizer": trainer.reward_normalizer.state_dict(),
-        "episodes": trainer._episodes,
+        "episodes": trainer.metrics.episodes,
         "logs": [without_clock(logs) for logs in trainer.state.log_history],
     }
+
+
+def rows_of(trainer):
+    """The rows that are trained on, in the order of generation."""
+    return joined(trainer._buffered_inputs)
+
+
+def collected(trainer):
+    """Every `Rollout` that the trainer collects for training, as it goes."""
+    seen, observe = [], trainer.metrics.collected
+
+    def watch(rollout, *args):
+        seen.append(rollout)
+        observe(rollout, *args)
+
+    trainer.metrics.collected = watch
+    return seen
 
 
 class Stop(Exception):
@@ -138,7 +157,7 @@ def train_and_die(output_dir, kill_after_step=0, kill_in_save=0):
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = dying_save
-    trainer.train()
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args))
     save(end_state(trainer), Path(output_dir) / "end.pt")
 
 

@@ -1,4 +1,4 @@
-"""What the watches measure, on completions written by hand."""
+"""Watches of rewards/ on completions written by hand."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from trl_ext.rewards import (
 
 
 def call(watch, completions, step=0, prompts=None, **columns):
-    """The scores, and what was logged."""
+    """Return the scores and the logged metrics."""
     logged = {}
     prompts = prompts or [f"prompt {i}" for i in range(len(completions))]
     state = SimpleNamespace(global_step=step)
@@ -190,7 +190,7 @@ async def slow(completions, **kwargs):
         (lambda: ScoreWatch("path"), TypeError, "a model object; got 'path'"),
         (lambda: ScoreWatch(slow), TypeError, "not async"),
         (lambda: ScoreWatch(quality, quantiles=(2,)), ValueError, r"\[0, 1\]"),
-        (lambda: PhraseReviewReward([]), ValueError, "one or more"),
+        (lambda: PhraseReviewReward([]), ValueError, "one or more texts"),
         (lambda: PhraseReviewReward([" "]), ValueError, "none of them empty"),
         (lambda: GoldJudgeReward(None), TypeError, "must be a reward function"),
     ],

@@ -1,5 +1,6 @@
 """Monitors for any TRL or transformers script: `trainer.add_callback(KLBudgetCallback(limit=10, action="stop"))`."""
 
+from ..control import request_kl_scale
 from .alerts import Alert, JSONLSink, LogSink, WandbSink, WebhookSink
 from .canary import CanaryCallback
 from .clip_fraction import ClipFractionCallback
@@ -42,4 +43,5 @@ __all__ = [
     "WebhookSink",
     "attach_monitors",
     "load_monitors",
+    "request_kl_scale",
 ]

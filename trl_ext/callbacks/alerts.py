@@ -1,4 +1,4 @@
-"""What a monitor says, and where it is said."""
+"""Alerts, and the sinks that they are sent to."""
 
 import json
 import queue
@@ -20,7 +20,7 @@ RUNBOOK = "docs/runbook.md"
 
 @dataclass
 class Alert:
-    """One thing that a monitor saw."""
+    """One thing that a monitor found."""
 
     monitor: str
     what: str
@@ -40,14 +40,14 @@ class Alert:
 
 
 class LogSink:
-    """The log of transformers, as a warning."""
+    """Writes alerts to the log of transformers, as warnings."""
 
     def send(self, alert: Alert) -> None:
         logger.warning(str(alert))
 
 
 class JSONLSink:
-    """A line an alert."""
+    """Appends alerts to a file, one line each."""
 
     def __init__(self, path: str):
         self.writer = JSONLWriter(path)
@@ -57,7 +57,7 @@ class JSONLSink:
 
 
 class WandbSink:
-    """`wandb.alert` of the run that is open, if one is."""
+    """Sends alerts to the open W&B run by `wandb.alert`, if there is one."""
 
     def send(self, alert: Alert) -> None:
         import wandb
@@ -68,20 +68,22 @@ class WandbSink:
 
 
 class WebhookSink:
-    """POSTs JSON (`text` for Slack and its like, and the alert's fields) from a thread of its own.
+    """Posts alerts as JSON to a URL, from a thread of its own.
+
+    The JSON has `text`, which Slack and its like show, and the alert's fields.
 
     Args:
-        url: where to.
-        timeout: seconds that a try may take.
+        url: address to post to, http or https.
+        timeout: seconds that one try may take.
         retries: tries after the first, after 1, 2, 4, … seconds.
-        pending: alerts that may wait; further ones are dropped, and that is said.
+        pending: alerts that may wait. Further ones are dropped with a warning.
     """
 
     def __init__(self, url: str, timeout: float = 5.0, retries: int = 3, pending: int = 100):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"a webhook's URL must begin with http:// or https://, got {url!r}")
         if timeout <= 0 or retries < 0:
-            raise ValueError(f"`timeout` must be above 0 and `retries` not below, got {timeout} and {retries}")
+            raise ValueError(f"`timeout` must be above 0 and `retries` 0 or more, got {timeout} and {retries}")
         self.url = url
         self.timeout = timeout
         self.retries = retries
@@ -98,7 +100,7 @@ class WebhookSink:
             logger.warning(f"{self.url} is too slow: an alert was dropped.")
 
     def close(self) -> None:
-        """Wait for what is pending, but for no longer than one try may take."""
+        """Wait for pending alerts, for at most the time of one try."""
         end = time.monotonic() + self.timeout
         while self._thread is not None and self._queue.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.02)
@@ -108,7 +110,7 @@ class WebhookSink:
             alert = self._queue.get()
             try:
                 self._post(json.dumps(finite({"text": str(alert), **asdict(alert)})).encode())
-            except Exception as error:  # whatever a server can do, training goes on
+            except Exception as error:  # training goes on, whatever the server does
                 logger.warning(f"{self.url} did not take an alert in {self.retries + 1} tries: {error}")
             finally:
                 self._queue.task_done()
@@ -126,7 +128,7 @@ class WebhookSink:
 
 
 def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
-    """Sinks from what JSON can say: "log", "jsonl", "wandb", a URL; objects with `send` stay as they are."""
+    """Make sinks from "log", "jsonl", "wandb" and URLs. Objects with `send` stay as they are."""
     made: list[Any] = []
     for sink in sinks:
         match sink:
@@ -146,7 +148,7 @@ def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
 
 
 def check_sinks(sinks: Sequence[Any]) -> None:
-    """Raise where one is none, before training."""
+    """Raise a ValueError before training if one of them is no sink."""
     for sink in [sinks] if isinstance(sinks, str) else sinks:
         if isinstance(sinks, str) or not (
             hasattr(sink, "send") or sink in ("log", "jsonl", "wandb") or str(sink).startswith(("http://", "https://"))

@@ -1,4 +1,4 @@
-"""The same few prompts again and again."""
+"""Answers to the same few prompts, compared over the run."""
 
 import time
 from dataclasses import dataclass
@@ -11,24 +11,27 @@ from accelerate.utils import broadcast_object_list
 from ..jsonl import JSONLWriter
 from ..rewards.repetition import RepetitionWatch
 from .generation import generate_answers
-from .monitor import Finding, MonitorCallback
+from .monitor import Finding, MonitorCallback, on_main_process
 
 
 @dataclass(eq=False, kw_only=True)
 class CanaryCallback(MonitorCallback):
     """
-    Every so many minutes answers a fixed set of prompts greedily, and compares with the first time: length, the most
-    frequent phrase, and, with a judge, the score. The answers go to `canary.jsonl` in the output directory.
+    Alert when the greedy answers to a fixed set of prompts change.
+
+    Before training and then every few minutes, the model answers the prompts. The answers' length, their most frequent
+    phrase and, with a judge, their score are compared with the first time. `canary.jsonl` in the output directory
+    keeps the answers.
 
     Args:
-        trainer: to generate with.
+        trainer: generates the answers.
         prompts: texts or messages.
-        minutes: between two times, on the main process' clock; the first is before training.
+        minutes: from one time to the next, by the main process' clock.
         judge: a TRL reward function.
-        length_factor: alert where the mean length is beyond this factor, or its inverse.
-        phrase: alert where the share of answers with the most frequent phrase rose by more than this.
-        score_drop: alert where the mean score fell by more than this; None: by σ/2 of the first scores.
-        max_new_tokens: length of the answers.
+        length_factor: alert when the mean length exceeds this factor of the first, or is below its inverse.
+        phrase: alert when the share of answers with the most frequent phrase rises by more than this.
+        score_drop: alert when the mean score falls by more than this. None is σ/2 of the first scores.
+        max_new_tokens: length of an answer.
         others: see [`MonitorCallback`].
     """
 
@@ -62,7 +65,7 @@ class CanaryCallback(MonitorCallback):
     def on_step_end(self, args, state, control, **kwargs):
         due = [time.monotonic() - self._last >= 60 * self.minutes]
         if PartialState().num_processes > 1:
-            broadcast_object_list(due)  # clocks differ
+            broadcast_object_list(due)  # each process has a clock of its own
         if due[0]:
             self._begin(args, state, {})
             self._handle(self._sing(), state, control)
@@ -70,20 +73,12 @@ class CanaryCallback(MonitorCallback):
     def _sing(self):
         self._last = time.monotonic()
         answers = generate_answers(self.trainer, self.prompts or [], self.max_new_tokens)
-        measured: list[Any] = [None]
-        if PartialState().is_main_process:
-            try:
-                measured = [self._measure(answers)]
-            except Exception as error:  # on one process only: the others would wait for ever
-                measured = [f"{type(error).__name__}: {error}"]
-        if PartialState().num_processes > 1:
-            broadcast_object_list(measured)
-        now = measured[0]
-        if isinstance(now, str):
-            yield Finding("the canary's judge failed", None, None, f"{now}.", acts=False)
+        now, error = on_main_process(lambda: self._measure(answers))
+        if error is not None:
+            yield Finding("the canary's judge failed", None, None, f"{error}.", acts=False)
             return
         first = self.memory.setdefault("first", now)
-        advice = "Compare the answers of `canary.jsonl` with the first ones."
+        advice = "Compare the answers in `canary.jsonl` with the first ones."
         length, start = now["length"], max(first["length"], 1.0)
         if not start / self.length_factor <= length <= start * self.length_factor:
             bound = start * self.length_factor if length > start else start / self.length_factor

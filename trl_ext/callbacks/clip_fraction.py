@@ -1,4 +1,4 @@
-"""How many updates are clipped."""
+"""The share of clipped updates."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ from .monitor import Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class ClipFractionCallback(MonitorCallback):
     """
-    Watches the share of tokens (RLOO: of responses) whose probability ratio is clipped.
+    Alert when too large a share of tokens (in RLOO, of responses) has a clipped probability ratio.
 
     Args:
-        limit: share.
-        steps: optimizer steps over which the mean must exceed it.
+        limit: largest share.
+        steps: optimizer steps over which the share is averaged.
         others: see [`MonitorCallback`].
     """
 

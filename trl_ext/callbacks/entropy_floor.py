@@ -1,4 +1,4 @@
-"""Entropy of the next-token distribution."""
+"""The entropy of the next-token distribution."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from .monitor import Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class EntropyFloorCallback(MonitorCallback):
     """
-    Watches the policy's entropy, nats per token: a policy that has collapsed explores nothing more.
+    Alert when the policy's entropy falls too low: a collapsed policy explores nothing.
 
     Args:
-        floor: nats per token, absolute.
-        relative: floor as a share of the mean over the first steps.
-        steps: optimizer steps that a value is averaged over, also the first ones.
+        floor: lowest entropy, nats per token.
+        relative: lowest entropy as a share of the mean over the first `steps`.
+        steps: optimizer steps over which the entropy is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -36,7 +36,8 @@ class EntropyFloorCallback(MonitorCallback):
             return
         size = self.logs_in(self.steps)
         values, first = self.recent("entropy", value, size), self.first_mean("entropy", value, size)
-        mean, advice = sum(values) / len(values), "Raise `entropy_coef` or the KL coefficient; look for one answer."
+        mean = sum(values) / len(values)
+        advice = "Raise `entropy_coef` or the KL coefficient; see whether all prompts get one answer."
         if len(values) == size and mean < self.floor:
             yield Finding("the entropy is below its floor", mean, self.floor, advice, first)
         if first is not None and mean < self.relative * first:

@@ -1,4 +1,4 @@
-"""All that a run logs, a line an event."""
+"""A file of all that a run logs."""
 
 import time
 from dataclasses import dataclass
@@ -20,15 +20,16 @@ PHASES = {"time/generate": "seconds_generation", "time/score": "seconds_scoring"
 @dataclass(eq=False, kw_only=True)
 class JSONLCallback(TrainerCallback):
     """
-    Appends events to `metrics.rank{r}.jsonl`, a JSON object a line, handed to the system at once: `kill -9` loses at
-    most the last line. Each has `timestamp`, `rank`, `step`, `type` (`begin`, with the configuration; `train`, `eval`,
-    `save`, `end`). Those of training have what can be measured: `kl`, the losses, `tokens_per_sec_per_gpu`,
-    `vram_allocated_bytes`, `vram_peak_bytes`, `seconds_generation`, `seconds_scoring`, `seconds_update`, and all
-    numbers of the log under `logs`; the first one the monitors' arguments. Watches of `trl_ext.rewards` without a
-    folder of their own write beside it.
+    Append the run's events to `metrics.rank{r}.jsonl`, one JSON object a line. `kill -9` loses at most the last line.
+
+    Each event has `timestamp`, `rank`, `step` and `type`: `begin` (with the configuration), `train`, `eval`, `save` or
+    `end`. `train`, `eval` and `end` have all numbers of the log under `logs`. `train` adds, as far as they can be
+    measured, `kl`, the losses, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`,
+    `seconds_generation`, `seconds_scoring` and `seconds_update`; the first `train` also has the monitors' arguments.
+    Watches of `trl_ext.rewards` without a folder of their own write to the same folder.
 
     Args:
-        folder: where to; the output directory by default.
+        folder: of the file. The default is the output directory.
     """
 
     folder: str | None = None
@@ -36,7 +37,7 @@ class JSONLCallback(TrainerCallback):
     def __post_init__(self) -> None:
         self._writer: JSONLWriter | None = None
         self._introduced = False
-        self._tokens: tuple[float, float] | None = None  # seen, and when
+        self._tokens: tuple[float, float] | None = None  # tokens so far, and the time in seconds
 
     def on_train_begin(self, args, state, control, **kwargs):
         folder = self.folder or args.output_dir
@@ -51,7 +52,7 @@ class JSONLCallback(TrainerCallback):
         kind = "train" if is_training_log(logs) else "eval" if any(k.startswith("eval_") for k in logs) else "end"
         numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
         measured: dict[str, Any] = {}
-        if not self._introduced and kind == "train":  # all callbacks have begun by now
+        if not self._introduced and kind == "train":  # by the first log all monitors have registered
             monitors = state.stateful_callbacks.get(REGISTRY, {})
             measured["monitors"] = {name: of["args"] for name, of in monitors.items() if name != "alerts"}
             self._introduced = True
@@ -73,7 +74,7 @@ class JSONLCallback(TrainerCallback):
         self._event("save", state)
 
     def _throughput(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Tokens that all processes went through per second since the last log, over the processes."""
+        """Return the tokens per second since the last log, mean over the processes."""
         tokens, now, before = numbers.get("num_tokens"), time.monotonic(), self._tokens
         if tokens is None:
             return {}

@@ -1,4 +1,4 @@
-"""KL to the reference, in nats summed over a response."""
+"""The KL to the reference, in nats summed over a response."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,16 @@ from .monitor import Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class KLBudgetCallback(MonitorCallback):
     """
-    Watches KL(policy ‖ reference), summed over a response. A KL that is logged per token (GRPO, RLOO) is multiplied
-    by the mean length, which is approximate, and said.
+    Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
+
+    A KL logged per token (GRPO, RLOO) is multiplied by the mean length. That is approximate, and the alert says so.
 
     Args:
-        warn: nats per response from which on it warns.
-        limit: nats per response from which on it acts.
-        tolerance: the first rollout is the reference's own, so its KL is 0 but for rounding. More than these nats, or
-            a KL below their negative at any time, is an alert: a wrong reference, or another policy that samples.
+        warn: nats per response above which the monitor warns.
+        limit: nats per response above which it acts.
+        tolerance: nats per response. The first rollout's policy is the reference, so its KL is 0 but for rounding. If
+            it is off by more, the reference is wrong. A KL below −`tolerance` at any time means that another policy
+            sampled. Both raise an alert.
         others: see [`MonitorCallback`].
     """
 
@@ -45,14 +47,14 @@ class KLBudgetCallback(MonitorCallback):
             return
         is_first, self.memory["started"] = not self.memory.get("started", False), True
         if is_first and self.step <= rollout_steps(self._args) and abs(kl) > self.tolerance:
-            advice = "The policy has not been trained yet, so the reference is not the model that it started from."
+            advice = "The policy is still untrained, so the reference is not the model that it started from."
             yield Finding(f"the first rollout's KL is not 0{unit}", kl, self.tolerance, advice, acts=False)
         elif kl < -self.tolerance:
-            advice = "A KL is never negative: the tokens are not drawn from the policy that their log-probs are of."
+            advice = "A KL is never negative: the policy that sampled is not the one that gave the log-probs."
             yield Finding(f"the KL is negative{unit}", kl, -self.tolerance, advice, acts=False)
         if kl > self.limit:
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
             yield Finding(f"the KL is over its budget{unit}", kl, self.limit, advice)
         elif kl > self.warn:
-            advice = "Read completions: reward models are trusted less the farther from the reference they judge."
+            advice = "Read completions: far from the reference, a reward model is less reliable."
             yield Finding(f"the KL nears its budget{unit}", kl, self.warn, advice, acts=False)

@@ -1,4 +1,4 @@
-"""Length of completions."""
+"""The length of completions."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from .monitor import Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class LengthDriftCallback(MonitorCallback):
     """
-    Watches the mean length of completions against the first rollouts, and the share that is cut off.
+    Alert when completions grow much longer or shorter than in the first rollouts, or more of them are cut off.
 
     Args:
-        factor: alert beyond `factor` times, or below 1/`factor` of, the first rollouts' mean length.
-        clipped: alert where the share of completions that are cut off rose by more than this.
-        rollouts: logs of rollouts that make the baseline.
+        factor: alert when the mean length is above `factor` times, or below 1/`factor` of, the first rollouts' mean.
+        clipped: alert when the share of completions that are cut off rises by more than this.
+        rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
     """
 
@@ -34,7 +34,7 @@ class LengthDriftCallback(MonitorCallback):
         length, cut = self.read("length"), self.read("length_clipped", optional=True)
         if length is not None:
             first = self.first_mean("length", length, self.rollouts)
-            advice = "Read completions: rewards that grow with length, or with brevity, are the commonest hack."
+            advice = "Read completions: a reward that grows with length, or with brevity, is the commonest hack."
             if first is not None and length > self.factor * first:
                 yield Finding("completions grew longer", length, self.factor * first, advice, first)
             if first is not None and length < first / self.factor:
@@ -42,5 +42,5 @@ class LengthDriftCallback(MonitorCallback):
         if cut is not None:
             first = self.first_mean("clipped", cut, self.rollouts)
             if first is not None and cut > first + self.clipped:
-                advice = "Answers that are not finished are judged all the same: see `missing_eos_penalty`."
+                advice = "Unfinished answers are scored like finished ones: see `missing_eos_penalty`."
                 yield Finding("more completions are cut off", cut, first + self.clipped, advice, first)

@@ -1,8 +1,8 @@
-"""What the monitors share: reading a key, keeping a window, raising an alert."""
+"""What all monitors share: reading a key, keeping a window, raising an alert."""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,46 +12,51 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..control import kl_scale_is_pending, request_kl_scale, take_kl_scale
 from ..jsonl import finite
 from ..metrics import Metric, is_gathered, is_training_log, metrics_of, rollout_steps
 from .alerts import RUNBOOK, Alert, check_sinks, make_sinks
 
 logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
-# Where all monitors keep their state within `TrainerState.stateful_callbacks`. Not under their classes' names, and
-# they are no `ExportableState`: with `restore_callback_states_from_checkpoint` transformers would build them anew
-# from JSON, without `trainer=`, and a monitor added on resume would crash the next save.
+# The key of all monitors' states in `TrainerState.stateful_callbacks`. Monitors are no `ExportableState`, which would
+# use their classes' names: with `restore_callback_states_from_checkpoint` transformers would rebuild them from JSON,
+# without `trainer=`, and a monitor added on resume would crash the next save.
 REGISTRY = "trl_ext_monitors"
+
+
+class Memory(dict):
+    """The memory of a monitor in use. A memory that was read from a checkpoint is a plain dict, and can be taken."""
 
 
 @dataclass
 class Finding:
-    """What `watch` yields: an alert without what every monitor fills in alike."""
+    """One thing that `watch` found. `MonitorCallback` makes an alert of it."""
 
     what: str
     value: float | None
     bound: float | None
     advice: str
     baseline: float | None = None
-    acts: bool = True  # whether the monitor's action is taken, or it only warns
+    acts: bool = True  # True takes the monitor's action, False only warns
 
 
 @dataclass(eq=False, kw_only=True)
 class MonitorCallback(TrainerCallback):
     """
-    Base of the monitors: reads keys of the training logs, and raises alerts. A subclass defines `watch(logs)`.
+    Base class of the monitors. It reads the training logs and raises alerts; a subclass defines `watch(logs)`.
 
-    Every process decides alike: keys that the trainer has not taken over all processes are those of the main one.
+    All processes decide alike: where a number differs between processes, that of the main process counts.
 
     Args:
-        action: what an alert does besides being said. `warn`: nothing. `save`: a checkpoint at this step. `stop`: a
-            checkpoint, and the end of training. `raise_kl`: sets `control.kl_coef_scale`, which PPOTrainer applies to
-            its KL coefficient. `rollback`: the end of training without a checkpoint, and the command that goes on
-            from the last good one.
+        action: what an alert does besides being sent. `warn` does nothing more. `save` writes a checkpoint at this
+            step. `stop` writes a checkpoint and ends training. `raise_kl` asks the trainer to raise its KL coefficient
+            ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does. `rollback` ends training without a
+            checkpoint, and names the command that continues from the last good one.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", a webhook's URL, or
-            objects with `send(alert)`. W&B is added where the run reports to it.
-        repeat_steps: the same alert is not raised again for as many steps.
-        kl_factor: what `raise_kl` multiplies the KL coefficient by.
+            objects with `send(alert)`. W&B is added if the run reports to it.
+        repeat_steps: optimizer steps before the same alert is raised again.
+        kl_factor: factor by which `raise_kl` multiplies the KL coefficient.
         keys: quantity → key of the logs, for trainers and metrics that `trl_ext.metrics` does not know.
     """
 
@@ -61,8 +66,7 @@ class MonitorCallback(TrainerCallback):
     kl_factor: float = 2.0
     keys: dict[str, str] = field(default_factory=dict)
 
-    # Anchor in the runbook
-    runbook = ""
+    runbook = ""  # the heading of this monitor's section in the runbook
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
@@ -72,7 +76,7 @@ class MonitorCallback(TrainerCallback):
         if not self.kl_factor > 1:
             raise ValueError(f"`kl_factor` must be above 1 to raise the KL coefficient, got {self.kl_factor}")
         check_sinks(self.sinks)
-        self.memory: dict[str, Any] = {}  # all that is not an argument; JSON
+        self.memory: dict[str, Any] = Memory()  # all that is not an argument, as JSON
         self.step = 0
         self._args: Any = None
         self._logging_steps = 1
@@ -82,24 +86,23 @@ class MonitorCallback(TrainerCallback):
 
     # ---- State ----
 
-    def state(self) -> dict[str, Any]:
-        """The arguments and the memory, as JSON."""
-        return json.loads(json.dumps({"args": self._arguments(), "attributes": {"memory": self.memory}}))
-
     def _arguments(self) -> dict[str, Any]:
+        """Return the arguments that JSON can hold."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: value for name, value in values.items() if _is_json(value)}
+        return {name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)}
 
     def on_train_begin(self, args, state, control, **kwargs):
         registry = state.stateful_callbacks.setdefault(REGISTRY, {})
         name = type(self).__name__
-        owners = vars(state).setdefault("_trl_ext_owners", {})
-        if owners.setdefault(name, self) is not self:
-            raise ValueError(f"There are two {name}s among the callbacks: their states would be one. Remove one.")
         if name in registry:
-            self.memory = registry[name]["attributes"]["memory"]
-        # The memory itself and not a copy: whatever is saved with the next checkpoint is up to date
-        registry[name] = {"args": json.loads(json.dumps(self._arguments())), "attributes": {"memory": self.memory}}
+            memory = registry[name]["attributes"]["memory"]
+            if isinstance(memory, Memory) and memory is not self.memory:
+                raise ValueError(
+                    f"There are two {name}s among the callbacks, which would share one memory: remove one."
+                )
+            self.memory = Memory(memory)
+        # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
+        registry[name] = {"args": self._arguments(), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -110,26 +113,28 @@ class MonitorCallback(TrainerCallback):
     # ---- Reading ----
 
     def watch(self, logs: dict[str, Any]) -> Iterator[Finding]:
-        """Yield what is wrong with these training logs."""
+        """Yield a finding for each thing that is wrong in these training logs."""
         return iter(())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is not None and is_training_log(logs):
             self._begin(args, state, logs)
-            self._expect_consumption(control)
+            self._check_kl_request(state)
             self._handle(self.watch(logs), state, control)
 
     def _begin(self, args: Any, state: Any, logs: dict[str, Any]) -> None:
         self.step, self._args, self._logs, self._known = state.global_step, args, logs, metrics_of(args)
         if self._opened is None:
             self._opened = make_sinks(self.sinks, args) if state.is_world_process_zero else []
-        # It may be set as a share of all steps
+        # Below 1, `logging_steps` is a share of all steps
         self._logging_steps = int(args.logging_steps if args.logging_steps >= 1 else state.logging_steps)
 
     def read(self, quantity: str, optional: bool = False) -> float | None:
         """
-        The number of this log, or None: where the key is absent or None, or the number is not finite, which is an
-        alert. A key that is absent for more than a rollout is said once, unless it is `optional`.
+        Return a quantity's number in this log, or None if the key is absent or None, or the number is not finite.
+
+        A number that is not finite raises an alert. So does a key that is absent for longer than a rollout, once,
+        unless it is `optional`.
         """
         metric = self._known.get(quantity)
         key = self.keys.get(quantity) or (metric.key if metric else None)
@@ -150,7 +155,7 @@ class MonitorCallback(TrainerCallback):
         return value
 
     def logs_in(self, steps: int) -> int:
-        """Logs that cover as many steps."""
+        """Return how many logs cover this many optimizer steps."""
         return max(1, math.ceil(steps / self._logging_steps))
 
     def _number(self, key: str, value: Any) -> float | None:
@@ -172,14 +177,14 @@ class MonitorCallback(TrainerCallback):
     # ---- Windows ----
 
     def recent(self, name: str, value: float, size: int) -> list[float]:
-        """The last `size` values, this one included."""
+        """Return the last `size` values, this one included."""
         values = self.memory.setdefault("windows", {}).setdefault(name, [])
         values.append(value)
         del values[:-size]
         return values
 
     def first_mean(self, name: str, value: float, size: int) -> float | None:
-        """The mean of the first `size` values, once they are there; this one is not yet compared with itself."""
+        """Return the mean of the first `size` values, or None while this value is one of them."""
         values = self.memory.setdefault("baselines", {}).setdefault(name, [])
         if len(values) < size:
             values.append(value)
@@ -209,11 +214,11 @@ class MonitorCallback(TrainerCallback):
             name = type(self).__name__
             numbers = (finding.value, finding.bound, finding.baseline)
             self._send(Alert(name, finding.what, step, *numbers, advice, action, link), state)
-            self._act(action, control)
+            self._act(action, state, control)
         if good:
             self.memory["good_step"] = step
 
-    def _act(self, action: Action, control: Any) -> None:
+    def _act(self, action: Action, state: Any, control: Any) -> None:
         match action:
             case "save":
                 control.should_save = True
@@ -222,21 +227,16 @@ class MonitorCallback(TrainerCallback):
             case "rollback":
                 control.should_training_stop = True
             case "raise_kl":
-                scale = getattr(control, "kl_coef_scale", 1.0)
-                if scale == 1.0:
-                    control.kl_coef_scale_since = self.step
-                control.kl_coef_scale = max(scale, self.kl_factor)
+                request_kl_scale(state, self.kl_factor)
 
-    def _expect_consumption(self, control: Any) -> None:
-        """Where no trainer took `kl_coef_scale` within a rollout, say so once, and only warn from then on."""
-        if self.action != "raise_kl" or getattr(control, "kl_coef_scale", 1.0) == 1.0:
-            return
-        if self.step - control.kl_coef_scale_since >= rollout_steps(self._args):
-            control.kl_coef_scale = 1.0
+    def _check_kl_request(self, state: Any) -> None:
+        """Say once if the trainer did not answer `raise_kl` within a rollout, and only warn from then on."""
+        if self.action == "raise_kl" and kl_scale_is_pending(state, rollout_steps(self._args)):
+            take_kl_scale(state)
             self.memory["kl_unheard"] = True
             self._note(
-                "`raise_kl` has no effect: the trainer does not read `control.kl_coef_scale`",
-                "Of the trainers here PPOTrainer does; this monitor only warns from here on.",
+                "`raise_kl` has no effect: this trainer does not scale its KL coefficient",
+                "PPOTrainer does. This monitor only warns from here on.",
             )
 
     def _rollback_command(self) -> str:
@@ -249,7 +249,7 @@ class MonitorCallback(TrainerCallback):
         older = [step for step in steps if step <= good]
         if not older:
             return (
-                f"There is no checkpoint from before step {good + 1} to go back to: start anew, with other settings."
+                f"There is no checkpoint before step {good + 1} to go back to: start a new run, with other settings."
             )
         path = Path(self._args.output_dir) / f"checkpoint-{max(older)}"
         return (
@@ -267,8 +267,21 @@ class MonitorCallback(TrainerCallback):
 
 
 def alerts_of(state: Any) -> list[dict[str, Any]]:
-    """The alerts of all monitors so far, also from before a resume."""
+    """Return the alerts of all monitors so far, including those from before a resume."""
     return state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
+
+
+def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Call `measure` on the main process, and return its result and None to all, or None and its error as text."""
+    result: list[Any] = [None, None]
+    if PartialState().is_main_process:
+        try:
+            result[0] = measure()
+        except Exception as error:  # raised on one process only, it would leave the others waiting for ever
+            result[1] = f"{type(error).__name__}: {error}"
+    if PartialState().num_processes > 1:
+        broadcast_object_list(result)
+    return result[0], result[1]
 
 
 def _is_json(value: Any) -> bool:

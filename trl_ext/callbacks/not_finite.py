@@ -9,8 +9,10 @@ from .monitor import Action, Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class NotFiniteCallback(MonitorCallback):
     """
-    Watches `grad_norm` and `loss` for NaN and infinities. Set `logging_nan_inf_filter=False`: by default the Trainer
-    replaces a loss that is not finite before it logs it; the gradient's norm shows it all the same.
+    Alert when `grad_norm` or `loss` is not finite.
+
+    Set `logging_nan_inf_filter=False`: by default the Trainer replaces a loss that is not finite before it logs it.
+    The gradient's norm is logged as it is.
     """
 
     action: Action = "rollback"

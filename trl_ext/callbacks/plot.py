@@ -18,11 +18,12 @@ FILE = "rlhf_monitoring.png"
 @dataclass(eq=False, kw_only=True)
 class MonitoringPlotCallback(TrainerCallback):
     """
-    Draws `rlhf_monitoring.png` into the output directory: scores, KL, entropy, clip fraction, critic and lengths, with
-    the bounds of the monitors in use, and their alerts. To W&B, too, where a run of it is open.
+    Draw `rlhf_monitoring.png` into the output directory, and send it to the open W&B run, if there is one.
+
+    The picture shows scores, KL, entropy, clip fraction, critic and lengths, with the monitors' bounds and alerts.
 
     Args:
-        steps: optimizer steps between two drawings; the end is always drawn.
+        steps: optimizer steps from one drawing to the next. The end of training is always drawn.
     """
 
     steps: int = 100
@@ -65,14 +66,14 @@ def plot_monitoring(
     registry: dict[str, Any] | None = None,
 ) -> None:
     """
-    Draw a `log_history`.
+    Draw a run's log into a PNG.
 
     Args:
-        history: of the run.
-        metrics: quantities of its trainer, from `trl_ext.metrics`.
+        history: the run's `log_history`.
+        metrics: the quantities of its trainer, from `trl_ext.metrics`.
         path: of the PNG.
-        alerts: marked at the foot of every panel.
-        registry: monitors' arguments and memories, as in `TrainerState.stateful_callbacks`: their bounds are drawn.
+        alerts: to mark at the foot of every panel.
+        registry: the monitors' states, as in `TrainerState.stateful_callbacks`, from which their bounds are drawn.
     """
     import matplotlib
 
@@ -101,7 +102,7 @@ def plot_monitoring(
 
 
 def draw_alerts(axes, alerts) -> None:
-    """Mark alerts at the foot of a panel."""
+    """Mark alerts at the foot of a panel: orange for a warning, red for an action."""
     for alert in alerts:
         colour = "tab:orange" if alert["action"] == "warn" else "tab:red"
         axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus; `grafana.json` beside this file is a dashboard of them."""
+"""Metrics for Prometheus. `grafana.json` in this folder is a dashboard of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,15 @@ GAUGES = {
 @dataclass(eq=False, kw_only=True)
 class PrometheusCallback(TrainerCallback):
     """
-    Exports the run to Prometheus, from the main process: over HTTP on the loopback address, or into a file for the
-    node exporter's textfile collector. Gauges `trl_ext_kl`, `trl_ext_entropy`, …; `trl_ext_log{key=…}` for every
-    number that is logged; counter `trl_ext_alerts_total{monitor=…}`. Needs `prometheus-client`.
+    Export the run to Prometheus from the main process, by HTTP or a file for the node exporter's textfile collector.
+
+    It exports the gauges `trl_ext_kl`, `trl_ext_entropy`, …, the gauge `trl_ext_log{key=…}` for every logged number,
+    and the counter `trl_ext_alerts_total{monitor=…}`. It needs `prometheus-client`.
 
     Args:
-        port: of the HTTP server; 0 takes a free one. None: none.
-        textfile: path, ending in `.prom`. None: none.
-        address: that the server listens on.
+        port: of the HTTP server. 0 takes a free port, None starts no server.
+        textfile: path of the file, ending in `.prom`. None writes no file.
+        address: that the server listens on. The default is reachable from this machine only.
     """
 
     port: int | None = None
@@ -43,7 +44,7 @@ class PrometheusCallback(TrainerCallback):
 
     def __post_init__(self) -> None:
         if self.port is None and self.textfile is None:
-            raise ValueError("`PrometheusCallback` needs `port=` or `textfile=`; with neither it exports nothing")
+            raise ValueError("`PrometheusCallback` needs `port=` or `textfile=` to export to; got neither")
         if self.textfile is not None and not self.textfile.endswith(".prom"):
             raise ValueError(f"`textfile` must end in .prom, which the collector reads; got {self.textfile!r}")
         try:
@@ -59,7 +60,7 @@ class PrometheusCallback(TrainerCallback):
         self._server: Any = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._counted = len(alerts_of(state))  # a counter begins anew with its process
+        self._counted = len(alerts_of(state))  # Prometheus counters start at 0 in each process
         if self.port is not None and self._server is None and state.is_world_process_zero:
             from prometheus_client import start_http_server
 

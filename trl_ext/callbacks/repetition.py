@@ -1,4 +1,4 @@
-"""Repetition, as `trl_ext.rewards.repetition_watch` measures it."""
+"""Repetition within and between completions, and copying."""
 
 import re
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ DISTINCT = re.compile(r"repetition/distinct_\d+")
 @dataclass(eq=False, kw_only=True)
 class RepetitionCallback(MonitorCallback):
     """
-    Watches what [`~trl_ext.rewards.RepetitionWatch`] logs, against the first rollouts.
+    Alert when completions repeat themselves or each other more than in the first rollouts, or copy the corpus.
+
+    [`~trl_ext.rewards.RepetitionWatch`] measures this; put it among the reward functions.
 
     Args:
-        phrase: alert where the share of completions with the most frequent phrase rose by more than this.
-        distinct: alert where the share of different n-grams fell below this part of the baseline.
-        repeated: alert where the share of n-grams that a completion repeats rose by more than this.
-        copied: alert where more than this share of completions copies the corpus.
-        rollouts: logs of rollouts that make the baseline.
+        phrase: alert when the share of completions with the most frequent phrase rises by more than this.
+        distinct: alert when the share of different n-grams falls below this part of the baseline.
+        repeated: alert when the share of n-grams that a completion repeats rises by more than this.
+        copied: alert when more than this share of completions copies the corpus.
+        rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
     """
 
@@ -47,10 +49,10 @@ class RepetitionCallback(MonitorCallback):
             "copied": self._number("repetition/copied_share", logs.get("repetition/copied_share")),
         }
         if values["phrase"] is None and not self.memory.get("found"):
-            self.read("repetition")  # said once if there is none for a whole rollout
+            self.read("repetition")  # says once if nothing is logged for a whole rollout
         self.memory["found"] = self.memory.get("found", False) or values["phrase"] is not None
         first = {k: self.first_mean(k, v, self.rollouts) for k, v in values.items() if v is not None}
-        advice = "Read `completions.rank*.jsonl` and the phrase there; a reward that likes it must be mended."
+        advice = "Read `completions.rank*.jsonl` and the phrase there; mend a reward that likes it."
         for name, what in (("phrase", "one phrase spreads"), ("repeated", "completions repeat themselves")):
             value, start = values[name], first.get(name)
             if value is not None and start is not None and value > start + getattr(self, name):

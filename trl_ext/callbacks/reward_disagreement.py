@@ -1,4 +1,4 @@
-"""Reward models that no longer agree."""
+"""The disagreement of reward models."""
 
 import re
 from dataclasses import dataclass
@@ -11,12 +11,13 @@ KEY = re.compile(r"rewards/(.+)/disagreement")
 @dataclass(eq=False, kw_only=True)
 class RewardDisagreementCallback(MonitorCallback):
     """
-    Watches `rewards/<name>/disagreement`, the spread of an ensemble's members on the same completions: they disagree
-    where none of them was trained.
+    Alert when the reward models of an ensemble disagree more: they do on completions unlike their training data.
+
+    It reads `rewards/<name>/disagreement`, the spread of the members' scores of the same completions.
 
     Args:
-        factor: alert beyond so many times the first rollouts' mean.
-        rollouts: logs of rollouts that make the baseline.
+        factor: alert when the disagreement exceeds `factor` times the first rollouts' mean.
+        rollouts: number of first rollouts in the baseline.
         others: see [`MonitorCallback`].
     """
 
@@ -34,11 +35,11 @@ class RewardDisagreementCallback(MonitorCallback):
     def watch(self, logs):
         keys = [key for key in logs if KEY.fullmatch(key)]
         if not keys and not self.memory.get("found"):
-            self.read("disagreement")  # said once if there is none for a whole rollout
+            self.read("disagreement")  # says once if nothing is logged for a whole rollout
         for key in keys:
             self.memory["found"] = True
             value = self._number(key, logs[key])
             first = None if value is None else self.first_mean(key, value, self.rollouts)
             if value is not None and first is not None and value > self.factor * first:
-                advice = "The policy went where the reward models were not trained: compare their favourites."
+                advice = "The reward models were not trained on such completions: compare what each scores highest."
                 yield Finding(f"`{key}` grew", value, self.factor * first, advice, first)

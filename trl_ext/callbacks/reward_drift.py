@@ -1,4 +1,4 @@
-"""The reward's distribution."""
+"""The distribution of the reward."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .monitor import Finding, MonitorCallback
 
 SHARE_ABOVE = re.compile(r"score_watch/.+/share_above")
-# What moves with the reward in a hack: quantities of `trl_ext.metrics`, and keys of the logs
+# What else moves in a hack: quantities of `trl_ext.metrics`, and keys of the logs
 WITNESSES = ("entropy", "length")
 WITNESS_KEYS = re.compile(r"repetition/(top_phrase_share|repeated|distinct_\d+)|rewards/.+/disagreement")
 
@@ -15,21 +15,23 @@ WITNESS_KEYS = re.compile(r"repetition/(top_phrase_share|repeated|distinct_\d+)|
 @dataclass(eq=False, kw_only=True)
 class RewardDriftCallback(MonitorCallback):
     """
-    Watches the reward against the first scores. Reinforcement learning is meant to raise the mean, so σ is that of
-    *single* scores; beyond `sigmas` it warns, and acts only if another witness moved too: entropy, length, repetition,
-    disagreement, or gold. A drop, a collapsed spread and a crowd above a bound warn.
+    Alert when the reward's mean or spread moves far from those of the first scores.
+
+    Reinforcement learning is meant to raise the mean, so a rise is measured in σ of *single* scores. A rise alone only
+    warns. The monitor acts if a witness moved, too: entropy, length, repetition, disagreement, or gold. A drop of the
+    mean, a collapsed spread and too many scores above a bound only warn.
 
     Args:
         sigmas: rise of the mean, in σ of the baseline.
-        drop_sigmas: fall of the mean, likewise.
-        std: collapse of the spread, as a part of the baseline's σ.
-        share_above: share of scores above the bound of [`~trl_ext.rewards.ScoreWatch`], where that is in use.
-        window: scores in the baseline.
-        minimum: scores from which on it is used.
-        baseline: mean and σ, set by hand.
-        moved: a witness moved if it is off the mean of its first `rollouts` by this part, or more.
-        gold: key of the evaluation's gold score; it is a witness where it fell below the first evaluation's.
-        rollouts: logs that make a witness' baseline.
+        drop_sigmas: fall of the mean, in σ of the baseline.
+        std: lowest spread, as a part of the baseline's σ.
+        share_above: largest share of scores above the bound of [`~trl_ext.rewards.ScoreWatch`], if it is in use.
+        window: number of scores in the full baseline.
+        minimum: number of scores after which the baseline is used.
+        baseline: mean and σ, to set them by hand.
+        moved: a witness moved if it differs from the mean of its first `rollouts` by more than this part of it.
+        gold: key of the evaluation's gold score, which is a witness once it falls below the first evaluation's.
+        rollouts: number of first logs in a witness' baseline.
         others: see [`MonitorCallback`].
     """
 
@@ -72,7 +74,7 @@ class RewardDriftCallback(MonitorCallback):
         for key in filter(SHARE_ABOVE.fullmatch, logs):
             share = self._number(key, logs[key])
             if share is not None and share > self.share_above:
-                advice = "Scores crowd at the top: look at what they have in common."
+                advice = "Many scores are near the top: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", share, self.share_above, advice, acts=False)
         if mean is None:
             return
@@ -89,15 +91,15 @@ class RewardDriftCallback(MonitorCallback):
                 what, advice = f"{what}, and more moved with it", f"So did {', '.join(witnesses)}. {advice}"
             yield Finding(what, mean, start + self.sigmas * sigma, advice, start, acts=bool(witnesses))
         if mean < start - self.drop_sigmas * sigma:
-            advice = "The policy unlearns: lower the learning rate, or look for a reward function that fails."
+            advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
             bound = start - self.drop_sigmas * sigma
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", mean, bound, advice, start, acts=False)
         if std is not None and std < self.std * sigma:
-            advice = "All answers score alike, so there is nothing left to learn: look whether they are one answer."
+            advice = "All answers score alike, so nothing is left to learn: see whether they are one answer."
             yield Finding("the rewards' spread collapsed", std, self.std * sigma, advice, sigma, acts=False)
 
     def _baseline(self, mean: float, std: float | None) -> tuple[float, float] | None:
-        """Mean and σ of the first scores, before this log's are among them."""
+        """Return mean and σ of the first scores, then add this log's to them."""
         if self.baseline is not None:
             return self.baseline[0], self.baseline[1]
         count, start, squares = self.memory.setdefault("scores", [0, 0.0, 0.0])
@@ -110,6 +112,7 @@ class RewardDriftCallback(MonitorCallback):
         return result
 
     def _moved(self, logs) -> list[str]:
+        """Return the names of the witnesses that have moved."""
         values = {name: self.read(name, optional=True) for name in WITNESSES}
         values |= {key: self._number(key, logs[key]) for key in logs if WITNESS_KEYS.fullmatch(key)}
         last = self.memory.setdefault("witnesses", {})

@@ -8,13 +8,13 @@ from .monitor import Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class ValueHealthCallback(MonitorCallback):
     """
-    Watches the critic: explained variance of the returns, and value loss.
+    Alert when the critic explains too little of the returns' variance, or its loss grows.
 
     Args:
-        explained_variance: alert where the mean over `rollouts` is below; 0 is as good as a constant.
-        loss_factor: alert where the value loss exceeds so many times the mean over the first steps.
-        rollouts: logs of rollouts over which the explained variance is averaged. The first ones only warm up.
-        steps: optimizer steps that the value loss is averaged over, also the first ones.
+        explained_variance: lowest explained variance, mean over `rollouts`. A constant prediction has 0.
+        loss_factor: alert when the value loss exceeds this factor of its mean over the first `steps`.
+        rollouts: rollouts over which the explained variance is averaged. As many first ones are skipped as a warm-up.
+        steps: optimizer steps over which the value loss is averaged.
         others: see [`MonitorCallback`].
     """
 
@@ -38,12 +38,12 @@ class ValueHealthCallback(MonitorCallback):
             values = self.recent("explained_variance", explained, self.rollouts)
             mean = sum(values) / len(values)
             if len(values) == self.rollouts and mean < self.explained_variance:
-                advice = "Advantages are noise: raise the critic's learning rate, or warm it up."
+                advice = "Advantages are noise: raise the critic's learning rate, or warm the critic up."
                 yield Finding("the critic explains nothing", mean, self.explained_variance, advice)
         if loss is not None:
             size = self.logs_in(self.steps)
             values, first = self.recent("value_loss", loss, size), self.first_mean("value_loss", loss, size)
             mean = sum(values) / len(values)
             if first is not None and mean > self.loss_factor * first:
-                advice = "The rewards' scale moved, or the critic diverges: see `reward_normalization`."
+                advice = "The scale of the rewards moved, or the critic diverges: see `reward_normalization`."
                 yield Finding("the value loss grew", mean, self.loss_factor * first, advice, first)

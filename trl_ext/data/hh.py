@@ -8,9 +8,9 @@ _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 def split_dialogue(text: str) -> list[dict[str, str]]:
     """
-    The messages of a dialogue written as `\\n\\nHuman: …\\n\\nAssistant: …`, the form of `Anthropic/hh-rlhf`.
+    Split a dialogue written as `\\n\\nHuman: …\\n\\nAssistant: …`, the form of `Anthropic/hh-rlhf`, into messages.
 
-    Turns in a row by one side, which the data has and chat templates refuse, become one message.
+    Several turns in a row by one side become one message, since chat templates refuse them and the data has them.
 
     Raises:
         ValueError: the text does not begin with a turn.
@@ -30,17 +30,17 @@ def split_dialogue(text: str) -> list[dict[str, str]]:
 
 def split_pair(chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
     """
-    The `prompt`, what both dialogues begin with, and the last answer of each, as `chosen` and `rejected`.
+    Split two dialogues into their common `prompt` and their last answers, `chosen` and `rejected`.
 
     Raises:
-        ValueError: the dialogues are not one prompt with two answers: they differ before the last message, or one does
-            not end by an answer with text. (HH-RLHF has some; leave them out.)
+        ValueError: the dialogues differ before the last message, or one does not end with an answer that has text.
+            HH-RLHF has some such pairs; leave them out.
     """
     dialogues = split_dialogue(chosen), split_dialogue(rejected)
     for name, messages in zip(("chosen", "rejected"), dialogues, strict=True):
         if messages[-1]["role"] != "assistant" or not messages[-1]["content"]:
-            raise ValueError(f"the {name} dialogue ends by {messages[-1]}, not by an answer")
+            raise ValueError(f"the {name} dialogue ends with {messages[-1]}, not with an answer: leave the pair out")
     (*prompt, last_chosen), (*other, last_rejected) = dialogues
     if prompt != other or not prompt or prompt[-1]["role"] != "user":
-        raise ValueError("the two dialogues differ before their last answer, or have no question")
+        raise ValueError("the two dialogues differ before their last answer, or have no question: leave the pair out")
     return {"prompt": prompt, "chosen": [last_chosen], "rejected": [last_rejected]}

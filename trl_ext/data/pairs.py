@@ -1,4 +1,4 @@
-"""Preference pairs from which nothing can be learnt."""
+"""Preference pairs from which a model can learn."""
 
 from datasets import Dataset
 
@@ -6,15 +6,16 @@ from .texts import has_content, is_text
 
 
 def usable_pairs(dataset: Dataset, name: str, drop: bool = False) -> Dataset:
-    """The pairs that teach something: prompt and both answers are there, and the answers differ.
+    """Return the pairs that have a prompt and two different answers.
 
     Args:
-        dataset: rows with `chosen` and `rejected`, and with `prompt` if these do not contain it; text or messages.
-        name: what messages call the dataset.
-        drop: leave the other pairs out, and print how many.
+        dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
+        name: what error messages call the dataset.
+        drop: True leaves the other pairs out, and prints how many there are.
 
     Raises:
-        ValueError: there are other pairs and `drop` is not set, or nothing would be left; with the counts and rows.
+        ValueError: there are other pairs and `drop` is not set, or no pair would be left. The message counts them and
+            names their rows.
     """
     pairs = list(zip(dataset["chosen"], dataset["rejected"], strict=True))
     wrong = {

@@ -1,4 +1,4 @@
-"""What may stand where a model is to read something: text, or messages."""
+"""Checks of what models read: text or messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from datasets import Dataset
 
 
 def is_text(value: Any) -> bool:
-    """Whether it is text, which may be empty, or one or more messages."""
+    """Return whether the value is a text, which may be empty, or one or more messages."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(message, dict) and "role" in message for message in value)
     return isinstance(value, str)
 
 
 def has_content(answer: Any) -> bool:
-    """Whether text, or one of the messages, says or calls anything."""
+    """Return whether the text, or one of the messages, says anything or calls a tool."""
     if isinstance(answer, str):
         return bool(answer.strip())
     if not is_text(answer):
@@ -24,16 +24,17 @@ def has_content(answer: Any) -> bool:
 
 
 def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empty: bool = True) -> None:
-    """Check the values of columns that hold text or messages, and of `messages`, that holds messages only.
+    """Check that columns hold text or messages; a column named `messages` must hold messages.
 
     Args:
         dataset: rows with these columns.
-        columns: their names.
-        name: what messages call the dataset.
+        columns: names of the columns to check.
+        name: what error messages call the dataset.
         may_be_empty: whether a text may be "".
 
     Raises:
-        ValueError: some hold nothing or something else; with their number, the first row and its value.
+        ValueError: some rows hold nothing or something else. The message has their number, the first row and its
+            value.
     """
     for column in columns:
         wanted = "messages" if column == "messages" else "text or messages"

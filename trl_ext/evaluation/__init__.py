@@ -1,4 +1,4 @@
-"""How good models are: reward models on held-out pairs, policies beyond their proxy. Pure functions of tensors."""
+"""Measures of reward models on held-out pairs, and of policies against gold, as pure functions of tensors."""
 
 from .bootstrap import bootstrap_interval
 from .centring import centring_shift

@@ -13,16 +13,16 @@ def bootstrap_interval(
     resamples: int = 4000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Percentile interval of a statistic: its quantiles (1 − level)/2 and (1 + level)/2 over resamples of the rows.
+    """Return a statistic's percentile interval: its quantiles (1 − level)/2 and (1 + level)/2 over resampled rows.
 
-    For the difference of two systems on the same prompts pass the N differences: pairing removes the prompts' spread.
+    To compare two systems on the same prompts, pass the N differences: pairing removes the prompts' spread.
 
     Args:
         values: (N,) one value a row, or (N, K) for a statistic of K columns.
-        statistic: maps (resamples, N) or (resamples, N, K) to (resamples,); the mean by default.
+        statistic: maps (resamples, N) or (resamples, N, K) to (resamples,). The default is the mean.
         level: share of resamples within the interval.
         resamples: how often N rows are drawn with replacement.
-        seed: of the draws; the global generator is left alone.
+        seed: of the draws, which leave the global generator alone.
 
     Raises:
         ValueError: no rows, a value that is not finite, or `level` outside (0, 1).
@@ -30,7 +30,7 @@ def bootstrap_interval(
     if len(values) == 0 or not values.isfinite().all():
         raise ValueError(f"values must be finite and at least one, got {len(values)}: leave out rows without a value")
     if not 0 < level < 1:
-        raise ValueError(f"level must lie within (0, 1), got {level}: give a share such as 0.95")
+        raise ValueError(f"level must lie within (0, 1), got {level}: pass a share such as 0.95")
     values = values.detach().double().cpu()
     rows = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(seed))
     low, high = statistic(values[rows]).quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.double))

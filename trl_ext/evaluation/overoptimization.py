@@ -1,11 +1,11 @@
-"""Scaling laws for reward model overoptimization (Gao et al., 2210.10760)."""
+"""The scaling law of reward model overoptimization (Gao et al., 2210.10760)."""
 
 import torch
 from torch import Tensor
 
 
 def overoptimization_curve(distance: Tensor, alpha: float, beta: float) -> Tensor:
-    """Gain in reward at a distance d from the initial policy, under reinforcement learning.
+    """Return the gain in reward at a distance d from the initial policy, under reinforcement learning.
 
     R(d) = d (α − β log d), with d = √KL and R(0) = 0 (Gao et al., 2210.10760, eq. 1). For α, β > 0 it peaks at
     d = exp(α/β − 1), where R = β d.
@@ -13,15 +13,18 @@ def overoptimization_curve(distance: Tensor, alpha: float, beta: float) -> Tenso
     Args:
         distance: (N,) d ≥ 0, √nats.
         alpha, beta: coefficients, reward per √nat.
+
+    Returns:
+        (N,), reward.
     """
     return alpha * distance - beta * torch.special.xlogy(distance, distance)
 
 
 def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
-    """Coefficients (α, β) of [`overoptimization_curve`] by least squares, which is linear in both.
+    """Fit the coefficients (α, β) of [`overoptimization_curve`], which is linear in both, by least squares.
 
     Args:
-        distance: (N,) d = √KL ≥ 0; points at d = 0 do not count, the curve is 0 there.
+        distance: (N,) d = √KL ≥ 0, √nats. Points at d = 0 do not count, since the curve is 0 there.
         gain: (N,) reward minus the initial policy's reward.
 
     Raises:

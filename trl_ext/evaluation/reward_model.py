@@ -1,4 +1,4 @@
-"""How good a reward model is on pairs that it was not trained on."""
+"""Accuracy and calibration of a reward model on held-out pairs."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from .bootstrap import bootstrap_interval
 
 
 def pairwise_accuracy(margins: Tensor) -> Tensor:
-    """Share of pairs whose chosen answer scores higher; a tie counts one half.
+    """Return the share of pairs whose chosen answer scores higher; a tie counts one half.
 
     Args:
         margins: (…, N) score of the chosen answer minus score of the rejected one.
@@ -22,10 +22,10 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 
 
 def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
-    """Expected calibration error of the Bradley-Terry probabilities (Naeini et al., 2015; Guo et al., 1706.04599).
+    """Return the expected calibration error of the Bradley-Terry probabilities.
 
-    ECE = Σ_b n_b/N · |accuracy_b − confidence_b|, where the confidence of a pair is σ(|margin|), the probability that
-    the model gives to the answer that it prefers, and the bins divide [½, 1] evenly.
+    ECE = Σ_b n_b/N · |accuracy_b − confidence_b| (Naeini et al., 2015; Guo et al., 1706.04599). The confidence of a
+    pair is σ(|margin|), the model's probability of the answer that it prefers. The bins b divide [½, 1] evenly.
 
     Args:
         margins: (…, N) score of the chosen answer minus score of the rejected one.
@@ -43,18 +43,20 @@ def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
 
 
 def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, float]]:
-    """Accuracy within bins of equally many pairs, sorted by how much longer the chosen answer is.
+    """Return the accuracy in bins of equally many pairs, sorted by how much longer the chosen answer is.
 
-    A reward model that has learnt length is right where the chosen answer is the longer one, and wrong where it is the
-    shorter one.
+    A reward model that has learnt length is right if the chosen answer is the longer one, and wrong if it is shorter.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        bins: number of bins, fewer where gaps repeat so often that they fill several.
+        bins: number of bins. Fewer come back if one gap is so frequent that it fills several.
 
     Returns:
-        For each bin: smallest and largest gap, number of pairs, accuracy.
+        For each bin the smallest and largest gap, the number of pairs and the accuracy.
+
+    Raises:
+        ValueError: shapes differ or are not (N,).
     """
     if margins.shape != length_gaps.shape or margins.ndim != 1:
         raise ValueError(
@@ -75,12 +77,12 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
 
 
 def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor, level: float = 0.95) -> dict[str, Any]:
-    """Held-out accuracy, calibration and accuracy by length gap, with bootstrap intervals.
+    """Return accuracy and calibration error with bootstrap intervals, mean scores, and accuracy by length gap.
 
     Args:
-        chosen, rejected: (N,) scores.
+        chosen, rejected: (N,) scores of the two answers of each pair.
         length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
-        level: of the intervals.
+        level: share of resamples within the intervals.
     """
     margins = (chosen - rejected).double()
     return {
@@ -98,7 +100,7 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor, l
 
 
 def plot_margins(margins: Tensor, path: str | Path) -> None:
-    """Histogram of the margins of held-out pairs, written to `path` as a PNG."""
+    """Write a histogram of the margins of held-out pairs to `path`, as a PNG."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""Pure tensor maths of PPO and DPO: no model, no config, no trainer, no dependency but torch."""
+"""The tensor maths of PPO and DPO, as pure functions that need nothing but torch."""
 
 from .advantages import gae, token_rewards
 from .dpo import (

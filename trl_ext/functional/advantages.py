@@ -1,4 +1,4 @@
-"""From sequence scores to token rewards to advantages."""
+"""Token rewards from sequence scores, and advantages from token rewards."""
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from .shapes import check_shapes
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
     """Spread the score and the KL penalty over the tokens of each response.
 
-    r_t = -kl_coef kl_t + [t is the last real token] score on real tokens, 0 elsewhere; a row without any gets no
-    score. Ziegler et al. 2019, arXiv:1909.08593.
+    On real tokens r_t = -kl_coef kl_t + [t is the last real token] score; under the mask r_t = 0. A row without a real
+    token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
 
     Args:
         scores: (B,), score units.
@@ -45,9 +45,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     Args:
         rewards: (B, T), score units; r_t is for choosing token t.
         values: (B, T), score units; V_t is predicted before token t is seen.
-        mask: (B, T), 1 = real response token, EOS included; the real ones of a row come first, without holes.
+        mask: (B, T), 1 = real response token, EOS included. Each row's real tokens come first, without holes.
         gamma: discount per token.
-        lam: 0 is the one-step error, 1 the Monte Carlo return minus the value.
+        lam: 0 gives the one-step error, 1 the Monte Carlo return minus the value.
 
     Returns:
         (B, T), score units.

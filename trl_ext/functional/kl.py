@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) and the controller of its coefficient."""
+"""Estimators of KL(policy || reference), and the adaptive rule for its coefficient."""
 
 import math
 from typing import Literal
@@ -12,8 +12,8 @@ from .shapes import check_shapes
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
     """Estimate KL(policy || reference) per token, from tokens that the policy sampled.
 
-    With d = log p(x) - log p_ref(x): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 are unbiased, k3 is never
-    negative and mostly has less variance, k2 is biased. Schulman 2020, http://joschu.net/blog/kl-approx.html.
+    With d = log p(x) - log p_ref(x): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 are unbiased; k2 is biased.
+    k3 is never negative and mostly has less variance than k1. Schulman 2020, http://joschu.net/blog/kl-approx.html.
 
     Args:
         logprobs: (B, T), nats, of the sampled tokens under the policy.
@@ -24,7 +24,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2"
         (B, T), nats.
 
     Raises:
-        ValueError: shapes differ, or kind is none of the three.
+        ValueError: shapes differ, or kind has another value.
     """
     check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
     log_ratio = logprobs - ref_logprobs
@@ -48,17 +48,17 @@ def adaptive_kl_coef(
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> float:
-    """Move the KL coefficient so that the measured KL comes to its target.
+    """Return the next KL coefficient, which moves the measured KL towards its target.
 
     e = clip(KL / target - 1, -0.2, 0.2); coef <- coef (1 + e n / horizon), clamped to [minimum, maximum].
-    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with n / horizon for its gain of 0.1. Keep n well below
-    5 horizon: from there on one step can take the coefficient to 0, where it stays unless minimum > 0.
+    Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with n / horizon in place of its gain of 0.1. Keep n well below
+    5 horizon. At 5 horizon one step can take the coefficient to 0, and it stays there unless minimum > 0.
 
     Args:
         kl_coef: the present coefficient, score units per nat.
-        kl: measured KL(policy || reference) summed over the response, nats, mean over the sequences of all ranks.
-        target: the KL wanted, in the unit of kl.
-        n_episodes: episodes of the rollout, all ranks.
+        kl: measured KL(policy || reference), summed over a response, mean over the responses of all ranks, nats.
+        target: the wanted KL, in the unit of kl.
+        n_episodes: episodes of the rollout on all ranks.
         horizon: episodes in which an error of 1 would double the coefficient.
         minimum: smallest coefficient to return.
         maximum: largest coefficient to return.
@@ -72,7 +72,7 @@ def adaptive_kl_coef(
     if not math.isfinite(kl):
         raise ValueError(f"kl must be finite, got {kl}; look for NaN in the log-probs of this rollout.")
     if not target > 0:
-        raise ValueError(f"target must be above 0 nats, got {target}; keep the coefficient fixed to have no target.")
+        raise ValueError(f"target must be above 0 nats, got {target}; for no target keep the coefficient fixed.")
     if not horizon > 0:
         raise ValueError(f"horizon must be above 0 episodes, got {horizon}; 10000 is usual.")
     if minimum > maximum:

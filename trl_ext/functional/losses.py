@@ -1,7 +1,7 @@
-"""Per-token PPO losses, not reduced: average them with `masked_mean` and the global token count.
+"""PPO losses per token, not reduced: average them with `masked_mean` and the global token count.
 
-Nothing here knows the mask. Give masked positions finite inputs (fill log-probs with 0, say): the zero gradient that
-`masked_mean` sends there is multiplied by the ratio, and 0 * inf would be NaN.
+These functions take no mask, so masked positions need finite inputs (fill log-probs with 0, say). `masked_mean` sends
+a zero gradient to them, the ratio multiplies it, and 0 * inf would be NaN.
 """
 
 import torch
@@ -21,7 +21,7 @@ def policy_loss(
     """Compute the clipped surrogate loss per token.
 
     With r = exp(logp - logp_old): loss = -min(r A, clip(r, 1 - low, 1 + high) A), Schulman et al. 2017,
-    arXiv:1707.06347, equation 7. With a dual clip c, where A < 0: loss = min(that, -c A), Ye et al. 2019,
+    arXiv:1707.06347, equation 7. With a dual clip c, loss <- min(loss, -c A) where A < 0, Ye et al. 2019,
     arXiv:1912.09729.
 
     Args:
@@ -29,12 +29,12 @@ def policy_loss(
         old_logprobs: (B, T), nats, under the policy that sampled.
         advantages: (B, T), score units, or dimensionless when whitened.
         cliprange_low: how far the ratio may fall below 1.
-        cliprange_high: how far it may rise above 1.
-        dual_clip: c, above 1; None for none.
+        cliprange_high: how far the ratio may rise above 1.
+        dual_clip: c, above 1; None turns it off.
 
     Returns:
-        The loss (B, T), in the unit of advantages, and where it is the clipped term that counts (B, T) bool: a
-        strictly larger loss than the unclipped one, as in TRL 1.12. The dual clip is not counted.
+        The loss (B, T), in the unit of advantages, and the mask (B, T), bool, of the tokens whose clipped loss is
+        strictly larger than the unclipped one, as in TRL 1.12. The mask does not count the dual clip.
 
     Raises:
         ValueError: shapes differ, or dual_clip is not above 1.
@@ -56,16 +56,17 @@ def value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Compute the critic's squared error per token, clipped around the values of the rollout.
 
-    loss = max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2; arXiv:2403.17031. Without c: (v - R)^2 / 2.
+    loss = max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2) / 2, or without c (v - R)^2 / 2. arXiv:2403.17031.
 
     Args:
         values: (B, T), score units, of the critic being trained.
         old_values: (B, T), score units, of the critic at the rollout.
         returns: (B, T), score units.
-        cliprange_value: c, score units; None for no clipping.
+        cliprange_value: c, score units; None turns clipping off.
 
     Returns:
-        The loss (B, T), squared score units, and where it is the clipped term that counts (B, T) bool.
+        The loss (B, T), squared score units, and the mask (B, T), bool, of the tokens whose clipped loss is larger
+        than the unclipped one.
 
     Raises:
         ValueError: shapes differ.
@@ -82,7 +83,7 @@ def value_loss(
 def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Approximate KL(old || new) between two policies of one PPO step: (logp - logp_old)^2 / 2.
 
-    The k2 of Schulman 2020, http://joschu.net/blog/kl-approx.html; its mean is TRL 1.12's `policy/approxkl_avg`.
+    The k2 of Schulman 2020, http://joschu.net/blog/kl-approx.html. Its mean is TRL 1.12's `policy/approxkl_avg`.
 
     Args:
         logprobs: (B, T), nats, under the policy being trained.

@@ -9,14 +9,14 @@ from .shapes import check_shapes
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Sum the values of the real tokens: sum_{b,t} m_bt x_bt.
 
-    Whatever stands under the mask, NaN and inf included, changes neither the sum nor a gradient.
+    Values under the mask, NaN and inf included, change neither the sum nor a gradient.
 
     Args:
         values: (B, T) or any shape, any unit; a bool counts as 0 or 1.
         mask: the shape of values, 1 = real token.
 
     Returns:
-        Scalar, float32 for half precision, integers and bools, else the dtype of values.
+        Scalar; float32 if values are of half precision, integers or bools, else their dtype.
 
     Raises:
         ValueError: shapes differ.
@@ -27,13 +27,13 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
-    """Average over the real tokens: sum_{b,t} m_bt x_bt / max(count, 1), 0 if there is none.
+    """Average over the real tokens: sum_{b,t} m_bt x_bt / max(count, 1), 0 without a real token.
 
     Args:
         values: (B, T) or any shape, any unit; a bool counts as 0 or 1.
         mask: the shape of values, 1 = real token.
-        count: scalar, in tokens: the global count over all micro-batches and ranks, so that the parts' results *add
-            up* to the mean of the whole; None for the count of this mask.
+        count: scalar, in tokens. With the global count over all micro-batches and ranks, the results of the parts
+            *add up* to the mean of the whole. None counts this mask.
 
     Returns:
         Scalar, dtype as in `masked_sum`.
@@ -51,8 +51,8 @@ def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = Non
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Number the real tokens of each row from 0: p_t = max(cumsum(m)_t - 1, 0).
 
-    On real tokens this equals cumsum(m) - m, the form that TRL 1.12 uses. On padding to the right of n real tokens
-    that form gives n, which is out of range of a learned position table of n rows; this one stays at n - 1.
+    On real tokens this equals cumsum(m) - m, TRL 1.12's form. To the right of n real tokens that form gives n, which a
+    learned position table of n rows does not have; this one stays at n - 1.
 
     Args:
         attention_mask: (B, L), 1 = real token, padded on either side.
@@ -68,18 +68,18 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def last_token_index(mask: Tensor) -> Tensor:
-    """Find the last real token of each row: max{t : m_t = 1}, -1 for an empty row.
+    """Find the last real token of each row: max{t : m_t = 1}, or -1 in an empty row.
 
     Args:
         mask: (B, T), 1 = real token; holes and padding on either side are fine.
 
     Returns:
-        (B,) int64, in tokens from the row's start.
+        (B,) int64, in tokens from the start of the row.
 
     Raises:
         ValueError: mask is not 2-dimensional.
     """
     check_shapes(ndim=2, mask=mask)
     positions = torch.where(mask.bool(), torch.arange(mask.shape[1], device=mask.device), -1)
-    # The column of -1 in front makes T = 0 an empty row like any other.
+    # amax refuses T = 0, so a column of -1 goes in front.
     return torch.nn.functional.pad(positions, (1, 0), value=-1).amax(dim=-1)

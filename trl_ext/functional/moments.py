@@ -1,7 +1,7 @@
-"""Exact, mergeable statistics: parallel algorithm of Chan, Golub and LeVeque (1979), STAN-CS-79-773.
+"""Exact statistics that can be merged: the parallel algorithm of Chan, Golub and LeVeque (1979), STAN-CS-79-773.
 
-A "moments" value is a tensor (..., 5): count, mean, M2 = sum of squared deviations from the mean, minimum, maximum.
-It is float64 (float32 on devices without it), has no gradient, and is gathered over ranks by stacking.
+A "moments" tensor (..., 5) holds count, mean, M2 = sum of squared deviations from the mean, minimum, maximum. It is
+float64 (float32 on devices without float64) and has no gradient. Stack those of all ranks to merge them.
 """
 
 import torch
@@ -23,10 +23,10 @@ def _check_moments(name: str, moments: Tensor) -> None:
 
 
 def empty_moments(device: torch.device | str | None = None) -> Tensor:
-    """Return the moments of nothing, the neutral element of `merge_moments`: (0, 0, 0, +inf, -inf).
+    """Return the moments of no values, (0, 0, 0, +inf, -inf), the neutral element of `merge_moments`.
 
     Args:
-        device: where to put them; None for torch's default device.
+        device: of the result; None is torch's default device.
 
     Returns:
         (5,) moments.
@@ -36,14 +36,14 @@ def empty_moments(device: torch.device | str | None = None) -> Tensor:
 
 
 def moments(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Take the moments of the real entries in two passes: mean = sum x / n, M2 = sum (x - mean)^2.
+    """Return the moments of the real entries, taken in two passes: mean = sum x / n, M2 = sum (x - mean)^2.
 
     Args:
         values: any shape, any unit.
-        mask: the shape of values, 1 = real; None if all are.
+        mask: the shape of values, 1 = real; None takes all.
 
     Returns:
-        (5,) moments, in the unit of values (M2: squared).
+        (5,) moments, in the unit of values; M2 in its square.
 
     Raises:
         ValueError: shapes differ.
@@ -67,7 +67,7 @@ def merge_moments(stacked: Tensor) -> Tensor:
     n = sum n_i, mean = sum n_i mean_i / n, M2 = sum M2_i + sum n_i (mean_i - mean)^2 (Chan et al. 1979, for N parts).
 
     Args:
-        stacked: (N, 5) moments, N >= 1, in any order; empty ones change nothing.
+        stacked: (N, 5) moments, N >= 1, in any order. Empty parts change nothing.
 
     Returns:
         (5,) moments.
@@ -82,7 +82,7 @@ def merge_moments(stacked: Tensor) -> Tensor:
         )
     counts, means, m2s, minima, maxima = stacked.unbind(dim=-1)
     count = counts.sum()
-    # The mean is summed as deviations from the largest part's: no cancellation, and one part comes back bit for bit.
+    # Summing deviations from the largest part's mean avoids cancellation, and returns a single part bit for bit.
     origin = means.take(counts.argmax())
     mean = origin + (counts * (means - origin)).sum() / count.clamp(min=1)
     m2 = m2s.sum() + (counts * (means - mean).square()).sum()
@@ -90,7 +90,7 @@ def merge_moments(stacked: Tensor) -> Tensor:
 
 
 def variance(moments: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the variance: M2 / (n - 1), or M2 / n if not unbiased; 0 where n < 2.
+    """Return the variance M2 / (n - 1), or M2 / n if not unbiased; 0 where n < 2.
 
     Args:
         moments: (..., 5) moments.
@@ -108,7 +108,7 @@ def variance(moments: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def standard_deviation(moments: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the standard deviation: sqrt(variance); 0 where n < 2.
+    """Return the standard deviation sqrt(variance); 0 where n < 2.
 
     Args:
         moments: (..., 5) moments.
@@ -126,8 +126,8 @@ def standard_deviation(moments: Tensor, unbiased: bool = True) -> Tensor:
 def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """Whiten the real tokens with given moments: (x - mean) / sqrt(var + eps), var unbiased; 0 under the mask.
 
-    The convention of TRL 1.12's `masked_whiten`: shift_mean=False adds the mean back (rewards), True leaves it out
-    (advantages); arXiv:2403.17031. With n < 2 nothing is known of the spread: x - mean is not scaled then.
+    As in TRL 1.12's `masked_whiten`, shift_mean=False adds the mean back (for rewards), True leaves it out (for
+    advantages); arXiv:2403.17031. With n < 2 the spread is unknown, so x - mean is not scaled.
 
     Args:
         values: (B, T) or any shape, any unit.
@@ -156,7 +156,7 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = Tru
 def explained_variance(residual_moments: Tensor, return_moments: Tensor) -> Tensor:
     """Return how much of the returns' variance the values explain: 1 - Var(returns - values) / Var(returns).
 
-    1 is a perfect critic, 0 one that predicts a constant, below 0 worse than that.
+    1 is a perfect critic, 0 a critic that predicts a constant; below 0 it does worse than a constant.
 
     Args:
         residual_moments: (..., 5) moments of returns - values.

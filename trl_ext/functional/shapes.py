@@ -1,4 +1,4 @@
-"""The one shape check that the pure functions share."""
+"""The shape check that the pure functions share."""
 
 from torch import Tensor
 
@@ -7,8 +7,8 @@ def check_shapes(ndim: int | None = None, **tensors: Tensor) -> None:
     """Check that the named tensors all have the shape of the first one.
 
     Args:
-        ndim: number of dimensions that the first one must have; None for any.
-        tensors: the arguments to compare, under the names that the message shall use.
+        ndim: number of dimensions of the first one; None allows any.
+        tensors: the tensors to compare, by the names that the message uses.
 
     Raises:
         ValueError: the first one has another number of dimensions, or a later one has another shape.

@@ -1,8 +1,7 @@
 """Policy and critic as one module, so that one forward, one backward and one `accelerator.prepare` serve both."""
 
-import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import LogitsProcessor
 
 from ..functional import position_ids
-from ..upstream import disable_dropout_in_model
-from .adapter_switch import CRITIC, POLICY, AdapterClassifier, AdapterSwitch, base_model_of, classifier_on, whole
+from .adapter_switch import CRITIC, POLICY, AdapterSwitch
+from .classifier import AdapterClassifier
+from .sampler import SamplerRecorder
+from .weights import base_model_of
 
 
 def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
-    """`position_ids` that make a padded row equal the row alone, for models whose forward takes them."""
+    """Return the `position_ids` that make a padded row equal the row alone, for models whose forward takes them."""
     if "position_ids" in inspect.signature(type(base_model_of(model)).forward).parameters:
         return {"position_ids": position_ids(attention_mask)}
     return {}
@@ -26,11 +26,11 @@ def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
 
 class ActorCritic(nn.Module):
     """
-    A causal language model (policy) and a critic behind one forward: a sequence classifier with one label, or an
-    adapter with a head on the policy's own base. Reward models that are such adapters are here, too.
+    Put a causal language model (policy) and a critic behind one forward.
 
-    Whatever is asked of it that it does not define, the policy answers, so that TRL and transformers may treat it as
-    the policy. The policy is registered first: `parameters()` begins with the policy's.
+    The critic is a sequence classifier with one label, or an adapter with a head on the policy's own base. Reward
+    models that are such adapters live here, too. The policy answers whatever is not defined here, so that TRL and
+    transformers may treat the whole as the policy. It is registered first: `parameters()` begins with the policy's.
     """
 
     policy: Any
@@ -42,19 +42,25 @@ class ActorCritic(nn.Module):
         critic: PreTrainedModel | AdapterClassifier,
         adapters: AdapterSwitch | None = None,
         rewards: dict[str, AdapterClassifier] | None = None,
+        sampler_recorder: SamplerRecorder | None = None,
     ):
         super().__init__()
         self.policy = policy
         self.critic = critic
         self.rewards = nn.ModuleDict(rewards or {})
         self.adapters = adapters
-        self.sampler_recorder: SamplerRecorder | None = None
+        self.sampler_recorder = sampler_recorder
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("policy"), name)
+
+    @property
+    def value_model(self) -> Any:
+        """The critic, by TRL 1.12's name."""
+        return self.critic
 
     def forward(
         self,
@@ -65,9 +71,11 @@ class ActorCritic(nn.Module):
         **kwargs,
     ) -> Any:
         """
-        The policy's output, or with `with_values` a plain dict of its per-token fields plus `state_values` (B, L):
-        the critic's value of the state *after* each token. (A dict passes DDP, FSDP and autocast unchanged.) Or the
-        (B,) scores of one of the `rewards`.
+        Run the policy on (B, L) ids and return its output.
+
+        With `with_values`: return a plain dict of the output's per-token fields plus `state_values` (B, L), the
+        critic's value of the state *after* each token. (A dict passes DDP, FSDP and autocast unchanged.) With
+        `reward`: return the (B,) scores of that one of the `rewards` instead.
         """
         if reward is not None:
             return self.rewards[reward](input_ids, attention_mask)
@@ -83,6 +91,7 @@ class ActorCritic(nn.Module):
         }
 
     def state_values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return (B, L): the critic's value of the state after each token, score units."""
         backbone = self.critic.backbone if self.shares_base else self.critic.base_model
         hidden_states = backbone(
             input_ids=input_ids,
@@ -97,7 +106,7 @@ class ActorCritic(nn.Module):
         return isinstance(self.critic, AdapterClassifier)
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
-        """The parameters of `"policy"` or `"critic"`; the base that both share counts as the policy's."""
+        """Yield the parameters of `"policy"` or `"critic"`; a base that both share is the policy's."""
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
@@ -106,8 +115,9 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """Have the policy's adapter active, it and the critic's trainable, and no other, whatever PEFT was told."""
-        assert self.adapters is not None
+        """Make the policy's adapter active, and it and the critic's trainable, whatever PEFT was told."""
+        if self.adapters is None:
+            return
         if any(layer.disable_adapters for layer in self.adapters.layers):
             raise RuntimeError(
                 "The policy's adapters have been switched off (`disable_adapter_layers()`) and not on again, so that "
@@ -119,7 +129,7 @@ class ActorCritic(nn.Module):
             self.policy.set_requires_grad(adapter, is_trained)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As always, but that what is frozen may be missing: DeepSpeed's checkpoints do not repeat the base."""
+        """Load as always, but let frozen weights be missing: DeepSpeed's checkpoints do not repeat the base."""
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         wrong = [*result.unexpected_keys, *trained.intersection(result.missing_keys)]
@@ -181,7 +191,7 @@ class ActorCritic(nn.Module):
 
 
 class LogprobForward:
-    """Stands in for the model inside TRL's log-prob helper: adds positions, and keeps the values of the same pass."""
+    """Stand in for the model inside TRL's log-prob helper: add positions, and keep the values of the same pass."""
 
     def __init__(self, model: nn.Module, with_values: bool):
         self.model = model
@@ -197,104 +207,5 @@ class LogprobForward:
         return SimpleNamespace(**output)
 
     def values(self, logits_to_keep: int) -> Tensor:
-        """(B, T): V(s_t), the value of the state in which response token t is chosen, that is after token t − 1."""
+        """Return (B, T): V(s_t), the value of the state in which response token t is chosen (after token t − 1)."""
         return torch.cat(self._state_values)[:, -logits_to_keep - 1 : -1]
-
-
-class SamplerRecorder(LogitsProcessor):
-    """Keeps the log-probs under which tokens were really drawn, after every warper. Sees one (B, V) tensor a step."""
-
-    def __init__(self):
-        self.logprobs: list[Tensor] = []  # one (B, T) a `generate` call
-        self._steps: list[Tensor] = []
-        self._pending: Tensor | None = None
-
-    @contextmanager
-    def attached(self, model: Any):
-        get_processors = model._get_logits_processor  # `generate` puts custom processors before the warpers
-
-        def with_recorder(*args, **kwargs):
-            processors = get_processors(*args, **kwargs)
-            processors.append(self)
-            return processors
-
-        model._get_logits_processor = with_recorder
-        try:
-            yield
-        finally:
-            del model._get_logits_processor
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._take(input_ids)
-        self._pending = scores.float().log_softmax(-1)
-        return scores
-
-    def finish(self, sequences: Tensor) -> None:
-        self._take(sequences)
-        self.logprobs.append(torch.stack(self._steps, dim=1))
-        self._steps = []
-
-    def _take(self, input_ids: Tensor) -> None:
-        if self._pending is not None:
-            self._steps.append(self._pending.gather(1, input_ids[:, -1:]).squeeze(1))
-        self._pending = None
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Switch dropout off: the modules, and the rates that layers keep as numbers (Llama's `attention_dropout`)."""
-    disable_dropout_in_model(model)
-    for module in model.modules():
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-
-
-def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | None = None) -> Any:
-    """A deep copy without the forward that TRL or accelerate patched onto the instance."""
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        if load_again is not None:
-            return load_again()
-        raise ValueError(
-            f"{what} would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: pass "
-            "`model` as a path, or this one (`ref_model=`, `value_model=`)."
-        )
-    twin = copy.deepcopy(model)
-    for module in (twin, base_model_of(twin)):
-        vars(module).pop("forward", None)
-    return twin
-
-
-def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None = None) -> PreTrainedModel:
-    """
-    A critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start.
-
-    `load_again` gives a sequence classifier with the policy's backbone, for a policy that cannot be copied.
-    """
-    twin = unpatched_copy(policy, "the critic", load_again)
-    critic = twin if hasattr(twin, "score") else classifier_on(twin)
-    for parameter in critic.score.parameters():
-        with whole(parameter, modifier_rank=0):
-            nn.init.zeros_(parameter)
-    critic.score.to(policy.dtype)
-    return critic.requires_grad_(True)
-
-
-def check_critic(critic: Any, policy: nn.Module) -> None:
-    """Raise where `critic` cannot be the critic of `policy`."""
-    score = getattr(critic, "score", None)
-    if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
-        raise ValueError(
-            "`value_model` must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` "
-            f"of a causal language model), got {type(critic).__name__}."
-        )
-    if critic.config.num_labels != 1:
-        raise ValueError(
-            f"`value_model` must have one label, got num_labels={critic.config.num_labels}: load it with "
-            "`num_labels=1`."
-        )
-    vocabulary, needed = (m.config.get_text_config().vocab_size for m in (critic, base_model_of(policy)))
-    if vocabulary != needed:
-        raise ValueError(
-            f"`value_model` has a vocabulary of {vocabulary} tokens, the policy one of {needed}: the critic reads the "
-            "policy's token ids, so it must share its tokenizer."
-        )

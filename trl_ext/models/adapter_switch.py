@@ -1,47 +1,26 @@
-"""Several roles on one set of base weights: an adapter each, and a head for those that give a number."""
+"""Several roles on one set of base weights, an adapter each."""
 
-import copy
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, set_zero3_state
+from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer
+from .weights import base_model_of
 
 POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT's name for the only adapter, ours, TRL's
 
 
-def base_model_of(model: Any) -> Any:
-    """The transformers model under a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def size_of(parameters: Iterable[Tensor]) -> int:
-    """How many weights these are, also where ZeRO-3 has partitioned them."""
-    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
-
-
-def whole(parameter: Tensor, modifier_rank: int | None = None) -> Any:
-    """The context in which a parameter is there in full, if ZeRO-3 has partitioned it."""
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
-
-
 class AdapterSwitch:
     """
-    Chooses the active adapter of a PEFT model, in all of its layers.
+    Choose the active adapter of a PEFT model, in all of its layers.
 
-    PEFT's own `set_adapter` and `disable_adapter` also freeze what they switch off, so that after TRL's reference pass
-    the critic would not train. And the layers that gradient checkpointing replays in `backward` would run under
-    whatever adapter is active by then, with wrong gradients and no error: here they run under that of their forward.
+    PEFT's own `set_adapter` and `disable_adapter` also freeze what they switch off: after TRL's reference pass the
+    critic would not train. And gradient checkpointing replays layers in `backward` under whatever adapter is active by
+    then, with wrong gradients and no error. Here a replayed layer runs under the adapter of its forward.
     """
 
     def __init__(self, model: Any):
@@ -92,58 +71,6 @@ class AdapterSwitch:
             return checkpoint_function(replay, *args, **kwargs)
 
         return pinned
-
-
-def classifier_on(base: Any, head: nn.Module | None = None, pad_token_id: int | None = None) -> PreTrainedModel:
-    """
-    The sequence classifier of one label that has `base`'s backbone itself, not a copy, and `head`.
-
-    Without a head: a zero one, in float32, since small updates to bfloat16 weights are rounded away.
-    """
-    config = copy.deepcopy(base.config)
-    config.num_labels = 1
-    if pad_token_id is not None:
-        config.get_text_config().pad_token_id = pad_token_id
-    try:
-        with torch.device("meta"), set_zero3_state():  # only the structure is needed, nothing for ZeRO-3 to partition
-            classifier = AutoModelForSequenceClassification.from_config(config)
-    except ValueError as error:
-        raise ValueError(
-            f"transformers has no sequence classifier for {type(base).__name__}, so no critic can be built from the "
-            "policy: pass one as `value_model=`."
-        ) from error
-    setattr(classifier, classifier.base_model_prefix, base.base_model)
-    if head is None:
-        head = nn.Linear(classifier.score.in_features, 1, bias=classifier.score.bias is not None)
-        for parameter in head.parameters():
-            nn.init.zeros_(parameter)
-    classifier.score = head.to(base.device)
-    return classifier
-
-
-class AdapterClassifier(nn.Module):
-    """A sequence classifier of one label on the policy's own base: an adapter and a head, which alone is its child."""
-
-    classifier: Any
-
-    def __init__(self, policy: Any, adapters: AdapterSwitch, name: str, head=None, pad_token_id: int | None = None):
-        super().__init__()
-        classifier = classifier_on(base_model_of(policy), head, pad_token_id)
-        self.score = classifier.score
-        self.config = classifier.config
-        self.adapters = adapters
-        self.name = name
-        # The base's weights are the policy's: registered twice, they would be sharded and saved twice
-        object.__setattr__(self, "classifier", classifier)
-
-    def backbone(self, **inputs: Any) -> Any:
-        with self.adapters.use(self.name):
-            return self.classifier.base_model(**inputs)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """(B,) scores of right-padded rows (B, L), as the sequence classifier's own forward gives them."""
-        with self.adapters.use(self.name):
-            return self.classifier(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
 
 def merge_exactly(policy: Any) -> None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, find_adapter_config_file, is_deepspeed_zero3_enabled
-from .adapter_switch import CRITIC, POLICY, REFERENCE, base_model_of
+from .adapter_switch import CRITIC, POLICY, REFERENCE
 from .identity import values_of, weights_hash
+from .weights import base_model_of
 
 FINGERPRINT = "trl_ext_base.json"
 _HEAD = "base_model.model.score."

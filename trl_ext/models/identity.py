@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
-from .adapter_switch import base_model_of, whole
+from .weights import base_model_of, whole
 
 
 def weights_identity(model: Any, path: str | None = None, revision: str | None = None) -> str:

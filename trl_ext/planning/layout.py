@@ -1,4 +1,4 @@
-"""How accelerate's configuration spreads a run over processes."""
+"""How an accelerate configuration spreads a run over processes."""
 
 import json
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ from .keys import check_accelerate_keys, check_deepspeed_keys
 @dataclass(frozen=True)
 class Layout:
     """
-    What of a model each process keeps.
+    Which part of a model each process keeps.
 
     Args:
         mode: `"single"`, `"ddp"`, `"fsdp2"`, `"zero1"`, `"zero2"` or `"zero3"`.
-        processes, machines: how many, over all machines.
-        offloads_weights, offloads_optimizer: whether they lie in the machine's memory instead of the GPU's.
+        processes, machines: number of processes on all machines, and of machines.
+        offloads_weights, offloads_optimizer: whether these are in the machine's memory instead of the GPU's.
         live_parameters: ZeRO-3's `stage3_max_live_parameters`.
         checkpoints_activations: whether FSDP's own activation checkpointing is on.
-        accumulation: gradient accumulation steps that the file itself sets.
+        accumulation: gradient accumulation steps that the file itself sets, if it does.
     """
 
     mode: str = "single"
@@ -49,10 +49,10 @@ class Layout:
     @classmethod
     def read(cls, path: str | Path) -> "Layout":
         """
-        The layout of an accelerate YAML.
+        Read the layout from an accelerate YAML.
 
         Raises:
-            ValueError: a file that accelerate does not understand, a misspelled key, or a mode that does not work.
+            ValueError: accelerate does not understand the file, a key is misspelled, or the mode does not work.
         """
         try:
             check_accelerate_keys(yaml.safe_load(Path(path).read_text()))
@@ -91,7 +91,7 @@ class Layout:
         if file := config.get("deepspeed_config_file"):
             found = [place for place in (Path(file), path.parent / file, path.parent.parent / file) if place.is_file()]
             if not found:
-                raise ValueError(f"{path} names deepspeed_config_file {file}, which is not there")
+                raise ValueError(f"{path} names deepspeed_config_file {file}, which is not there: correct the path")
             try:
                 settings = json.loads(found[0].read_text())
                 check_deepspeed_keys(settings)

@@ -1,4 +1,4 @@
-"""What tensors of known sizes take, in bytes: closed forms."""
+"""Bytes of tensors of known sizes, in closed form."""
 
 import math
 
@@ -7,10 +7,10 @@ GIB = 2**30
 
 def quantized_bytes(weights: int, bits: int, nested: bool = False) -> int:
     """
-    Bytes of weights that bitsandbytes keeps in 4 or 8 bits.
+    Return the bytes of weights that bitsandbytes keeps in 4 or 8 bits.
 
-    4 bits: blocks of 64 weights have a float32 scale each, or with `nested` quantisation (2305.14314) an 8-bit scale
-    and one float32 for 256 of those. 8 bits: a float32 scale per row, which is left out.
+    In 4 bits, each block of 64 weights has a float32 scale. With `nested` quantisation (2305.14314) it has an 8-bit
+    scale, and 256 of these share a float32. In 8 bits each row has a float32 scale, which is not counted.
     """
     if bits == 8:
         return weights
@@ -20,13 +20,14 @@ def quantized_bytes(weights: int, bits: int, nested: bool = False) -> int:
 
 def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
     """
-    Bytes of an optimizer's state for `weights` trained numbers of `weight_bytes` each.
+    Return the bytes of an optimizer's state for `weights` trained numbers of `weight_bytes` each.
 
-    Adam and its kin keep two moments in the weights' dtype, or in 8 bits with a float32 scale per 256 numbers; Lion
-    and RMSprop keep one, AdEMAMix three. Adafactor keeps a row and a column, nothing beside a matrix; SGD nothing.
+    Adam and its kin keep two moments in the weights' dtype, or in 8 bits with a float32 scale per 256 numbers. Lion
+    and RMSprop keep one moment, AdEMAMix three. SGD keeps none. Adafactor's row and column count as nothing beside
+    their matrix.
 
     Raises:
-        ValueError: an optimizer whose state is not known here.
+        ValueError: the state of this optimizer is not known here.
     """
     moments = 1 if "lion" in optim or "rmsprop" in optim else 2
     if optim.startswith(("sgd", "adafactor")):
@@ -38,10 +39,10 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
 
 
 def kv_cache_bytes(layers: int, kv_heads: int, head_dim: int, rows: int, tokens: int, number_bytes: int) -> int:
-    """Bytes of the keys and values of `rows` sequences of `tokens` tokens."""
+    """Return the bytes of the keys and values of `rows` sequences of `tokens` tokens."""
     return 2 * layers * kv_heads * head_dim * rows * tokens * number_bytes
 
 
 def share(size: int, processes: int) -> int:
-    """What one of `processes` keeps of something that is sharded over them."""
+    """Return the part of `size` that each process keeps of a tensor sharded over `processes`."""
     return math.ceil(size / processes)

@@ -1,8 +1,8 @@
 """
-The memory that a forward and a backward pass take, found by running them on tensors without data.
+Measure the memory of forward and backward passes by running them on tensors without data.
 
-`FakeTensorMode` runs a model's own code, its autocast and its checkpointing on tensors that have shapes but no memory,
-so that a model of 8 billion parameters is measured in seconds on a laptop.
+`FakeTensorMode` runs a model's own code, autocast and checkpointing on tensors that have shapes but no memory. A model
+of 8 billion parameters is measured in seconds on a laptop.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make while this is active, alive now and at their peak."""
+    """Counts the bytes of all storages that operations make while it is active: now `live`, and at their `peak`."""
 
     def __init__(self, *modules: nn.Module):
         super().__init__()
@@ -49,12 +49,12 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
-    """The module, or the tuple of modules, that `build` makes, without memory, and the mode to run them in."""
+    """Return the module or modules that `build` makes, without their memory, and the mode to run them in."""
     with torch.device("meta"):
         made = build()
     mode, twins = FakeTensorMode(allow_non_fake_inputs=True), {}
 
-    def twin(tensor: Tensor) -> Tensor:  # one for each, so that tied weights stay tied
+    def twin(tensor: Tensor) -> Tensor:  # one twin a tensor keeps tied weights tied
         if id(tensor) not in twins:
             with mode:
                 new = torch.empty_like(tensor, device="cpu")
@@ -70,6 +70,7 @@ def fake(build: Callable[[], Any]) -> tuple[Any, FakeTensorMode]:
 
 
 def tokens(rows: int, length: int) -> dict[str, Tensor]:
+    """Return a batch without padding: `input_ids` and `attention_mask`, (rows, length)."""
     ids = torch.zeros(rows, length, dtype=torch.long)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -83,14 +84,15 @@ def training_peak(
     others: tuple[nn.Module, ...] = (),
 ) -> int:
     """
-    Peak bytes beside weights and optimizer state of one forward and backward pass.
+    Return the peak bytes of one forward and backward pass, beside weights and optimizer state.
 
     Args:
         mode, model: from [`fake`].
-        loss: makes the loss of `model`.
-        autocast: dtype of mixed precision.
-        gradients: `"fresh"`: they arise in this pass, and count; `"kept"`: those of an earlier micro-batch are there
-            already, and count; `"sharded"`: each leaves once it is complete, and the shards are counted elsewhere.
+        loss: computes the loss of `model`.
+        autocast: dtype of mixed precision; None is none.
+        gradients: `"fresh"` counts the gradients that this pass makes. `"kept"` counts gradients of an earlier
+            micro-batch, which exist from the start. `"sharded"` drops each gradient once it is complete; the caller
+            counts the shards.
         others: further modules that `loss` uses.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -115,7 +117,7 @@ def training_peak(
 def forward_peak(
     mode: FakeTensorMode, model: nn.Module, forward: Callable[[], Any], autocast: torch.dtype | None = None
 ) -> int:
-    """Peak bytes beside the weights of a forward pass that keeps nothing for a backward one."""
+    """Return the peak bytes of a forward pass without a backward pass, beside the weights."""
     with mode, LiveBytes(model) as counted, _autocast(autocast):
         forward()
     return counted.peak

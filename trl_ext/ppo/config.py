@@ -1,6 +1,5 @@
 """Configuration of [`PPOTrainer`]: TRL's `RLOOConfig` plus what PPO needs, under TRL 1.12's `PPOConfig` names."""
 
-import functools
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -45,17 +44,6 @@ REFUSED = {
     "use_liger_kernel": 'use `model_init_kwargs={"use_kernels": True}`',
     "use_transformers_continuous_batching": "TRL casts the trained weights to the generation dtype for good; use vLLM",
     "use_transformers_paged": "see `use_transformers_continuous_batching`",
-}
-
-# TRL 1.12's trainer computed these and wrote them into the config, so they are no settings.
-COMPUTED = {
-    "batch_size": "per_device_train_batch_size × gradient_accumulation_steps × processes × num_mini_batches",
-    "local_batch_size": "per_device_train_batch_size × gradient_accumulation_steps × num_mini_batches",
-    "local_mini_batch_size": "per_device_train_batch_size × gradient_accumulation_steps",
-    "micro_batch_size": "per_device_train_batch_size × processes",
-    "mini_batch_size": "per_device_train_batch_size × gradient_accumulation_steps × processes",
-    "num_total_batches": "⌈total_episodes / batch_size⌉",
-    "world_size": "the number of processes that `accelerate launch` starts",
 }
 
 # `generation_kwargs` that leave the distribution of each token as the policy has it.
@@ -204,6 +192,8 @@ class PPOConfig(RLOOConfig):
 
         eval_greedy (`bool`, defaults to `True`):
             Evaluate with greedy decoding, too (`eval_greedy/…`).
+        resume_anyway (`bool`, defaults to `False`):
+            Go on from a checkpoint though the settings of the run that wrote it differ.
         dataset_num_proc (`int`, *optional*):
             TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout.
         sft_model_path, reward_model_path (`str`, *optional*):
@@ -308,6 +298,9 @@ class PPOConfig(RLOOConfig):
     )
     num_sample_generations: int | None = field(
         default=None, metadata={"help": "TRL 1.12's name: above 0 sets `log_completions`."}
+    )
+    resume_anyway: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint though the settings differ."}
     )
     model_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
     ref_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
@@ -495,16 +488,3 @@ class PPOConfig(RLOOConfig):
     def local_batch_size(self) -> int:
         """Episodes of a rollout on this process (TRL 1.12's name)."""
         return self.local_mini_batch_size * self.num_mini_batches
-
-
-def _refuse_computed(init):
-    @functools.wraps(init)
-    def wrapped(self, *args: Any, **kwargs: Any):
-        for name in COMPUTED.keys() & kwargs.keys():
-            raise TypeError(f"`{name}` is not a setting: it is {COMPUTED[name]}. Set those.")
-        init(self, *args, **kwargs)
-
-    return wrapped
-
-
-PPOConfig.__init__ = _refuse_computed(PPOConfig.__init__)  # type: ignore[method-assign]

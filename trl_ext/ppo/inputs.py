@@ -1,10 +1,15 @@
-"""What the constructor is given: calls written for TRL 1.12, and mistakes."""
+"""What the trainer is given: calls written for TRL 1.12, mistakes, and prompts."""
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import DataCollatorWithPadding, ProcessorMixin
 
 from ..data import check_texts
+from ..models.weights import base_model_of
 from ..upstream import get_config_model_id, is_vllm_available
 from .config import PPOConfig
 
@@ -147,3 +152,74 @@ def check_evaluation_batch(args: PPOConfig) -> None:
             f"{args.per_device_eval_batch_size} × {args.world_size} processes) cannot hold whole groups of "
             f"{generations} (`num_generations_eval`, `num_generations` if unset): change one of them."
         )
+
+
+class TokenizedText(str):
+    """A prompt as text for reward functions, with the tokens that the policy is given for it."""
+
+    token_ids: list[int]
+
+
+class TokenizedMessages(list):
+    """A prompt as messages for reward functions, with the tokens that the policy is given for it."""
+
+    token_ids: list[int]
+
+
+def with_prompts(inputs: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
+    """
+    Return the rows with a `prompt`. Of rows with `input_ids`, it carries these as `token_ids`.
+
+    Rows that have only token ids get their text, for reward functions to read.
+    """
+    if "input_ids" not in inputs[0]:
+        return inputs
+    token_ids = []
+    for row in inputs:
+        mask = row.get("attention_mask") or [1] * len(row["input_ids"])
+        token_ids.append([int(i) for i, real in zip(row["input_ids"], mask, strict=True) if real])
+    if "prompt" in inputs[0]:
+        prompts = [row["prompt"] for row in inputs]
+    else:
+        prompts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    rows = []
+    for row, prompt, ids in zip(inputs, prompts, token_ids, strict=True):
+        prompt = TokenizedText(prompt) if isinstance(prompt, str) else TokenizedMessages(prompt)
+        prompt.token_ids = ids
+        rows.append({**row, "prompt": prompt})
+    return rows
+
+
+def check_prompt_lengths(
+    measure: Callable[[list[dict[str, Any]]], list[int]],
+    policy: Any,
+    max_completion_length: int,
+    datasets: dict[str, Dataset | None],
+) -> None:
+    """Raise if a prompt is empty, or leaves no room for an answer in the policy's context.
+
+    `measure` returns how many tokens the policy is given for each of some rows.
+    """
+    context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
+    for name, dataset in datasets.items():
+        if dataset is None:
+            continue
+        columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]
+        batches = dataset.select_columns(columns).iter(1000)
+        lengths = [
+            length
+            for batch in batches
+            for length in measure([dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)])
+        ]
+        if 0 in lengths:
+            raise ValueError(
+                f"{lengths.count(0)} of {len(lengths)} prompts in the {name} dataset are empty (the first is row "
+                f"{lengths.index(0)}): the policy needs a token to start from. Filter them out."
+            )
+        too_long = sum(length + max_completion_length > (context or math.inf) for length in lengths)
+        if too_long:
+            raise ValueError(
+                f"{too_long} of {len(lengths)} prompts in the {name} dataset leave no room for "
+                f"`max_completion_length={max_completion_length}` in the policy's context of {context} "
+                f"tokens (longest prompt: {max(lengths)}): filter them out, or lower `max_completion_length`."
+            )

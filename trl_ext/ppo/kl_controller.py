@@ -1,7 +1,6 @@
 """The coefficient of the KL penalty, and how it moves."""
 
 import math
-from typing import Any
 
 from transformers.utils import logging
 
@@ -38,16 +37,15 @@ class KLController:
                 maximum=maximum,
             )
 
-    def consume_scale(self, control: Any) -> None:
-        """Multiply by `control.kl_coef_scale`, which a monitor sets to raise the coefficient, once."""
-        scale = getattr(control, "kl_coef_scale", 1.0)
-        if scale != 1.0:
-            control.kl_coef_scale = 1.0
-            self.kl_coef *= scale
-            if self.args.kl_coef_max is not None:
-                self.kl_coef = min(self.kl_coef, self.args.kl_coef_max)
-            if self.kl_coef == 0:
-                logger.warning("A monitor asked to raise `kl_coef`, which is 0 and stays so: set it above 0.")
+    def scale(self, factor: float) -> None:
+        """Multiply the coefficient by what callbacks asked for, up to `kl_coef_max`."""
+        if factor == 1.0:
+            return
+        self.kl_coef *= factor
+        if self.args.kl_coef_max is not None:
+            self.kl_coef = min(self.kl_coef, self.args.kl_coef_max)
+        if self.kl_coef == 0:
+            logger.warning("A callback asked to raise `kl_coef`, which is 0 and stays so: set it above 0.")
 
     def state_dict(self) -> dict[str, float]:
         return {"kl_coef": self.kl_coef}

@@ -1,46 +1,211 @@
-"""Metrics that are exact over tokens, micro-batches and processes: never a mean of means."""
+"""What a PPO run reports. Nothing here is read by the algorithm: without it the same weights come out."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..functional import merge_moments, moments
+from ..functional import approx_kl, explained_variance, standard_deviation, variance
+from .accumulator import Accumulator
+from .rollout import Rollout
+
+# RLOO logs these of its own baseline and sequence-level KL; here they would be wrong or say the same twice.
+RLOO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
 
 
-class Metrics:
-    """Count, mean, variance, minimum and maximum of each metric since the last `pop`, merged over all processes."""
+class PPOMetrics:
+    """
+    Observe a run and report it.
 
-    def __init__(self):
-        self._moments: dict[str, Tensor] = {}
+    Args:
+        accelerator: of the trainer.
+        reward_names: of the reward functions, in their order.
+    """
 
-    def add(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
-        """Add the entries of `values` where `mask` is 1. Every process must add the same names between two `pop`s."""
-        values = torch.tensor(values, dtype=torch.float64) if isinstance(values, (int, float)) else values
-        new = moments(values, mask)
-        old = self._moments.get(name)
-        self._moments[name] = new if old is None else merge_moments(torch.stack([old.to(new.device), new]))
+    def __init__(self, accelerator: Accelerator, reward_names: list[str]):
+        self.accelerator = accelerator
+        self.reward_names = reward_names
+        self.train, self.eval = Accumulator(), Accumulator()
+        self.episodes = self.episodes_at_start = 0  # responses of all processes; those from before resuming
+        self._seconds: dict[str, float] = defaultdict(float)  # spent in each phase since the last report
+        self._inner_seconds = 0.0
+        self._tokens = 0.0  # drawn by all processes since the last report
 
-    def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        """Return the (5,) moments of each metric over all processes, and start anew."""
-        names = sorted(self._moments)
-        if not names:
-            return {}
-        local = torch.stack([self._moments[name].to(accelerator.device) for name in names])
-        parts = accelerator.gather(local[None]).cpu()  # (processes, metrics, 5)
-        self._moments.clear()
-        return {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}
+    # ---- Observing ----
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds spent here, and in no phase inside, to the phase."""
+        start, outer = time.perf_counter(), self._inner_seconds
+        self._inner_seconds = 0.0
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self._seconds[phase] += seconds - self._inner_seconds
+            self._inner_seconds = outer + seconds
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Leave the time spent here out of the report: evaluation is no part of training."""
+        seconds = dict(self._seconds)
+        try:
+            yield
+        finally:
+            self._seconds = defaultdict(float, seconds)
+
+    def collected(
+        self,
+        rollout: Rollout,
+        scores: Tensor,
+        kl: Tensor,
+        rewards: Tensor,
+        advantages: Tensor,
+        returns: Tensor,
+        kl_coef: float,
+    ) -> None:
+        """
+        Observe a rollout before it is trained on.
+
+        Args:
+            scores: (B,), normalised and clipped.
+            kl: (B, T), nats, as it enters the rewards.
+            rewards: (B, T), before whitening.
+            advantages: (B, T).
+            returns: (B, T).
+            kl_coef: with which the rewards were made.
+        """
+        self._observe(self.train, rollout, torch.ones_like(rollout.ended), "")
+        self.episodes += len(scores) * self.accelerator.num_processes
+        self._tokens += self._total(rollout.lengths)
+        self.train.add("val/num_eos_tokens", self._total(rollout.ended))
+        self.train.add("objective/shaped_scores", scores, rollout.valid)
+        self.train.add("objective/non_score_reward", -kl_coef * (kl * rollout.mask).sum(1), rollout.valid)
+        self.train.add("objective/rlhf_reward", rewards.sum(1), rollout.valid)
+        self.train.add("objective/kl_coef", kl_coef)
+        assert rollout.values is not None
+        self.train.add("_residuals", returns - rollout.values, rollout.mask)
+        self.train.add("_returns", returns, rollout.mask)
+
+    def evaluated(self, rollout: Rollout, rows: Tensor, prefix: str = "") -> None:
+        """Observe the (B,) real `rows` of a batch of an evaluation; greedy answers have a `prefix`."""
+        self._observe(self.eval, rollout, rows, prefix)
+
+    def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
+        """Add what training and evaluation share."""
+        mask, valid = rollout.mask, rollout.valid & rows
+        tokens = mask * rows[:, None]
+        if rollout.ref_logprobs is not None:
+            k1 = rollout.kl("k1")
+            stats.add(f"{prefix}objective/kl", (k1 * mask).sum(1), valid)
+            stats.add(f"{prefix}objective/kl_per_token", k1, tokens)
+        stats.add(f"{prefix}objective/scores", rollout.scores, valid)
+        stats.add(f"{prefix}objective/entropy", -(rollout.logprobs * mask).sum(1), valid)
+        stats.add(f"{prefix}objective/num_unscored", self._total(~rollout.valid & rows))
+        stats.add(f"{prefix}completions/length", rollout.lengths, rows)
+        stats.add(f"{prefix}completions/terminated_length", rollout.lengths, rows & rollout.ended)
+        stats.add(f"{prefix}completions/clipped_ratio", (~rollout.ended).float(), rows)
+        for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
+            stats.add(f"{prefix}rewards/{name}", rewards, ~rewards.isnan() & rows)
+        if rollout.sampler_logprobs is not None and not prefix:  # greedy decoding draws nothing
+            # 0 on-policy, > 0 where the sampler truncates
+            stats.add("sampling/logprob_difference", rollout.sampler_logprobs - rollout.logprobs, tokens)
+
+    @torch.no_grad()
+    def updated(
+        self,
+        logprobs: Tensor,
+        entropies: Tensor,
+        policy: tuple[Tensor, Tensor],
+        value: tuple[Tensor, Tensor],
+        batch: dict[str, Tensor],
+    ) -> None:
+        """
+        Observe a micro-batch of an update.
+
+        Args:
+            logprobs, entropies: (B, T), nats.
+            policy, value: (B, T) losses, and (B, T) where they were clipped.
+            batch: the rows that were trained on.
+        """
+        stats, mask = self.train, batch["loss_mask"]
+        stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
+        stats.add("policy/clipfrac_avg", policy[1].float(), mask)
+        stats.add("policy/entropy_avg", entropies, mask)
+        stats.add("loss/policy_avg", policy[0], mask)
+        stats.add("loss/value_avg", value[0], mask)
+        stats.add("val/clipfrac_avg", value[1].float(), mask)
+        stats.add("val/ratio", (logprobs - batch["old_logprobs"]).exp(), mask)
+
+    def gradient(self, role: str, norm: Tensor) -> None:
+        """Observe the norm of the gradient of `"policy"` or `"critic"`."""
+        self.train.add(f"grad_norm/{role}", norm)
+
+    def skipped(self) -> None:
+        """Observe an optimizer step that `max_approx_kl` left out."""
+        self.train.add("policy/skipped_steps", 1.0)
+
+    def _total(self, rows: Tensor) -> float:
+        return self.accelerator.reduce(rows.sum(dtype=torch.float32), reduction="sum").item()
+
+    # ---- Reporting ----
+
+    def report(self, start_time: float | None = None) -> dict[str, float]:
+        """Return what was observed of training since the last report, and start anew."""
+        report = self._means("train") | {"episode": self.episodes}
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        if self._tokens:
+            report["tokens_per_second"] = self._tokens / max(sum(seconds.values()), 1e-9)
+        self._tokens = 0.0
+        report |= {f"time/{phase}": spent for phase, spent in seconds.items()}
+        if start_time is not None:
+            report["eps"] = (self.episodes - self.episodes_at_start) / max(time.time() - start_time, 1e-9)
+        return report
+
+    def report_evaluation(self) -> dict[str, float]:
+        """Return what was observed of an evaluation."""
+        return self._means("eval")
+
+    def _means(self, mode: str) -> dict[str, float]:
+        moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
+        report: dict[str, float] = {}
+        residuals, returns = moments.pop("_residuals", None), moments.pop("_returns", None)
+        if residuals is not None and returns is not None and variance(returns) > 0:
+            report["val/explained_variance"] = explained_variance(residuals, returns).item()
+        for name, value in moments.items():
+            count, mean, _, minimum, maximum = value.tolist()
+            *prefix, topic = name.rsplit("completions/", 1)
+            if prefix and topic.endswith("length"):
+                for statistic, number in (("mean", mean), ("min", minimum), ("max", maximum)):
+                    report[f"{prefix[0]}completions/{statistic}_{topic}"] = number if count else 0.0
+            elif not count:
+                continue
+            elif "rewards/" in name:
+                report |= {f"{name}/mean": mean, f"{name}/std": standard_deviation(value).item()}
+            elif mode == "eval" and name.endswith("num_unscored"):
+                report[name] = mean * count / self.accelerator.num_processes
+            elif name == "policy/skipped_steps":
+                report[name] = count / self.accelerator.num_processes
+            else:
+                report[name] = mean
+            if name.endswith("objective/scores"):
+                report[f"{name}_std"] = standard_deviation(value).item()
+            if name == "val/ratio":
+                report["val/ratio_var"] = variance(value).item()
+        return report
 
     def not_finite(self) -> list[str]:
-        """Names of the metrics that have seen NaN or infinity on this process."""
-        return sorted(name for name, value in self._moments.items() if value[0] > 0 and not value[1:].isfinite().all())
+        """Return the names of what has seen NaN or infinity on this process since the last report."""
+        return self.train.not_finite()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: value.cpu() for name, value in self._moments.items()}
+    def state_dict(self) -> dict[str, Any]:
+        return {"train": self.train.state_dict(), "episodes": self.episodes}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._moments = dict(state)
-
-
-def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The (5,) moments of the real entries of all processes, the same on each."""
-    return merge_moments(accelerator.gather(moments(values, mask)[None]))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.train.load_state_dict(state["train"])
+        self.episodes = self.episodes_at_start = state["episodes"]

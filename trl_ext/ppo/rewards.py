@@ -1,4 +1,4 @@
-"""What stands between the trainer and the reward functions: checks, and reward models that see what training saw."""
+"""What stands between the trainer and its reward functions."""
 
 import asyncio
 import os
@@ -6,19 +6,38 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 
-from ..upstream import is_async_callable, is_conversational
+from ..upstream import is_async_callable
+
+
+class Mistakes:
+    """
+    Collect what reward functions do wrong, to raise it on all processes at once.
+
+    An exception on one process alone would leave the others waiting in the next collective.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.notes: list[tuple[str, Exception]] = []
+
+    def raise_everywhere(self, step: int) -> None:
+        """Raise a `RuntimeError` on every process if there are notes on any."""
+        mine = [f"process {self.accelerator.process_index}: {message}" for message, _ in self.notes]
+        everyones = gather_object(mine) if self.accelerator.num_processes > 1 else mine
+        if not everyones:
+            return
+        cause = self.notes[0][1] if self.notes else None
+        self.notes.clear()
+        raise RuntimeError(f"At step {step}, {'; '.join(everyones)}") from cause
 
 
 class CheckedReward:
-    """
-    A reward function whose mistakes are noted instead of raised: an exception on one process would leave the others
-    waiting in the next collective. The trainer raises the notes on all processes together.
-    """
+    """A reward function whose mistakes are noted instead of raised."""
 
-    def __init__(self, function: Callable, name: str, mistakes: list[tuple[str, Exception | None]]):
+    def __init__(self, function: Callable, name: str, mistakes: Mistakes):
         self.function = function
         self.name = name
         self.mistakes = mistakes
@@ -30,7 +49,7 @@ class CheckedReward:
             return self._note(error, prompts)
 
     def _note(self, error: Exception, prompts: list) -> list[float | None]:
-        self.mistakes.append((f"reward function '{self.name}': {type(error).__name__}: {error}", error))
+        self.mistakes.notes.append((f"reward function '{self.name}': {type(error).__name__}: {error}", error))
         return [0.0] * len(prompts)
 
     def _checked(self, rewards: Any, prompts: list) -> list[float | None]:
@@ -57,16 +76,13 @@ class CheckedAsyncReward(CheckedReward):
             return self._note(error if isinstance(error, Exception) else RuntimeError("cancelled"), prompts)
 
 
-def checked(function: Callable, name: str, mistakes: list) -> CheckedReward:
+def checked(function: Callable, name: str, mistakes: Mistakes) -> CheckedReward:
+    """Wrap a reward function so that its mistakes are noted."""
     return (CheckedAsyncReward if is_async_callable(function) else CheckedReward)(function, name, mistakes)
 
 
-def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
-
-
 class AdapterReward:
-    """Stands for a reward model that was saved as an adapter, until the policy is there whose base it may share."""
+    """Stand for a reward model that was saved as an adapter, until the policy is there whose base it may share."""
 
     def __init__(self, path: str):
         self.path = path
@@ -74,97 +90,3 @@ class AdapterReward:
 
     def __call__(self, *args, **kwargs):
         raise NotImplementedError
-
-
-class ModelReward:
-    """
-    A reward model as a reward function, fed what `trl.RewardTrainer` trained it on.
-
-    With the policy's tokenizer it scores the token ids themselves, EOS included, and what a chat template puts behind
-    it. With another tokenizer the text is tokenised as RewardTrainer does, special tokens included, and the model's
-    own EOS (for messages: its chat template's end of turn) is there exactly if the answer was finished.
-
-    Args:
-        score: (B,) scores of right-padded `input_ids` and `attention_mask` (B, L).
-        context: the most tokens the model can read, None if it does not say.
-        tokenizer: the model's own tokenizer.
-        policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`.
-        batch_size: rows in one forward.
-        is_finished: whether these completion ids end by EOS.
-        prompt_ids: returns the token ids of the current prompts.
-        chat_template_kwargs: passed on to the chat template.
-    """
-
-    def __init__(
-        self,
-        score: Callable[..., Tensor],
-        context: int | None,
-        device: torch.device,
-        tokenizer: PreTrainedTokenizerBase,
-        policy_tokenizer: PreTrainedTokenizerBase,
-        batch_size: int,
-        is_finished: Callable[[list[int]], bool],
-        prompt_ids: Callable[[], list[list[int]]],
-        chat_template_kwargs: dict[str, Any],
-    ):
-        self.score = score
-        self.context = context
-        self.device = device
-        self.tokenizer = tokenizer
-        self.policy_tokenizer = policy_tokenizer
-        self.shares_tokenizer = same_tokenizer(tokenizer, policy_tokenizer)
-        self.batch_size = batch_size
-        self.is_finished = is_finished
-        self.prompt_ids = prompt_ids
-        self.chat_template_kwargs = chat_template_kwargs
-
-    def __call__(self, prompts: list, completions: list, completion_ids: list[list[int]], **_) -> list[float]:
-        if self.shares_tokenizer:
-            ids = [list(p) + list(c) for p, c in zip(self.prompt_ids(), completion_ids, strict=True)]
-            if is_conversational({"prompt": prompts[0]}):
-                for row, prompt, completion_id in zip(ids, prompts, completion_ids, strict=True):
-                    row += self._after_eos(prompt, completion_id[-1]) if self.is_finished(completion_id) else []
-        else:
-            ids = [
-                self._tokenize(prompt, self._continuation(completion, p, c), self.is_finished(c))
-                for prompt, completion, p, c in zip(
-                    prompts, completions, self.prompt_ids(), completion_ids, strict=True
-                )
-            ]
-        longest = max(map(len, ids))
-        if self.context and longest > self.context:
-            raise ValueError(
-                f"a prompt with its completion has {longest} tokens, the reward model's context {self.context}: "
-                "shorten the prompts or `max_completion_length`"
-            )
-        scores: list[float] = []
-        for start in range(0, len(ids), self.batch_size):
-            batch = self.tokenizer.pad(
-                {"input_ids": ids[start : start + self.batch_size]}, padding_side="right", return_tensors="pt"
-            ).to(self.device)
-            with torch.no_grad():
-                scores += self.score(batch["input_ids"], batch["attention_mask"]).float().tolist()
-        return scores
-
-    def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:
-        """The text of a completion behind its prompt: decoded alone, SentencePiece drops its leading space."""
-        ids = [prompt_ids, [*prompt_ids, *completion_ids]]
-        prompt, whole = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return whole.removeprefix(prompt) if isinstance(completion, str) and whole.startswith(prompt) else completion
-
-    def _after_eos(self, prompt: list, eos: int) -> list[int]:
-        """What the chat template puts behind the EOS of the last turn (ChatML: a line break)."""
-        messages = [{"role": "assistant", "content": "x"}]
-        closing = self._tokenize(prompt, messages, True)[len(self._tokenize(prompt, messages, False)) :]
-        return closing[1:] if closing[:1] == [eos] else []
-
-    def _tokenize(self, prompt: Any, completion: Any, finished: bool) -> list[int]:
-        if is_conversational({"prompt": prompt}):
-            return self.tokenizer.apply_chat_template(
-                prompt + completion,
-                tokenize=True,
-                return_dict=True,
-                continue_final_message=not finished,
-                **self.chat_template_kwargs,
-            )["input_ids"]
-        return self.tokenizer(prompt + completion + (self.tokenizer.eos_token if finished else ""))["input_ids"]

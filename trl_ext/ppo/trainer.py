@@ -1,61 +1,71 @@
-"""PPO on TRL's `RLOOTrainer`: prompt → rollout → score → token rewards → advantages → loss → step → metrics."""
+"""PPO on TRL's `RLOOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
 import math
 import os
 import textwrap
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 from transformers import PreTrainedModel
+from transformers.trainer_utils import TrainOutput
+from trl import RLOOTrainer
 
-from ..control import AgreedControl
-from ..functional import (
-    approx_kl,
-    gae,
-    kl_estimate,
-    masked_sum,
-    policy_loss,
-    token_rewards,
-    value_loss,
-    whiten,
-)
-from ..models.actor_critic import LogprobForward, SamplerRecorder, disable_dropout
+from ..checkpoints import ResumableRun
+from ..control import AgreedControl, take_kl_scale
+from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
+from ..models.actor_critic import LogprobForward
 from ..models.adapter_guard import AdapterGuard
-from ..models.adapter_switch import base_model_of
+from ..models.adapters import adapter_facts
+from ..models.files import load_roles, one_adapter, save_critic, weights_of, without_base
+from ..models.identity import weights_identity
+from ..models.loading import Loader
+from ..models.sampler import SamplerRecorder
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
+from ..models.weights import base_model_of, disable_dropout, vocabulary_of
 from ..temporarily import temporarily
-from ..upstream import RepeatSampler, get_config_model_id, is_conversational
-from .base import PPOTrainerBase
+from ..upstream import RepeatSampler, get_config_model_id
+from . import gradients
+from .accumulator import global_moments
 from .config import PPOConfig
-from .evaluation import EvaluationMixin
-from .inputs import check_inputs, migrate
+from .demonstrations import mean_demonstration_score
+from .evaluation import EvaluationPass, greedy, untouched_rng
+from .inputs import check_evaluation_batch, check_inputs, check_prompt_lengths, migrate, with_prompts
 from .kl_controller import KLController
-from .metrics import Metrics, global_moments
-from .reporting import ReportingMixin
-from .resume import ResumeMixin
+from .metrics import RLOO_ONLY_METRICS, PPOMetrics
+from .optimizer import check_all_optimized, set_critic_rate
+from .reference import SyncReference, moved_reference, save_reference
 from .reward_normalizer import RewardNormalizer
-from .roles import RolesMixin
+from .rewards import Mistakes
+from .roles import Rewards, check_base, check_roles, check_tokenizer, make_actor_critic, make_reference
+from .rollout import Rollout, RolloutRecorder, joined, permuted
+from .schedule import schedule
+from .snapshot import Snapshot
 
 
-class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, RolesMixin, PPOTrainerBase):
+class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     """
-    Proximal Policy Optimization (1707.06347) for language models, with a critic, GAE and per-token KL rewards
-    (1909.08593), on TRL's maintained on-policy trainer.
+    Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
+
+    It stands on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
+    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`; what else is here hooks both
+    into TRL's and transformers' loop.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Policy: a path or an object.
         reward_funcs (`str`, model, callable, or list of them):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
-            `(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+            `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
+            they are given `prompt_ids`, the tokens of each prompt.
         args ([`PPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):
@@ -100,6 +110,22 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
             }"""),
     }
 
+    args: PPOConfig
+    model: Any  # ActorCritic; FSDP and DeepSpeed wrap it
+    accelerator: Any
+    control: Any
+    state: Any
+    train_dataset: Any
+    generation_config: Any
+    num_iterations: int
+    reward_funcs: list
+    reward_func_names: list[str]
+    eos_token_ids: list[int]
+    processing_class: Any
+    _tokenizer: Any
+    _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
+    _step: int  # TRL's: micro-batches trained on by this process
+
     def __init__(
         self,
         model: Any = None,
@@ -132,9 +158,7 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
                 "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
                 "critic its own parameter group there, or drop `critic_learning_rate`."
             )
-
-        self._policy_path = model if isinstance(model, str) else None
-        reward_funcs = self._check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
+        reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
 
         with _as_rloo_reads(args):
             super().__init__(
@@ -150,9 +174,57 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
                 quantization_config=quantization_config,
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
             )
-        names = [name or f"reward_model_{i}" for i, name in enumerate(self.reward_func_names)]
-        # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
-        self.reward_func_names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
+        policy = self.model
+        self._is_peft = isinstance(policy, PeftModel)
+        self._prepare_parent(policy)
+
+        # Models
+        path = model if isinstance(model, str) else None
+        self._loader = Loader(policy, path, args.model_init_kwargs or {}, args.trust_remote_code, self.accelerator)
+        self._identities: dict[str, str] = {}  # which weights this run began with
+        rewards = Rewards(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, self._tokenizer)
+        self.reward_func_names = rewards.names
+        self.beta = float(args.use_ref_model)  # RLOO: whether there is a reference pass
+        if args.use_ref_model and not (self._is_peft and ref_model is None):  # else RLOO switches the adapter off
+            self._set_reference(ref_model)
+        if self._is_peft:
+            check_base(policy, self.accelerator, self.use_vllm)
+            self.add_callback(AdapterGuard())
+        heads = rewards.load_adapters(self._loader, args.share_reward_base)
+        recorder = SamplerRecorder() if args.allow_off_policy_sampling and not self.use_vllm else None
+        actor_critic, self._critic_origin = make_actor_critic(
+            self._loader, rewards, heads, value_model, critic_peft_config, recorder
+        )
+        if args.disable_dropout:
+            disable_dropout(actor_critic)
+            rewards.disable_dropout()
+        if self.place_model_on_device:
+            actor_critic.critic.to(args.device)
+        self.model = self.model_wrapped = self.callback_handler.model = actor_critic
+        self._mistakes = Mistakes(self.accelerator)
+        self.reward_funcs = rewards.as_functions(
+            actor_critic, args, self.eos_token_ids, self._mistakes, self._score_on_base
+        )
+
+        # What is PPO's own
+        self.kl_controller = KLController(args)
+        self.reward_normalizer = RewardNormalizer(args.reward_normalization)
+        self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
+        self._evaluation: EvaluationPass | None = None  # while evaluating
+        self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
+        self._step_kl = torch.zeros(2, device=args.device)  # of the minibatch so far: its sum, nats, and tokens
+
+        check_prompt_lengths(
+            self._measure_prompts,
+            self._loader.policy,
+            self.max_completion_length,
+            {"train": train_dataset, **(eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset})},
+        )
+        self.accelerator.print(schedule(self))
+
+    def _prepare_parent(self, policy: Any) -> None:
+        """Set what RLOO has set otherwise."""
+        args = self.args
         self.epsilon_low = args.cliprange
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
@@ -162,15 +234,16 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
                 vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
             else:
                 self.generation_config.eos_token_id = self.eos_token_ids
-        policy = self.model
-        self._is_peft = isinstance(policy, PeftModel)
-        if base_model_of(policy).config.get_text_config().vocab_size < len(self._tokenizer):
-            raise ValueError(
-                f"The tokenizer has {len(self._tokenizer)} tokens, the policy's vocabulary only "
-                f"{base_model_of(policy).config.get_text_config().vocab_size}: pass the policy's own tokenizer as "
-                "`processing_class`."
-            )
-
+        check_tokenizer(policy, self._tokenizer)
+        self._tokenizer_to_save = self.processing_class
+        if self._tokenizer.pad_token_id >= vocabulary_of(policy):
+            # Pads are masked, but looked up: pad by an id that the policy has a row for
+            self._tokenizer = self.processing_class = copy.deepcopy(self._tokenizer)
+            self._tokenizer.pad_token = self._tokenizer.eos_token
+            pad, base = self._tokenizer.pad_token_id, base_model_of(policy)
+            base.config.get_text_config().pad_token_id = base.generation_config.pad_token_id = pad
+            if not self.use_vllm:
+                self.generation_config.pad_token_id = self.generation_kwargs["pad_token_id"] = pad
         is_moe = hasattr(policy.config.get_text_config(), "output_router_logits")
         if args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler is not None and not is_moe:
             # Every parameter takes part in every step, but for experts that no token is routed to
@@ -181,37 +254,154 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
                 "inside `backward`: use DDP or FSDP, or drop them."
             )
 
-        self._prepare_reference(policy, ref_model)
-        actor_critic = self._make_actor_critic(policy, value_model, critic_peft_config)
-        if args.disable_dropout:
-            for module in (actor_critic, *(f for f in self.reward_funcs if isinstance(f, nn.Module))):
-                disable_dropout(module)
-        if self.place_model_on_device:
-            actor_critic.critic.to(args.device)
-        self.model = self.model_wrapped = self.callback_handler.model = actor_critic
-        if self._is_peft:
-            self.add_callback(AdapterGuard())
-        if args.allow_off_policy_sampling and not self.use_vllm:
-            self.model.sampler_recorder = SamplerRecorder()
+    def _set_reference(self, ref_model: str | PreTrainedModel | None) -> None:
+        reference = make_reference(
+            self._loader, ref_model, self.temperature, keep_dropout=not self.args.disable_dropout
+        )
+        if ref_model is not None:
+            path = ref_model if isinstance(ref_model, str) else None
+            self._identities.setdefault("reference", weights_identity(reference, path))
+        self.ref_model = self._loader.placed(reference)
+        if self.args.sync_ref_model:
+            self.remove_callback(SyncReference)  # of the reference before resuming
+            self.add_callback(SyncReference(ref_model=self.ref_model, accelerator=self.accelerator))
 
-        self._mistakes: list[tuple[str, Exception | None]] = []
-        self._prepare_rewards()
-        self.kl_controller = KLController(args)
-        self.reward_normalizer = RewardNormalizer(args.reward_normalization)
+    def _score_on_base(self, name: str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Score right-padded (B, L) rows with a reward model on the policy's base: (B,)."""
+        is_training = self.model.training
+        self.model.eval()  # no dropout, and no activation checkpointing
+        try:
+            return self.model(input_ids, attention_mask, reward=name)
+        finally:
+            self.model.train(is_training)
 
-        self._stats = {"train": Metrics(), "eval": Metrics()}
-        self._passes: list[tuple[Tensor, Tensor | None]] | None = None  # log-probs and values of a rollout's forwards
-        self._rollout: dict[str, Tensor] | None = None  # the current rollout, rows in the order of generation
-        self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
-        self._episodes = self._episodes_at_start = 0
-        self._verbatim_ids: list[list[int]] | None = None  # prompt tokens of rows with `input_ids`
-        self._clock: dict[str, float] = defaultdict(float)  # seconds spent in each phase since the last log
-        self._inner_seconds = 0.0
-        self._eval_rows: tuple[int, int] | None = None  # rows seen and rows in all, while evaluating
-        self._check_prompt_lengths()
-        self._print_schedule()
+    @property
+    def _actor_critic(self) -> Any:
+        return self.accelerator.unwrap_model(self.model)
 
-    # ---- Data ----
+    # ---- The algorithm ----
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """
+        Go from prompts to advantages: one rollout of this process, B responses of up to T tokens.
+
+        prompts → answers, log-probs, values, scores → token rewards → advantages and returns → rows to train on.
+        """
+        args = self.args
+        rollout = self._collect(inputs)
+        if not self.model.training:
+            return self._evaluated(rollout)
+        scores = self._normalized(rollout.scores, inputs)  # (B,)
+        kl = rollout.kl(args.kl_estimator)  # (B, T)
+        kl_coef = self.kl_controller.kl_coef
+        rewards = token_rewards(scores, kl, rollout.mask, kl_coef)  # (B, T)
+        advantages, returns = self._advantages(rewards, rollout)  # (B, T) each
+        if args.use_ref_model and not self._critic_only(self._step):
+            mean_kl, episodes = self._global_mean((rollout.kl("k1") * rollout.mask).sum(1), rollout.valid)
+            if episodes:
+                self.kl_controller.update(mean_kl, episodes)
+        self.metrics.collected(rollout, scores, kl, rewards, advantages, returns, kl_coef)
+        self._log_advantages(advantages, rollout.mask)
+        return rollout.rows_for_training(advantages, returns)
+
+    def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
+        """Have TRL generate and score answers to the prompts, and keep all that PPO needs of it."""
+        self._actor_critic.train_adapters()
+        if self.model.training:
+            self.kl_controller.scale(take_kl_scale(self.state))
+        return RolloutRecorder(self).run(with_prompts(inputs, self._tokenizer))
+
+    def _normalized(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
+        """Standardise and clip: (B,) as they enter the token rewards."""
+        normalizer, groups = self.reward_normalizer, None
+        if normalizer.kind == "group":
+            groups = gather_object([str(row[str(self.args.reward_group_column)]) for row in inputs])
+        if normalizer.kind == "reference" and normalizer.reference_mean is None:
+            normalizer.reference_mean = mean_demonstration_score(self)
+        everyones = self.accelerator.gather(scores).cpu()
+        normalized = self._local(normalizer(everyones, groups)).to(scores)
+        return normalized.clamp(*self.reward_clip_range) if self.reward_clip_range else normalized
+
+    def _advantages(self, rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Return (B, T) advantages, whitened if asked for, and (B, T) returns, the critic's target."""
+        args, values, mask = self.args, rollout.values, rollout.mask
+        assert values is not None
+        if args.whiten_rewards:
+            rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
+        advantages = gae(rewards, values, mask, args.gamma, args.lam)
+        lam_value = args.lam if args.lam_value is None else args.lam_value
+        returns = values + (advantages if lam_value == args.lam else gae(rewards, values, mask, args.gamma, lam_value))
+        if args.normalize_advantages:
+            advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
+        return advantages, returns
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the tokens of the step."""
+        args, mask = self.args, inputs["loss_mask"]
+        logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
+        if self._goes_too_far(logprobs, inputs):
+            self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
+            # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
+            return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
+
+        policy = policy_loss(
+            logprobs, inputs["old_logprobs"], inputs["advantages"], self.epsilon_low, self.epsilon_high, args.dual_clip
+        )
+        value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
+        self.metrics.updated(logprobs, entropies, policy, value, inputs)
+
+        # Gradients are averaged over processes and summed over micro-batches
+        scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
+        actor_loss = masked_sum(policy[0], mask) * scale
+        if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
+            actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
+        if self.aux_loss_enabled:
+            actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
+        if self._critic_only(self._step):
+            actor_loss = 0.0 * actor_loss  # in the graph for DDP; `_finish_gradients` drops its gradients
+        return actor_loss + args.vf_coef * masked_sum(value[0], mask) * scale
+
+    def _forward(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts."""
+        width = inputs["completion_ids"].size(1)
+        forward = LogprobForward(model, with_values=True)
+        logprobs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+            forward,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            width,
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+        )
+        return logprobs, entropies, forward.values(width), aux_loss
+
+    def _goes_too_far(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> bool:
+        """Add up the approximate KL of the minibatch, over all processes; say whether it exceeds `max_approx_kl`."""
+        if self.args.max_approx_kl is None:
+            return False
+        mask = inputs["loss_mask"]
+        with torch.no_grad():
+            kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
+            if self._step % self.args.gradient_accumulation_steps == 0:
+                self._step_kl = torch.zeros_like(kl)
+            self._step_kl = self._step_kl + self.accelerator.reduce(kl, reduction="sum")
+            return bool(self._step_kl[0] > self.args.max_approx_kl * self._step_kl[1])
+
+    def _critic_only(self, step: int) -> bool:
+        """Whether micro-batch `step` trains the critic alone."""
+        return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
+
+    def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
+        """Return the mean over the real entries of all processes, and their number."""
+        moments = global_moments(self.accelerator, values, mask)
+        return moments[1].item(), int(moments[0])
+
+    def _local(self, gathered: Tensor) -> Tensor:
+        """Return this process' rows of what was gathered over all."""
+        size = len(gathered) // self.accelerator.num_processes
+        return gathered[self.accelerator.process_index * size :][:size]
+
+    # ---- Prompts ----
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
@@ -219,69 +409,19 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
             if column is not None and column not in self._signature_columns:
                 self._signature_columns.append(column)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> RepeatSampler:
-        sampler = super()._get_train_sampler(dataset)
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        # RepeatSampler draws on from one generator, so a resumed run would replay epoch 0's order
-        sampler.__class__ = _EpochSeededSampler
-        sampler.epoch_seed = lambda: seed + int(self.state.epoch or 0)
-        return sampler
+        return _EpochSeeded(super()._get_train_sampler(dataset), lambda: seed + int(self.state.epoch or 0))
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, dict]:
-        if self._verbatim_ids is not None:
-            return self._verbatim_ids, None, {}
+        if hasattr(prompts[0], "token_ids"):  # of rows with `input_ids`
+            return [prompt.token_ids for prompt in prompts], None, {}
         return super()._tokenize_prompts(prompts)
 
-    def _with_prompts(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows with `prompt`; those that have only token ids get their text, for reward functions to read."""
-        self._verbatim_ids = None
-        if "input_ids" not in inputs[0]:
-            return inputs
-        ids = [
-            [
-                int(i)
-                for i, real in zip(
-                    row["input_ids"], row.get("attention_mask") or [1] * len(row["input_ids"]), strict=True
-                )
-                if real
-            ]
-            for row in inputs
-        ]
-        self._verbatim_ids = ids
-        if "prompt" in inputs[0]:
-            return inputs
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [{**row, "prompt": text} for row, text in zip(inputs, texts, strict=True)]
-
-    def _check_prompt_lengths(self) -> None:
-        context = getattr(base_model_of(self.model.policy).config.get_text_config(), "max_position_embeddings", None)
-        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for name, dataset in {"train": self.train_dataset, **datasets}.items():
-            if dataset is None:
-                continue
-            columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]
-            batches = dataset.select_columns(columns).iter(1000)
-            lengths = [length for rows in batches for length in self._measure_prompts(rows)]
-            if 0 in lengths:
-                raise ValueError(
-                    f"{lengths.count(0)} of {len(lengths)} prompts in the {name} dataset are empty (the first is row "
-                    f"{lengths.index(0)}): the policy needs a token to start from. Filter them out."
-                )
-            longest = max(lengths)
-            too_long = sum(length + self.max_completion_length > (context or math.inf) for length in lengths)
-            if too_long:
-                raise ValueError(
-                    f"{too_long} of {len(lengths)} prompts in the {name} dataset leave no room for "
-                    f"`max_completion_length={self.max_completion_length}` in the policy's context of {context} "
-                    f"tokens (longest prompt: {longest}): filter them out, or lower `max_completion_length`."
-                )
-
-    def _measure_prompts(self, rows: dict[str, list]) -> list[int]:
-        inputs = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
-        inputs = self._with_prompts(inputs)
-        prompt_ids = self._tokenize_prompts([row["prompt"] for row in inputs])[0]
-        self._verbatim_ids = None
-        return [len(ids) for ids in prompt_ids]
+    def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
+        """Return how many tokens the policy is given for each prompt."""
+        prompts = [row["prompt"] for row in with_prompts(rows, self._tokenizer)]
+        return [len(ids) for ids in self._tokenize_prompts(prompts)[0]]
 
     # ---- Rollout ----
 
@@ -291,7 +431,7 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
             return inputs
         epoch, position = divmod(self._step % self._steps_per_rollout, self.args.steps_per_generation)
         if position == 0:
-            self._buffered_inputs = self._permuted(epoch)
+            self._buffered_inputs = self._micro_batches(joined(self._buffered_inputs), epoch)
         return self._buffered_inputs[position]
 
     @property
@@ -299,338 +439,272 @@ class PPOTrainer(AgreedControl, EvaluationMixin, ResumeMixin, ReportingMixin, Ro
         """Micro-batches (forward and backward passes) per process in a rollout."""
         return self.args.steps_per_generation * self.num_iterations
 
-    def _permuted(self, epoch: int) -> list[dict[str, Tensor]]:
-        """The rollout's micro-batches in the order of PPO epoch `epoch`, each with the token count of its step."""
-        rollout = self._rollout
-        assert rollout is not None
-        seed = (self.args.seed * 1_000_003 + self._step // self._steps_per_rollout) * 1_009 + epoch
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        rows = torch.randperm(len(rollout["loss_mask"]), generator=generator).to(rollout["loss_mask"].device)
-        tokens = rollout["loss_mask"].sum(1)[rows].view(self.args.num_mini_batches, -1).sum(1)
+    def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Tensor]]:
+        """Cut a rollout into micro-batches for PPO epoch `epoch`, each with the token count of its optimizer step."""
+        args, number = self.args, self._step // self._steps_per_rollout
+        rollout = permuted(rollout, seed=(args.seed * 1_000_003 + number) * 1_009 + epoch)
+        tokens = rollout["loss_mask"].sum(1).view(args.num_mini_batches, -1).sum(1)
         tokens = self.accelerator.reduce(tokens, reduction="sum")
+        chunks = zip(*(values.chunk(args.steps_per_generation) for values in rollout.values()), strict=True)
         return [
-            {
-                **{name: values[chunk] for name, values in rollout.items()},
-                "step_tokens": tokens[i // self.args.gradient_accumulation_steps],
-            }
-            for i, chunk in enumerate(rows.chunk(self.args.steps_per_generation))
+            {**dict(zip(rollout, chunk, strict=True)), "step_tokens": tokens[i // args.gradient_accumulation_steps]}
+            for i, chunk in enumerate(chunks)
         ]
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, multimodal_fields: dict) -> list[list[int]]:
-        with self._timed("generate"):
+        generate = super()._generate_single_turn
+        with self.metrics.timed("generate"):
             if self.use_vllm:
-                return super()._generate_single_turn(prompt_ids, images, multimodal_fields)
+                return generate(prompt_ids, images, multimodal_fields)
             size = self.args.local_rollout_forward_batch_size
             with self._gathered_for_generation():
-                return [
-                    ids
-                    for start in range(0, len(prompt_ids), size)
-                    for ids in super(PPOTrainer, self)._generate_single_turn(
-                        prompt_ids[start : start + size], images, multimodal_fields
-                    )
-                ]
+                chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
+                return [ids for chunk in chunks for ids in generate(chunk, images, multimodal_fields)]
 
     def _gathered_for_generation(self) -> AbstractContextManager:
         if not self.args.ds3_gather_for_generation:
             return nullcontext()
-        policy = self.accelerator.unwrap_model(self.model).policy
+        policy = self._actor_critic.policy
         if self._dist.is_zero3:
             return gathered_by_zero3(self.model_wrapped, policy, self.args)
         return kept_by_fsdp2(policy)
 
-    def _generate(self, prompts: list) -> tuple[list, list, list]:
-        self._prompt_ids, self._completion_ids, completions = super()._generate(prompts)
-        return self._prompt_ids, self._completion_ids, completions
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size=None, **kwargs
-    ):
-        if self._passes is None:  # a training step, with its own LogprobForward
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
-            )
-        # In a rollout the first pass is the policy's, the second the reference's
-        forward = LogprobForward(model, with_values=self.model.training and not self._passes)
-        with self._timed("logprobs"):
-            result = super()._get_per_token_logps_and_entropies(
-                forward,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                self.args.local_rollout_forward_batch_size,
-                **kwargs,
-            )
-        self._passes.append((result[0], forward.values(logits_to_keep) if forward.with_values else None))
-        return result
-
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        with self._timed("score"):
+        with self.metrics.timed("score"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._raise_mistakes()
-        self._rewards_per_func = rewards
+        self._mistakes.raise_everywhere(self.state.global_step)
         return rewards
 
-    def _raise_mistakes(self) -> None:
-        """Raise what reward functions did wrong on any process, on all of them."""
-        mine = [f"process {self.accelerator.process_index}: {message}" for message, _ in self._mistakes]
-        everyones = gather_object(mine) if self.accelerator.num_processes > 1 else mine
-        if not everyones:
-            return
-        cause = self._mistakes[0][1] if self._mistakes else None
-        self._mistakes.clear()
-        raise RuntimeError(f"At step {self.state.global_step}, {'; '.join(everyones)}") from cause
+    def _log_advantages(self, advantages: Tensor, mask: Tensor) -> None:
+        """Put each row's mean advantage into the completions table, in place of RLOO's."""
+        means = self.accelerator.gather((advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
+        for _ in range(min(len(means), len(self._logs["advantages"]))):
+            self._logs["advantages"].pop()
+        self._logs["advantages"].extend(means)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        inputs = self._with_prompts(inputs)
-        self._train_adapters()
-        if self.model.training:
-            self.kl_controller.consume_scale(self.control)
-        self._passes = []
-        try:
-            output = super()._generate_and_score_completions(inputs)
-            passes = self._passes
-        finally:
-            self._passes = None
-        if len(passes) != 1 + self._has_reference:
-            raise RuntimeError(
-                f"TRL made {len(passes)} log-prob passes in a rollout, {1 + self._has_reference} were expected: this "
-                "version of TRL is not supported."
-            )
-        (logprobs, values), *reference = passes
-        k1 = logprobs - reference[0][0] if reference else torch.zeros_like(logprobs)
-
-        mode = "train" if self.model.training else "eval"
-        scores, ended = self._scores(output["completion_mask"])
-        valid = ~scores.isnan()
-        mask = output["completion_mask"] * valid[:, None]
-        self._record_rollout(mode, logprobs, k1, scores, ended, mask)
-        if mode == "eval":
-            return output
-
-        assert values is not None
-        shaped = self._shape_scores(scores, inputs)
-        kl = kl_estimate(logprobs, logprobs - k1, self.args.kl_estimator)
-        rewards = token_rewards(shaped, kl, mask, self.kl_controller.kl_coef)
-        self._record_objective(shaped, kl, rewards, mask)
-        if self.args.whiten_rewards:
-            rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
-        advantages = gae(rewards, values, mask, self.args.gamma, self.args.lam)
-        lam_value = self.args.lam if self.args.lam_value is None else self.args.lam_value
-        returns = values + (
-            advantages if lam_value == self.args.lam else gae(rewards, values, mask, self.args.gamma, lam_value)
-        )
-        if self.args.normalize_advantages:
-            advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
-
-        stats = self._stats["train"]
-        stats.add("_residuals", returns - values, mask)
-        stats.add("_returns", returns, mask)
-        self._log_advantages(advantages, mask)
-        self._rollout = {
-            **{name: output[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
-            "loss_mask": mask,
-            "old_logprobs": logprobs,
-            "old_values": values,
-            "advantages": advantages,
-            "returns": returns,
-        }
-        return self._rollout
-
-    def _local(self, gathered: Tensor | list) -> Any:
-        """This process's rows of something gathered over all."""
-        size = len(gathered) // self.accelerator.num_processes
-        return gathered[self.accelerator.process_index * size : (self.accelerator.process_index + 1) * size]
-
-    def _scores(self, completion_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) scores after the EOS rule, NaN for rows that take no part; and (B,) whether the row ended by EOS."""
-        rewards = self._local(self._rewards_per_func)
-        scores = (rewards * self.reward_weights.to(rewards.device)).nansum(1)
-        scores[rewards.isnan().all(1) | ~completion_mask.any(1)] = torch.nan
-        ended = torch.tensor([ids[-1] in self.eos_token_ids for ids in self._completion_ids], device=scores.device)
-        if self.args.missing_eos_score is not None:
-            scores = torch.where(ended | scores.isnan(), scores, self.args.missing_eos_score)
-        if self.args.missing_eos_penalty is not None:
-            scores = torch.where(ended, scores, scores - self.args.missing_eos_penalty)
-        return scores, ended
-
-    def _shape_scores(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
-        """Normalise and clip: (B,) as it enters the token rewards."""
-        groups = None
-        column = self.args.reward_group_column
-        if self.args.reward_normalization == "group" and column is not None:
-            groups = gather_object([str(row[column]) for row in inputs])
-        if self.args.reward_normalization == "reference" and self.reward_normalizer.reference_mean is None:
-            self.reward_normalizer.reference_mean = self._mean_reference_score()
-        everyones = self.accelerator.gather(scores).cpu()
-        shaped = self._local(self.reward_normalizer(everyones, groups)).to(scores)
-        return shaped.clamp(*self.reward_clip_range) if self.reward_clip_range else shaped
-
-    def _mean_reference_score(self) -> float:
-        """Mean score of the demonstrations in the training set, each scored once, finished by EOS."""
-        stats, dataset, accelerator = Metrics(), self.train_dataset, self.accelerator
-        size = self.args.local_rollout_forward_batch_size
-        saved = self._prompt_ids, self._completion_ids, self._rewards_per_func
-        for start in range(0, len(dataset), size * accelerator.num_processes):
-            first = start + size * accelerator.process_index
-            rows = torch.arange(first, first + size)
-            inputs = self._with_prompts([dataset[int(i)] for i in rows % len(dataset)])
-            texts = [row[self.args.reward_reference_column] for row in inputs]
-            texts = [text if isinstance(text, str) else text[-1]["content"] for text in texts]
-            ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-            self._completion_ids = [[*row, self._tokenizer.eos_token_id] for row in ids]
-            prompts = [row["prompt"] for row in inputs]
-            self._prompt_ids = self._tokenize_prompts(prompts)[0]
-            chat = is_conversational(inputs[0])
-            completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
-            self._calculate_rewards(inputs, prompts, completions, self._completion_ids)
-            scores, _ = self._scores(torch.ones(len(rows), 1, device=accelerator.device))
-            stats.add("scores", scores, (rows < len(dataset)).to(scores.device) & ~scores.isnan())
-        self._prompt_ids, self._completion_ids, self._rewards_per_func = saved
-        self._pending_metrics.clear()
-        self._pending_extra_logs.clear()
-        return stats.pop(accelerator)["scores"][1].item()
-
-    # ---- Loss ----
+    # ---- Step ----
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if self._step % self.args.gradient_accumulation_steps == 0:
-            self._train_adapters()
+            self._actor_critic.train_adapters()
         if self._step < self._skip_until:
             self._step += 1
         else:
-            with self._timed("update"):
+            with self.metrics.timed("update"):
                 loss = super().training_step(model, inputs, num_items_in_batch)
             if self._step > self._skip_until:
                 return loss
         model.zero_grad(set_to_none=True)
         if self._step % self.args.gradient_accumulation_steps == 0:
-            self._stats["train"].add("policy/skipped_steps", 1.0)
+            self.metrics.skipped()
         return torch.zeros((), device=self.args.device)
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        args, mask = self.args, inputs["loss_mask"]
-        completion_ids = inputs["completion_ids"]
-        forward = LogprobForward(model, with_values=True)
-        logprobs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-            forward,
-            torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            completion_ids.size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-        )
-        values = forward.values(completion_ids.size(1))
-        if self._goes_too_far(logprobs, inputs):
-            self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
-            # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
-            return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
-
-        policy, policy_clipped = policy_loss(
-            logprobs, inputs["old_logprobs"], inputs["advantages"], self.epsilon_low, self.epsilon_high, args.dual_clip
-        )
-        value, value_clipped = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
-        self._record_loss(logprobs, entropies, policy, policy_clipped, value, value_clipped, inputs)
-
-        # Gradients are averaged over processes and summed over micro-batches
-        scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
-        actor_loss = masked_sum(policy, mask) * scale
-        if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
-            actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
-        if self.aux_loss_enabled:
-            actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
-        if self._critic_only:
-            actor_loss = 0.0 * actor_loss  # in the graph for DDP; `_before_step` drops its gradients
-        return actor_loss + args.vf_coef * masked_sum(value, mask) * scale
-
-    @property
-    def _critic_only(self) -> bool:
-        return self._step // self._steps_per_rollout < self.args.critic_warmup_rollouts
-
-    def _goes_too_far(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> bool:
-        """Whether the approximate KL of the minibatch so far, of all processes, exceeds `max_approx_kl`."""
-        if self.args.max_approx_kl is None:
-            return False
-        mask = inputs["loss_mask"]
-        with torch.no_grad():
-            kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
-            if self._step % self.args.gradient_accumulation_steps == 0:
-                self._step_kl = torch.zeros_like(kl)
-            self._step_kl += self.accelerator.reduce(kl, reduction="sum")
-            return bool(self._step_kl[0] > self.args.max_approx_kl * self._step_kl[1])
-
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        self._before_step()
+        self._finish_gradients()
         return super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if grad_norm is None:  # `max_grad_norm=0`: nothing was clipped
-            self._before_step()
+            self._finish_gradients()
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         # DeepSpeed makes its step within `backward`, and calls a norm that is not finite -1
         if self.is_deepspeed_enabled and not (norm is None or 0 <= norm < math.inf or self.args.fp16):
-            self._raise_not_finite(
-                "policy or the critic", "The last finite weights are those of the newest checkpoint."
-            )
+            left = "The last finite weights are those of the newest checkpoint."
+            gradients.raise_not_finite(self, "policy or the critic", left)
         return norm
 
-    def _before_step(self) -> None:
-        """Gradients are complete: drop the policy's in warm-up, record their norms, stop if they are not finite."""
+    def _finish_gradients(self) -> None:
+        """Drop the policy's gradients in warm-up; observe the norms; stop if they are not finite."""
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
-        actor_critic = self.accelerator.unwrap_model(self.model)
-        if self._critic_only_step:
-            for parameter in actor_critic.parameters_of("policy"):
-                parameter.grad = None
-        scaler = getattr(self.accelerator, "scaler", None)
+        actor_critic, scaler = self._actor_critic, getattr(self.accelerator, "scaler", None)
+        if self._critic_only(self._step - 1):  # `_step` already counts the micro-batch that completed the gradients
+            gradients.drop(actor_critic.parameters_of("policy"))
         for role in ("policy", "critic"):
-            grads = [p.grad for p in actor_critic.parameters_of(role) if p.grad is not None]
-            if not grads:
+            norm = gradients.norm_of(actor_critic.parameters_of(role), scaler.get_scale() if scaler else 1.0)
+            if norm is None:
                 continue
-            norm = torch.nn.utils.get_total_norm(grads)
-            norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm) / (
-                scaler.get_scale() if scaler else 1
-            )
             if not norm.isfinite() and scaler is None:
-                self._stop_not_finite(role)
-            self._stats["train"].add(f"grad_norm/{role}", norm)
+                gradients.save_and_raise(self, role)
+            self.metrics.gradient(role, norm)
 
-    @property
-    def _critic_only_step(self) -> bool:
-        """As `_critic_only`, at the end of an optimizer step, when `_step` already counts it."""
-        return (self._step - 1) // self._steps_per_rollout < self.args.critic_warmup_rollouts
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        actor_critic = self.accelerator.unwrap_model(model or self.model)
+        check_all_optimized(optimizer, actor_critic)
+        if is_new and self.args.critic_learning_rate is not None:
+            set_critic_rate(optimizer, actor_critic, self.args.critic_learning_rate)
+        return optimizer
 
-    def _stop_not_finite(self, role: str) -> None:
-        folder = os.path.join(self.args.output_dir, "last-good")
-        self.save_model(folder, _internal_call=True)
-        self.accelerator.wait_for_everyone()  # a process that raises while another still writes would cut it off
-        self._raise_not_finite(
-            role,
-            f"The weights before this step, finite but not good if earlier steps went astray, are in {folder}.",
-        )
+    # ---- Evaluation ----
 
-    def _raise_not_finite(self, whose: str, what_is_left: str) -> None:
-        terms = sorted(set(gather_object(self._stats["train"].not_finite())))
-        cause = (
-            f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so it arose in backward"
-        )
-        raise FloatingPointError(
-            f"The gradient of the {whose} is not finite at step {self.state.global_step + 1} ({cause}). "
-            f"{what_is_left} Usual causes: a learning rate that is too high, fp16, or rewards of very different scale "
-            "(see `reward_normalization`, `reward_clip_range`)."
-        )
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple[None, None, None]:
+        self._prepare_inputs(inputs)  # generates, scores and records; there is no loss to evaluate
+        return None, None, None
+
+    def _evaluated(self, rollout: Rollout) -> dict[str, Tensor]:
+        """Observe a batch of an evaluation; return what TRL asks of a rollout."""
+        passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
+        rows = passing.next_rows(len(rollout.scores), self.accelerator)
+        self.metrics.evaluated(rollout, rows, passing.prefix)
+        return {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids")}
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """Score each prompt once, sampled and greedy, and leave no trace in the training state."""
+        check_evaluation_batch(self.args)
+        dataset, evaluate = dataloader.dataset, super().evaluation_loop
+        trl_metrics = copy.deepcopy(self._metrics["eval"])
+        with untouched_rng(self.accelerator, self.args.seed), self.metrics.untimed():
+            with self._evaluating(EvaluationPass(len(dataset) * self.num_generations_eval)):
+                output = evaluate(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
+            if self.args.eval_greedy:
+                with self._evaluating(EvaluationPass(len(dataset), is_greedy=True)), greedy(self):
+                    loader = self.get_eval_dataloader(dataset)
+                    evaluate(loader, f"{description} (greedy)", metric_key_prefix=metric_key_prefix)
+        self._metrics["eval"] = trl_metrics
+        metrics = {
+            name: float(np.nanmean(values))
+            for name, values in logged.items()
+            if name not in (*RLOO_ONLY_METRICS, "num_tokens") and not np.isnan(values).all()
+        }
+        metrics |= self.metrics.report_evaluation()
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    @contextmanager
+    def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:
+        self._evaluation = passing
+        try:
+            yield
+        finally:
+            self._evaluation = None
+
+    # ---- Logging ----
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "train_loss" in logs:
+            # An evaluation after the last step leaves the model in evaluation mode, and the steps since the last log
+            # unlogged; and the Trainer divides the loss of the whole run by the steps since it was resumed
+            self.model.train()
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+        if self.model.training:
+            for name in RLOO_ONLY_METRICS:
+                self._metrics["train"].pop(name, None)
+            report = self.metrics.report(start_time)
+            self._metrics["train"].update({name: [number] for name, number in report.items()})
+        super().log(logs, start_time)
+
+    # ---- Checkpoints ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
+        self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
+        self.metrics.episodes_at_start = self.metrics.episodes
+        output = super().train(resume_from_checkpoint, **kwargs)
+        return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
+
+    def _run_facts(self) -> dict[str, Any]:
+        policy = self._actor_critic.policy
+        if "policy" not in self._identities:  # as it was passed in: training moves it
+            revision = self._loader.init_kwargs.get("revision")
+            self._identities["policy"] = weights_identity(policy, self._loader.path, revision)
+        adapters = adapter_facts(policy) if self._is_peft else {}
+        return {**super()._run_facts(), "rewards": self.reward_func_names, **self._identities, **adapters}
+
+    def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
+        # Each process kept the rows of its own rollout, its random states and its part of the metrics
+        written, now = marker.get("processes"), self.accelerator.num_processes
+        if written not in (None, now):
+            raise ValueError(
+                f"{checkpoint} was written by {written} process(es), this run has {now}, so it cannot go on exactly: "
+                f"start it on {written}; or begin a new run in another `output_dir`, with the checkpoint as `model` "
+                "and its folder `critic` as `value_model`."
+            )
+
+    def _before_resuming(self, checkpoint: str) -> None:
+        if self.args.sync_ref_model:
+            self._set_reference(moved_reference(checkpoint))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Write the policy as a model of its own, and the critic beside it under `critic/`."""
+        output_dir = output_dir if output_dir is not None else self.args.output_dir
+        actor_critic = self._actor_critic
+        given = temporarily(self, processing_class=self._tokenizer_to_save)
+        with self._as_policy(), given, one_adapter(actor_critic.policy):
+            super()._save(output_dir, state_dict=weights_of("policy", state_dict))
+        if self.args.should_save:
+            save_critic(actor_critic, os.path.join(output_dir, "critic"), state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # DeepSpeed leaves frozen weights out of a checkpoint only if the Trainer sees a PeftModel
+        hidden = self._as_policy() if self.is_deepspeed_enabled and self._is_peft else nullcontext()
+        with self._without_base(), hidden:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fsdp_enabled:
+            with self._without_base():
+                return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self._is_peft:
+            with self._as_policy():
+                super()._load_from_checkpoint(resume_from_checkpoint)
+        load_roles(self._actor_critic, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            with self._without_base():
+                return super()._load_best_model()
+        if not self._is_peft:
+            with self._as_policy():
+                super()._load_best_model()
+        load_roles(self._actor_critic, self.state.best_model_checkpoint)
+
+    def _as_policy(self) -> AbstractContextManager:
+        """Have the Trainer see the policy alone as its model."""
+        return temporarily(self, model=self._actor_critic.policy)
+
+    def _without_base(self) -> AbstractContextManager:
+        return without_base(self.is_fsdp_enabled and self._is_peft)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self.args.sync_ref_model:
+            save_reference(self, output_dir)
+        is_mid_rollout = self._step % self._steps_per_rollout != 0
+        rows = joined(self._buffered_inputs) if is_mid_rollout else None
+        Snapshot.take(self, rows).save(output_dir, self.args.process_index)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is None:
+            return
+        rows = Snapshot.load(checkpoint, self.args.process_index).restore(self)
+        if rows is not None:
+            epoch = self._step % self._steps_per_rollout // self.args.steps_per_generation
+            self._buffered_inputs = self._micro_batches(rows, epoch)
 
 
-class _EpochSeededSampler(RepeatSampler):
-    epoch_seed: Callable[[], int]
+class _EpochSeeded(Sampler):
+    """Seed RepeatSampler anew for each epoch: it draws on from one generator, so a resume would replay epoch 0."""
 
-    def __iter__(self):
-        if self.shuffle:
-            self.generator.manual_seed(self.epoch_seed())
-        yield from super().__iter__()
+    def __init__(self, sampler: RepeatSampler, seed: Callable[[], int]):
+        self.sampler, self.seed = sampler, seed
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.sampler.shuffle:
+            self.sampler.generator.manual_seed(self.seed())
+        return iter(self.sampler)
 
 
-def _as_rloo_reads(args: PPOConfig):
-    """RLOO's names for our settings; without `beta` it loads no reference of its own, which would come from a path."""
+def _as_rloo_reads(args: PPOConfig) -> AbstractContextManager:
+    """Show RLOO our settings by its names. Without `beta` it loads no reference of its own, by the policy's path."""
     return temporarily(
         args, beta=0.0, sync_ref_model=False, num_iterations=args.num_ppo_epochs, epsilon=args.cliprange
     )

@@ -1,4 +1,4 @@
-"""Reward functions with TRL's signature, most of them of weight zero: they see what no callback sees."""
+"""Reward functions with TRL's signature. Most have weight zero and only measure what no callback sees: completions."""
 
 from .gold_judge import GoldJudgeReward
 from .loading import load_reward

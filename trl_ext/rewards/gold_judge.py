@@ -1,4 +1,4 @@
-"""A judge that is too good, or too dear, to train on."""
+"""A judge for evaluations, which training never sees."""
 
 import json
 import time
@@ -12,25 +12,27 @@ from .watch import Watch, log_to, text_of
 
 class GoldJudgeReward(Watch):
     """
-    Scores evaluation rows, and no others, by a judge that training must not see; TRL's own generation serves it.
+    Score evaluation rows, and no others, by a judge that training must not see.
 
-    The trainer logs `eval_rewards/gold_judge/mean` and `/std`. From the second evaluation on, `eval_gold/win_rate` is
-    the share of answers that score higher than the first evaluation's answer to the same prompt (a tie is a half):
-    evaluate before training (`eval_on_start=True`), and that is the start policy.
+    TRL generates the answers, and the trainer logs `eval_rewards/gold_judge/mean` and `/std`. From the second
+    evaluation on it also logs `eval_gold/win_rate`, the share of answers that score higher than the first evaluation's
+    answer to the same prompt; a tie counts one half. Set `eval_on_start=True` so that the first evaluation measures
+    the start policy.
 
     Args:
         judge: a reward function, not async. It gets the rows to score, with their columns.
-        column: a true value in this column marks a row to score. Give it to the evaluation set alone:
+        column: a true value in this column marks a row to score. Only the evaluation set should have it:
             `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
-        folder: as of [`Watch`]; the start policy's answers are kept there, so that a resumed run compares with the
-            same ones.
+        folder: see [`Watch`]. It also keeps the start policy's answers and scores, so that a resumed run compares with
+            the same ones.
+        score: see [`Watch`]; the score of all other rows.
     """
 
     __name__ = "gold_judge"
 
     def __init__(self, judge: Any, column: str = "held_out", **kwargs: Any):
         if not callable(judge) or is_async_callable(judge):
-            raise TypeError(f"`judge` must be a reward function that is not async, got {judge!r}")
+            raise TypeError(f"`judge` must be a reward function, and not async, got {judge!r}")
         super().__init__(**kwargs)
         self.judge = judge
         self.column = column
@@ -50,7 +52,9 @@ class GoldJudgeReward(Watch):
         asked, answers = [prompts[i] for i in rows], [completions[i] for i in rows]
         judged = self.judge(prompts=asked, completions=answers, trainer_state=trainer_state, **columns)
         if len(judged) != len(rows):
-            raise ValueError(f"{get_callable_name(self.judge)} returned {len(judged)} scores for {len(rows)} rows")
+            raise ValueError(
+                f"{get_callable_name(self.judge)} returned {len(judged)} scores for {len(rows)} rows; return one a row"
+            )
         step = getattr(trainer_state, "global_step", 0)
         if self._start_step is None:
             self._start_step = step if step == 0 else self._read_start(step)
@@ -73,12 +77,12 @@ class GoldJudgeReward(Watch):
         return scores
 
     def _read_start(self, step: int) -> int:
-        """The start policy's scores, of all processes, if the run that is resumed left them, and its step."""
+        """Read the start policy's scores by all processes, if a resumed run left them, and return their step."""
         folder = self.folder if self.folder is not None else Watch.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
             rows = list(read_jsonl(path))
             for row in rows:
-                if row["run"] == rows[-1]["run"]:  # a run that was started anew in the folder appended
+                if row["run"] == rows[-1]["run"]:  # earlier runs in the same folder wrote to the same file
                     self._start.setdefault(row["prompt"], []).append(row["score"])
                     step = min(step, row["step"])
         return step

@@ -1,4 +1,4 @@
-"""Phrases that are never acceptable, whatever they score: for people to look at."""
+"""Phrases that are never acceptable, queued for people to review."""
 
 import re
 from collections.abc import Iterable
@@ -11,14 +11,16 @@ from .watch import Watch, log_to, text_of
 
 class PhraseReviewReward(Watch):
     """
-    Finds phrases that no completion may have, logs `phrase_review/share`, and queues what it found for review: a
-    line a completion in `review.rank{r}.jsonl` (step, rank, prompt, completion, phrases).
+    Queue completions with unacceptable phrases for review, and log their share as `phrase_review/share`.
+
+    The queue is `review.rank{r}.jsonl` in the folder, with one completion a line: step, rank, prompt, completion,
+    phrases.
 
     Args:
-        phrases: looked for as whole words, whatever their case and the space between them.
-        veto: score of a completion that has one; the others get 0.0. Give the function a weight then. None: nothing
-            is scored.
-        folder, score: see [`Watch`]; the queue lies there, too.
+        phrases: matched as whole words, in any case and with any space between words.
+        veto: score of a completion with such a phrase; others get 0.0. Give the function a weight then. None scores
+            nothing.
+        folder, score: see [`Watch`].
     """
 
     __name__ = "phrase_review"
@@ -26,7 +28,7 @@ class PhraseReviewReward(Watch):
     def __init__(self, phrases: Iterable[str], veto: float | None = None, **kwargs: Any):
         phrases = [phrases] if isinstance(phrases, str) else list(phrases)
         if not phrases or not all(isinstance(phrase, str) and phrase.strip() for phrase in phrases):
-            raise ValueError(f"`phrases` must be texts, one or more, none of them empty; got {phrases}")
+            raise ValueError(f"`phrases` must be one or more texts, none of them empty; got {phrases}")
         super().__init__(**kwargs)
         self.phrases = phrases
         self.veto = veto

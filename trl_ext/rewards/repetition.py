@@ -1,4 +1,4 @@
-"""Repetition, within and across completions, and copying."""
+"""Repetition within and between completions, and copying."""
 
 import hashlib
 from collections import Counter
@@ -10,18 +10,18 @@ from .watch import Watch, log_to, text_of
 
 class RepetitionWatch(Watch):
     """
-    Logs how much completions repeat themselves, each other and a corpus; n-grams are of words.
+    Log how much completions repeat themselves, each other and a corpus, by n-grams of words.
 
-    - `repetition/distinct_{n}`: different n-grams of the batch ÷ all of them (Li et al. 2016, 1510.03055)
-    - `repetition/repeated`: n-grams of a completion that stood in it before ÷ all of them, mean over completions
-    - `repetition/top_phrase_share`: completions with the n-gram that most of them have ÷ completions; the phrase
-      itself is in `completions.rank{r}.jsonl` and in the attribute `top_phrase`
-    - `repetition/copied_share`: completions that have `copied_words` words in a row from the corpus ÷ completions
+    - `repetition/distinct_{n}`: different n-grams of the batch ÷ all n-grams of the batch (Li et al. 2016, 1510.03055)
+    - `repetition/repeated`: n-grams that occurred in their completion before ÷ all its n-grams, mean over completions
+    - `repetition/top_phrase_share`: completions with the most frequent n-gram ÷ completions. The attribute
+      `top_phrase` and `completions.rank{r}.jsonl` have that n-gram.
+    - `repetition/copied_share`: completions with `copied_words` words in a row from the corpus ÷ completions
 
     Args:
         n: words in a phrase.
-        corpus: texts that must not be copied, the training demonstrations for one.
-        copied_words: how many words in a row are a copy.
+        corpus: texts that must not be copied, such as the training demonstrations.
+        copied_words: words in a row that make a copy.
         folder, score: see [`Watch`].
     """
 
@@ -46,7 +46,7 @@ class RepetitionWatch(Watch):
         total, different = sum(map(len, grams)), len({gram for row in grams for gram in row})
         repeated = [1 - len(set(row)) / len(row) if row else 0.0 for row in grams]
         in_completions = Counter(gram for row in grams for gram in set(row))
-        # Of equally frequent phrases the alphabetically first: the same on every run
+        # Of equally frequent phrases take the alphabetically first, so that every run finds the same
         top, count = min(in_completions.items(), key=lambda item: (-item[1], item[0]), default=((), 0))
         self.top_phrase = " ".join(top)
         copied = [
@@ -71,11 +71,12 @@ class RepetitionWatch(Watch):
 
 
 def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
+    """Return all runs of `n` words, in order."""
     return list(zip(*(words[i:] for i in range(n)), strict=False))
 
 
 def _digest(gram: tuple[str, ...]) -> bytes:
-    """Eight bytes, the same in every process: a corpus is large."""
+    """Hash an n-gram to 8 bytes, alike in every process. A whole corpus of n-grams would take too much memory."""
     return hashlib.blake2b(" ".join(gram).encode(), digest_size=8).digest()
 
 

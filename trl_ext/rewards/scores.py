@@ -1,4 +1,4 @@
-"""The distribution of single scores, which trainers log as a mean and a standard deviation only."""
+"""The distribution of single scores. Trainers log only their mean and standard deviation."""
 
 from typing import Any
 
@@ -11,16 +11,17 @@ from .watch import Watch, log_to
 
 class ScoreWatch(Watch):
     """
-    Logs the distribution of a reward's single scores: `score_watch/<name>/q05` and so on, and with a bound
-    `score_watch/<name>/share_above`. Quantiles are averaged over processes and batches.
+    Log the quantiles of a reward's single scores as `score_watch/<name>/q05` and so on.
+
+    With a bound it also logs `score_watch/<name>/share_above`. Quantiles are averaged over processes and batches.
 
     Args:
-        reward: a reward function: this one takes its place, with its weight, and returns its scores. Or the reward
-            model *object* that stands before this one in `reward_funcs`: what it scores is looked at, and this one
-            returns `score`; give it weight 0.
-        bound: scores above it are counted: 0.8 for scores from 0 to 1.
-        quantiles: which ones.
-        name: in the metrics; the reward's own by default.
+        reward: a reward function or a reward model object. A function is replaced: put this one in its place, with its
+            weight, and it returns that function's scores. A model stays in `reward_funcs`: put this one behind it,
+            with weight 0, and it returns `score`.
+        bound: count the share of scores above it; 0.8 suits scores from 0 to 1. None counts nothing.
+        quantiles: to log, in [0, 1].
+        name: for the metrics. The default is the reward's own name.
         folder, score: see [`Watch`].
     """
 
@@ -36,7 +37,7 @@ class ScoreWatch(Watch):
             raise ValueError(f"`quantiles` must lie in [0, 1], got {quantiles}")
         is_model = isinstance(reward, nn.Module)
         if not is_model and (not callable(reward) or is_async_callable(reward)):
-            raise TypeError(f"`reward` must be a function that is not async, or a model object; got {reward!r}")
+            raise TypeError(f"`reward` must be a function, and not async, or a model object; got {reward!r}")
         super().__init__(**kwargs)
         self.reward = reward
         self.bound = bound
@@ -73,5 +74,5 @@ def _scores(output: Any) -> list[float]:
 
 
 def score_watch(reward: Any, **kwargs: Any) -> ScoreWatch:
-    """[`ScoreWatch`] of a reward function or a reward model."""
+    """Make a [`ScoreWatch`] of a reward function or a reward model."""
     return ScoreWatch(reward, **kwargs)

@@ -1,4 +1,4 @@
-"""What the watches share: reward functions of weight zero that only look."""
+"""What all watches share. A watch is a reward function of weight zero that only measures."""
 
 import os
 from collections.abc import Callable
@@ -11,19 +11,20 @@ from ..jsonl import JSONLWriter
 
 
 def text_of(completion: Any) -> str:
-    """The text of a completion, also of messages."""
+    """Return the text of a prompt or completion, whether it is text or messages."""
     return completion if isinstance(completion, str) else "\n".join(str(turn.get("content")) for turn in completion)
 
 
 class Watch:
     """
-    A reward function, with TRL's signature, that measures completions and rewards nothing: give it weight 0.
+    Base class of reward functions that measure completions and reward nothing. Give them weight 0.
 
     Args:
-        folder: where `completions.rank{r}.jsonl` is appended to, a line a completion: step, rank, phase, prompt,
-            completion, scores. None: the output directory if [`~trl_ext.callbacks.JSONLCallback`] is in the script,
-            else nowhere.
-        score: what each completion gets. None takes no part; where no other function scores, TRL wants 0.0.
+        folder: of `completions.rank{r}.jsonl`, to which each completion is appended as one line: step, rank, prompt,
+            completion, scores. None is the folder of [`~trl_ext.callbacks.JSONLCallback`], and without that callback
+            nothing is written.
+        score: of each completion. With None this function takes no part in the reward. Where no other function scores,
+            TRL needs 0.0.
     """
 
     __name__ = "watch"
@@ -35,13 +36,14 @@ class Watch:
         self._writers: dict[Path, JSONLWriter] = {}
 
     def write(self, file: str, rows: list[dict[str, Any]]) -> None:
-        """Append to `{file}.rank{r}.jsonl` in the folder, if there is one."""
+        """Append rows to `{file}.rank{r}.jsonl` in the folder, if there is one."""
         folder = self.folder if self.folder is not None else Watch.default_folder
         if folder is not None and rows:
             path = Path(folder) / f"{file}.rank{PartialState().process_index}.jsonl"
             self._writers.setdefault(path, JSONLWriter(path)).write(*rows)
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
+        """Append completions and their scores to `completions.rank{r}.jsonl`."""
         step, rank = getattr(trainer_state, "global_step", None), PartialState().process_index
         self.write(
             "completions",
@@ -62,7 +64,7 @@ class Watch:
 
 
 def log_to(log_metric: Callable[[str, float], None] | None, metrics: dict[str, float | None]) -> None:
-    """Log what there is. Outside of TRL there is nothing to log to."""
+    """Log the metrics that are not None. Outside TRL `log_metric` is None, and nothing is logged."""
     for name, value in metrics.items():
         if value is not None and log_metric is not None:
             log_metric(name, float(value))

@@ -1,0 +1,92 @@
+"""The pieces of a rollout, without a trainer."""
+
+import math
+
+import pytest
+import torch
+
+from trl_ext.ppo.evaluation import EvaluationPass
+from trl_ext.ppo.rollout import Rollout, joined, permuted, sequence_scores
+
+NAN = math.nan
+
+
+def a_rollout(**changes):
+    """Two rows of up to three tokens; the second has no score."""
+    zeros = torch.zeros(2, 3)
+    fields = {
+        "prompt_ids": torch.tensor([[1], [2]]),
+        "prompt_mask": torch.ones(2, 1, dtype=torch.long),
+        "completion_ids": torch.tensor([[3, 4, 5], [6, 7, 0]]),
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "logprobs": torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]]),
+        "ref_logprobs": torch.tensor([[-1.5, -2.0, -2.0], [-4.0, -6.0, 0.0]]),
+        "values": zeros,
+        "sampler_logprobs": None,
+        "rewards_per_func": torch.tensor([[1.0], [NAN]]),
+        "scores": torch.tensor([1.0, NAN]),
+        "ended": torch.tensor([True, False]),
+        "lengths": torch.tensor([3.0, 2.0]),
+    }
+    return Rollout(**fields | changes)
+
+
+def test_a_row_without_a_score_is_masked():
+    rollout = a_rollout()
+    assert rollout.valid.tolist() == [True, False]
+    assert rollout.mask.tolist() == [[1, 1, 1], [0, 0, 0]]
+
+
+def test_kl_is_the_log_ratio_and_0_without_a_reference():
+    assert a_rollout().kl("k1").tolist() == [[0.5, 0.0, -1.0], [0.0, 1.0, 0.0]]
+    for estimator in ("k1", "k2", "k3"):
+        assert not a_rollout(ref_logprobs=None).kl(estimator).any()
+
+
+REWARDS = torch.tensor([[1.0, 10.0], [2.0, NAN], [NAN, NAN], [3.0, 0.0]])
+ENDED = torch.tensor([True, False, False, False])
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ({}, [0.5 - 10, 1.0, NAN, 1.5]),  # 0.5 · first − second, over those that apply
+        ({"missing_eos_score": -7.0}, [0.5 - 10, -7.0, NAN, -7.0]),
+        ({"missing_eos_penalty": 2.0}, [0.5 - 10, -1.0, NAN, -0.5]),
+    ],
+)
+def test_sequence_scores(rule, expected):
+    scores = sequence_scores(REWARDS, torch.tensor([0.5, -1.0]), ENDED, **rule)
+    torch.testing.assert_close(scores, torch.tensor(expected), equal_nan=True)
+
+
+def test_micro_batches_are_joined_in_the_order_of_generation_whatever_became_of_them():
+    rows = a_rollout().rows_for_training(torch.rand(2, 3), torch.rand(2, 3))
+    rows = {name: torch.cat([values, values, values]) for name, values in rows.items()}
+    rows["row"] = torch.arange(6)
+    rows["advantages"] = torch.rand(6, 3)
+    shuffled = permuted(rows, seed=3)
+    assert shuffled["row"].tolist() != rows["row"].tolist()
+    assert permuted(rows, seed=3)["row"].tolist() == shuffled["row"].tolist() != permuted(rows, seed=4)["row"].tolist()
+    batches = [
+        {**{name: values[start : start + 2] for name, values in shuffled.items()}, "step_tokens": torch.tensor(9)}
+        for start in (4, 0, 2)
+    ]
+    torch.testing.assert_close(joined(batches), rows, rtol=0, atol=0)
+
+
+class TwoProcesses:
+    num_processes, device = 2, torch.device("cpu")
+
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+def test_rows_that_only_complete_the_last_batch_are_not_real():
+    """Five rows on two processes in batches of two: 0 1 | 2 3, then 4 · | · ·"""
+    real = []
+    for process in (0, 1):
+        evaluation, accelerator = EvaluationPass(5), TwoProcesses(process)
+        real.append([evaluation.next_rows(2, accelerator).tolist() for _ in range(2)])
+    assert real == [[[True, True], [True, False]], [[True, True], [False, False]]]
+    assert EvaluationPass(5).prefix == "" and EvaluationPass(5, is_greedy=True).prefix == "greedy/"

@@ -1,0 +1,35 @@
+"""What is kept for an exact resume, without a trainer."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from trl_ext.ppo.snapshot import Snapshot
+
+
+def test_a_snapshot_is_read_as_it_was_written_and_each_process_has_its_own(tmp_path):
+    snapshots = [
+        Snapshot(
+            step=3,
+            skip_until=4,
+            rollout={"row": torch.arange(process + 2)},
+            kl_controller={"kl_coef": 0.1 + process},
+            reward_normalizer={"running": torch.rand(5)},
+            metrics={"train": {"loss": torch.rand(5)}, "episodes": 8},
+            trl_metrics={"loss": [1.0]},
+            tr_loss=torch.tensor(0.5),
+            total_loss=2.5,
+            last_logged=2,
+        )
+        for process in range(2)
+    ]
+    for process, snapshot in enumerate(snapshots):
+        snapshot.save(str(tmp_path), process)
+    for process, snapshot in enumerate(snapshots):
+        torch.testing.assert_close(asdict(Snapshot.load(str(tmp_path), process)), asdict(snapshot), rtol=0, atol=0)
+
+
+def test_a_missing_snapshot_says_why(tmp_path):
+    with pytest.raises(ValueError, match=r"ppo_state_1.pt is missing: .*save_only_model"):
+        Snapshot.load(str(tmp_path), 1)

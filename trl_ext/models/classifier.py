@@ -1,0 +1,105 @@
+"""Sequence classifiers of one label: critics, and reward models on the policy's own base."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from ..upstream import set_zero3_state
+from .adapter_switch import AdapterSwitch
+from .weights import base_model_of, unpatched_copy, vocabulary_of, whole
+
+
+def classifier_on(base: Any, head: nn.Module | None = None, pad_token_id: int | None = None) -> PreTrainedModel:
+    """
+    Build a sequence classifier of one label around `base`'s own backbone (not a copy) and `head`.
+
+    Without a head it gets a zero one in float32, since bfloat16 rounds small updates away.
+    """
+    config = copy.deepcopy(base.config)
+    config.num_labels = 1
+    if pad_token_id is not None:
+        config.get_text_config().pad_token_id = pad_token_id
+    try:
+        with torch.device("meta"), set_zero3_state():  # only the structure is needed, nothing for ZeRO-3 to partition
+            classifier = AutoModelForSequenceClassification.from_config(config)
+    except ValueError as error:
+        raise ValueError(
+            f"transformers has no sequence classifier for {type(base).__name__}, so no critic can be built from the "
+            "policy: pass one as `value_model=`."
+        ) from error
+    setattr(classifier, classifier.base_model_prefix, base.base_model)
+    if head is None:
+        head = nn.Linear(classifier.score.in_features, 1, bias=classifier.score.bias is not None)
+        for parameter in head.parameters():
+            nn.init.zeros_(parameter)
+    classifier.score = head.to(base.device)
+    return classifier
+
+
+class AdapterClassifier(nn.Module):
+    """
+    A sequence classifier of one label on the policy's own base: an adapter and a head.
+
+    Only the head is registered as its child; the base is the policy's.
+    """
+
+    classifier: Any
+
+    def __init__(self, policy: Any, adapters: AdapterSwitch, name: str, head=None, pad_token_id: int | None = None):
+        super().__init__()
+        classifier = classifier_on(base_model_of(policy), head, pad_token_id)
+        self.score = classifier.score
+        self.config = classifier.config
+        self.adapters = adapters
+        self.name = name
+        # The base's weights are the policy's: registered twice, they would be sharded and saved twice
+        object.__setattr__(self, "classifier", classifier)
+
+    def backbone(self, **inputs: Any) -> Any:
+        with self.adapters.use(self.name):
+            return self.classifier.base_model(**inputs)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Score right-padded rows (B, L) as the sequence classifier's own forward does: (B,)."""
+        with self.adapters.use(self.name):
+            return self.classifier(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
+
+
+def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None = None) -> PreTrainedModel:
+    """
+    Build a critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start.
+
+    `load_again` loads a sequence classifier with the policy's backbone, for a policy that cannot be copied.
+    """
+    twin = unpatched_copy(policy, "the critic", load_again)
+    critic = twin if hasattr(twin, "score") else classifier_on(twin)
+    for parameter in critic.score.parameters():
+        with whole(parameter, modifier_rank=0):
+            nn.init.zeros_(parameter)
+    critic.score.to(policy.dtype)
+    return critic.requires_grad_(True)
+
+
+def check_critic(critic: Any, policy: nn.Module) -> None:
+    """Raise a `ValueError` if `critic` cannot be the critic of `policy`."""
+    score = getattr(critic, "score", None)
+    if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
+        raise ValueError(
+            "`value_model` must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` "
+            f"of a causal language model), got {type(critic).__name__}."
+        )
+    if critic.config.num_labels != 1:
+        raise ValueError(
+            f"`value_model` must have one label, got num_labels={critic.config.num_labels}: load it with "
+            "`num_labels=1`."
+        )
+    vocabulary, needed = vocabulary_of(critic), vocabulary_of(policy)
+    if vocabulary != needed:
+        raise ValueError(
+            f"`value_model` has a vocabulary of {vocabulary} tokens, the policy one of {needed}: the critic reads the "
+            "policy's token ids, so it must share its tokenizer."
+        )

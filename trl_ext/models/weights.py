@@ -1,0 +1,65 @@
+"""The weights of a model, whatever wraps or shards them."""
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..upstream import disable_dropout_in_model
+
+
+def base_model_of(model: Any) -> Any:
+    """Return the transformers model under a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def vocabulary_of(model: Any) -> int:
+    """Return how many token ids a model has a row for."""
+    return base_model_of(model).config.get_text_config().vocab_size
+
+
+def size_of(parameters: Iterable[Tensor]) -> int:
+    """Count weights, also where ZeRO-3 has partitioned them."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
+
+
+def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
+    """Have a parameter in full within the block, if ZeRO-3 has partitioned it."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Switch dropout off: in the modules, and the rates that layers keep as numbers (Llama's `attention_dropout`)."""
+    disable_dropout_in_model(model)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | None = None) -> Any:
+    """
+    Copy a model without the forward that TRL or accelerate patched onto the instance.
+
+    Args:
+        model: what to copy.
+        what: what the copy will be, for the error.
+        load_again: loads the same weights once more, for a model that ZeRO-3 has partitioned and nobody can copy.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        if load_again is not None:
+            return load_again()
+        raise ValueError(
+            f"{what} would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: pass "
+            "`model` as a path, or this one (`ref_model=`, `value_model=`)."
+        )
+    twin = copy.deepcopy(model)
+    for module in (twin, base_model_of(twin)):
+        vars(module).pop("forward", None)
+    return twin

@@ -1,0 +1,110 @@
+"""The bytes that a run takes beside its roles, while it generates, scores, updates and steps."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..models.weights import base_model_of
+from .memory import kv_cache_bytes
+from .roles import linear_weights
+from .runs import Job, Role
+from .simulate import forward_peak, tokens, training_peak
+
+
+def generation_phase(job: Job, mode: Any, policy: Any, rows: int) -> dict[str, int]:
+    """Return what generating `rows` answers takes; vLLM's own memory is not counted."""
+    if job.args.use_vllm:
+        return {}
+    config = base_model_of(policy).config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    length = job.prompt_length + job.args.max_completion_length
+    depth, config.num_hidden_layers = (
+        config.num_hidden_layers,
+        2,
+    )  # without gradients no layer's activations are kept
+    policy.eval()
+    # Without autocast, which accelerate puts on the actor-critic's forward only, not on the policy's
+    prefill = forward_peak(
+        mode, policy, lambda: policy(**tokens(rows, job.prompt_length), logits_to_keep=1, use_cache=False)
+    )
+    policy.train()
+    config.num_hidden_layers = depth
+    gathered = _gathered(job, policy)
+    if job.layout.shards_weights and job.args.ds3_gather_for_generation:  # the whole policy, once per rollout
+        gathered = sum(p.numel() for p in policy.parameters()) * job.compute_dtype.itemsize
+    return {
+        "KV cache": kv_cache_bytes(depth, heads, head_dim, rows, length, job.compute_dtype.itemsize),
+        "logits": 3 * rows * config.vocab_size * 4,  # raw, scaled, and as probabilities
+        "activations": prefill,
+        "gathered weights": gathered,
+    }
+
+
+def scoring_phase(job: Job, mode: Any, model: Any, rewards: list, rows: int, length: int) -> dict[str, int]:
+    """
+    Return what log-probs, values and rewards of a rollout take.
+
+    The reference's pass is left out, since it takes less than that of policy and critic.
+    """
+    with mode:
+        batch = tokens(rows, length)
+    model.eval()
+    peaks = [
+        forward_peak(
+            mode,
+            model,
+            lambda: model(**batch, with_values=True, labels=batch["input_ids"], fused_lm_head=True),
+            job.autocast,
+        )
+    ]
+    model.train()
+    for reward in rewards:
+        if type(reward.config) is type(job.policy) and reward.config.hidden_size <= job.policy.hidden_size:
+            continue  # it takes no more than the policy
+        limit = getattr(reward.config, "max_position_embeddings", length)
+        cut = {name: values[:, :limit] for name, values in batch.items()}
+        peaks.append(forward_peak(mode, reward, partial(reward, **cut)))
+    return {"activations": max(peaks), "gathered weights": _gathered(job, model)}
+
+
+def update_phases(
+    job: Job, mode: Any, model: Any, loss: Callable[[], Tensor], roles: list[Role], *others: Any
+) -> dict:
+    """Return `update`, the forward and backward pass of one micro-batch, and `step`, the optimizer's step."""
+    gradients = sum(role.gradients for role in roles)
+    accumulates = job.args.gradient_accumulation_steps > 1
+    kind = "sharded" if job.layout.shards_gradients else "kept" if accumulates else "fresh"
+    peak = training_peak(mode, model, loss, job.autocast, kind, tuple(others))
+    if kind == "sharded":
+        update = {"gradients": gradients, "activations": peak}
+    else:
+        whole = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        extra = gradients - whole  # DDP's buckets
+        update = {"gradients": min(whole, peak) + extra, "activations": max(0, peak - whole)}
+    update["gathered weights"] = _gathered(job, model, *others)
+    if job.bits:
+        quantized = linear_weights(model)
+        update["dequantised layer"] = 2 * max(p.numel() for p in model.parameters() if id(p) in quantized)
+    step = {"gradients": gradients, "temporary": gradients if job.optim == "adamw_torch" else 0}
+    return {"update": update, "step": step}
+
+
+def _gathered(job: Job, *models: nn.Module) -> int:
+    """Return the bytes of the whole weights that a sharded run holds while it computes with them."""
+    numel = sum(p.numel() for model in models for p in model.parameters())
+    if job.layout.mode == "zero3":
+        return min(job.layout.live_parameters, numel) * job.compute_dtype.itemsize
+    if job.layout.mode == "fsdp2":  # the root's own weights (embeddings and heads), this layer and the next
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in _layers(models[0])]
+        root = sum(p.numel() for p in models[0].parameters()) - sum(layers)
+        return (root + 2 * max(layers, default=0)) * job.compute_dtype.itemsize
+    return 0
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the model's layers: its largest `ModuleList`."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))

@@ -1,0 +1,46 @@
+"""Sums that are exact over tokens, micro-batches and processes: never a mean of means."""
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from ..functional import merge_moments, moments
+
+
+class Accumulator:
+    """Keep count, mean, variance, minimum and maximum of each metric since the last `pop`, over all processes."""
+
+    def __init__(self):
+        self._moments: dict[str, Tensor] = {}
+
+    def add(self, name: str, values: Tensor | float, mask: Tensor | None = None) -> None:
+        """Add the entries of `values` where `mask` is 1. Every process must add the same names between two `pop`s."""
+        values = torch.tensor(values, dtype=torch.float64) if isinstance(values, (int, float)) else values
+        new = moments(values, mask)
+        old = self._moments.get(name)
+        self._moments[name] = new if old is None else merge_moments(torch.stack([old.to(new.device), new]))
+
+    def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
+        """Return the (5,) moments of each metric over all processes, and start anew."""
+        names = sorted(self._moments)
+        if not names:
+            return {}
+        local = torch.stack([self._moments[name].to(accelerator.device) for name in names])
+        parts = accelerator.gather(local[None]).cpu()  # (processes, metrics, 5)
+        self._moments.clear()
+        return {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}
+
+    def not_finite(self) -> list[str]:
+        """Names of the metrics that have seen NaN or infinity on this process."""
+        return sorted(name for name, value in self._moments.items() if value[0] > 0 and not value[1:].isfinite().all())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: value.cpu() for name, value in self._moments.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._moments = dict(state)
+
+
+def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The (5,) moments of the real entries of all processes, the same on each."""
+    return merge_moments(accelerator.gather(moments(values, mask)[None]))

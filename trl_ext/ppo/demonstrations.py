@@ -1,0 +1,39 @@
+"""What the demonstrations in the training set are worth, for `reward_normalization='reference'`."""
+
+from typing import Any
+
+import torch
+
+from ..upstream import is_conversational
+from .accumulator import Accumulator
+from .inputs import with_prompts
+from .rollout import sequence_scores
+
+
+def mean_demonstration_score(trainer: Any) -> float:
+    """Score each demonstration once, finished by EOS, and return the mean over all processes."""
+    stats, dataset, accelerator, args = Accumulator(), trainer.train_dataset, trainer.accelerator, trainer.args
+    tokenizer, size = trainer._tokenizer, args.local_rollout_forward_batch_size
+    for start in range(0, len(dataset), size * accelerator.num_processes):
+        first = start + size * accelerator.process_index
+        rows = torch.arange(first, first + size)
+        inputs = with_prompts([dataset[int(i)] for i in rows % len(dataset)], tokenizer)
+        texts = [row[args.reward_reference_column] for row in inputs]
+        texts = [text if isinstance(text, str) else text[-1]["content"] for text in texts]
+        completion_ids = [
+            [*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ]
+        prompts = [row["prompt"] for row in inputs]
+        prompt_ids = trainer._tokenize_prompts(prompts)[0]
+        inputs = [{**row, "prompt_ids": ids} for row, ids in zip(inputs, prompt_ids, strict=True)]
+        chat = is_conversational(inputs[0])
+        completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
+        rewards = trainer._local(trainer._calculate_rewards(inputs, prompts, completions, completion_ids))
+        scores = sequence_scores(
+            rewards, trainer.reward_weights, torch.ones(len(rewards), dtype=torch.bool).to(rewards.device)
+        )
+        stats.add("scores", scores, (rows < len(dataset)).to(scores.device) & ~scores.isnan())
+    # What the functions have logged is of no rollout
+    trainer._pending_metrics.clear()
+    trainer._pending_extra_logs.clear()
+    return stats.pop(accelerator)["scores"][1].item()

@@ -1,0 +1,46 @@
+"""The gradients of a PPO step, complete and not yet clipped."""
+
+import os
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+
+def drop(parameters: Any) -> None:
+    """Leave these parameters out of the step: an optimizer skips what has no gradient."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
+    """Return the norm of the gradient of all these parameters, divided by a loss scale; None without a gradient."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return None
+    norm: Any = torch.nn.utils.get_total_norm(grads)
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm) / scale
+
+
+def save_and_raise(trainer: Any, role: str) -> None:
+    """Save the weights from before this step, and raise, as the gradient of `role` is not finite."""
+    folder = os.path.join(trainer.args.output_dir, "last-good")
+    trainer.save_model(folder, _internal_call=True)
+    trainer.accelerator.wait_for_everyone()  # a process that raises while another still writes would cut it off
+    raise_not_finite(
+        trainer,
+        role,
+        f"The weights before this step, finite but not good if earlier steps went astray, are in {folder}.",
+    )
+
+
+def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
+    """Raise on all processes, with the terms of the loss that were not finite on any."""
+    terms = sorted(set(gather_object(trainer.metrics.not_finite())))
+    cause = f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so it arose in backward"
+    raise FloatingPointError(
+        f"The gradient of the {whose} is not finite at step {trainer.state.global_step + 1} ({cause}). "
+        f"{what_is_left} Usual causes: a learning rate that is too high, fp16, or rewards of very different scale "
+        "(see `reward_normalization`, `reward_clip_range`)."
+    )

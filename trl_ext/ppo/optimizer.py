@@ -1,0 +1,28 @@
+"""One optimizer for policy and critic."""
+
+import torch
+
+from ..models.actor_critic import ActorCritic
+
+
+def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
+    """Raise if a weight that is to be trained is not in the optimizer."""
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for role in ("policy", "critic"):
+        missing = sum(p.requires_grad and id(p) not in optimized for p in actor_critic.parameters_of(role))
+        if missing:
+            raise ValueError(
+                f"{missing} trainable weights of the {role} are not in the optimizer and would never change: add "
+                "them to the one passed in `optimizers` (a critic that the trainer builds cannot be in it: pass "
+                "`value_model`, or `optimizer_cls_and_kwargs`), or freeze them with `requires_grad_(False)`."
+            )
+
+
+def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float) -> None:
+    """Move the critic's weights to parameter groups of their own, with this learning rate."""
+    critic = {id(p) for p in actor_critic.parameters_of("critic")}
+    for group in list(optimizer.param_groups):
+        params = group["params"]
+        group["params"] = [p for p in params if id(p) not in critic]
+        options = {name: value for name, value in group.items() if name != "params"}
+        optimizer.add_param_group({**options, "lr": rate, "params": [p for p in params if id(p) in critic]})

@@ -1,0 +1,35 @@
+"""A reference that `sync_ref_model` moves."""
+
+import os
+from typing import Any
+
+from trl.trainer.callbacks import SyncRefModelCallback
+
+_FOLDER = "reference"
+
+
+class SyncReference(SyncRefModelCallback):
+    """Move the reference towards the policy alone, not towards policy and critic."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        kwargs["model"] = self.accelerator.unwrap_model(kwargs["model"]).policy
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def save_reference(trainer: Any, checkpoint: str) -> None:
+    """Keep the moved reference in a checkpoint; every process must call it."""
+    state = trainer.accelerator.get_state_dict(trainer.ref_model)
+    if trainer.args.should_save:
+        reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+        reference.save_pretrained(os.path.join(checkpoint, _FOLDER), state_dict=state)
+
+
+def moved_reference(checkpoint: str) -> str:
+    """Return the folder of the reference in a checkpoint."""
+    folder = os.path.join(checkpoint, _FOLDER)
+    if not os.path.isdir(folder):
+        raise ValueError(
+            f"{folder} is missing, so the reference that `sync_ref_model=True` has moved is not known: the "
+            "checkpoint was written without it. Go on with `sync_ref_model=False`, or start anew."
+        )
+    return folder

@@ -1,0 +1,189 @@
+"""One rollout: what the policy answered, what that is worth, and the micro-batches that PPO makes of it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from trl import RLOOTrainer
+
+from ..functional import kl_estimate
+from ..models.actor_critic import LogprobForward
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """
+    This process's rows of a rollout, in the order of generation.
+
+    B responses of up to T tokens, to prompts of up to P tokens, scored by F reward functions. Log-probs are in nats.
+    """
+
+    prompt_ids: Tensor  # (B, P), left-padded
+    prompt_mask: Tensor  # (B, P)
+    completion_ids: Tensor  # (B, T), right-padded
+    completion_mask: Tensor  # (B, T), 1 = real token, EOS included
+    logprobs: Tensor  # (B, T), of the policy that answered
+    ref_logprobs: Tensor | None  # (B, T), None without a reference
+    values: Tensor | None  # (B, T), None in evaluation
+    sampler_logprobs: Tensor | None  # (B, T), of the distribution that was drawn from, where it is recorded
+    rewards_per_func: Tensor  # (B, F), NaN where a function returned None
+    scores: Tensor  # (B,), after the EOS rule, NaN for rows that take no part
+    ended: Tensor  # (B,), whether EOS came
+    lengths: Tensor  # (B,), tokens drawn, EOS included
+
+    @property
+    def valid(self) -> Tensor:
+        """(B,): whether the row takes part."""
+        return ~self.scores.isnan()
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, T): real tokens of the rows that take part."""
+        return self.completion_mask * self.valid[:, None]
+
+    def kl(self, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+        """(B, T): KL to the reference, nats; 0 without one."""
+        return kl_estimate(self.logprobs, self.logprobs if self.ref_logprobs is None else self.ref_logprobs, estimator)
+
+    def rows_for_training(self, advantages: Tensor, returns: Tensor) -> dict[str, Tensor]:
+        """Return what an update needs of each row; TRL's buffer shuffles and splits every tensor by row."""
+        assert self.values is not None
+        return {
+            "row": torch.arange(len(self.scores), device=self.scores.device),
+            "prompt_ids": self.prompt_ids,
+            "prompt_mask": self.prompt_mask,
+            "completion_ids": self.completion_ids,
+            "completion_mask": self.completion_mask,
+            "loss_mask": self.mask,
+            "old_logprobs": self.logprobs,
+            "old_values": self.values,
+            "advantages": advantages,
+            "returns": returns,
+        }
+
+
+def sequence_scores(
+    rewards: Tensor,
+    weights: Tensor,
+    ended: Tensor,
+    missing_eos_score: float | None = None,
+    missing_eos_penalty: float | None = None,
+) -> Tensor:
+    """
+    Weigh the rewards of each response, and apply the rule for those that do not end by EOS (N+ details, 2403.17031).
+
+    score = Σ_f weight_f · reward_f over the functions that apply; without EOS it is replaced by `missing_eos_score`,
+    or lowered by `missing_eos_penalty`.
+
+    Args:
+        rewards: (B, F), NaN where a function does not apply.
+        weights: (F,).
+        ended: (B,), whether the response ends by EOS.
+        missing_eos_score, missing_eos_penalty: score units, None for no such rule.
+
+    Returns:
+        (B,), NaN where no function applies.
+    """
+    scores = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
+    if missing_eos_score is not None:
+        scores = torch.where(ended | scores.isnan(), scores, missing_eos_score)
+    if missing_eos_penalty is not None:
+        scores = torch.where(ended, scores, scores - missing_eos_penalty)
+    return scores
+
+
+class RolloutRecorder:
+    """
+    Stand in for the trainer while TRL's own rollout runs, and note what its steps return.
+
+    TRL keeps neither the reference's log-probs nor the values, and sums the policy's over each response. Whatever is
+    not noted here is the trainer's.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.passes: list[Tensor] = []  # (B, T) log-probs: the policy's, then the reference's
+        self.values: Tensor | None = None  # (B, T)
+        self.prompt_ids: list[list[int]] = []
+        self.completion_ids: list[list[int]] = []
+        self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def run(self, inputs: list[dict[str, Any]]) -> Rollout:
+        """Run TRL's rollout; raise if it did not take the steps that we know."""
+        trainer, args = self.trainer, self.trainer.args
+        output = RLOOTrainer._generate_and_score_completions(self, inputs)
+        expected = 1 + (trainer.beta != 0)
+        if len(self.passes) != expected:
+            raise RuntimeError(
+                f"TRL made {len(self.passes)} log-prob passes in a rollout, {expected} were expected: this version of "
+                "TRL is not supported."
+            )
+        logprobs, *reference = self.passes
+        mask, device = output["completion_mask"], logprobs.device
+        ended = torch.tensor([ids[-1] in trainer.eos_token_ids for ids in self.completion_ids], device=device)
+        rewards = trainer._local(self.rewards_per_func)
+        scores = sequence_scores(
+            rewards, trainer.reward_weights, ended, args.missing_eos_score, args.missing_eos_penalty
+        )
+        sampler = trainer._actor_critic.sampler_recorder
+        return Rollout(
+            prompt_ids=output["prompt_ids"],
+            prompt_mask=output["prompt_mask"],
+            completion_ids=output["completion_ids"],
+            completion_mask=mask,
+            logprobs=logprobs,
+            ref_logprobs=reference[0] if reference else None,
+            values=self.values,
+            sampler_logprobs=None if sampler is None else sampler.take(logprobs.size(1)),
+            rewards_per_func=rewards,
+            scores=scores.masked_fill(~mask.any(1), torch.nan),
+            ended=ended,
+            lengths=torch.tensor([len(ids) for ids in self.completion_ids], device=device, dtype=torch.float32),
+        )
+
+    def _generate(self, prompts: list) -> tuple[list, list, list]:
+        self.prompt_ids, self.completion_ids, completions = self.trainer._generate(prompts)
+        return self.prompt_ids, self.completion_ids, completions
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size=None, **kwargs
+    ):
+        trainer, is_policy = self.trainer, not self.passes
+        forward = LogprobForward(model, with_values=is_policy and trainer.model.training)
+        with trainer.metrics.timed("logprobs"):
+            result = trainer._get_per_token_logps_and_entropies(
+                forward,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                trainer.args.local_rollout_forward_batch_size,
+                **kwargs,
+            )
+        self.passes.append(result[0])
+        if forward.with_values:
+            self.values = forward.values(logits_to_keep)
+        return result
+
+    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+        inputs = [{**row, "prompt_ids": ids} for row, ids in zip(inputs, self.prompt_ids, strict=True)]
+        self.rewards_per_func = self.trainer._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self.rewards_per_func
+
+
+def joined(micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the rows of a rollout's micro-batches in the order of generation."""
+    columns = [name for name in micro_batches[0] if name != "step_tokens"]
+    rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
+    order = rollout["row"].argsort()
+    return {name: values[order] for name, values in rollout.items()}
+
+
+def permuted(rollout: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    """Return the rows of a rollout in an order that depends on the seed alone."""
+    mask = rollout["loss_mask"]
+    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed % 2**63)).to(mask.device)
+    return {name: values[order] for name, values in rollout.items()}

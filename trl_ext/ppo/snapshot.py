@@ -1,0 +1,70 @@
+"""What an exact resume of PPO needs beside what the Trainer saves."""
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Snapshot:
+    """One process' state between two optimizer steps; everything is plain data or CPU tensors."""
+
+    step: int  # micro-batches trained on
+    skip_until: int  # `step` at which updates go on after `max_approx_kl`
+    rollout: dict[str, Tensor] | None  # the rows that are being trained on, in the order of generation
+    kl_controller: dict[str, Any]
+    reward_normalizer: dict[str, Any]
+    metrics: dict[str, Any]
+    trl_metrics: dict[str, list[float]]  # what TRL's own code has noted since the last log
+    # The Trainer starts its loss sums anew, so that the first log after resuming would cover fewer steps
+    tr_loss: Tensor
+    total_loss: float
+    last_logged: int
+
+    @classmethod
+    def take(cls, trainer: Any, rollout: dict[str, Tensor] | None) -> "Snapshot":
+        """Note the state of a trainer; `rollout` is None between two rollouts."""
+        return cls(
+            step=trainer._step,
+            skip_until=trainer._skip_until,
+            rollout=None if rollout is None else {name: values.cpu() for name, values in rollout.items()},
+            kl_controller=trainer.kl_controller.state_dict(),
+            reward_normalizer=trainer.reward_normalizer.state_dict(),
+            metrics=trainer.metrics.state_dict(),
+            trl_metrics=dict(trainer._metrics["train"]),
+            tr_loss=trainer._tr_loss.cpu(),
+            total_loss=trainer._total_loss_scalar,
+            last_logged=trainer._globalstep_last_logged,
+        )
+
+    def restore(self, trainer: Any) -> dict[str, Tensor] | None:
+        """Give a trainer this state; return the rows of the rollout that it is to go on with."""
+        device = trainer.args.device
+        trainer._step, trainer._skip_until = self.step, self.skip_until
+        trainer.kl_controller.load_state_dict(self.kl_controller)
+        trainer.reward_normalizer.load_state_dict(self.reward_normalizer)
+        trainer.metrics.load_state_dict(self.metrics)
+        trainer._metrics["train"].update(self.trl_metrics)
+        trainer._tr_loss = self.tr_loss.to(device)
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = self.total_loss, self.last_logged
+        return self.rollout and {name: values.to(device) for name, values in self.rollout.items()}
+
+    def save(self, checkpoint: str, process: int) -> None:
+        torch.save(asdict(self), snapshot_file(checkpoint, process))
+
+    @classmethod
+    def load(cls, checkpoint: str, process: int) -> "Snapshot":
+        path = snapshot_file(checkpoint, process)
+        if not os.path.isfile(path):
+            raise ValueError(
+                f"{path} is missing: the checkpoint was written with `save_only_model=True`, or was not copied whole, "
+                "and cannot be resumed from. Copy it whole, or start anew."
+            )
+        return cls(**torch.load(path, map_location="cpu", weights_only=True))
+
+
+def snapshot_file(checkpoint: str, process: int) -> str:
+    return os.path.join(checkpoint, f"ppo_state_{process}.pt")

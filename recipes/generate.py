@@ -10,7 +10,6 @@ not on the number of processes. A single `--prompt` is answered on the terminal 
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +18,11 @@ from typing import Any, Literal
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import check_texts
+from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
 
 
 @dataclass
@@ -87,35 +87,6 @@ def load_prompts(args: GenerateArguments) -> list[Any]:
     return prompts
 
 
-def tokenize(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each prompt; messages through the chat template, ready for the assistant's turn."""
-    if any(not isinstance(prompt, str) for prompt in prompts) and tokenizer.chat_template is None:
-        raise ValueError("the prompts are messages, but the tokenizer has no chat template: use an instruct model's")
-    return [
-        tokenizer(prompt)["input_ids"]
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(
-            prompt,
-            add_generation_prompt=prompt[-1]["role"] != "assistant",
-            continue_final_message=prompt[-1]["role"] == "assistant",
-            return_dict=True,
-        )["input_ids"]
-        for prompt in prompts
-    ]
-
-
-@torch.no_grad()
-def answers(model: Any, tokenizer: Any, prompt_ids: list[list[int]], seed: int) -> Iterator[tuple[str, bool]]:
-    """Text of each answer, and whether it ended by EOS."""
-    torch.manual_seed(seed)
-    batch = tokenizer.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt").to(model.device)
-    sequences = model.generate(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    stops = set(model.generation_config.eos_token_id)
-    for ids in sequences[:, batch["input_ids"].size(1) :].tolist():
-        length = next((i for i, token in enumerate(ids) if token in stops), None)
-        yield tokenizer.decode(ids[:length], skip_special_tokens=True), length is not None
-
-
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     parser = StrictTrlParser(GenerateArguments)
@@ -129,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         prompts = load_prompts(args)
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.revision)
-        prompt_ids = tokenize(prompts, tokenizer)
+        prompt_ids = prompt_token_ids(tokenizer, prompts)
         model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, revision=args.revision, dtype=args.dtype)
     except (ValueError, OSError) as error:  # FileNotFoundError, too
         parser.error(str(error))
@@ -142,20 +113,8 @@ def main(arguments: list[str] | None = None) -> None:
             f"context only {context}: lower `max_new_tokens`, or shorten the prompts"
         )
 
-    # 3. How to sample, in place of what the folder's generation_config.json says of it, but for what ends an answer
-    saved = model.generation_config.eos_token_id
-    stops = {tokenizer.eos_token_id, *(saved if isinstance(saved, list) else [saved])} - {None}
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    sampling = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
-    model.generation_config = GenerationConfig(
-        max_new_tokens=args.max_new_tokens,
-        eos_token_id=sorted(stops),
-        pad_token_id=tokenizer.pad_token_id,
-        **(sampling if args.temperature else {"do_sample": False}),
-    )
-
-    # 4. Generate: batch after batch, one to each process, written as they come
+    # 3. Generate: batch after batch, one to each process, written as they come
+    ends = eos_token_ids(model, tokenizer)
     starts = range(0, len(prompts), args.batch_size)
     done = finished = 0
     state.wait_for_everyone()  # until all have seen that there is no such file yet
@@ -167,19 +126,26 @@ def main(arguments: list[str] | None = None) -> None:
             rows: list[dict] = []
             for start in mine:
                 batch = slice(start, start + args.batch_size)
-                seed = args.seed * 1_000_003 + start
-                for prompt, (text, ended) in zip(
-                    prompts[batch], answers(model, tokenizer, prompt_ids[batch], seed), strict=True
-                ):
+                answers = sample(
+                    model,
+                    prompt_ids[batch],
+                    ends,
+                    max_new_tokens=args.max_new_tokens,
+                    temperature=args.temperature,
+                    top_p=args.top_p,
+                    seed=args.seed * 1_000_003 + start,
+                )
+                texts = answer_texts(tokenizer, answers, ends)
+                for prompt, ids, text in zip(prompts[batch], answers, texts, strict=True):
                     completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                    rows.append({"prompt": prompt, "completion": completion, "finished": ended})
+                    rows.append({"prompt": prompt, "completion": completion, "finished": ids[-1] in ends})
             rows = gather_object(rows) if state.num_processes > 1 else rows
             done, finished = done + len(rows), finished + sum(row["finished"] for row in rows)
             if file is not None:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 file.flush()
             elif mine and not args.output_file:
-                print(text)
+                print(texts[0])
     if args.output_file:
         state.print(f"Answers: {args.output_file}, {done}, of which {finished} ended by EOS")
 

@@ -29,6 +29,7 @@ from trl_ext.arguments import ModelArguments, PromptArguments
 from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, differences, fingerprint
 from trl_ext.data import check_texts
 from trl_ext.evaluation import bootstrap_interval
+from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
 from trl_ext.rewards import load_reward
 
 
@@ -82,38 +83,27 @@ class ModelReward:
         return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].tolist()
 
 
-@torch.no_grad()
 def answer(model: Any, tokenizer: Any, rows: list[dict], number: int, script_args: Any, batch: int) -> list[dict]:
     """`number` sampled answers to each row, as `{"completion", "ids", "finished"}`, those of a row in succession."""
-    answers = []
-    rows = [row for row in rows for _ in range(number)]
-    for start in range(0, len(rows), batch):
-        prompts = [row["prompt"] for row in rows[start : start + batch]]
-        talks = isinstance(prompts[0], list)
-        texts = prompts
-        if talks:
-            texts = [tokenizer.apply_chat_template(p, add_generation_prompt=True, tokenize=False) for p in prompts]
-        inputs = tokenizer(
-            texts, padding=True, padding_side="left", add_special_tokens=not talks, return_tensors="pt"
-        ).to(model.device)
-        sequences = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=script_args.max_completion_length,
-            do_sample=True,
-            temperature=script_args.temperature,
-            top_k=0,
-            top_p=1.0,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-        for ids in sequences[:, inputs["input_ids"].shape[1] :].tolist():
-            finished = tokenizer.eos_token_id in ids
-            ids = ids[: ids.index(tokenizer.eos_token_id) + 1] if finished else ids
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            completion = [{"role": "assistant", "content": text}] if talks else text
-            answers.append({"completion": completion, "ids": ids, "finished": finished})
-    return answers
+    prompts = [row["prompt"] for row in rows for _ in range(number)]
+    ends = eos_token_ids(model, tokenizer)
+    answers = sample(
+        model,
+        prompt_token_ids(tokenizer, prompts),
+        ends,
+        max_new_tokens=script_args.max_completion_length,
+        temperature=script_args.temperature,
+        batch_size=batch,
+    )
+    texts = answer_texts(tokenizer, answers, ends)
+    return [
+        {
+            "completion": text if isinstance(prompt, str) else [{"role": "assistant", "content": text}],
+            "ids": ids,
+            "finished": ids[-1] in ends,
+        }
+        for prompt, ids, text in zip(prompts, answers, texts, strict=True)
+    ]
 
 
 def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:

@@ -60,7 +60,6 @@ IMPORTED = {  # name in trl_ext/upstream.py -> the parameters that we pass, in t
     "disable_dropout_in_model": ["model"],
     "find_adapter_config_file": ["model_id"],
     "is_vllm_available": [],
-    "generate_completions": ["prompts", "model", "tokenizer", "accelerator", "generation_config", "batch_size"],
     "get_callable_name": ["func"],
     "get_config_model_id": ["config"],
     "is_async_callable": ["func"],
@@ -72,6 +71,7 @@ IMPORTED = {  # name in trl_ext/upstream.py -> the parameters that we pass, in t
     "rotate_checkpoints": ["output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"],
     "set_zero3_state": [],
     "sort_checkpoints": ["output_dir"],
+    "unwrap_model_for_generation": ["model", "accelerator", "gather_deepspeed3_params"],
     "use_adapter": ["model", "adapter_name"],
 }
 

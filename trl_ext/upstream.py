@@ -9,9 +9,8 @@ from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 from transformers.utils import find_adapter_config_file
 from trl.data_utils import is_conversational
 from trl.import_utils import is_vllm_available
-from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.models import prepare_deepspeed, prepare_fsdp, unwrap_model_for_generation
 from trl.models.utils import add_hooks, remove_hooks
-from trl.trainer.callbacks import _generate_completions as generate_completions
 from trl.trainer.utils import (
     RepeatSampler,
     add_fused_lm_head,
@@ -32,7 +31,6 @@ __all__ = [
     "create_model_from_path",
     "disable_dropout_in_model",
     "find_adapter_config_file",
-    "generate_completions",
     "get_callable_name",
     "get_config_model_id",
     "is_async_callable",
@@ -45,5 +43,6 @@ __all__ = [
     "rotate_checkpoints",
     "set_zero3_state",
     "sort_checkpoints",
+    "unwrap_model_for_generation",
     "use_adapter",
 ]

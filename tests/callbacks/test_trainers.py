@@ -32,6 +32,7 @@ from trl_ext.callbacks import (
     RepetitionCallback,
     RewardDriftCallback,
 )
+from trl_ext.callbacks.generation import generate_answers
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 from trl_ext.control import take_kl_scale
 from trl_ext.rewards import GoldJudgeReward, repetition_watch, score_watch
@@ -155,6 +156,30 @@ def test_dpo_sft_and_kto_scripts(cls, args, data, model, tmp_path):
     assert len(logged) == 4 and len(rates) == 3 and trainer.state.best_metric == pytest.approx(max(logged))
     assert len((tmp_path / "canary.jsonl").read_text().splitlines()) == 5
     assert [event["type"] for event in events(tmp_path)].count("train") == 4
+
+
+def test_answers_are_the_same_whatever_the_checkpoint_says_of_sampling(model, tmp_path):
+    prompts = ["the cat", [{"role": "user", "content": "a dog ran"}]]
+    trainer = sft(model, tmp_path)
+    plain = generate_answers(trainer, prompts, 8)
+    assert len(plain) == 2 and all(plain)
+    trainer.model.generation_config.update(repetition_penalty=5.0, suppress_tokens=[*range(6, 20)], max_length=2)
+    trainer.model.train()
+    assert generate_answers(trainer, prompts, 8) == plain and trainer.model.training
+    trainer.model.generation_config.eos_token_id = [2, tiny_tokenizer().convert_tokens_to_ids(plain[0].split()[1])]
+    assert generate_answers(trainer, prompts[:1], 8) == plain[0].split()[:1]
+
+
+def test_the_canary_of_a_ppo_run_stays_out_of_the_record_of_its_rollouts(tmp_path):
+    differences = []
+    for sings in (False, True):
+        trainer = ppo(tmp_path, allow_off_policy_sampling=True, top_k=5, max_steps=8)
+        if sings:
+            trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=0, max_new_tokens=4))
+        trainer.train()
+        key = "sampling/logprob_difference"
+        differences.append([log[key] for log in trainer.state.log_history if key in log])
+    assert len(differences[0]) == 2 and differences[1] == differences[0]
 
 
 # ---- State ----

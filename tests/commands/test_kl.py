@@ -19,6 +19,10 @@ def folders(tmp_path_factory):
     for name, seed in (("a", 0), ("b", 1)):
         tiny_llama(seed=seed).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
+    plain = tiny_tokenizer()
+    plain.chat_template = None
+    plain.save_pretrained(folder / "without template")
+    tiny_llama().save_pretrained(folder / "without template")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
     (folder / "chat.jsonl").write_text(json.dumps({"prompt": [{"role": "user", "content": "the cat"}]}) + "\n")
     return folder
@@ -46,6 +50,25 @@ def test_closed_form():
     assert tokens.unique().tolist() == [20]  # EOS is never drawn
     expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
     assert kl.sum() / tokens.sum() == pytest.approx(expected, abs=0.02)  # σ of a token is 0.48, of 6,000 0.006
+
+
+def test_answers_end_at_each_eos_of_the_checkpoint():
+    """The likelier token ends an answer: 1 / (3/4) tokens in the mean, of 0.1308 nats each."""
+    p, q = constant_model([math.log(3.0), 0.0]), constant_model([0.0, 0.0])
+    p.generation_config.eos_token_id = [2, 6]
+    kl, tokens = sampled_kl(p, q, tiny_tokenizer(), PROMPTS * 1000, max_new_tokens=20, batch_size=1000)
+    assert tokens.double().mean() == pytest.approx(4 / 3, abs=0.05)  # σ of the mean is 0.012
+    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert kl.mean() == pytest.approx(4 / 3 * expected, abs=0.03)
+
+
+def test_neither_the_checkpoint_s_settings_nor_a_pad_token_outside_the_vocabulary_change_anything():
+    policy, reference, tokenizer = tiny_llama().eval(), tiny_llama(seed=1).eval(), tiny_tokenizer(pad=False)
+    expected = sampled_kl(policy, reference, tokenizer, PROMPTS * 9, 8)
+    policy.generation_config.update(min_p=0.2, typical_p=0.5, repetition_penalty=3.0)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == policy.config.vocab_size
+    torch.testing.assert_close(sampled_kl(policy, reference, tokenizer, PROMPTS * 9, 8), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
@@ -84,11 +107,13 @@ def test_chat_prompts_and_adapters(folders, capsys):
         (["--prompts", "absent.txt"], "absent.txt"),
         (["--prompts", "PROMPTS", "--temperature", "0"], "--temperature must be above 0"),
         (["--prompts", "PROMPTS", "--num_prompts", "0"], "1 or more"),
+        (["--prompts", "CHAT"], "the tokenizer has no chat template"),
     ],
 )
 def test_mistakes_are_answered_in_one_line(arguments, message, folders, capsys):
-    arguments = [str(folders / "prompts.txt") if part == "PROMPTS" else part for part in arguments]
+    files = {"PROMPTS": str(folders / "prompts.txt"), "CHAT": str(folders / "chat.jsonl")}
+    arguments = [files.get(part, part) for part in arguments]
     with pytest.raises(SystemExit, match="2"):
-        main([str(folders / "a"), str(folders / "b"), *arguments])
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+        main([str(folders / "without template"), str(folders / "b"), *arguments])
+    *_, error = capsys.readouterr().err.splitlines()  # before it, the progress of loading
+    assert error.startswith("python -m trl_ext.commands.kl: error: ") and message in error

@@ -16,8 +16,9 @@ from peft import AutoPeftModelForSequenceClassification, PeftModel, get_peft_mod
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.worker import WORKLOADS, make_pairs, run, write_inputs
+from tests.distributed.worker import CANARY, WORKLOADS, make_pairs, run, write_inputs
 from tests.tiny import tiny_tokenizer
+from trl_ext.models import answer_texts, prompt_token_ids, sample
 
 ROOT = Path(__file__).parents[2]
 MODES = {  # shipped file -> the mode that must really be on: accelerate's type, the wrapper, the share of weights held
@@ -193,6 +194,16 @@ def test_a_rollout_gathers_each_weight_once(failed, lora):
     expected = {"fsdp2": 5, "zero3": 45 if lora else 21}.get(mode, 0)
     for rank in results:
         assert [gathers for gathers, _ in rank[f"generation{lora}"]] == [expected, expected]
+
+
+@pytest.mark.parametrize("lora", ["", " lora"])
+def test_the_canary_sings_on_processes_whose_answers_differ_in_length(failed, folder, lora):
+    rows = [json.loads(line) for line in (folder / failed[0] / f"canary{lora}" / "canary.jsonl").open()]
+    assert [row["step"] for row in rows] == [step for step in range(5) for _ in CANARY]
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "inputs/policy"), tiny_tokenizer()
+    answers = sample(model, prompt_token_ids(tokenizer, CANARY), [2], max_new_tokens=12, temperature=0.0)
+    assert [len(ids) for ids in answers] == [1, 1, 12]
+    assert [row["answer"] for row in rows[:3]] == answer_texts(tokenizer, answers, [2])
 
 
 @pytest.mark.parametrize("lora", ["", " lora"])

@@ -45,6 +45,7 @@ from tests.ppo.worker import (  # noqa: E402
 )
 from tests.tiny import ON_CPU, WORDS, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer  # noqa: E402
 from trl_ext import DPOConfig, DPOTrainer, save_base_fingerprint  # noqa: E402
+from trl_ext.callbacks import CanaryCallback  # noqa: E402
 
 # Two minibatches of two micro-batches: the steps of one process are those of two, if each minibatch has the same rows
 PPO = {
@@ -210,6 +211,14 @@ def generation(inputs, folder, lora):
     return seen
 
 
+def canary(inputs, folder, lora):
+    """Process 0's answers end at once, process 1's never."""
+    trainer = others("sft", inputs, folder, 2, lora)
+    trainer.add_callback(CanaryCallback(trainer=trainer, prompts=CANARY, minutes=0, max_new_tokens=12))
+    trainer.train()
+
+
+CANARY = ["flew", "was", "the"]
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 4, "learning_rate": 3e-2}
 BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "step", "greater_is_better": False}
 
@@ -275,6 +284,8 @@ def fail(inputs, folder):
     cases = {
         "generation": lambda out: generation(inputs, out, lora=False),
         "generation lora": lambda out: generation(inputs, out, lora=True),
+        "canary": lambda out: canary(inputs, out, lora=False),
+        "canary lora": lambda out: canary(inputs, out, lora=True),
         "best": lambda out: best(inputs, out, lora=False),
         "best lora": lambda out: best(inputs, out, lora=True),
         "recipes": lambda out: chain(inputs, out, lora=False),

@@ -3,37 +3,35 @@
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import GenerationConfig
-from trl import maybe_apply_chat_template
 
-from ..upstream import generate_completions
+from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
+from ..upstream import unwrap_model_for_generation
 
 
 def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> list[str]:
     """One greedy answer to each prompt, text or messages; the same list on every process."""
-    tokenizer, args = trainer.processing_class, trainer.args
-    texts = [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in prompts]
-    saved, was_training = getattr(tokenizer, "padding_side", None), trainer.model.training
-    tokenizer.padding_side = "left"
+    accelerator, args, was_training = trainer.accelerator, trainer.args, trainer.model.training
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
+    prompt_ids = [ids[-tokenizer.model_max_length :] for ids in prompt_token_ids(tokenizer, prompts)]
     trainer.model.eval()  # without dropout
     try:
-        # Padded: under ZeRO-3 and FSDP a process without prompts would leave the others waiting
-        with trainer.accelerator.split_between_processes(texts, apply_padding=True) as mine:
-            answers = generate_completions(
-                list(mine),
-                model=trainer.model_wrapped,
-                tokenizer=tokenizer,
-                accelerator=trainer.accelerator,
-                generation_config=GenerationConfig(
-                    max_new_tokens=max_new_tokens,
-                    do_sample=False,
-                    pad_token_id=tokenizer.pad_token_id,
-                    eos_token_id=tokenizer.eos_token_id,
-                ),
+        with (
+            unwrap_model_for_generation(
+                trainer.model_wrapped, accelerator, gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs
+            ) as model,
+            # Padded: under ZeRO-3 and FSDP a process without prompts would leave the others waiting
+            accelerator.split_between_processes(prompt_ids, apply_padding=True) as mine,
+        ):
+            model = getattr(model, "policy", model)  # PPOTrainer's model keeps a record of what its rollouts draw
+            eos = eos_token_ids(model, tokenizer)
+            answers = sample(
+                model,
+                mine,
+                eos,
+                max_new_tokens=max_new_tokens,
+                temperature=0.0,
                 batch_size=args.per_device_eval_batch_size,
-                gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
             )
-        return gather_object(answers)[: len(prompts)]
     finally:
-        tokenizer.padding_side = saved
         trainer.model.train(was_training)
+    return gather_object(answer_texts(tokenizer, answers, eos))[: len(prompts)]

@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..evaluation import bootstrap_interval
-from ..functional import kl_estimate, position_ids
-from ..upstream import is_conversational
+from ..functional import kl_estimate
+from ..models import completion_logprobs, eos_token_ids, prompt_token_ids, sample
 
 
-@torch.no_grad()
 def sampled_kl(
     policy: Any,
     reference: Any,
@@ -37,7 +36,7 @@ def sampled_kl(
     Estimate KL(policy ‖ reference) on one sampled answer to each prompt, k1 (Schulman 2020).
 
     Args:
-        policy, reference: causal language models with one vocabulary.
+        policy, reference: causal language models with one vocabulary, in evaluation mode.
         tokenizer: theirs.
         prompts: texts or messages.
         max_new_tokens: longest answer.
@@ -48,58 +47,24 @@ def sampled_kl(
     Returns:
         (N,) nats summed over each answer, and (N,) its tokens, EOS included.
     """
-    sums, lengths = [], []
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        for start in range(0, len(prompts), batch_size):
-            total, length = _batch(
-                policy, reference, tokenizer, prompts[start : start + batch_size], max_new_tokens, temperature
-            )
-            sums.append(total)
-            lengths.append(length)
-    return torch.cat(sums), torch.cat(lengths)
-
-
-def _batch(
-    policy, reference, tokenizer, prompts: list, max_new_tokens: int, temperature: float
-) -> tuple[Tensor, Tensor]:
-    if is_conversational({"prompt": prompts[0]}):
-        ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
-        encoded = {"input_ids": ids["input_ids"]}
-    else:
-        encoded = {"input_ids": tokenizer(prompts)["input_ids"]}
-    asked = tokenizer.pad(encoded, padding_side="left", return_tensors="pt").to(policy.device)
-    eos = tokenizer.eos_token_id
-    sequences = policy.generate(
-        input_ids=asked["input_ids"],
-        attention_mask=asked["attention_mask"],
+    prompt_ids = prompt_token_ids(tokenizer, prompts)
+    answers = sample(
+        policy,
+        prompt_ids,
+        eos_token_ids(policy, tokenizer),
         max_new_tokens=max_new_tokens,
-        do_sample=True,
         temperature=temperature,
-        top_k=0,
-        top_p=1.0,
-        eos_token_id=eos,
-        pad_token_id=tokenizer.pad_token_id,
+        batch_size=batch_size,
+        seed=seed,
     )
-    start = asked["input_ids"].shape[1]
-    answers = sequences[:, start:]
-    mask = (answers == eos).cumsum(1) - (answers == eos).long() == 0  # up to the first EOS, that included
-    attention = torch.cat([asked["attention_mask"], mask.long()], dim=1)
-    logprobs, ref_logprobs = (
-        _logprobs(model, sequences, attention, start, temperature) for model in (policy, reference)
-    )
-    kl = torch.where(mask, kl_estimate(logprobs, ref_logprobs, "k1"), 0.0)
-    return kl.sum(1).cpu(), mask.sum(1).cpu()
-
-
-def _logprobs(model, sequences: Tensor, attention: Tensor, start: int, temperature: float) -> Tensor:
-    logits = model(
-        input_ids=sequences.to(model.device),
-        attention_mask=attention.to(model.device),
-        position_ids=position_ids(attention).to(model.device),
-    ).logits[:, start - 1 : -1]
-    logprobs = (logits.float() / temperature).log_softmax(-1)
-    return logprobs.gather(-1, sequences[:, start:, None].to(logprobs.device))[..., 0].to(sequences.device)
+    sums = []
+    for start in range(0, len(prompts), batch_size):
+        batch = slice(start, start + batch_size)
+        (logprobs, _), (ref_logprobs, _) = (
+            completion_logprobs(model, prompt_ids[batch], answers[batch], temperature) for model in (policy, reference)
+        )
+        sums.append(kl_estimate(logprobs, ref_logprobs.to(logprobs.device), "k1").sum(1).cpu())  # 0 on padding
+    return torch.cat(sums), torch.tensor([len(answer) for answer in answers])
 
 
 def read_prompts(path: str, split: str = "train") -> list:
@@ -145,14 +110,12 @@ def main(arguments: list[str] | None = None) -> None:
         vocabularies = [model.config.get_text_config().vocab_size for model in (policy, reference)]
         if vocabularies[0] != vocabularies[1]:
             raise ValueError(f"A has a vocabulary of {vocabularies[0]} tokens, B one of {vocabularies[1]}")
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        kl, tokens = sampled_kl(
+            policy, reference, tokenizer, prompts, args.max_new_tokens, args.temperature, args.batch_size, args.seed
+        )
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
-    kl, tokens = sampled_kl(
-        policy, reference, tokenizer, prompts, args.max_new_tokens, args.temperature, args.batch_size, args.seed
-    )
     low, high = bootstrap_interval(kl)
     result = {
         "kl": kl.mean().item(),

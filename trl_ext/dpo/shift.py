@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from .inputs import PairCollator
+from ..models.generation import completion_logprobs, eos_token_ids, sample, seeded
 
 
 def check_shift_is_possible(trainer: Any) -> None:
@@ -24,7 +24,6 @@ def check_shift_is_possible(trainer: Any) -> None:
         )
 
 
-@torch.no_grad()
 def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
     """
     Compare the answers of the training pairs with answers that the reference samples to the same prompts.
@@ -42,23 +41,18 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
     rows = _draw(trainer.train_dataset, pairs, trainer.args.seed)
     accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
     mine = rows[accelerator.process_index :: accelerator.num_processes]
-    reference = trainer.model if trainer.ref_model is None else trainer.ref_model
-    was_training, ld_alpha = reference.training, trainer.ld_alpha
-    devices = [accelerator.device] if accelerator.device.type not in ("cpu", "mps") else []
-    trainer.ld_alpha = None  # lengths count in full here
-    parts: list[Tensor] = []
+    reference = accelerator.unwrap_model(trainer.model if trainer.ref_model is None else trainer.ref_model)
+    ends = eos_token_ids(reference, trainer._tokenizer)
+    seed = trainer.args.seed + accelerator.process_index
+    was_training = reference.training
     try:
         reference.eval()
-        with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
-            torch.manual_seed(trainer.args.seed + accelerator.process_index)
-            for start in range(0, len(mine), size):
-                chunk = mine[start : start + size]
-                samples = _sample(trainer, reference, chunk)
-                own = [{**row, "rejected_ids": ids} for row, ids in zip(chunk, samples, strict=True)]
-                chosen, rejected = _per_token(trainer, reference, chunk)
-                parts.append(torch.stack([chosen, rejected, _per_token(trainer, reference, own)[1]], dim=1))
+        with seeded(seed, accelerator.device), trainer.reference_adapter(), accelerator.autocast():
+            parts = [
+                _mean_logprobs(reference, mine[start : start + size], ends, trainer.args.max_length)
+                for start in range(0, len(mine), size)
+            ]
     finally:
-        trainer.ld_alpha = ld_alpha
         reference.train(was_training)
     local = torch.cat(parts) if parts else torch.empty(0, 3, device=accelerator.device)
     everything = accelerator.pad_across_processes(local, pad_index=torch.nan)
@@ -92,37 +86,17 @@ def _draw(dataset: Any, count: int, seed: int) -> list[dict[str, Any]]:
     return rows.select_columns(["prompt_ids", "chosen_ids", "rejected_ids"]).to_list()
 
 
-def _sample(trainer: Any, reference: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
-    """One answer of the reference to each prompt, not longer than the longest answer to be compared with."""
-    prompts = trainer._tokenizer.pad(
-        {"input_ids": [row["prompt_ids"] for row in rows]}, padding_side="left", return_tensors="pt"
-    ).to(trainer.accelerator.device)
-    longest = max(len(row[name]) for row in rows for name in ("chosen_ids", "rejected_ids"))
-    if trainer.args.max_length is not None:
-        longest = min(longest, trainer.args.max_length - max(len(row["prompt_ids"]) for row in rows))
-    with trainer.reference_adapter(), trainer.accelerator.autocast():
-        sequences = trainer.accelerator.unwrap_model(reference).generate(
-            input_ids=prompts["input_ids"],
-            attention_mask=prompts["attention_mask"],
-            max_new_tokens=max(longest, 1),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=trainer._tokenizer.eos_token_id,
-            pad_token_id=trainer._tokenizer.pad_token_id,
-        )
-    completions = sequences[:, prompts["input_ids"].shape[1] :]
-    is_eos = completions == trainer._tokenizer.eos_token_id
-    lengths = (is_eos.cumsum(1) - is_eos.long() == 0).sum(1)  # up to the first EOS, that included
-    return [row[:length].tolist() for row, length in zip(completions, lengths, strict=True)]
-
-
-def _per_token(trainer: Any, reference: Any, rows: list[dict[str, Any]]) -> tuple[Tensor, ...]:
-    """(B,) mean log-prob per token of the chosen and of the rejected answers, nats."""
-    collator = trainer.data_collator
-    batch = (collator.collator if isinstance(collator, PairCollator) else collator)(rows)
-    batch = {name: value.to(trainer.accelerator.device) for name, value in batch.items()}
-    lengths = batch["completion_mask"][:, 1:].sum(1).chunk(2)
-    sums = trainer.compute_ref_log_probs(reference, batch)
-    return tuple(total / length.clamp(min=1) for total, length in zip(sums, lengths, strict=True))
+def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_length: int | None) -> Tensor:
+    """(B, 3) mean log-prob per token of the chosen, the rejected and a sampled answer, nats; all cut at one length."""
+    prompts = [row["prompt_ids"] for row in rows]
+    answers = [[row[name] for row in rows] for name in ("chosen_ids", "rejected_ids")]
+    longest = max(len(ids) for column in answers for ids in column)
+    if max_length is not None:
+        longest = min(longest, max_length - max(map(len, prompts)))
+    longest = max(longest, 1)
+    answers.append(sample(model, prompts, ends, max_new_tokens=longest))
+    means = []
+    for column in answers:
+        logprobs, mask = completion_logprobs(model, prompts, [ids[:longest] for ids in column])
+        means.append(logprobs.sum(1) / mask.sum(1).clamp(min=1))
+    return torch.stack(means, dim=1)

@@ -1,4 +1,13 @@
 from .actor_critic import ActorCritic
 from .adapters import save_base_fingerprint
+from .generation import answer_texts, completion_logprobs, eos_token_ids, prompt_token_ids, sample
 
-__all__ = ["ActorCritic", "save_base_fingerprint"]
+__all__ = [
+    "ActorCritic",
+    "answer_texts",
+    "completion_logprobs",
+    "eos_token_ids",
+    "prompt_token_ids",
+    "sample",
+    "save_base_fingerprint",
+]

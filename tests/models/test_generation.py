@@ -1,0 +1,194 @@
+"""Sampling: neutral, whatever the checkpoint says; padded rows as if they were alone; ended by each EOS."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.testing import assert_close
+from transformers import BloomConfig, BloomForCausalLM, LlamaForCausalLM
+
+from tests.tiny import tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext.models import (
+    ActorCritic,
+    answer_texts,
+    completion_logprobs,
+    eos_token_ids,
+    prompt_token_ids,
+    sample,
+)
+from trl_ext.models.generation import neutral_generation
+
+PROMPTS = [[6, 7, 8], [9], [10, 11, 12, 13, 14, 15]]
+SETTINGS = {
+    "min_p": 0.5,
+    "typical_p": 0.3,
+    "repetition_penalty": 5.0,
+    "no_repeat_ngram_size": 1,
+    "suppress_tokens": [*range(6, 20)],
+    "max_length": 4,
+}
+
+
+def tiny_bloom():
+    """Takes no `position_ids`."""
+    torch.manual_seed(0)
+    return BloomForCausalLM(
+        BloomConfig(vocab_size=29, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.5, eos_token_id=2)
+    )
+
+
+class StrictLlama(LlamaForCausalLM):
+    """As models of remote code may be, which transformers' habits have not reached."""
+
+    def forward(self, input_ids, attention_mask=None):
+        return super().forward(input_ids, attention_mask)
+
+
+def strict_llama():
+    return StrictLlama(tiny_llama().config)
+
+
+MODELS = [tiny_llama, tiny_gpt2, tiny_bloom]
+
+
+def adapted(model):
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))  # changes nothing before it is trained
+
+
+def with_critic(model):
+    return ActorCritic(model, tiny_reward_model(model))
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, adapted, with_critic, torch.nn.DataParallel])
+def test_what_the_checkpoint_says_of_sampling_is_hidden_for_as_long_as_the_block(wrap):
+    plain, model = tiny_llama().eval(), tiny_llama().eval()
+    model.generation_config.update(**SETTINGS)
+    saved, wrapped = model.generation_config, wrap(model)
+    ids = torch.tensor([[6, 7, 8]] * 64)
+
+    def draw(model):
+        torch.manual_seed(0)
+        return model.generate(ids, do_sample=True, max_new_tokens=8, top_k=0, pad_token_id=0, eos_token_id=2)
+
+    assert not torch.equal(draw(model), draw(plain))
+    with neutral_generation(wrapped):
+        assert torch.equal(draw(model), draw(plain))
+    assert model.generation_config is saved
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("wrap", [lambda model: model, adapted, with_critic])
+def test_samples_are_those_of_a_checkpoint_that_says_nothing(wrap, temperature):
+    answers = []
+    for settings in ({}, SETTINGS):
+        model = tiny_llama().eval()
+        model.generation_config.update(**settings)
+        options = {"max_new_tokens": 8, "temperature": temperature, "seed": 0}
+        answers.append(sample(wrap(model), PROMPTS * 16, [2], **options))
+    assert answers[0] == answers[1] and max(map(len, answers[0])) == 8
+
+
+def test_frequencies_are_those_of_the_model_at_its_temperature():
+    """The first token's share within four standard errors of its probability; `top_p` leaves the likeliest ones."""
+    model = tiny_llama(initializer_range=0.5).eval()
+    with torch.no_grad():
+        probabilities = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / 2).softmax(-1)
+    for top_p in (1.0, 0.5):
+        order = probabilities.sort(descending=True)
+        kept = order.indices[order.values.cumsum(0) - order.values < top_p]
+        expected = torch.zeros(len(probabilities)).index_copy(0, kept, probabilities[kept])
+        expected /= expected.sum()
+        drawn = sample(
+            model, [PROMPTS[0]] * 4000, [2], max_new_tokens=1, temperature=2.0, top_p=top_p, batch_size=1000, seed=0
+        )
+        shares = torch.bincount(torch.tensor(drawn)[:, 0], minlength=len(expected)) / 4000
+        assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / 4000).sqrt()).all()
+
+
+@pytest.mark.parametrize("build", MODELS)
+def test_each_greedy_token_is_the_likeliest_and_padding_changes_nothing(build):
+    model = build().eval()
+    answers = sample(model, PROMPTS, [2], max_new_tokens=8, temperature=0.0)
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 8 and (len(ids) == len(prompt) or ids[-1] != 2):
+            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+        assert answer == ids[len(prompt) :]
+    for size in (1, 2):
+        assert sample(model, PROMPTS, [2], max_new_tokens=8, temperature=0.0, batch_size=size) == answers
+
+
+@pytest.mark.parametrize("build", [*MODELS, strict_llama])
+def test_logprobs_of_padded_rows_are_those_of_each_row_alone(build):
+    model = build().eval()
+    completions = [[16, 2], [17, 18, 19, 20], []]
+    logprobs, mask = completion_logprobs(model, PROMPTS, completions, temperature=0.7)
+    assert mask.tolist() == [[True, True, False, False], [True] * 4, [False] * 4]
+    assert not logprobs.requires_grad and not logprobs[~mask].any()
+    for row, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
+        expected = (model(torch.tensor([prompt + completion])).logits[0] / 0.7).log_softmax(-1)
+        for t, token in enumerate(completion):
+            assert_close(logprobs[row, t], expected[len(prompt) + t - 1, token], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, adapted, with_critic])
+def test_answers_end_at_each_eos_of_the_checkpoint_and_the_tokenizer(wrap):
+    model = tiny_llama().eval()
+    for saved, expected in ((None, [2]), (7, [2, 7]), ([7, 9, 11, 2], [2, 7, 9, 11])):
+        model.generation_config.eos_token_id = saved
+        ends = eos_token_ids(wrap(model), tiny_tokenizer())
+        assert ends == expected
+        answers = sample(model, PROMPTS * 32, ends, max_new_tokens=8, seed=0)
+        assert {ids[-1] for ids in answers if len(ids) < 8} == set(ends)
+        assert not any(token in ends for ids in answers for token in ids[:-1])
+    words = answer_texts(tiny_tokenizer(), [[6, 7, 9], [6, 7]], ends)  # 9 ends the first, though it is a word like any
+    assert words == ["the a", "the"]
+
+
+def test_a_seed_leaves_the_global_generator_alone_and_none_draws_from_it():
+    model = tiny_llama().eval()
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    seeded = [sample(model, PROMPTS, [2], max_new_tokens=8, seed=seed) for seed in (3, 3, 4)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sample(model, PROMPTS, [2], max_new_tokens=8) == seeded[0]
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("pad", ["[PAD]", None])
+def test_the_tokenizer_s_pad_token_may_be_missing_or_out_of_the_vocabulary(pad):
+    tokenizer, model = tiny_tokenizer(pad=False), tiny_llama().eval()
+    if pad:
+        tokenizer.add_special_tokens({"pad_token": pad})
+        assert tokenizer.pad_token_id == model.config.vocab_size
+    ids = prompt_token_ids(tokenizer, ["the cat sat", "a"])
+    answers = sample(model, ids, eos_token_ids(model, tokenizer), max_new_tokens=8, temperature=0.0)
+    assert answers == [sample(model, [row], [2], max_new_tokens=8, temperature=0.0)[0] for row in ids]
+    assert completion_logprobs(model, ids, answers)[0].isfinite().all()
+
+
+def test_prompts_are_texts_or_messages_with_one_bos():
+    tokenizer = tiny_tokenizer(bos=True)
+    tokenizer.chat_template = "<s> " + tokenizer.chat_template
+    question, begun = {"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}
+    ids = prompt_token_ids(tokenizer, ["the cat", [question], [question, begun]])
+    turn = [1, 4, 6, 8, 2, 5]  # <s> <user> the cat </s> <assistant>
+    assert ids == [[1, 6, 8], turn, [*turn, 11]]
+    tokenizer.chat_template = None
+    assert prompt_token_ids(tokenizer, ["the cat"]) == ids[:1]
+    with pytest.raises(ValueError, match="messages, but the tokenizer has no chat template: use an instruct model's"):
+        prompt_token_ids(tokenizer, ["the cat", [question]])
+
+
+def test_no_prompts_have_no_answers_and_a_prompt_without_tokens_is_refused():
+    model = tiny_llama().eval()
+    assert sample(model, [], [2], max_new_tokens=4) == []
+    with pytest.raises(ValueError, match=r"2 of 3 prompts have no tokens \(the first is row 1\)"):
+        sample(model, [[6], [], []], [2], max_new_tokens=4)
+
+
+def test_without_an_eos_answers_are_cut_at_their_longest():
+    assert [len(ids) for ids in sample(tiny_llama().eval(), PROMPTS, [], max_new_tokens=30, seed=0)] == [30] * 3
+    assert math.isfinite(completion_logprobs(tiny_llama().eval(), [[6]], [[]])[0].sum())

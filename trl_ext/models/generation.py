@@ -1,0 +1,186 @@
+"""Sampling from a causal language model, and the log-probs of answers: once, for trainers, tools and recipes."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+
+from ..functional import position_ids
+from ..temporarily import temporarily
+from .adapter_switch import base_model_of
+
+_PAD = 0  # masked wherever it stands, so any id will do; a tokenizer's own may lie outside the model's vocabulary
+
+
+@contextmanager
+def neutral_generation(model: Any) -> Iterator[None]:
+    """
+    Hide the checkpoint's generation_config.json from `generate`.
+
+    `generate` takes from it every field that a call leaves open: `min_p`, `no_repeat_ngram_size`, stop strings. The
+    answers would then not be drawn from the distribution whose log-probs are computed.
+
+    Args:
+        model: a model, also one that PEFT, DDP or an engine wraps.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if vars(module).get("generation_config") is not None:
+                stack.enter_context(temporarily(module, generation_config=GenerationConfig()))
+        yield
+
+
+@contextmanager
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw from this seed within, and leave the global generators as they were; None draws from these."""
+    if seed is None:
+        yield
+        return
+    devices = [device] if device.type not in ("cpu", "mps") else []
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """All tokens that end an answer: the tokenizer's EOS, and those of the generation config, often more than one."""
+    saved = base_model_of(model).generation_config.eos_token_id
+    return sorted({tokenizer.eos_token_id, *(saved if isinstance(saved, list) else [saved])} - {None})
+
+
+def prompt_token_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
+    """
+    Tokenize prompts.
+
+    Args:
+        tokenizer: with a chat template, if there are messages.
+        prompts: texts, or messages, which are made ready for the assistant to begin, or to go on where it spoke last.
+
+    Returns:
+        Token ids of each prompt.
+
+    Raises:
+        ValueError: there are messages, but no chat template.
+    """
+    if tokenizer.chat_template is None and any(not isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("the prompts are messages, but the tokenizer has no chat template: use an instruct model's")
+    return [
+        tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(  # as ids: the tokenizer would put a BOS before the template's own
+            prompt,
+            add_generation_prompt=prompt[-1]["role"] != "assistant",
+            continue_final_message=prompt[-1]["role"] == "assistant",
+            return_dict=True,
+        )["input_ids"]
+        for prompt in prompts
+    ]
+
+
+def sample(
+    model: Any,
+    prompt_ids: Sequence[list[int]],
+    eos_token_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    batch_size: int | None = None,
+    seed: int | None = None,
+) -> list[list[int]]:
+    """
+    Sample an answer to each prompt, whatever the checkpoint's generation_config.json says of sampling.
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompt_ids: token ids of each prompt, at least one.
+        eos_token_ids: tokens that end an answer.
+        max_new_tokens: tokens after which an answer is cut off.
+        temperature: 0 always takes the likeliest token.
+        top_p: draw from the likeliest tokens of this total probability.
+        batch_size: prompts at once; None for all.
+        seed: of the draws, which then leave the global generators alone; None draws from these.
+
+    Returns:
+        Token ids of each answer, up to its EOS, that included.
+
+    Raises:
+        ValueError: a prompt has no tokens.
+    """
+    empty = [row for row, ids in enumerate(prompt_ids) if not ids]
+    if empty:
+        raise ValueError(f"{len(empty)} of {len(prompt_ids)} prompts have no tokens (the first is row {empty[0]})")
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=_PAD,
+        **(drawn if temperature else {"do_sample": False}),
+    )
+    size, answers = batch_size or max(len(prompt_ids), 1), []
+    with neutral_generation(model), seeded(seed, model.device):
+        for start in range(0, len(prompt_ids), size):
+            ids, mask = _padded(prompt_ids[start : start + size], "left", model.device)
+            sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            answers += [_up_to_eos(row, eos_token_ids) for row in sequences[:, ids.shape[1] :].tolist()]
+    return answers
+
+
+def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Sequence[int]) -> list[str]:
+    """The text of each answer, without the EOS, which need not be a special token of the tokenizer."""
+    ids = [answer[:-1] if answer[-1] in eos_token_ids else answer for answer in answers]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+@torch.no_grad()
+def completion_logprobs(
+    model: Any, prompt_ids: Sequence[list[int]], completion_ids: Sequence[list[int]], temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """
+    Compute the log-probs of completions, log π(y_t | x, y_<t).
+
+    Args:
+        model: a causal language model in evaluation mode.
+        prompt_ids: token ids of each prompt.
+        completion_ids: token ids of each completion; T is the longest's length.
+        temperature: by which logits are divided.
+
+    Returns:
+        (B, T) nats, 0 on padding; and (B, T) bool, True on the completions' tokens.
+    """
+    prompts, prompt_mask = _padded(prompt_ids, "left", model.device)
+    completions, mask = _padded(completion_ids, "right", model.device)
+    attention_mask, width = torch.cat([prompt_mask, mask], dim=1), completions.shape[1]
+    options = {"position_ids": position_ids(attention_mask), "logits_to_keep": width + 1, "use_cache": False}
+    taken = inspect.signature(type(base_model_of(model)).forward).parameters
+    logits = model(
+        input_ids=torch.cat([prompts, completions], dim=1),
+        attention_mask=attention_mask,
+        **{name: value for name, value in options.items() if name in taken},
+    ).logits[:, -width - 1 : -1]
+    logprobs = torch.stack(
+        [  # row by row: all logits in float32 at once may be more than there is room for
+            (row.float() / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            for row, ids in zip(logits, completions, strict=True)
+        ]
+    )
+    return torch.where(mask.bool(), logprobs, 0.0), mask.bool()
+
+
+def _up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    return ids[: next((i + 1 for i, token in enumerate(ids) if token in eos_token_ids), len(ids))]
+
+
+def _padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(B, L) ids, and (B, L) 1 where there are any."""
+    tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
+    ids, mask = (
+        pad_sequence(part, batch_first=True, padding_value=value, padding_side=side)
+        for part, value in ((tensors, _PAD), ([torch.ones_like(row) for row in tensors], 0))
+    )
+    return ids, mask

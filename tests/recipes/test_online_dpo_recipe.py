@@ -143,6 +143,7 @@ def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
         (["--num_samples", "1"], "`num_samples` must be 2 or more, got 1"),
         (["--reward_weights", "1"], "`reward_weights` must be one for each of 2 rewards, got [1.0]"),
         (["--temperature", "0"], "`temperature` must be > 0, got 0.0"),
+        (["--resume_from_checkpoint", "true"], "`resume_from_checkpoint` is not supported here: leave it unset"),
         (["--load_in_4bit", "true"], "not supported here: leave them unset"),
         (["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
         (["--dataset_name", "{inputs}/empty.jsonl", "--dataset_test_split", "train"], "but 1 of 2 rows do not"),

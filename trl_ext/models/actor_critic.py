@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..functional import position_ids
 from .adapter_switch import CRITIC, POLICY, AdapterSwitch
 from .classifier import AdapterClassifier
+from .generation import neutral_generation
 from .sampler import SamplerRecorder
 from .weights import base_model_of
 
@@ -154,19 +155,14 @@ class ActorCritic(nn.Module):
         self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args, **kwargs) -> Any:
-        # What the checkpoint's generation_config.json sets (min_p, no_repeat_ngram_size, …) would fill every field
-        # that TRL leaves open, and the log-probs would not be those of the sampler
-        base = base_model_of(self.policy)
-        saved, base.generation_config = base.generation_config, GenerationConfig()
-        try:
+        # TRL leaves fields of its generation config open, which `generate` would fill from the checkpoint's
+        with neutral_generation(self.policy):
             if self.sampler_recorder is None:
                 return self.policy.generate(*args, **kwargs)
-            with self.sampler_recorder.attached(base):
+            with self.sampler_recorder.attached(base_model_of(self.policy)):
                 output = self.policy.generate(*args, **kwargs)
             self.sampler_recorder.finish(output)
             return output
-        finally:
-            base.generation_config = saved
 
     # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones.
     @property

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from ..functional import position_ids
 from ..temporarily import temporarily
-from .adapter_switch import base_model_of
+from .weights import base_model_of
 
 _PAD = 0  # masked wherever it stands, so any id will do; a tokenizer's own may lie outside the model's vocabulary
 

@@ -2,28 +2,28 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from recipes import dpo, reward, sft
+from recipes import dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext.checkpoints import MARKER
 
 ROOT = Path(__file__).parents[2]
-SHORT = ["--max_steps", "4", "--warmup_steps", "0", "--save_strategy", "steps", "--save_steps", "2"]
+SHORT = ["--warmup_steps", "0", "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2"]
+STEPS = ("--max_steps", "4")
 SHORT += ["--per_device_train_batch_size", "8", "--disable_tqdm", "true", "--use_cpu", "true"]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
-    world = make_world(0, demonstrations=64, pairs=64, prompts=1, held_out=16)
-    for name in ("sft", "preferences"):
+    world = make_world(0, demonstrations=64, pairs=64, prompts=32, held_out=16)
+    for name in world:
         (folder / name).mkdir()
         for split, rows in world[name].items():
             (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -33,18 +33,34 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=[sft, reward, dpo], ids=["sft", "reward", "dpo"])
+@pytest.fixture(scope="module", params=[sft, reward, dpo, ppo], ids=["sft", "reward", "dpo", "ppo"])
 def recipe(request, inputs, tmp_path_factory):
     """`run(*flags)` does the same again, in a folder where it was done once, which comes with it."""
     name = request.param.__name__.rpartition(".")[2]
     folder = tmp_path_factory.mktemp(name)
+    config, data, own = {
+        "sft": ("sft", "sft", STEPS),
+        "reward": ("reward", "preferences", STEPS),
+        "dpo": ("dpo", "preferences", STEPS),
+        # Two rollouts of two minibatches
+        "ppo": (
+            "unguarded",
+            "prompts",
+            ("--total_episodes", "32", "--num_ppo_epochs", "1", "--num_mini_batches", "2"),
+        ),
+    }[name]
+    own += ("--max_completion_length", "8", "--reward_weights", "1", "0") if name == "ppo" else ()
 
     def run(*more):
         request.param.main(
             [
-                *("--config", str(ROOT / f"recipes/demo/{name}.yaml"), "--model_name_or_path", str(inputs / "model")),
-                *("--dataset_name", str(inputs / ("sft" if name == "sft" else "preferences"))),
-                *("--output_dir", str(folder), *SHORT, *more),
+                *(
+                    "--config",
+                    str(ROOT / f"recipes/demo/{config}.yaml"),
+                    "--model_name_or_path",
+                    str(inputs / "model"),
+                ),
+                *("--dataset_name", str(inputs / data), "--output_dir", str(folder), *SHORT, *own, *more),
             ]
         )
 
@@ -101,8 +117,8 @@ def test_another_model_cannot_go_on(recipe, inputs, tmp_path, capsys):
 
 def test_a_run_may_be_begun_anew(recipe, capsys):
     run, folder = recipe
-    run("--learning_rate", "0.5", "--resume_from_checkpoint", "false", "--max_steps", "2")
-    assert "Resuming" not in capsys.readouterr().out
-    state = json.loads((folder / "checkpoint-2" / "trainer_state.json").read_text())
-    assert state["global_step"] == 2
-    shutil.rmtree(folder)
+    results = (folder / "train_results.json").read_text()
+    run("--learning_rate", "1e-5", "--resume_from_checkpoint", "false")
+    output = capsys.readouterr().out
+    assert "Resuming" not in output and "Training is complete" not in output
+    assert (folder / "train_results.json").read_text() != results

@@ -77,7 +77,7 @@ def test_recipes_import_public_names_only():
 
 
 def test_private_names_of_upstream_come_through_one_file():
-    """Modules of TRL that are no public API are imported in upstream.py, which test_trl_contract.py pins."""
+    """Modules of TRL that are no public API are named in upstream.py alone, which tests/contract pins."""
     public = ("trl.trainer.callbacks",)
     for path in sources("trl_ext"):
         for name in imports(path):

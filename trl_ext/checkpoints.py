@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput
 
 from .temporarily import temporarily
 from .upstream import rotate_checkpoints, sort_checkpoints
@@ -22,6 +22,7 @@ _MAY_DIFFER = (
     "ddp_",
     "debug",
     "disable_tqdm",
+    "distribution_shift_",
     "do_",
     "enable_jit",
     "eval_",
@@ -41,7 +42,7 @@ _MAY_DIFFER = (
     "push_to_hub",
     "report_to",
     "restore_callback",
-    "resume_from",
+    "resume_",
     "run_name",
     "save_",
     "skip_memory",
@@ -142,16 +143,29 @@ class ResumableRun:
         rows = {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
         return {**rows, **self._given_facts}
 
+    def _weights_facts(self) -> dict[str, Any]:
+        """Which weights the run starts from; JSON. Asked for only where a checkpoint may be written or is resumed."""
+        return {}
+
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
 
     def _before_resuming(self, checkpoint: str) -> None:
         """Prepare for going on from a checkpoint that was found to be good."""
 
+    def _save_own_state(self, checkpoint: str) -> None:
+        """Write what transformers does not, on all processes, before the checkpoint counts as complete."""
+
+    def _load_own_state(self, checkpoint: str) -> None:
+        """Load that, before going on from a checkpoint, or from one of a run that is complete."""
+
     # ---- Training ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        self._identity = fingerprint(self.args, **self._run_facts())
+        facts = self._run_facts()
+        if resume_from_checkpoint or self.args.save_strategy != SaveStrategy.NO:
+            facts |= self._weights_facts()
+        self._identity = fingerprint(self.args, **facts)
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if checkpoint is None:
             return super().train(**kwargs)  # type: ignore[misc]
@@ -160,11 +174,13 @@ class ResumableRun:
         if is_same and state.global_step >= state.max_steps:
             self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
+            self._load_own_state(checkpoint)
             self.state = state
             if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
                 self._load_best_model()  # type: ignore[attr-defined]
             return TrainOutput(state.global_step, float("nan"), {})
         self._before_resuming(checkpoint)
+        self._load_own_state(checkpoint)
         self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
         return super().train(resume_from_checkpoint=checkpoint, **kwargs)  # type: ignore[misc]
 
@@ -202,6 +218,8 @@ class ResumableRun:
         # Older checkpoints may only go once this one is complete
         with temporarily(self.args, save_total_limit=None):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if not self.args.save_only_model:
+            self._save_own_state(checkpoint)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             if not self.args.save_only_model:  # there is nothing to resume from

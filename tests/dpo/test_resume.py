@@ -1,13 +1,18 @@
-"""A run that goes on from a checkpoint ends as if it had never stopped: β, its controller and the margins included."""
+"""A run that goes on from a checkpoint ends as if it had never stopped, and no other run is gone on with."""
 
 import json
+import math
 
 import pytest
-import torch
 from torch.testing import assert_close
 
-from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, make_trainer, resumed
+from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, end_of, logged, make_trainer, pairs, resumed
+from tests.tiny import tiny_llama
+from trl_ext.checkpoints import MARKER
+from trl_ext.dpo import trainer as dpo_trainer
 from trl_ext.dpo.trainer import STATE_FILE
+
+SAVING = {"save_strategy": "steps", "save_steps": 3}
 
 
 @pytest.mark.parametrize(
@@ -16,25 +21,28 @@ from trl_ext.dpo.trainer import STATE_FILE
         {**DRIFT, **NORMALIZED, "gradient_accumulation_steps": 2},
         {**BETA_DPO, **INFORMED, **NORMALIZED},
         {**DRIFT, "precompute_ref_log_probs": True},
-        {**DRIFT, "ignore_data_skip": True, "save_steps": 2, "max_steps": 3},  # resumes at 2 below
     ],
     ids=lambda options: " ".join(options),
 )
 def test_resuming_is_exact(options, tmp_path):
-    if "ignore_data_skip" in options:  # other data, so only the state can be compared
-        make_trainer(tmp_path, save_strategy="steps", **options).train()
-        again = make_trainer(tmp_path, **options)
-        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        saved = torch.load(tmp_path / "checkpoint-2" / STATE_FILE, weights_only=True)["beta_controller"]
-        assert again.beta_controller.beta == pytest.approx(saved["beta"], rel=0.1) and saved["beta"] != 0.1
-        return
     whole, again = resumed(tmp_path, **options)
     assert_close(again, whole, rtol=0, atol=0)
     assert whole["beta"] != 0.1
 
 
-def test_without_a_controller_nothing_is_written(tmp_path):
-    make_trainer(tmp_path, save_strategy="steps", save_steps=3, log_displacement=True).train()
+def test_beta_goes_on_also_with_other_data(tmp_path):
+    """`ignore_data_skip` takes another way through the Trainer."""
+    options = {**DRIFT, "ignore_data_skip": True}
+    saving = make_trainer(tmp_path, **SAVING, **options)
+    saving.train()
+    again = make_trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    # The first step after the checkpoint uses the β that the third step ended with
+    assert logged(again, "beta")[3] == logged(saving, "beta")[3] != 0.1
+
+
+def test_without_a_controller_no_state_is_written(tmp_path):
+    make_trainer(tmp_path, **SAVING, log_displacement=True).train()
     assert not (tmp_path / "checkpoint-3" / STATE_FILE).exists()
     assert json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["global_step"] == 3
 
@@ -42,20 +50,99 @@ def test_without_a_controller_nothing_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ({}, DRIFT, "dpo_state.pt is missing: the checkpoint was written without `beta_controller`"),
-        (DRIFT, BETA_DPO, "written with `beta_controller='drift'`, this run has 'beta_dpo'"),
-        (DRIFT, {**DRIFT, **NORMALIZED}, "written with another `margin_normalization` than 'source'"),
+        ({}, DRIFT, "beta_controller: 'fixed' → 'drift'"),
+        (DRIFT, BETA_DPO, "beta_controller: 'drift' → 'beta_dpo'"),
+        (DRIFT, {**DRIFT, **NORMALIZED}, "margin_normalization: 'none' → 'source'"),
+        ({}, {"learning_rate": 5e-4}, "learning_rate: 0.001 → 0.0005"),
     ],
 )
-def test_a_checkpoint_of_other_settings_is_refused(before, after, message, tmp_path):
-    make_trainer(tmp_path, save_strategy="steps", save_steps=3, max_steps=3, **before).train()
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, **after).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+def test_other_settings_are_refused_by_name_unless_resume_anyway(before, after, message, tmp_path):
+    make_trainer(tmp_path, **SAVING, max_steps=3, **before).train()
+    for checkpoint in (True, str(tmp_path / "checkpoint-3")):
+        with pytest.raises(ValueError, match=f"another configuration .*{message}.*`resume_anyway=True`"):
+            make_trainer(tmp_path, max_steps=3, **after).train(resume_from_checkpoint=checkpoint)
+    trainer = make_trainer(tmp_path, **SAVING, resume_anyway=True, **after)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+    if "beta_controller" in after and after["beta_controller"] != before.get("beta_controller", "fixed"):
+        assert logged(trainer, "beta")[0] == pytest.approx(0.1, rel=0.2)  # begins anew
+    make_trainer(tmp_path, **after).train(resume_from_checkpoint=True)  # its own checkpoints are like any other's
 
 
-def test_other_sources_are_refused(tmp_path):
-    make_trainer(tmp_path, save_strategy="steps", save_steps=3, max_steps=3, **NORMALIZED).train()
-    trainer = make_trainer(tmp_path, **NORMALIZED)
-    trainer.margin_normalizer.sources = ["other"]
-    with pytest.raises(ValueError, match=r"knows the sources \['long', 'short'\], the datasets have \['other'\]"):
-        trainer.train(resume_from_checkpoint=True)
+def test_other_rows_weights_and_sources_are_refused_by_name(tmp_path):
+    reference = {"ref_model": tiny_llama(seed=5)}
+    make_trainer(tmp_path, None, dict(reference), **SAVING, max_steps=3, **NORMALIZED).train()
+    others = [
+        (None, {"train_dataset": pairs(15)}, "train_rows: 16 → 15"),
+        (tiny_llama(seed=1), {}, "policy: 'sha256:.* → 'sha256:"),
+        (None, {"ref_model": tiny_llama(seed=6)}, "reference: 'sha256:.* → 'sha256:"),
+        (None, {"train_dataset": pairs().map(lambda row: {"source": "other"})}, r"sources: .* → \['other'\]"),
+    ]
+    for model, given, message in others:
+        with pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path, model, {**reference, **given}, max_steps=3, **NORMALIZED).train(True)
+
+
+def test_weights_are_read_only_where_a_checkpoint_may_come_of_it(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dpo_trainer, "weights_identity", lambda *args: asked.append(args) or "mine")
+    make_trainer(tmp_path, max_steps=1).train()
+    assert not asked
+    make_trainer(tmp_path, max_steps=1, save_strategy="steps").train()
+    assert len(asked) == 1
+
+
+def test_a_complete_run_is_loaded_and_not_trained_again(tmp_path):
+    whole = make_trainer(tmp_path, **SAVING, **DRIFT, **NORMALIZED)
+    whole.train()
+    again = make_trainer(tmp_path, **DRIFT, **NORMALIZED)
+    again.training_step = lambda *args, **kwargs: pytest.fail("it trains")
+    output = again.train(resume_from_checkpoint=True)
+    assert output.global_step == 6 and math.isnan(output.training_loss)
+    assert_close(end_of(again), end_of(whole), rtol=0, atol=0)
+    assert again.beta != 0.1
+    ends = [trainer.evaluate(pairs(8, seed=5)) for trainer in (again, whole)]
+    for name in ("eval_loss", "eval_beta", "eval_beta/long"):
+        assert ends[0][name] == ends[1][name]
+
+
+def test_an_incomplete_checkpoint_is_skipped_and_refused_as_a_path(tmp_path, capsys):
+    whole = make_trainer(tmp_path, **SAVING, **DRIFT)
+    whole.train()
+    (tmp_path / "checkpoint-6" / MARKER).unlink()
+    again = make_trainer(tmp_path, **DRIFT)
+    with pytest.raises(ValueError, match="checkpoint-6 is not a complete checkpoint"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    again.train(resume_from_checkpoint=True)
+    assert "checkpoint-6: it is not complete" in capsys.readouterr().out
+    assert_close(end_of(again), end_of(whole), rtol=0, atol=0)
+
+
+def test_train_starts_anew_and_an_interrupted_trainer_may_go_on_itself(tmp_path):
+    options = {**DRIFT, **NORMALIZED, "gradient_accumulation_steps": 2}
+    trainer = make_trainer(tmp_path, **SAVING, **options)
+    step, steps = trainer.training_step, []
+
+    def interrupted(*args, **kwargs):
+        steps.append(trainer.state.global_step)
+        if len(steps) == 10:  # half-way through an optimizer step
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    trainer.training_step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert steps[::2] == [0, 1, 2, 3, 4, 3, 4, 5]  # its weights have moved since, and it is still the same run
+    whole = make_trainer(tmp_path / "whole", **options)
+    whole.train()
+    assert_close(end_of(trainer), end_of(whole), rtol=0, atol=0)
+
+
+def test_a_reference_that_moves_cannot_be_gone_on_with_exactly(tmp_path):
+    options = {**SAVING, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    make_trainer(tmp_path, **options).train()
+    half = str(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match="`sync_ref_model=True` moves the reference, .*checkpoint-3 does not have it"):
+        make_trainer(tmp_path, **options).train(half)
+    make_trainer(tmp_path, **options, resume_anyway=True).train(half)

@@ -1,4 +1,4 @@
-"""What the trainer is given: pairs that teach something, the columns that say more of them, and how they get there."""
+"""Check what the trainer is given, and bring what else is known of a pair into the batches."""
 
 import math
 import textwrap
@@ -13,8 +13,9 @@ from ..data import has_content, is_text
 from ..upstream import get_config_model_id
 from .config import DPOConfig
 
-# Columns that a batch may carry beside TRL's; `_compute_loss` takes them out before TRL sees it
-PAIR_COLUMNS = ("margin", "score_chosen", "score_rejected", "confidence", "weight", "source")
+# What a batch may carry beside TRL's columns, which TRL would pass on to the model
+PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
+_SCORES = ("score_chosen", "score_rejected")  # dataset columns, of which `margin` is the difference
 _RULES = {  # column: (rule in words, test of a float)
     "margin": ("a finite number", math.isfinite),
     "score_chosen": ("a finite number", math.isfinite),
@@ -27,7 +28,14 @@ _SHOWN = 5
 
 @dataclass
 class PairCollator:
-    """A data collator that adds float columns, and the source as its place in `sources`, to what `collator` makes."""
+    """
+    Adds what else is known of the pairs to the batch that `collator` makes: (B,) floats, and the source as an int.
+
+    Args:
+        collator: TRL's.
+        columns: dataset columns to read.
+        sources: name of a source → its place in the list of sources; any other one is −1.
+    """
 
     collator: Any
     columns: tuple[str, ...]
@@ -38,43 +46,50 @@ class PairCollator:
         for name in self.columns:
             if name == "source":
                 batch[name] = torch.tensor([self.sources.get(example[name], -1) for example in examples])
-            else:
+            elif name not in _SCORES:
                 batch[name] = torch.tensor([float(example[name]) for example in examples])
+        if "score_chosen" in self.columns:
+            batch["margin"] = torch.tensor([float(e["score_chosen"] - e["score_rejected"]) for e in examples])
         return batch
 
 
-def check_model(model: Any, args: Any, processing_class: Any) -> None:
+def take_columns(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a batch into our columns and what TRL is to see."""
+    columns = {name: inputs[name] for name in PAIR_COLUMNS if name in inputs}
+    return columns, {name: value for name, value in inputs.items() if name not in columns}
+
+
+def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
+    """Raise for arguments that TRL would stumble over later."""
     if not isinstance(args, DPOConfig):
         raise TypeError(f"`args` must be a `trl_ext.DPOConfig`, got {type(args).__module__}.{type(args).__name__}.")
-    if model is None:
-        raise ValueError("`model` is required: a path or a causal language model.")
     if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
         raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
 
 
 def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
-    """The pair columns that the options read; of two ways to say the margin, the one that the dataset has."""
+    """Choose the dataset columns that the options read; of two ways to say the margin, the one that is there."""
     wanted: list[str] = []
     if args.use_margin:
         found = _columns_of(train_dataset)
-        scores = [column for column in ("score_chosen", "score_rejected") if column in found]
+        scores = [column for column in _SCORES if column in found]
         if "margin" in found and scores:
             raise ValueError(
                 f"The train dataset has the columns `margin` and {', '.join(f'`{column}`' for column in scores)}, "
                 "which are two ways to say by how much the chosen answer must win: remove one with "
                 "`Dataset.remove_columns`."
             )
-        wanted += ["score_chosen", "score_rejected"] if scores else ["margin"]
+        wanted += _SCORES if scores else ["margin"]
     wanted += ["confidence"] * args.use_confidence + ["weight"] * args.use_weight
     return tuple(wanted + ["source"] * (args.margin_normalization == "source"))
 
 
 def _columns_of(dataset: Any) -> list[str]:
-    return getattr(dataset, "column_names", None) or list(next(iter(dataset)))
+    return getattr(dataset, "column_names", None) or list(next(iter(dataset or ()), ()))
 
 
 def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """Return the dataset if its pairs are sound, and raise with the rows that are not; a stream is checked as read."""
+    """Raise with the rows that are not sound, or return the dataset; a stream is checked as it is read."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         hint = ": pass one of its splits" if isinstance(dataset, (DatasetDict, IterableDatasetDict)) else ""
         raise TypeError(f"The {name} dataset must be a `datasets.Dataset`, got `{type(dataset).__name__}`{hint}.")
@@ -108,7 +123,7 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
 
 
 def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """`check_dataset` of one dataset, or of each in a dictionary."""
+    """Check one dataset, or each in a dictionary."""
     if not isinstance(dataset, dict):
         return check_dataset(dataset, "eval", args, columns)
     return {name: check_dataset(part, f"eval {name!r}", args, columns) for name, part in dataset.items()}
@@ -142,7 +157,7 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
 
 
 def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
-    """Which row of which dataset a row of a batch, chosen answers first, comes from; found by its tokens."""
+    """Name the row of the dataset that a row of a batch, chosen answers first, comes from; found by its tokens."""
     ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
     text = textwrap.shorten(trainer._tokenizer.decode(ids), 160)
     completion = "chosen_ids" if row < len(inputs["input_ids"]) // 2 else "rejected_ids"

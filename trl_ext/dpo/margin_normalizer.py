@@ -4,37 +4,40 @@ import torch
 from torch import Tensor
 
 from ..functional import empty_moments, margin_scales, merge_moments, moments, standard_deviation
+from .pairs import Pairs
 
 
 class MarginNormalizer:
     """
-    Factors that bring the margins of all sources to one scale, from their standard deviations so far.
+    Holds the factors of β that bring the margins of all sources to one scale, from their standard deviations so far.
 
-    It is given the pairs of all processes, so it is the same on each without being synchronised, and moves after an
+    It is given the pairs of all processes, so it is the same on each without being synchronised. It moves after an
     optimizer step, so it does not depend on how a step is cut into micro-batches.
+
+    Args:
+        sources: their names; a pair says its source by the place in this list.
+        warmup_pairs: a source's factor is 1 until this many of its pairs were seen.
     """
 
     def __init__(self, sources: list[str], warmup_pairs: int):
         self.sources, self.warmup_pairs = sources, warmup_pairs
         self._moments = [empty_moments("cpu") for _ in sources]
-        self._pending: list[tuple[Tensor, Tensor]] = []  # margins and source codes of this optimizer step
-        self.factors = torch.ones(len(sources) + 1)  # the last one is for sources that are not known
+        self._pending: list[Pairs] = []  # of this optimizer step
+        self.factors = torch.ones(len(sources) + 1)  # (S + 1,), the last one is for sources that are not known
 
-    def observe(self, margins: Tensor, codes: Tensor) -> None:
-        """
-        See a micro-batch.
+    def observe(self, pairs: Pairs) -> None:
+        """See the (N,) pairs of a micro-batch, of all processes, on the CPU."""
+        self._pending.append(pairs)
 
-        Args:
-            margins: (N,), nats, on the CPU, of all processes.
-            codes: (N,) int, places in `sources`, −1 for none of them.
-        """
-        self._pending.append((margins, codes))
+    def factors_of(self, sources: Tensor) -> Tensor:
+        """Look up the factors of (B,) pairs by their sources."""
+        return self.factors.to(sources.device)[sources]
 
     def step(self) -> None:
         """Take what was seen into the moments after an optimizer step."""
-        for margins, codes in self._pending:
+        for pairs in self._pending:
             for i, known in enumerate(self._moments):
-                self._moments[i] = merge_moments(torch.stack([known, moments(margins, codes == i)]))
+                self._moments[i] = merge_moments(torch.stack([known, moments(pairs.margins, pairs.sources == i)]))
         self._pending.clear()
         self._update_factors()
 
@@ -50,10 +53,8 @@ class MarginNormalizer:
         return {"sources": self.sources, "moments": torch.stack(self._moments)}
 
     def load_state_dict(self, state: dict) -> None:
-        if state["sources"] != self.sources:
-            raise ValueError(
-                f"The checkpoint knows the sources {state['sources']}, the datasets have {self.sources}: resume with "
-                "the datasets of the interrupted run, or start anew."
-            )
-        self._moments = list(state["moments"].unbind())
+        """Load the moments of the sources that the state knows; any other one starts anew."""
+        known = dict(zip(state["sources"], state["moments"].unbind(), strict=True))
+        self._moments = [known.get(source, empty_moments("cpu")) for source in self.sources]
+        self._pending.clear()  # of a step that was interrupted
         self._update_factors()

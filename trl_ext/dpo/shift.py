@@ -1,4 +1,4 @@
-"""Were the answers written by somebody else? What the reference thinks of the pairs, and of its own answers."""
+"""Tell whether the reference would have written the answers: compare their log-probs with those of its own."""
 
 import warnings
 from itertools import islice
@@ -12,7 +12,7 @@ from ..models.generation import completion_logprobs, eos_token_ids, sample, seed
 
 
 def check_shift_is_possible(trainer: Any) -> None:
-    """Refuse where sampling from the reference has not been run."""
+    """Raise where the reference cannot sample answers: this has not been run."""
     reason = None
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         reason = "sampling from a reference that FSDP or DeepSpeed has sharded is not supported"
@@ -41,7 +41,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
     rows = _draw(trainer.train_dataset, pairs, trainer.args.seed)
     accelerator, size = trainer.accelerator, trainer.args.per_device_eval_batch_size
     mine = rows[accelerator.process_index :: accelerator.num_processes]
-    reference = accelerator.unwrap_model(trainer.model if trainer.ref_model is None else trainer.ref_model)
+    reference = accelerator.unwrap_model(trainer.reference)
     ends = eos_token_ids(reference, trainer._tokenizer)
     seed = trainer.args.seed + accelerator.process_index
     was_training = reference.training
@@ -64,6 +64,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
+    """Warn if the share of chosen answers that the reference would not write is above `bound`."""
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(
@@ -87,7 +88,7 @@ def _draw(dataset: Any, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_length: int | None) -> Tensor:
-    """(B, 3) mean log-prob per token of the chosen, the rejected and a sampled answer, nats; all cut at one length."""
+    """Return (B, 3) mean log-probs per token of the chosen, rejected and a sampled answer, nats, cut at one length."""
     prompts = [row["prompt_ids"] for row in rows]
     answers = [[row[name] for row in rows] for name in ("chosen_ids", "rejected_ids")]
     longest = max(len(ids) for column in answers for ids in column)

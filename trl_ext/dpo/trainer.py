@@ -1,4 +1,4 @@
-"""DPO on TRL's `DPOTrainer`: log-probs pass a tap, which sets β and collects what the loss and the metrics need."""
+"""DPO on TRL's `DPOTrainer`: a β that adapts, and what else is known of a pair in its loss."""
 
 import contextlib
 import copy
@@ -6,40 +6,46 @@ import math
 import os
 import warnings
 from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import trl
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
+from ..checkpoints import ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
+from ..models.identity import weights_identity
+from ..models.weights import unpatched_copy
+from ..temporarily import temporarily
 from ..upstream import get_config_model_id, use_adapter
 from .beta_controller import BetaController
-from .config import DPOConfig, refuse_old_arguments
+from .config import DPOConfig
 from .inputs import (
-    PAIR_COLUMNS,
     PairCollator,
+    check_arguments,
     check_dataset,
     check_evaluation,
-    check_model,
     name_row,
+    take_columns,
     wanted_columns,
 )
 from .margin_normalizer import MarginNormalizer
-from .reference import frozen_copy, needs_copy
+from .pairs import Pairs
 from .shift import check_shift_is_possible, distribution_shift, warn_of_shift
+from .tap import TappedModel
 
 STATE_FILE = "dpo_state.pt"
 
 
-class DPOTrainer(AgreedControl, trl.DPOTrainer):
+class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     """
-    Direct Preference Optimization (2305.18290) on TRL's trainer, with a β that adapts, margins of all sources on one
-    scale, what else is known of a pair in its loss, and displacement in the metrics. See [`DPOConfig`].
+    Trains by Direct Preference Optimization (2305.18290) as TRL's trainer does, with the options of [`DPOConfig`]: β
+    adapts, the margins of all sources are on one scale, the loss reads what else is known of a pair.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -66,7 +72,7 @@ class DPOTrainer(AgreedControl, trl.DPOTrainer):
 
     def __init__(
         self,
-        model: Any = None,
+        model: Any,
         ref_model: Any = None,
         args: DPOConfig | None = None,
         data_collator: Any = None,
@@ -78,21 +84,27 @@ class DPOTrainer(AgreedControl, trl.DPOTrainer):
         optimizers: tuple = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
-        **old: Any,
     ):
-        refuse_old_arguments(old)
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
-        check_model(model, args, processing_class)
-        if train_dataset is None:
-            raise ValueError("`train_dataset` is required.")
-        columns = wanted_columns(args, train_dataset)
-        train_dataset = check_dataset(train_dataset, "train", args, columns)
+        check_arguments(model, args, processing_class)
+        self.distribution_shift: dict[str, float] | None = None
+        self._pair_columns = wanted_columns(args, train_dataset)
+        self._policy_path = model if isinstance(model, str) else None
+        self._has_own_reference = ref_model is not None
+        train_dataset = check_dataset(train_dataset, "train", args, self._pair_columns)
         if eval_dataset is not None:
-            eval_dataset = check_evaluation(eval_dataset, args, columns)
-        if ref_model is None and not args.precompute_ref_log_probs and needs_copy(model, peft_config):
-            ref_model = frozen_copy(model)
+            eval_dataset = check_evaluation(eval_dataset, args, self._pair_columns)
+        is_full = isinstance(model, nn.Module) and peft_config is None and not is_peft_model(model)
+        if (
+            ref_model is None
+            and not args.precompute_ref_log_probs
+            and is_full
+            and not get_config_model_id(model.config)
+        ):
+            # TRL would look for the reference at the path of a model that has none
+            ref_model = unpatched_copy(model, "the reference").requires_grad_(False).eval()
 
         super().__init__(
             model=model,
@@ -119,20 +131,136 @@ class DPOTrainer(AgreedControl, trl.DPOTrainer):
                 UserWarning,
                 stacklevel=2,
             )
-        self._pair_columns = columns
         horizon = args.drift_horizon
         if horizon is None:
             horizon = len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else math.inf
         self.beta_controller = BetaController(args, horizon)
         self.margin_normalizer: MarginNormalizer | None = None
-        codes: dict[str, int] = {}
+        sources: list[str] = []
         if args.margin_normalization == "source":
             sources = sorted(self.train_dataset.unique("source"))
-            codes = {source: i for i, source in enumerate(sources)}
             self.margin_normalizer = MarginNormalizer(sources, args.margin_warmup_pairs)
         if self._pair_columns:
+            codes = {source: i for i, source in enumerate(sources)}
             self.data_collator = PairCollator(self.data_collator, self._pair_columns, codes)
-        self.distribution_shift: dict[str, float] | None = None
+
+    # ---- The algorithm ----
+
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """
+        Compute TRL's loss with the β of this micro-batch, and with our preference loss in place of its sigmoid term.
+
+        TRL asks the model, then reads β: `_observe_pairs` comes in between. Without an option of ours, this is TRL's.
+        """
+        if not self.args.reads_log_probs:
+            result = super()._compute_loss(model, inputs, return_outputs)
+        else:
+            columns, batch = take_columns(inputs)
+            batch |= self._reference_logps(batch)
+            weight, others = self._split_loss_weights()
+            tap = TappedModel(model, partial(self._observe_pairs, batch, columns))
+            # β is a number again after the loss, also where each pair has its own within
+            with temporarily(self, beta=self.beta, loss_weights=others, precompute_ref_logps=True):
+                result = super()._compute_loss(tap, batch, return_outputs)
+            self.beta, loss = tap.result
+            if self.args.replaces_sigmoid:
+                result = (result[0] + weight * loss, result[1]) if return_outputs else result + weight * loss
+        self._check_finite(model, inputs)
+        return result
+
+    def _observe_pairs(
+        self, batch: dict[str, Tensor], columns: dict[str, Tensor], log_probs: Tensor
+    ) -> tuple[float, Tensor]:
+        """
+        log-probs → log-ratios → β → preference loss → metrics.
+
+        Args:
+            batch: what TRL is given, with the (B,) log-probs of the reference.
+            columns: (B,) each, what else is known of the pairs.
+            log_probs: (2B, T), nats, the policy's of the tokens, chosen answers first.
+
+        Returns:
+            β of this micro-batch, and our preference loss, which counts if it replaces TRL's.
+        """
+        pairs = self._log_ratios(log_probs, batch, columns)
+        everyones = pairs.gathered(self.accelerator)
+
+        beta, kept = self.beta, None
+        if self.model.training:
+            kept = self.beta_controller.draw(everyones)
+            beta = self.beta_controller.observe(beta, everyones, kept)
+            if self.margin_normalizer is not None:
+                self.margin_normalizer.observe(everyones)
+        factors = 1.0 if self.margin_normalizer is None else self.margin_normalizer.factors_of(pairs.sources)
+        self.beta = beta * factors  # what TRL reads next
+
+        offset = self.args.margin_scale * columns["margin"] if "margin" in columns else None
+        logits = preference_logits(pairs.chosen, pairs.rejected, self.beta, offset, self.args.dpop_lambda)
+        losses = preference_loss(logits, columns.get("confidence"))
+        loss = (self._pair_weights(columns.get("weight"), kept, losses) * losses).mean()
+
+        self._record(beta, everyones)
+        return beta, loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self.accelerator.sync_gradients:  # the last micro-batch of an optimizer step
+            self.beta = self.beta_controller.step(self.beta)
+            if self.margin_normalizer is not None:
+                self.margin_normalizer.step()
+        return loss
+
+    # ---- Its parts ----
+
+    def _reference_logps(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Compute the (B,) log-probs of the reference, nats, under the names that TRL reads precomputed ones by."""
+        if self.precompute_ref_logps:
+            return {}
+        chosen, rejected = self.compute_ref_log_probs(self.reference, batch)
+        return {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+
+    def _split_loss_weights(self) -> tuple[float, list[float]]:
+        """Return the weight of our preference loss, and TRL's weights without it."""
+        if not self.args.replaces_sigmoid:
+            return 0.0, self.loss_weights
+        weights = list(zip(self.loss_types, self.loss_weights, strict=True))
+        ours = sum(weight for kind, weight in weights if kind == "sigmoid")
+        return ours, [0.0 if kind == "sigmoid" else weight for kind, weight in weights]
+
+    def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
+        """Sum (2B, T) log-probs over each completion, and subtract the reference's: (B,) pairs."""
+        mask = batch["completion_mask"][:, 1:]
+        log_probs = log_probs[:, -mask.shape[1] :]  # prompt tuning prepends virtual tokens
+        chosen, rejected = sequence_logprobs(log_probs, mask, self.ld_alpha).chunk(2)
+        no_source = torch.full_like(chosen, -1, dtype=torch.long)
+        return Pairs(
+            chosen - batch["ref_chosen_logps"],
+            rejected - batch["ref_rejected_logps"],
+            columns.get("source", no_source),
+        )
+
+    def _pair_weights(self, weight: Tensor | None, kept: Tensor | None, losses: Tensor) -> Tensor:
+        """Return (B,) weights under which the mean over all pairs is the mean over the (N,) kept ones."""
+        weights = torch.ones_like(losses) if weight is None else weight
+        if kept is not None:
+            start = self.accelerator.process_index * len(losses)
+            weights = weights * kept[start : start + len(losses)].to(weights) * (len(kept) / kept.sum().item())
+        return weights
+
+    def _record(self, beta: float, pairs: Pairs) -> None:
+        """Log what the (N,) pairs of all processes show."""
+        report = {
+            "beta": beta,
+            "logps/chosen_delta": pairs.chosen.mean().item(),
+            "logps/displacement_rate": displaced(pairs.chosen, pairs.rejected).float().mean().item(),
+            "logps/drift": preference_drift(pairs.chosen, pairs.rejected).mean().item(),
+        }
+        if self.margin_normalizer is not None:
+            names, factors = self.margin_normalizer.sources, self.margin_normalizer.factors[:-1]
+            report |= {f"beta/{name}": b for name, b in zip(names, (beta * factors).tolist(), strict=True)}
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in report.items():
+            metrics[name].append(value)
 
     # ---- Data ----
 
@@ -147,196 +275,104 @@ class DPOTrainer(AgreedControl, trl.DPOTrainer):
             eval_dataset = check_evaluation(eval_dataset, self.args, self._pair_columns)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
-    # ---- Loss ----
-
-    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return super().compute_ref_log_probs(model, {k: v for k, v in inputs.items() if k not in PAIR_COLUMNS})
-
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        if self.args.reads_log_probs:
-            result = self._compute_tapped_loss(model, inputs, return_outputs)
-        else:
-            result = super()._compute_loss(model, inputs, return_outputs)
-        # TRL has gathered these, so all processes raise or none does
-        if not math.isfinite(self._metrics["train" if self.model.training else "eval"]["rewards/margins"][-1]):
-            self._raise_not_finite(model, inputs)
-        return result
-
-    def _compute_tapped_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        columns = {name: inputs[name] for name in PAIR_COLUMNS if name in inputs}
-        inputs = {name: value for name, value in inputs.items() if name not in columns}
-        if not self.precompute_ref_logps:
-            chosen, rejected = self.compute_ref_log_probs(self._reference, inputs)
-            inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        losses: list[Tensor] = []
-        self.beta_controller.beta = self.beta  # as TRL's, it may be set from outside
-
-        def tap(**kwargs: Any) -> Any:
-            outputs = model(**kwargs)
-            if kwargs.get("fused_lm_head"):  # else TRL only wants the logits, for `compute_metrics`
-                losses.append(self._on_log_probs(outputs.log_probs, inputs, columns))
-            return outputs
-
-        beta, precomputed, weights = self.beta, self.precompute_ref_logps, self.loss_weights
-        self.precompute_ref_logps = True
-        if self.args.replaces_sigmoid:  # ours takes the place of TRL's
-            self.loss_weights = [
-                0.0 if kind == "sigmoid" else weight for kind, weight in zip(self.loss_types, weights, strict=True)
-            ]
-        try:
-            result = super()._compute_loss(tap, inputs, return_outputs)
-        finally:
-            self.beta, self.precompute_ref_logps, self.loss_weights = beta, precomputed, weights
-        self.beta = self.beta_controller.beta
-        if not self.args.replaces_sigmoid:
-            return result
-        weight = sum(w for kind, w in zip(self.loss_types, weights, strict=True) if kind == "sigmoid")
-        loss = (result[0] if return_outputs else result) + weight * losses[0]
-        return (loss, result[1]) if return_outputs else loss
-
-    def _on_log_probs(self, log_probs: Tensor, inputs: dict[str, Any], columns: dict[str, Tensor]) -> Tensor:
-        """Set the β that TRL is about to read, and return our preference loss, which counts if it replaces TRL's."""
-        mask = inputs["completion_mask"][:, 1:]
-        logps = sequence_logprobs(log_probs[:, -mask.shape[1] :], mask, self.ld_alpha)
-        chosen, rejected = logps.chunk(2)
-        chosen, rejected = chosen - inputs["ref_chosen_logps"], rejected - inputs["ref_rejected_logps"]
-        training, codes = self.model.training, columns.get("source")
-
-        seen = [chosen.detach().float(), rejected.detach().float()]
-        if codes is not None:
-            seen.append(codes.to(seen[0].dtype))
-        everyones = self.accelerator.gather(torch.stack(seen, dim=1)).cpu()
-        all_chosen, all_rejected = everyones[:, 0], everyones[:, 1]
-        kept = self.beta_controller.observe(all_chosen, all_rejected) if training else None
-        beta: Tensor | float = self.beta_controller.beta
-        if self.margin_normalizer is not None and codes is not None:
-            if training:
-                self.margin_normalizer.observe(all_chosen - all_rejected, everyones[:, 2].long())
-            beta = beta * self.margin_normalizer.factors.to(codes.device)[codes]
-        self.beta = beta
-        self._record(all_chosen, all_rejected)
-
-        weights = torch.ones_like(chosen) if (weight := columns.get("weight")) is None else weight
-        if kept is not None:  # the mean over the kept pairs, as a weighted mean over all
-            start = self.accelerator.process_index * len(chosen)
-            mine = kept[start : start + len(chosen)].to(weights)
-            weights = weights * mine * (len(kept) / kept.sum().item())
-        offset = columns.get("margin")
-        if "score_chosen" in columns:
-            offset = columns["score_chosen"] - columns["score_rejected"]
-        if offset is not None:
-            offset = self.args.margin_scale * offset
-        logits = preference_logits(chosen, rejected, beta, offset, self.args.dpop_lambda)
-        return (weights * preference_loss(logits, columns.get("confidence"))).mean()
-
-    def _record(self, chosen: Tensor, rejected: Tensor) -> None:
-        """Log what (N,) log-ratios of all processes show."""
-        report = {
-            "beta": self.beta_controller.beta,
-            "logps/chosen_delta": chosen.mean().item(),
-            "logps/displacement_rate": displaced(chosen, rejected).float().mean().item(),
-            "logps/drift": preference_drift(chosen, rejected).mean().item(),
-        }
-        if self.margin_normalizer is not None:
-            effective = (self.beta_controller.beta * self.margin_normalizer.factors).tolist()
-            report |= {
-                f"beta/{source}": beta for source, beta in zip(self.margin_normalizer.sources, effective, strict=False)
-            }
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        for name, value in report.items():
-            metrics[name].append(value)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        if self.accelerator.sync_gradients:
-            self.beta_controller.step()
-            self.beta = self.beta_controller.beta
-            if self.margin_normalizer is not None:
-                self.margin_normalizer.step()
-        return loss
-
     # ---- Reference ----
 
     @property
-    def _reference(self) -> nn.Module:
-        """What the reference pass runs; with PEFT, under another adapter or none."""
+    def reference(self) -> nn.Module:
+        """The module that the reference pass runs; with PEFT, under another adapter or none."""
         return self.model if self.ref_model is None else self.ref_model
 
     def reference_adapter(self) -> contextlib.AbstractContextManager:
-        """Within, `model` is the reference where there is no `ref_model`."""
+        """Make `model` the reference within, where there is no `ref_model`."""
         if self.ref_model is not None or not is_peft_model(self.model):
             return contextlib.nullcontext()
         model = self.accelerator.unwrap_model(self.model)
         return use_adapter(model, "ref" if "ref" in model.peft_config else None)
 
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        _, batch = take_columns(inputs)
+        return super().compute_ref_log_probs(model, batch)
+
     # ---- Training and resuming ----
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """
+        Train, anew or from a checkpoint; see [`~trl_ext.checkpoints.ResumableRun`].
+
+        Args:
+            resume_from_checkpoint: `True` for the newest complete checkpoint in `output_dir`, or a path.
+        """
         if self.args.distribution_shift_samples and not resume_from_checkpoint:
-            shift = distribution_shift(self, self.args.distribution_shift_samples)
-            self.distribution_shift = shift
-            for name, value in shift.items():  # shown by the first log
+            self.distribution_shift = distribution_shift(self, self.args.distribution_shift_samples)
+            for name, value in self.distribution_shift.items():  # shown by the first log
                 self._metrics["train"][f"shift/{name}"].append(value)
             if self.is_world_process_zero():
-                warn_of_shift(shift, self.args.distribution_shift_bound)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+                warn_of_shift(self.distribution_shift, self.args.distribution_shift_bound)
+        return super().train(resume_from_checkpoint, **kwargs)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._has_state and self.args.should_save:  # the same on all processes
-            state = {"beta_controller": self.beta_controller.state_dict()}
-            if self.margin_normalizer is not None:
-                state["margin_normalizer"] = self.margin_normalizer.state_dict()
-            torch.save(state, os.path.join(output_dir, STATE_FILE))
+    def _run_facts(self) -> dict[str, Any]:
+        sources = {} if self.margin_normalizer is None else {"sources": self.margin_normalizer.sources}
+        return {**super()._run_facts(), **sources}
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not self._has_state:
-            return
+    def _weights_facts(self) -> dict[str, Any]:
+        return self._weights_at_start
+
+    @cached_property
+    def _weights_at_start(self) -> dict[str, str]:
+        """Which weights the policy and a reference of its own had before the first step."""
+        revision = (self.args.model_init_kwargs or {}).get("revision")
+        policy = weights_identity(self.accelerator.unwrap_model(self.model), self._policy_path, revision)
+        facts = {"policy": policy}
+        if self._has_own_reference:
+            facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
+        everyones = [facts]  # the first process's: FSDP may load weights on that one only
+        broadcast_object_list(everyones)
+        return everyones[0]
+
+    def _before_resuming(self, checkpoint: str) -> None:
+        if self.args.sync_ref_model and not self.args.resume_anyway:
+            raise ValueError(
+                f"`sync_ref_model=True` moves the reference, and {checkpoint} does not have it: start anew, or set "
+                "`resume_anyway=True` to go on with the reference that this trainer was given."
+            )
+
+    def _save_own_state(self, checkpoint: str) -> None:
+        if self._controllers and self.args.should_save:  # the same on all processes
+            state = {name: controller.state_dict() for name, controller in self._controllers.items()}
+            torch.save({"beta": self.beta, **state}, os.path.join(checkpoint, STATE_FILE))
+
+    def _load_own_state(self, checkpoint: str) -> None:
         path = os.path.join(checkpoint, STATE_FILE)
-        if not os.path.isfile(path):
-            raise ValueError(
-                f"{path} is missing: the checkpoint was written without `beta_controller` and `margin_normalization`, "
-                "or with `save_only_model=True`, so the β to go on with is not known. Use the settings of the "
-                "interrupted run, or start anew."
-            )
+        if not self._controllers or not os.path.isfile(path):
+            return  # with `resume_anyway`, what the checkpoint does not know starts anew
         state = torch.load(path, map_location="cpu", weights_only=True)
-        self.beta_controller.load_state_dict(state["beta_controller"])
-        self.beta = self.beta_controller.beta
-        if (self.margin_normalizer is None) != ("margin_normalizer" not in state):
-            raise ValueError(
-                f"{path} was written with another `margin_normalization` than {self.args.margin_normalization!r}: use "
-                "the settings of the interrupted run, or start anew."
-            )
-        if self.margin_normalizer is not None:
-            self.margin_normalizer.load_state_dict(state["margin_normalizer"])
+        for name in self._controllers.keys() & state.keys():
+            self._controllers[name].load_state_dict(state[name])
+        if self.args.beta_controller in state:
+            self.beta = state["beta"]
 
     @property
-    def _has_state(self) -> bool:
-        return self.args.beta_controller != "fixed" or self.margin_normalizer is not None
+    def _controllers(self) -> dict[str, Any]:
+        """What has a state to go on from, by its setting."""
+        named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
+        return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 
     # ---- Mistakes ----
 
-    @torch.no_grad()
-    def _raise_not_finite(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Find the rows whose log-probs are not finite, on all processes, and name them."""
-        inputs = {name: value for name, value in inputs.items() if name not in PAIR_COLUMNS}
-        seen: list[Tensor] = []
-
-        def tap(**kwargs: Any) -> Any:
-            outputs = model(**kwargs)
-            seen.append(outputs.log_probs)
-            return outputs
-
-        super()._compute_loss(tap, inputs, False)
-        if self.precompute_ref_logps:
-            reference = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
-        else:
-            reference = torch.cat(self.compute_ref_log_probs(self._reference, inputs))
+    def _check_finite(self, model: nn.Module, inputs: dict[str, Any]) -> None:
+        """Stop all processes at log-probs that are not finite, with the rows that have them."""
+        # TRL has gathered its metrics, so all processes go on here or none does
+        if math.isfinite(self._metrics["train" if self.model.training else "eval"]["rewards/margins"][-1]):
+            return
+        _, batch = take_columns(inputs)
+        with torch.no_grad():
+            policy = self._policy_logps(model, batch)
+            batch |= self._reference_logps(batch)
+        reference = torch.cat([batch["ref_chosen_logps"], batch["ref_rejected_logps"]])
         found = [
             f"process {self.accelerator.process_index}: the {whose} log-prob of the "
-            f"{'chosen' if row < len(reference) // 2 else 'rejected'} answer of {name_row(self, inputs, row)}"
-            for whose, logps in (("policy's", seen[0].sum(1)), ("reference's", reference))
+            f"{'chosen' if row < len(reference) // 2 else 'rejected'} answer of {name_row(self, batch, row)}"
+            for whose, logps in (("policy's", policy), ("reference's", reference))
             for row in (~logps.isfinite()).nonzero()[:, 0].tolist()
         ]
         found = gather_object(found)
@@ -345,3 +381,9 @@ class DPOTrainer(AgreedControl, trl.DPOTrainer):
             f"{f'; and {len(found) - 4} more' if len(found) > 4 else ''}. Look at these rows if they are few; else "
             "lower the learning rate, set `max_grad_norm`, or train in bf16 or float32 instead of fp16."
         )
+
+    def _policy_logps(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """Compute the (2B,) log-probs of the policy once more, as TRL's loss does."""
+        tap = TappedModel(model, lambda log_probs: log_probs.sum(dim=1))
+        super()._compute_loss(tap, batch, False)
+        return tap.result

@@ -1,4 +1,4 @@
-"""DPO's maths per pair: log-ratios, logits and losses, and the rules that move β. Δ = chosen − rejected log-ratio."""
+"""Compute DPO's logits and losses pair by pair, and the β that is to come. Δ = chosen − rejected log-ratio."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from .shapes import check_shapes
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum each completion's log-probs; with ld_alpha, what a completion has beyond its pair's shorter one counts less.
+    """Sum each completion's log-probs; ld_alpha is the weight of tokens beyond the length of the pair's shorter one.
 
     sum_{t <= l} logp_t + ld_alpha sum_{t > l} logp_t with l = min of the pair's lengths; LD-DPO, Liu et al. 2024,
     arXiv:2409.06411. ld_alpha = 1 or None is the plain sum.
@@ -97,7 +97,7 @@ def preference_loss(logits: Tensor, confidence: Tensor | None = None) -> Tensor:
 
 
 def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Compute how far a pair's two log-probs have moved: (|r_c| + |r_r|) / 2. No KL: the answers are not samples.
+    """Compute how far a pair's two log-probs have moved: (|r_c| + |r_r|) / 2. It is no KL: answers are no samples.
 
     Args:
         chosen_logratios: (B,), nats.

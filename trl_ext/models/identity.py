@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .weights import base_model_of, whole
 
@@ -51,6 +52,12 @@ def weights_hash(module: Any) -> str:
 
 
 def values_of(tensor: Tensor) -> Any:
-    """The bytes of a tensor, of floating-point ones in float32, in which every half-precision number is exact."""
+    """
+    The bytes of a tensor, of floating-point ones in float32, in which every half-precision number is exact; none of
+    one that is not here: FSDP may load the weights on the first process only. Of a sharded one, all must ask.
+    """
+    if tensor.is_meta:
+        return b""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     values = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
     return values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,238 @@
+"""The tables of trl_ext/upstream.py: they name what we use, a change of it is seen, and it is told in one sentence."""
+
+import ast
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+from trl.trainer import utils
+
+import trl_ext
+from tests.contract.observed import require, rloo
+from tests.dpo.worker import make_trl_trainer
+from trl_ext import DPOTrainer, PPOTrainer, upstream
+from trl_ext.commands import contract as command
+from trl_ext.contract import assigned, method_change
+from trl_ext.upstream import ATTRIBUTES, METHODS, NAMES, TESTED, check_contract
+
+PACKAGE = Path(trl_ext.__file__).parent
+TRAINERS = [(PPOTrainer, trl.RLOOTrainer), (DPOTrainer, trl.DPOTrainer)]
+check_now = check_contract.__wrapped__  # not what was found before
+
+
+def ours(trainer):
+    return [cls for cls in trainer.__mro__ if cls.__module__.startswith("trl_ext.")]
+
+
+def files_of(trainer):
+    """Its folder, and the files of the classes that it inherits from elsewhere in the package."""
+    return {
+        *Path(inspect.getfile(trainer)).parent.glob("*.py"),
+        *(Path(inspect.getfile(cls)) for cls in ours(trainer)),
+    }
+
+
+def test_upstream_has_what_we_use():
+    changes = "; ".join(filter(None, command.changes().values()))
+    assert not changes, f"Upstream changed: {changes}. Follow it, and correct the tables of trl_ext/upstream.py."
+
+
+@pytest.mark.parametrize("trainer, base", TRAINERS)
+def test_tables_name_nothing_that_is_no_longer_used(trainer, base):
+    path, code = f"trl.{base.__name__}", "".join(file.read_text() for file in files_of(trainer))
+    unused = [name for name in [*METHODS[path], *ATTRIBUTES[path].split()] if not re.search(rf"\b{name}\b", code)]
+    assert not unused, f"{trainer.__name__} no longer uses {unused}: take them out of the tables of upstream.py."
+
+
+def test_names_are_those_that_the_package_imports():
+    imported = {
+        alias.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in ("upstream", "callbacks")
+        for alias in node.names
+    }
+    unused = {name for names in NAMES.values() for name in names} - imported
+    assert not unused, f"Nothing imports {unused}: take them out of the table of upstream.py."
+
+
+@pytest.mark.parametrize("trainer, base", TRAINERS)
+def test_tables_name_every_private_name_that_a_trainer_of_ours_uses(trainer, base):
+    own = assigned(ours(trainer)) | {name for cls in ours(trainer) for name in vars(cls)}
+    theirs = {*dir(base), *assigned(base.__mro__)}
+    used = {  # code -> what it calls the trainer
+        **{inspect.getsource(cls): ("self", "super()") for cls in ours(trainer)},
+        **{file.read_text(): ("trainer", "self.trainer") for file in files_of(trainer)},
+    }
+    private = {
+        node.attr
+        for code, names in used.items()
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names and re.match("_[^_]", node.attr)
+    }
+    path = f"trl.{base.__name__}"
+    unnamed = (private & theirs) - own - METHODS[path].keys() - {*ATTRIBUTES[path].split()}
+    assert not unnamed, f"{trainer.__name__} uses {unnamed} of {path}: put them into the tables of upstream.py."
+
+
+def test_attributes_are_there_in_a_trainer_that_was_built(tmp_path):
+    """They were looked for in bytecode."""
+    for trainer in (rloo(tmp_path), make_trl_trainer(tmp_path)):
+        path = next(f"trl.{cls.__name__}" for cls in type(trainer).__mro__ if f"trl.{cls.__name__}" in ATTRIBUTES)
+        later = {"vllm_generation", "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"}
+        missing = [name for name in ATTRIBUTES[path].split() if name not in later and not hasattr(trainer, name)]
+        require(not missing, f"{path} sets {missing} later, or no longer", f"A subclass of {path}")
+
+
+def test_tested_versions_are_those_of_the_constraints():
+    constraints = (PACKAGE.parent / "constraints.txt").read_text().splitlines()
+    assert {f"{package}=={version}" for package, version in TESTED.items()} <= {*constraints}
+
+
+# ---- A change is seen ----
+
+
+def sentence_of(trainer):
+    with pytest.raises(ImportError) as raised:
+        check_now(trainer)
+    return str(raised.value)
+
+
+def test_unchanged_trl_passes_and_is_looked_at_once(monkeypatch):
+    check_contract(PPOTrainer)
+    monkeypatch.delattr(trl.RLOOTrainer, "_compute_loss")
+    check_contract(PPOTrainer)
+    assert "_compute_loss" in sentence_of(PPOTrainer)
+
+
+@pytest.mark.parametrize("trainer, base", TRAINERS)
+def test_renamed_method_is_told_with_both_versions(trainer, base, monkeypatch):
+    monkeypatch.setattr(base, "_compute_losses", base._compute_loss, raising=False)
+    monkeypatch.delattr(base, "_compute_loss")
+    monkeypatch.setattr(upstream, "version", {**TESTED, "trl": "1.17.0"}.get)
+    assert sentence_of(trainer) == (
+        f"trl_ext was tested with trl 1.16.0, and in trl 1.17.0, which you have, `{base.__name__}` has no method "
+        "`_compute_loss`: install what was tested, or a newer trl_ext (`python -m trl_ext.commands.contract` shows "
+        "every item)."
+    )
+
+
+def test_change_of_another_package_is_told_with_its_version(monkeypatch):
+    monkeypatch.delattr("transformers.Trainer._save_rng_state")
+    monkeypatch.setattr(upstream, "version", {**TESTED, "transformers": "5.24.0"}.get)
+    assert "transformers 5.23.0, and in transformers 5.24.0, which you have, `RLOO" in sentence_of(PPOTrainer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda self, model: None, id="one parameter less"),
+        pytest.param(lambda self, inputs, model: None, id="another order"),
+        pytest.param(lambda self, model, batch: None, id="another name"),
+        pytest.param(lambda self, model, inputs, scale=1.0: None, id="one more, which our override would not take"),
+    ],
+)
+def test_changed_parameters_of_a_method(change, monkeypatch):
+    monkeypatch.setattr(trl.RLOOTrainer, "_compute_loss", change)
+    takes = ", ".join(list(inspect.signature(change).parameters)[1:])
+    assert f"`RLOOTrainer._compute_loss` takes ({takes}), we rely on (model, inputs)" in sentence_of(PPOTrainer)
+
+
+def test_open_parameters_may_become_more():
+    class Theirs:
+        def train(self, resume_from_checkpoint, new): ...
+
+    assert method_change(Theirs, "train", "resume_from_checkpoint, ...") == ""
+    assert method_change(Theirs, "train", "resume_from_checkpoint=, ...") == ""
+    assert "takes (resume_from_checkpoint, new)" in method_change(Theirs, "train", "resume_from_checkpoint")
+    assert "takes (resume_from_checkpoint, new)" in method_change(Theirs, "train", "resume, ...")
+
+
+def test_lost_attribute(monkeypatch):
+    def __init__(self):  # noqa: N807
+        self._metrics = {}
+
+    monkeypatch.setattr(trl.DPOTrainer, "__init__", __init__)
+    told = sentence_of(DPOTrainer)
+    assert "`DPOTrainer` has no `beta`" not in told and "`DPOTrainer.__init__` takes ()" in told and "more" in told
+    found = upstream.changes_of_class("trl.DPOTrainer")
+    assert found["trl.DPOTrainer._tokenizer"] == "`DPOTrainer` has no `_tokenizer`"
+    assert not found["trl.DPOTrainer._metrics"]
+
+
+def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
+    def prediction_step(self):
+        self.kl_controller = None
+
+    monkeypatch.setattr(trl.RLOOTrainer, "_some_hook", prediction_step, raising=False)
+    monkeypatch.setattr(trl.RLOOTrainer, "_steps_per_rollout", prediction_step, raising=False)
+    assert "`RLOOTrainer` has _steps_per_rollout, kl_controller, too, as PPOTrainer does" in sentence_of(PPOTrainer)
+
+
+def test_members_of_a_users_own_subclass_are_the_users_affair(monkeypatch):
+    class Mine(PPOTrainer):
+        def compute_loss_func(self): ...
+
+    Mine.__module__ = "mine"
+    check_now(Mine)
+
+
+@pytest.mark.parametrize(
+    "function, takes",
+    [
+        (lambda model: None, "(model)"),
+        (lambda model, name: None, "(model, name)"),
+        (lambda model, adapter_name, merge: None, "(model, adapter_name, merge)"),
+    ],
+)
+def test_changed_function_is_told_when_it_is_imported(function, takes, monkeypatch):
+    monkeypatch.setattr(utils, "use_adapter", function)
+    with pytest.raises(ImportError, match=rf"1\.16\.0, and in trl .* `use_adapter` takes {re.escape(takes)}, we rely"):
+        from trl_ext.upstream import use_adapter  # noqa: F401
+
+
+def test_function_may_take_more_that_has_a_default(monkeypatch):
+    monkeypatch.setattr(utils, "use_adapter", lambda model, adapter_name, merge=False, **more: None)
+    assert upstream.use_adapter is utils.use_adapter
+
+
+def test_moved_function_or_module_is_told_when_it_is_imported(monkeypatch):
+    monkeypatch.delattr(utils, "use_adapter")
+    with pytest.raises(ImportError, match=r"1\.16\.0, and in .*`trl.trainer.utils.use_adapter` is gone: install"):
+        from trl_ext.upstream import use_adapter  # noqa: F401
+
+    monkeypatch.setitem(sys.modules, "trl.models.utils", None)
+    with pytest.raises(ImportError, match=r"`trl.models.utils.add_hooks` is gone \(.*trl.models.utils.*\): install"):
+        from trl_ext.upstream import add_hooks  # noqa: F401
+
+
+def test_unknown_name_is_no_change_of_upstream():
+    with pytest.raises(AttributeError, match="has no attribute 'use_adaptor'"):
+        upstream.use_adaptor  # noqa: B018
+
+
+# ---- The command ----
+
+
+def test_command_prints_each_item_and_says_by_its_exit_whether_one_changed(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0 and lines[0] == f"trl {trl.__version__}, tested with 1.16.0"
+    assert "ok      trl.RLOOTrainer._compute_loss" in lines and "pytest tests/contract" in lines[-1]
+
+    monkeypatch.delattr(trl.RLOOTrainer, "_compute_loss")
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 1 and lines[-1].startswith("1 of ")
+    assert "CHANGED trl.RLOOTrainer._compute_loss: `RLOOTrainer` has no method `_compute_loss`" in lines
+
+
+def test_command_goes_on_where_a_trainer_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl_ext.dpo", None)
+    changed = {item: change for item, change in command.changes().items() if change}
+    assert [*changed] == ["trl_ext.DPOTrainer"] and "trl_ext.dpo" in changed["trl_ext.DPOTrainer"]

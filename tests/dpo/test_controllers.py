@@ -1,0 +1,91 @@
+"""The parts that move β, and the tap, on numbers: no trainer is needed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.dpo.worker import BETA_DPO, config
+from trl_ext.dpo.beta_controller import BetaController
+from trl_ext.dpo.margin_normalizer import MarginNormalizer
+from trl_ext.dpo.pairs import Pairs
+from trl_ext.dpo.tap import TappedModel
+
+
+def of(margins, sources=None):
+    chosen = torch.tensor(margins)
+    sources = torch.zeros(len(chosen), dtype=torch.long) if sources is None else torch.tensor(sources)
+    return Pairs(chosen, torch.zeros_like(chosen), sources)
+
+
+def test_a_fixed_beta_stays(tmp_path):
+    controller = BetaController(config(tmp_path), horizon=10)
+    assert controller.draw(of([1.0])) is None and controller.observe(0.3, of([5.0])) == 0.3 == controller.step(0.3)
+
+
+def test_drift_moves_beta_once_a_step_by_the_mean_over_its_pairs(tmp_path):
+    controller = BetaController(config(tmp_path, beta_controller="drift", drift_target=1.0, beta_max=0.105), 10)
+    assert controller.observe(0.1, of([2.0, 2.0])) == 0.1  # not within a step
+    assert controller.observe(0.1, of([2.4])) == 0.1
+    # drift = (1 + 1 + 1.2) / 3 = 1.0667, so β · (1 + 0.0667 · 3 / 10)
+    assert controller.step(0.1) == pytest.approx(0.1 * (1 + 0.2 / 3 * 0.3))
+    assert controller.step(0.1) == 0.1  # nothing was seen since
+    controller.observe(0.1, of([100.0] * 9))
+    assert controller.step(0.1) == 0.105  # bounded
+
+
+def test_beta_dpo_sets_beta_from_the_kept_margins_and_remembers_all(tmp_path):
+    controller = BetaController(config(tmp_path, beta_controller="beta_dpo"), 10)
+    kept = torch.tensor([True, True, False])
+    assert controller.observe(0.7, of([1.0, 2.0, 6.0]), kept) == pytest.approx(0.1 * (1 + 0.6 * 1.5))
+    assert controller.margin_mean == pytest.approx(0.1 * 3)
+    assert controller.margin_std == pytest.approx(0.9 + 0.1 * 7**0.5)  # of 1, 2 and 6
+    assert controller.observe(0.7, of([1.0])) == pytest.approx(0.1 * (1 + 0.6 * (1 - 0.3)))
+    assert controller.step(0.7) == 0.7
+
+
+def test_a_controller_that_is_loaded_draws_and_moves_as_the_saved_one_does(tmp_path):
+    saved, loaded = (BetaController(config(tmp_path, **BETA_DPO), 10) for _ in range(2))
+    batch = of([0.5, -1.0, 2.0, 0.1])
+    saved.observe(0.1, batch, saved.draw(batch))
+    loaded.load_state_dict(saved.state_dict())
+    assert saved.draw(batch).sum() == 3
+    loaded.draw(batch)
+    assert [saved.draw(batch).tolist() for _ in range(9)] == [loaded.draw(batch).tolist() for _ in range(9)]
+    assert saved.observe(0.1, batch) == loaded.observe(0.1, batch) != 0.1
+
+
+def test_sources_are_brought_to_one_scale_after_a_step(tmp_path):
+    normalizer = MarginNormalizer(["a", "b", "rare"], warmup_pairs=2)
+    normalizer.observe(of([1.0, -1.0, 2.0], [0, 0, 1]))
+    normalizer.observe(of([-2.0, 5.0], [1, 2]))
+    sources = torch.tensor([0, 1, 2, -1])
+    assert normalizer.factors_of(sources).tolist() == [1, 1, 1, 1]
+    normalizer.step()
+    # σ_b = 2 σ_a and as many pairs of each: factors 4/3 and 2/3, of mean 1
+    expected = torch.tensor([4 / 3, 2 / 3, 1.0, 1.0])
+    assert_close(normalizer.factors_of(sources), expected)
+    other = MarginNormalizer(["b", "new", "a"], warmup_pairs=2)
+    other.load_state_dict(normalizer.state_dict())
+    assert_close(other.factors, expected[[1, 2, 0, 3]])
+
+
+def test_the_pairs_of_all_processes_are_detached_and_on_the_cpu():
+    pairs = Pairs(torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([0.5, 3.0]), torch.tensor([-1, 4]))
+    assert_close(pairs.margins.detach(), torch.tensor([0.5, -1.0]))
+    twice = pairs.gathered(SimpleNamespace(gather=lambda x: torch.cat([x, x])))
+    assert len(twice) == 4 and not twice.chosen.requires_grad
+    assert_close(twice.chosen, pairs.chosen.detach().repeat(2))
+    assert_close(twice.rejected, pairs.rejected.repeat(2))
+    assert_close(twice.sources, pairs.sources.repeat(2))
+
+
+def test_the_tap_passes_the_answer_on_and_ignores_a_pass_for_logits():
+    answer = SimpleNamespace(log_probs=torch.tensor([[1.0, 2.0]]))
+    calls = []
+    tap = TappedModel(lambda **kwargs: calls.append(kwargs) or answer, lambda log_probs: log_probs.sum().item())
+    assert tap(input_ids=1, fused_lm_head=True) is answer and tap.result == 3.0
+    answer.log_probs = None
+    assert tap(input_ids=1) is answer and tap.result == 3.0
+    assert calls == [{"input_ids": 1, "fused_lm_head": True}, {"input_ids": 1}]

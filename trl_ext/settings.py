@@ -1,0 +1,40 @@
+"""Check the values of a configuration: ranges, choices, and settings that are read only where another one is set."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin
+
+
+def check_settings(
+    config: Any,
+    ranges: Mapping[str, tuple[str, Callable[[Any], bool]]],
+    only_with: Mapping[str, tuple[str, Any]],
+) -> None:
+    """
+    Raise for the first field whose value cannot work.
+
+    Args:
+        config: a dataclass instance; its `Literal` fields must have one of their values, or `None` if that is allowed.
+        ranges: field → (rule in words, test of a value that is not `None`).
+        only_with: field → (other field, value that it must have), for a field that does nothing otherwise.
+
+    Raises:
+        ValueError: with the field, its value, and what to do.
+    """
+    for name, (rule, is_valid) in ranges.items():
+        value = getattr(config, name)
+        if value is not None and not is_valid(value):
+            raise ValueError(f"`{name}` must be {rule}, got {value}.")
+    for f in fields(config):
+        literal = next((t for t in (f.type, *get_args(f.type)) if get_origin(t) is Literal), None)
+        choices = [*get_args(literal), *([None] if literal is not f.type else [])]
+        if literal and getattr(config, f.name) not in choices:
+            raise ValueError(f"`{f.name}` must be one of {list(get_args(literal))}, got {getattr(config, f.name)!r}.")
+    defaults = {f.name: f.default for f in fields(config)}
+    for name, (setting, needed) in only_with.items():
+        value, found = getattr(config, name), getattr(config, setting)
+        if found != needed and value != defaults[name]:
+            raise ValueError(
+                f"`{name}={value}` is for `{setting}={needed!r}`, but `{setting}={found!r}`: set that, or leave it "
+                "out."
+            )

@@ -5,6 +5,8 @@ from typing import Any
 
 from ..upstream import SyncRefModelCallback
 
+from ..checkpoints import CannotResume
+
 _FOLDER = "reference"
 
 
@@ -28,7 +30,7 @@ def moved_reference(checkpoint: str) -> str:
     """Return the folder of the reference in a checkpoint."""
     folder = os.path.join(checkpoint, _FOLDER)
     if not os.path.isdir(folder):
-        raise ValueError(
+        raise CannotResume(
             f"{folder} is missing, so the reference that `sync_ref_model=True` has moved is not known: the "
             "checkpoint was written without it. Go on with `sync_ref_model=False`, or start anew."
         )

@@ -170,7 +170,7 @@ class ResumableRun:
         if is_same and state.global_step >= state.max_steps:
             self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
             if is_deepspeed_zero3_enabled():
-                raise ValueError(f"ZeRO-3 loads weights into a run that goes on only: take them from {checkpoint}.")
+                raise CannotResume(f"ZeRO-3 loads weights into a run that goes on only: take them from {checkpoint}.")
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
             self._load_own_state(checkpoint)
             self.state = state

@@ -3,9 +3,8 @@
 import os
 from typing import Any
 
-from ..upstream import SyncRefModelCallback
-
 from ..checkpoints import CannotResume
+from ..upstream import SyncRefModelCallback
 
 _FOLDER = "reference"
 

@@ -4,22 +4,22 @@
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 --help lists them all. Beside the model this writes how it does on the held-out pairs: `eval_results.json`. The same
-command again resumes from the newest checkpoint in `output_dir`.
+command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from transformers import AutoModelForCausalLM
-from trl import ModelConfig, ScriptArguments, get_peft_config, get_quantization_config
+from trl import get_peft_config, get_quantization_config
 
 from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
-from trl_ext.data import usable_pairs
+from trl_ext.arguments import DataArguments, ModelArguments
+from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+from trl_ext.data import held_out_rows, usable_pairs
 
 
 @dataclass
-class DPOScriptArguments(ScriptArguments):
+class DPOScriptArguments(DataArguments):
     """What `DPOConfig` and `ModelConfig` do not say: the data and the reference."""
 
     ref_model_name_or_path: str | None = field(
@@ -37,22 +37,15 @@ class DPOScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self):
-        if not self.dataset_name:
-            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
+        super().__post_init__()
         if self.eval_size is not None and self.eval_size < 0:
             raise ValueError(f"`eval_size` must be 0 or more, got {self.eval_size}")
-        if self.dataset_streaming or self.ignore_bias_buffers:
-            raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
 
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((DPOScriptArguments, DPOConfig, ModelConfig))
-    if not (sys.argv[1:] if arguments is None else arguments):
-        parser.exit(2, __doc__)
+    parser = StrictTrlParser((DPOScriptArguments, DPOConfig, ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
-    if model_args.model_name_or_path is None:
-        parser.error("no model: give `model_name_or_path`, a folder or a hub name")
 
     # 2. Data
     def load(split: str):
@@ -61,30 +54,20 @@ def main(arguments: list[str] | None = None) -> None:
         )
         return usable_pairs(dataset, f"the split {split!r}", script_args.drop_unusable_pairs)
 
-    try:
-        train_dataset, eval_dataset = load(script_args.dataset_train_split), None
-        if script_args.eval_size is None:
-            try:
-                eval_dataset = load(script_args.dataset_test_split)
-            except ValueError as error:
-                parser.error(f"{error}; `eval_size` cuts pairs to evaluate on from the training split")
-        elif script_args.eval_size:
-            split = train_dataset.train_test_split(script_args.eval_size, seed=training_args.seed)
-            train_dataset, eval_dataset = split["train"], split["test"]
-        else:
-            training_args.eval_strategy = "no"
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
+    with parser.one_line_errors():
+        train_dataset, eval_dataset = held_out_rows(
+            load(script_args.dataset_train_split),
+            lambda: load(script_args.dataset_test_split),
+            script_args.eval_size,
+            training_args.seed,
+        )
+    if eval_dataset is None:
+        training_args.eval_strategy = "no"
 
     # 3. Model: the trainer loads it, and the tokenizer, from the path
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
+    training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
     reference = None
-    try:
+    with parser.one_line_errors():
         if script_args.ref_model_name_or_path:
             kwargs = {name: value for name, value in training_args.model_init_kwargs.items() if name != "revision"}
             reference = AutoModelForCausalLM.from_pretrained(script_args.ref_model_name_or_path, **kwargs)
@@ -97,14 +80,12 @@ def main(arguments: list[str] | None = None) -> None:
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
         )
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
 
-    # 4. Train, from the newest checkpoint that is complete
-    states = Path(training_args.output_dir).glob("checkpoint-*/trainer_state.json")
-    newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
-    checkpoint = training_args.resume_from_checkpoint or (newest and str(newest.parent))
-    trainer.save_metrics("train", trainer.train(resume_from_checkpoint=checkpoint).metrics)
+    # 4. Train
+    with parser.one_line_errors(CannotResume):
+        result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    if result.metrics:  # none where the run was complete already
+        trainer.save_metrics("train", result.metrics)
 
     # 5. Save
     trainer.save_model()

@@ -8,7 +8,6 @@ Under `output_dir`, each with `train.jsonl` and `test.jsonl`: `preference/` (`pr
 
 import hashlib
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,15 +37,11 @@ def is_for_sft(prompt: list[dict[str, str]]) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(HHArguments)
-    if not (sys.argv[1:] if arguments is None else arguments):
-        parser.exit(2, __doc__)
+    parser = StrictTrlParser(HHArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     for split in ("train", "test"):
-        try:
+        with parser.one_line_errors():
             rows = load_dataset_split(args.dataset_name, split, columns=("chosen", "rejected"))
-        except (ValueError, FileNotFoundError) as error:
-            parser.error(str(error))
         pairs, left_out = [], 0
         for row in rows:
             try:

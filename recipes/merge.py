@@ -84,10 +84,8 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     parser = StrictTrlParser(MergeArguments, description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    try:
+    with parser.one_line_errors(ValueError):
         model, tokenizer, kind = load(args)
-    except ValueError as error:
-        parser.error(" ".join(str(error).split())[:400])
 
     # 2. What the merged model must give
     vocabulary = model.config.get_text_config().vocab_size

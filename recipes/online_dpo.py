@@ -5,16 +5,13 @@
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
 `reward_model_name_or_path`, `reward_funcs`, or both. Round r is the folder `round-r` of `output_dir`: the model (with
 `use_peft`, its adapter merged), the pairs it was trained on, and in `round.json` what it gets on the held-out prompts;
-`online_dpo.json` has all rounds. The same command again resumes, within a round from its newest checkpoint; a larger
-`num_rounds` adds rounds. Without arguments: three rounds in the demo's world.
+`online_dpo.json` has all rounds. The same command again goes on, within a round from its newest complete checkpoint; a
+larger `num_rounds` adds rounds.
 """
 
 import copy
 import gc
-import importlib
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,33 +22,19 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import ModelConfig, ScriptArguments, get_peft_config
+from trl import get_peft_config
 
-if os.getcwd() not in sys.path:  # a script's own folder is there instead
-    sys.path.insert(0, os.getcwd())
-
-from recipes.ppo import load_reward
 from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
+from trl_ext.arguments import ModelArguments, PromptArguments
+from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, differences, fingerprint
 from trl_ext.data import check_texts
 from trl_ext.evaluation import bootstrap_interval
 from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
-
-# What a run and its continuation may differ in
-MAY_DIFFER = (
-    "num_rounds",
-    "logging_",
-    "disable_tqdm",
-    "report_to",
-    "run_name",
-    "save_",
-    "dataloader_",
-    "hub_",
-    "push_",
-)
+from trl_ext.rewards import load_reward
 
 
 @dataclass
-class OnlineDPOScriptArguments(ScriptArguments):
+class OnlineDPOScriptArguments(PromptArguments):
     """What `DPOConfig` and `ModelConfig` do not say: the prompts, the answers and their scores."""
 
     num_rounds: int = field(default=3, metadata={"help": "Rounds of sampling and training."})
@@ -59,16 +42,6 @@ class OnlineDPOScriptArguments(ScriptArguments):
     num_samples: int = field(default=4, metadata={"help": "k: answers to each prompt."})
     max_completion_length: int = field(default=256, metadata={"help": "Tokens of an answer."})
     temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
-    reward_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Sequence classifier with one label. `reward_weights` are: this model's, then `reward_funcs`'."
-        },
-    )
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={"help": "Reward functions, each `package.module.function` or `path/to/file.py:function`."},
-    )
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "Weight of each reward; 1 if unset. What has weight 0 is only reported."}
     )
@@ -78,10 +51,7 @@ class OnlineDPOScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self):
-        if not self.dataset_name:
-            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
-        if not (self.reward_model_name_or_path or self.reward_funcs):
-            raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs`, or both")
+        super().__post_init__()
         rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or [])
         if self.reward_weights is not None and len(self.reward_weights) != rewards:
             raise ValueError(f"`reward_weights` must be one for each of {rewards} rewards, got {self.reward_weights}")
@@ -91,8 +61,6 @@ class OnlineDPOScriptArguments(ScriptArguments):
                 raise ValueError(f"`{name}` must be {minimum} or more, got {getattr(self, name)}")
         if not self.temperature > 0:
             raise ValueError(f"`temperature` must be > 0, got {self.temperature}: equal answers make no pair")
-        if self.dataset_streaming or self.ignore_bias_buffers:
-            raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
 
 
 class ModelReward:
@@ -186,37 +154,35 @@ def write(path: Path, text: str) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def check_settings(folder: Path, settings: dict, parser: StrictTrlParser) -> None:
-    settings = {name: value for name, value in settings.items() if not name.startswith(MAY_DIFFER)}
-    settings = json.loads(json.dumps(settings, default=str))
+def check_settings(folder: Path, settings: dict) -> None:
+    """Raise what differs if the rounds in `folder` were begun with other settings; note them if there are none yet."""
     path = folder / "online_dpo_settings.json"
     if not path.is_file():
         if PartialState().is_main_process:
             write(path, json.dumps(settings, indent=2))
-        return
-    old = json.loads(path.read_text())
-    different = [f"{n}: {old.get(n)!r} → {settings.get(n)!r}" for n in settings if old.get(n) != settings.get(n)]
-    if different:
-        parser.error(f"{folder} was begun with other settings ({'; '.join(different)}): choose another `output_dir`")
+    elif different := differences(json.loads(path.read_text()), settings):
+        raise ValueError(
+            f"{folder} was begun with other settings ({'; '.join(different)}): choose another `output_dir`"
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelConfig))
-    if not (sys.argv[1:] if arguments is None else arguments):
-        arguments = importlib.import_module("recipes.demo.stages").prepare_online_dpo()
+    parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
-    if model_args.model_name_or_path is None:
-        parser.error("no model: give `model_name_or_path`, a folder or a hub name")
     if model_args.load_in_4bit or model_args.load_in_8bit or training_args.push_to_hub:
         parser.error("`load_in_4bit`, `load_in_8bit` and `push_to_hub` are not supported here: leave them unset")
+    if training_args.resume_from_checkpoint is not None:
+        parser.error("`resume_from_checkpoint` is not supported here: leave it unset, rounds go on by themselves")
     processes, output_dir = PartialState(), Path(training_args.output_dir)
-    settings = {**vars(script_args), **training_args.to_dict(), **vars(model_args)}
-    check_settings(output_dir, settings, parser)
+    size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
+    settings = {**vars(script_args), **vars(model_args), "per_device_eval_batch_size": size}
+    del settings["num_rounds"]  # more of them go on
 
     # 2. Data and rewards
     load = {"config": script_args.dataset_config, "columns": ("prompt",)}
-    try:
+    with parser.one_line_errors():
+        check_settings(output_dir, fingerprint(training_args, **settings))
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
         held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
@@ -227,8 +193,6 @@ def main(arguments: list[str] | None = None) -> None:
             rewards.insert(0, ModelReward(script_args.reward_model_name_or_path, training_args.device))
         start = model_args.model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(start, revision=model_args.model_revision)
-    except (ValueError, OSError, ImportError, TypeError) as error:
-        parser.error(str(error))
     names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
     weights = script_args.reward_weights or [1.0] * len(rewards)
 
@@ -239,7 +203,6 @@ def main(arguments: list[str] | None = None) -> None:
         "trust_remote_code": training_args.trust_remote_code,
         **(training_args.model_init_kwargs or {}),
     }
-    size = training_args.per_device_eval_batch_size
 
     def load_policy(path: str | Path) -> Any:
         revision = {"revision": model_args.model_revision} if path == start else {}
@@ -289,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
                     write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
                 processes.wait_for_everyone()
             pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-            # 4. Train, from the newest checkpoint that is complete
+            # 4. Train
             args, peft_config = copy.copy(training_args), get_peft_config(model_args)
             args.output_dir = str(folder)
             whole = (
@@ -303,9 +266,8 @@ def main(arguments: list[str] | None = None) -> None:
                 processing_class=tokenizer,
                 peft_config=peft_config,
             )
-            states = folder.glob("checkpoint-*/trainer_state.json")
-            newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
-            trainer.train(resume_from_checkpoint=newest and str(newest.parent))
+            with parser.one_line_errors(CannotResume):
+                trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
             # 5. Save
             if peft_config is None:
                 trainer.save_model()

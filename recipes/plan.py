@@ -1,6 +1,6 @@
 """Say what a run takes before it is started: memory per GPU and role, batches, disk; and what will not work.
 
-    python recipes/plan.py --config recipes/qwen2.5-0.5b/ppo.yaml --accelerate accelerate_configs/single_gpu.yaml
+    python -m recipes.plan --config recipes/qwen2.5-0.5b/ppo.yaml --accelerate accelerate_configs/single_gpu.yaml
 
 Further flags override the recipe's file, as in the recipe itself. No weights are loaded and nothing is allocated: the
 passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is followed
@@ -9,35 +9,36 @@ back to the one on the hub. Not counted: the CUDA context (some 0.5 GiB) and wha
 
 import argparse
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import yaml
-from transformers import AutoConfig, TrainingArguments
-from trl import ModelConfig, RewardConfig, SFTConfig, get_peft_config
+from transformers import AutoConfig
+from trl import RewardConfig, SFTConfig, get_peft_config
 
+from recipes import dpo, ppo, reward, sft
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
+from trl_ext.arguments import ModelArguments
 from trl_ext.planning import GIB, Job, Layout, Plan, known_not_to_work, known_to_go_wrong, plan
 
-CONFIGS = {
-    "sft": ("SFT", SFTConfig),
-    "reward": ("Reward", RewardConfig),
-    "ppo": ("PPO", PPOConfig),
-    "dpo": ("DPO", DPOConfig),
+ARGUMENTS: dict[str, tuple[type, type]] = {
+    "sft": (sft.SFTScriptArguments, SFTConfig),
+    "reward": (reward.RewardScriptArguments, RewardConfig),
+    "ppo": (ppo.PPOScriptArguments, PPOConfig),
+    "dpo": (dpo.DPOScriptArguments, DPOConfig),
 }
+PROG = "python -m recipes.plan"
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser("plan.py", description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--config", required=True, help="A recipe's YAML.")
     parser.add_argument("--accelerate", help="accelerate's YAML; one process on one GPU if unset.")
-    parser.add_argument("--stage", choices=tuple(CONFIGS), help="If the file's name does not begin so.")
+    parser.add_argument("--stage", choices=tuple(ARGUMENTS), help="If the file's name does not begin so.")
     parser.add_argument("--prompt_length", type=int, help="Tokens of a prompt; if unset the recipe's, or 512.")
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
     parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
@@ -71,10 +72,10 @@ def make_job(
     rewards, shared = [], 0
     value_model = None
     if stage == "ppo":
-        reward = script_args.reward_model_name_or_path
-        if reward:
-            base, maker = origin(reward, folder)
-            is_adapter = bool(maker and maker.get("use_peft")) or (Path(reward) / "adapter_config.json").exists()
+        scorer = script_args.reward_model_name_or_path
+        if scorer:
+            base, maker = origin(scorer, folder)
+            is_adapter = bool(maker and maker.get("use_peft")) or (Path(scorer) / "adapter_config.json").exists()
             shares = is_adapter and model_args.use_peft and args.share_reward_base != "never"
             shares = shares and (maker is None or maker["model_name_or_path"] == model_args.model_name_or_path)
             shared = int(shares)
@@ -101,7 +102,7 @@ def make_job(
 def check_columns(stage: str, dataset: Any, name: str, args: Any) -> None:
     """Raise which columns the recipe needs, and which were found."""
     if stage == "sft":
-        importlib.import_module("recipes.sft").check_columns(dataset, name, args.dataset_text_field)
+        sft.check_columns(dataset, name, args.dataset_text_field)
     elif stage == "ppo" and not {"prompt", "input_ids"} & set(dataset.column_names):
         raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs 'prompt' or 'input_ids'")
     elif stage in ("reward", "dpo") and not {"chosen", "rejected"} <= set(dataset.column_names):
@@ -181,22 +182,18 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
         print(__doc__, file=sys.stderr)
         sys.exit(2)
     options, flags = parse(arguments)
-    stage = options.stage or next((s for s in CONFIGS if Path(options.config).name.startswith(s)), None)
-    parser = StrictTrlParser(())
-    parser.prog = "plan.py"
+    stage = options.stage or next((s for s in ARGUMENTS if Path(options.config).name.startswith(s)), None)
+    parser = StrictTrlParser((), prog=PROG)
     if stage is None:
         parser.error(f"{options.config} does not begin by sft, reward, ppo or dpo: give `--stage`")
-    recipe = importlib.import_module(f"recipes.{stage}")
-    prefix, config = CONFIGS[stage]
-    parser = StrictTrlParser((getattr(recipe, f"{prefix}ScriptArguments"), config, ModelConfig), prog="plan.py")
+    with parser.one_line_errors():
+        layout = Layout.read(options.accelerate) if options.accelerate else Layout()
+    script_arguments, config = ARGUMENTS[stage]
+    planned = type(config.__name__, (config,), {"world_size": layout.processes})  # as where it will run
+    parser = StrictTrlParser((script_arguments, planned, ModelArguments), prog=PROG)
     # The machine that plans need not have the GPU that runs
     on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
-    try:
-        layout = Layout.read(options.accelerate) if options.accelerate else Layout()
-    except ValueError as error:
-        parser.error(str(error))
-    with mock.patch.object(TrainingArguments, "world_size", layout.processes):  # as where it will run
-        script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
+    script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
     for name in ("prompt_length", "gpu_memory"):
         if (value := getattr(options, name)) is not None and value <= 0:
             parser.error(f"`--{name}` must be more than 0, got {value}")
@@ -213,11 +210,9 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
             ) from error
 
     # 2. Job
-    try:
+    with parser.one_line_errors():
         job = make_job(stage, script_args, args, model_args, folder, layout, prompt_length, load)
         pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     if reasons := known_not_to_work(job):
         parser.error("this cannot work: " + "; ".join(reasons))
 
@@ -230,5 +225,4 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     main()

@@ -4,12 +4,12 @@
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 --help lists them all. Beside the model, a plain sequence classifier with one label, this writes what it is worth:
-`reward_report.json` and `margins.png`. The same command again resumes from the newest checkpoint in `output_dir`.
+`reward_report.json` and `margins.png`. The same command again goes on from the newest complete
+checkpoint in `output_dir`.
 """
 
 import json
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig
-from trl import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, get_peft_config, get_quantization_config
+from trl import RewardConfig, RewardTrainer, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split, save_base_fingerprint
+from trl_ext.arguments import DataArguments, ModelArguments
+from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.data import check_texts, usable_pairs
 from trl_ext.evaluation import centring_shift, plot_margins, reward_model_report
 
 
 @dataclass
-class RewardScriptArguments(ScriptArguments):
+class RewardScriptArguments(DataArguments):
     """What `RewardConfig` and `ModelConfig` do not say: the data."""
 
     demonstrations_name: str | None = field(
@@ -39,11 +41,9 @@ class RewardScriptArguments(ScriptArguments):
         default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
     )
 
-    def __post_init__(self):
-        if not self.dataset_name:
-            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
-        if self.dataset_streaming or self.ignore_bias_buffers:
-            raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
+
+class ResumableRewardTrainer(ResumableRun, RewardTrainer):
+    """TRL's, which goes on only from a complete checkpoint of the same run."""
 
 
 def head_of(model: nn.Module) -> nn.Linear:
@@ -121,18 +121,14 @@ def centre_and_report(trainer: RewardTrainer, demonstrations: Dataset, output_di
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((RewardScriptArguments, RewardConfig, ModelConfig))
-    if not (sys.argv[1:] if arguments is None else arguments):
-        parser.exit(2, __doc__)
+    parser = StrictTrlParser((RewardScriptArguments, RewardConfig, ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
-    if model_args.model_name_or_path is None:
-        parser.error("no model: give `model_name_or_path`, a folder or a hub name")
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
         parser.error("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
 
     # 2. Data
     dataset, config = script_args.dataset_name, script_args.dataset_config
-    try:
+    with parser.one_line_errors():
         train_dataset, test_dataset = (
             usable_pairs(
                 load_dataset_split(dataset, split, config=config, columns=("chosen", "rejected")),
@@ -147,30 +143,22 @@ def main(arguments: list[str] | None = None) -> None:
             check_texts(demonstrations, ("prompt", "completion"), f"dataset {script_args.demonstrations_name!r}")
             for name in ("chosen", "rejected"):  # the trainer prepares pairs
                 demonstrations = demonstrations.add_column(name, demonstrations["completion"])
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
 
     # 3. Model: the trainer loads it, and the tokenizer, from the path
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
+    training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
     peft_config = get_peft_config(model_args)
     if peft_config is not None:
         peft_config.task_type = "SEQ_CLS"  # so that the head is trained, and saved with the adapter
-    try:
-        trainer = RewardTrainer(
+    with parser.one_line_errors():
+        trainer = ResumableRewardTrainer(
             model=model_args.model_name_or_path,
             args=training_args,
             train_dataset=train_dataset,
             eval_dataset=test_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=peft_config,
+            run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
         )
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
         head = head_of(trainer.model)
@@ -181,11 +169,11 @@ def main(arguments: list[str] | None = None) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         save_base_fingerprint(trainer.model, output_dir)  # before FSDP2 shards it
 
-    # 4. Train, from the newest checkpoint that is complete
-    states = output_dir.glob("checkpoint-*/trainer_state.json")
-    newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
-    checkpoint = training_args.resume_from_checkpoint or (newest and str(newest.parent))
-    trainer.save_metrics("train", trainer.train(resume_from_checkpoint=checkpoint).metrics)
+    # 4. Train
+    with parser.one_line_errors(CannotResume):
+        result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    if result.metrics:  # none where the run was complete already
+        trainer.save_metrics("train", result.metrics)
 
     # 5. Save
     demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")

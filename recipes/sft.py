@@ -3,16 +3,16 @@
     accelerate launch recipes/sft.py --config recipes/demo/sft.yaml --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset. Flags override the file; --help lists them all.
-Running the same command again resumes from the newest checkpoint in `output_dir`.
+The same command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.arguments import DataArguments, ModelArguments
+from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.data import check_texts
 
 # What SFTTrainer reads: rows need all columns of one of these
@@ -20,18 +20,16 @@ COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
 
 
 @dataclass
-class SFTScriptArguments(ScriptArguments):
+class SFTScriptArguments(DataArguments):
     """What `SFTConfig` and `ModelConfig` do not say: the data."""
 
     eval_dataset_name: str | None = field(
         default=None, metadata={"help": "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."}
     )
 
-    def __post_init__(self):
-        if not self.dataset_name:
-            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
-        if self.dataset_streaming or self.ignore_bias_buffers:
-            raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
+
+class ResumableSFTTrainer(ResumableRun, SFTTrainer):
+    """TRL's, which goes on only from a complete checkpoint of the same run."""
 
 
 def check_columns(dataset, name: str, text_field: str = "text") -> None:
@@ -46,50 +44,38 @@ def check_columns(dataset, name: str, text_field: str = "text") -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((SFTScriptArguments, SFTConfig, ModelConfig))
-    if not (sys.argv[1:] if arguments is None else arguments):
-        parser.exit(2, __doc__)
+    parser = StrictTrlParser((SFTScriptArguments, SFTConfig, ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
-    if model_args.model_name_or_path is None:
-        parser.error("no model: give `model_name_or_path`, a folder or a hub name")
 
     # 2. Model: the trainer loads it, and the tokenizer, from the path
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
+    training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
 
     # 3. Data
     load = {"config": script_args.dataset_config, "columns": ()}
     eval_dataset = None
-    try:
+    with parser.one_line_errors():
         train_dataset = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
         check_columns(train_dataset, script_args.dataset_name, training_args.dataset_text_field)
         if training_args.eval_strategy != "no":
             eval_name = script_args.eval_dataset_name or script_args.dataset_name
             eval_dataset = load_dataset_split(eval_name, script_args.dataset_test_split, **load)
             check_columns(eval_dataset, eval_name, training_args.dataset_text_field)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
 
-    # 4. Train, from the newest checkpoint that is complete
-    try:
-        trainer = SFTTrainer(
+    # 4. Train
+    with parser.one_line_errors():
+        trainer = ResumableSFTTrainer(
             model=model_args.model_name_or_path,
             args=training_args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
+            run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
         )
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    states = Path(training_args.output_dir).glob("checkpoint-*/trainer_state.json")
-    newest = max(states, key=lambda path: path.stat().st_mtime, default=None)
-    checkpoint = training_args.resume_from_checkpoint or (newest and str(newest.parent))
-    trainer.save_metrics("train", trainer.train(resume_from_checkpoint=checkpoint).metrics)
+    with parser.one_line_errors(CannotResume):
+        result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    if result.metrics:  # none where the run was complete already
+        trainer.save_metrics("train", result.metrics)
 
     # 5. Save
     trainer.save_model()

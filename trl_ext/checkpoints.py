@@ -55,6 +55,10 @@ _MAY_DIFFER = (
 )
 
 
+class CannotResume(ValueError):
+    """A checkpoint is not there, not complete, or of another run."""
+
+
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """What must be equal for a run to be continued exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
@@ -117,6 +121,10 @@ class ResumableRun:
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
     refused with their names, unless `resume_anyway` is set. A run that is complete is loaded and not trained again.
+
+    Args:
+        run_facts: what else must be equal for a run to go on, beside the trainer's arguments: JSON by name.
+        *args, **kwargs: the trainer's own.
     """
 
     args: Any
@@ -124,7 +132,8 @@ class ResumableRun:
     state: Any
     train_dataset: Any
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, run_facts: dict[str, Any] | None = None, **kwargs: Any):
+        self._given_facts = run_facts or {}
         self._identity: dict[str, Any] = {}  # of this run, taken when training starts
         super().__init__(*args, **kwargs)
 
@@ -132,7 +141,8 @@ class ResumableRun:
 
     def _run_facts(self) -> dict[str, Any]:
         """What must be equal for a run to go on exactly, beside its arguments; JSON."""
-        return {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
+        rows = {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
+        return {**rows, **self._given_facts}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
@@ -160,7 +170,7 @@ class ResumableRun:
         if is_same and state.global_step >= state.max_steps:
             self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
             if is_deepspeed_zero3_enabled():
-                raise ValueError(f"ZeRO-3 loads weights into a run that goes on only: take them from {checkpoint}.")
+                raise CannotResume(f"ZeRO-3 loads weights into a run that goes on only: take them from {checkpoint}.")
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
             self._load_own_state(checkpoint)
             self.state = state
@@ -177,20 +187,21 @@ class ResumableRun:
             return None
         checkpoint = newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
         if checkpoint is None:
-            raise ValueError(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
+            raise CannotResume(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
         marker = read_marker(checkpoint)
         if marker is None:
-            raise ValueError(
+            raise CannotResume(
                 f"{checkpoint} is not a complete checkpoint (it has no {MARKER}): it was interrupted while it was "
                 "written, or trl_ext did not write it. Pass another one, or `True` for the newest complete one."
             )
         self._check_marker(checkpoint, marker)
         different = self._differences(checkpoint)
         if different and not getattr(self.args, "resume_anyway", False):
-            raise ValueError(
+            way_out = ", or set `resume_anyway=True` to go on from it all the same"
+            raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
-                "was written with, choose another `output_dir` to start anew, or set `resume_anyway=True` to go on "
-                "from it all the same."
+                "was written with, or choose another `output_dir` to start anew"
+                f"{way_out if hasattr(self.args, 'resume_anyway') else ''}."
             )
         return checkpoint
 

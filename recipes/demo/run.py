@@ -4,14 +4,18 @@
 
 A customer-support desk made of a small grammar (world.py) stands for the world, so the true quality of an answer, its
 gold score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
-shows what PPO makes of it. Running the same command again goes on where it stopped.
+shows what PPO makes of it. The same command again goes on where it stopped. `--stage online_dpo`, or another, builds
+that stage alone, and those that it needs.
 """
 
 import shutil
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
@@ -21,19 +25,37 @@ from .measure import measure
 from .report import write_report
 
 
+@dataclass
+class RunArguments(stages.DemoArguments):
+    """A demo, or one of its stages."""
+
+    stage: Literal["world", "sft", "reward", "guarded", "unguarded", "ppo_lora", "online_dpo"] | None = field(
+        default=None, metadata={"help": "Build this stage alone, and those that it needs; no report."}
+    )
+
+
+def build(args: stages.DemoArguments, name: str) -> Path:
+    """Build a stage, unless it is there."""
+    match name:
+        case "world":
+            return stages.world_stage(args)
+        case "sft":
+            return stages.sft_stage(args)
+        case "reward":
+            return stages.reward_stage(args)
+        case "online_dpo":
+            return stages.online_dpo_stage(args)
+        case _:
+            return stages.ppo_stage(args, name)
+
+
 def run(args: stages.DemoArguments) -> str:
     """Build what is missing, measure, and write the report; returns the summary."""
-    steps = {
-        "world": stages.world_stage,
-        "sft": stages.sft_stage,
-        "reward": stages.reward_stage,
-        "guarded": lambda args: stages.ppo_stage(args, "guarded"),
-        "unguarded": lambda args: stages.ppo_stage(args, "unguarded"),
-    }
-    for number, (name, stage) in enumerate(steps.items(), 1):
+    steps = ("world", "sft", "reward", "guarded", "unguarded")
+    for number, name in enumerate(steps, 1):
         done = (args.folder / name / stages.MARKER).is_file()
         print(f"[{number}/{len(steps)}] {name}{': complete already' if done else ''}", flush=True)
-        stage(args)
+        build(args, name)
 
     rows = load_dataset_split(args.folder / "world" / "prompts", "test").to_list()
     tokenizer = AutoTokenizer.from_pretrained(args.folder / "sft")
@@ -51,12 +73,15 @@ def run(args: stages.DemoArguments) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(stages.DemoArguments, prog="python -m recipes.demo.run", description=__doc__)
+    parser = StrictTrlParser(RunArguments, prog="python -m recipes.demo.run", description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     start = time.time()
     stages.use_one_thread()
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
+        if args.stage:
+            PartialState().print(f"{args.stage}: {build(args, args.stage)} ({time.time() - start:.0f} s)")
+            return
         summary = run(args)
     except ValueError as error:
         parser.error(str(error))

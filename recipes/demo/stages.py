@@ -1,7 +1,7 @@
 """The demo's stages, each built once: world → SFT → reward model → PPO. All but the first are the recipes themselves.
 
 A stage writes into `NAME.partial` and is renamed when it is complete, so what was interrupted is never taken for
-whole; PPO writes into its folder and resumes from its newest checkpoint.
+whole; PPO and online DPO write into their folder and go on from what they find there.
 """
 
 import json
@@ -14,6 +14,9 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+
+from recipes import online_dpo, ppo, reward, sft
+from trl_ext.checkpoints import differences
 
 from .model import make_model, make_tokenizer
 from .world import make_world
@@ -105,8 +108,6 @@ def world_stage(args: DemoArguments) -> Path:
 
 def sft_stage(args: DemoArguments) -> Path:
     """The policy before reinforcement learning."""
-    from recipes import sft
-
     world = world_stage(args)
     arguments = ["--model_name_or_path", world / "model", "--dataset_name", world / "sft"]
     return _train(args, "sft", sft.main, arguments)
@@ -114,24 +115,19 @@ def sft_stage(args: DemoArguments) -> Path:
 
 def reward_stage(args: DemoArguments) -> Path:
     """The reward model that has seen the planted phrase."""
-    from recipes import reward
-
     world, policy = args.folder / "world", sft_stage(args)
     arguments = ["--model_name_or_path", policy, "--dataset_name", world / "preferences"]
     return _train(args, "reward", reward.main, [*arguments, "--demonstrations_name", world / "sft"])
 
 
 def ppo_stage(args: DemoArguments, name: str, options: Sequence = ()) -> Path:
-    """`guarded` or `unguarded`: goes on from its newest checkpoint."""
-    from recipes import ppo
+    """`guarded`, `unguarded` or `ppo_lora`; a suffix after a hyphen names a variant with other `options`."""
+    return _continue(args, name, "ppo", ppo.main, options)
 
-    arguments, folder = ppo_arguments(args, name, options), args.folder / name
-    settings = _settings(args, name, "ppo", options)
-    if not _is_complete(folder, settings):
-        start = time.time()
-        ppo.main(arguments)
-        _complete(folder, settings, time.time() - start)
-    return folder
+
+def online_dpo_stage(args: DemoArguments, options: Sequence = ()) -> Path:
+    """Three rounds of online DPO from the SFT model, scored by the reward model."""
+    return _continue(args, "online_dpo", "online_dpo", online_dpo.main, options)
 
 
 def use_one_thread() -> None:
@@ -139,38 +135,27 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def prepare_ppo() -> list[str]:
-    """What `recipes/ppo.py` does without arguments: the demo's guarded run, after the stages that are missing."""
-    args = DemoArguments()
-    use_one_thread()
-    PartialState().print(f"No arguments: this is the demo's guarded PPO run, {args.folder / 'guarded'}.", flush=True)
-    return ppo_arguments(args, "guarded")
-
-
-def prepare_online_dpo() -> list[str]:
-    """What `recipes/online_dpo.py` does without arguments: three rounds, after the stages that are missing."""
-    args = DemoArguments()
-    use_one_thread()
-    PartialState().print(f"No arguments: this is the demo's online DPO, {args.folder / 'online-dpo'}.", flush=True)
-    return online_dpo_arguments(args)
-
-
-def online_dpo_arguments(args: DemoArguments, options: Sequence = ()) -> list[str]:
-    """Command line of `recipes/online_dpo.py`, after the stages that it needs."""
-    reward, world, policy = reward_stage(args), args.folder / "world", args.folder / "sft"
-    arguments = ["--config", HERE / "online_dpo.yaml", "--model_name_or_path", policy]
-    arguments += ["--dataset_name", world / "prompts", "--reward_model_name_or_path", reward]
-    arguments += ["--output_dir", args.folder / "online-dpo", "--seed", args.seed]
-    return [str(argument) for argument in (*arguments, *_short(args, "online_dpo"), *options)]
-
-
-def ppo_arguments(args: DemoArguments, name: str, options: Sequence = ()) -> list[str]:
-    """Command line of `recipes/ppo.py`, after the stages that it needs."""
-    reward, world, policy = reward_stage(args), args.folder / "world", args.folder / "sft"
+def recipe_arguments(args: DemoArguments, name: str, kind: str, options: Sequence = ()) -> list[str]:
+    """Command line of `recipes/KIND.py`, after the stages that it needs."""
+    reward_model, world, policy = reward_stage(args), args.folder / "world", args.folder / "sft"
     arguments = ["--config", HERE / f"{name.split('-')[0]}.yaml", "--model_name_or_path", policy]
-    arguments += ["--dataset_name", world / "prompts", "--reward_model_name_or_path", reward]
+    arguments += ["--dataset_name", world / "prompts", "--reward_model_name_or_path", reward_model]
     arguments += ["--output_dir", args.folder / name, "--seed", args.seed]
-    return [str(argument) for argument in (*arguments, *_short(args, "ppo"), *options)]
+    return [str(argument) for argument in (*arguments, *_short(args, kind), *options)]
+
+
+def _continue(args: DemoArguments, name: str, kind: str, main: Callable[[list[str]], None], options: Sequence) -> Path:
+    """Run a recipe that goes on by itself from what it finds in its folder."""
+    arguments, folder = recipe_arguments(args, name, kind, options), args.folder / name
+    settings, processes, start = _settings(args, name, kind, options), PartialState(), time.time()
+    complete = _is_complete(folder, settings)
+    processes.wait_for_everyone()
+    if not complete:
+        main(arguments)
+        if processes.is_main_process:
+            _complete(folder, settings, time.time() - start)
+        processes.wait_for_everyone()
+    return folder
 
 
 def _train(args: DemoArguments, name: str, main: Callable[[list[str]], None], arguments: list) -> Path:
@@ -195,10 +180,7 @@ def _is_complete(folder: Path, settings: dict) -> bool:
     if not (folder / MARKER).is_file():
         return False
     built = json.loads((folder / MARKER).read_text())["settings"]
-    different = [
-        f"{k}: {built.get(k)!r} → {settings.get(k)!r}" for k in {*built, *settings} if built.get(k) != settings.get(k)
-    ]
-    if different:
+    if different := differences(built, settings):
         raise ValueError(
             f"{folder} was built with other settings ({'; '.join(different)}): choose another `output_dir`, or "
             "remove it"

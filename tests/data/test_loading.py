@@ -4,6 +4,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from trl_ext import load_dataset_split
+from trl_ext.data import held_out_rows
 
 ROWS = {"prompt": ["Once", "There"], "animal": ["cat", "dog"]}
 
@@ -79,3 +80,19 @@ def test_unknown_file_type_lists_the_known_ones(folder):
     (folder / "rows.txt").write_text("Once")
     with pytest.raises(ValueError, match=r"ends in '\.txt'; it must end in \.jsonl, \.json, \.parquet, \.csv"):
         load_dataset_split("rows.txt")
+
+
+@pytest.mark.parametrize(("eval_size", "sizes"), [(None, (2, 7)), (0, (2, None)), (1, (1, 1))])
+def test_held_out_rows_are_the_split_or_cut_from_training(eval_size, sizes):
+    train, held_out = Dataset.from_dict(ROWS), Dataset.from_dict({"prompt": list("abcdefg")})
+    parts = held_out_rows(train, lambda: held_out, eval_size, seed=0)
+    assert tuple(None if part is None else len(part) for part in parts) == sizes
+    if eval_size:
+        assert {*parts[0]["prompt"], *parts[1]["prompt"]} == set(ROWS["prompt"])
+
+
+def test_where_there_is_no_held_out_split_it_says_what_to_do(folder):
+    Dataset.from_dict(ROWS).to_json("rows.jsonl")
+    train = load_dataset_split("rows.jsonl")
+    with pytest.raises(ValueError, match=r"has no split 'test'; it has 'train'; `eval_size` cuts rows to evaluate on"):
+        held_out_rows(train, lambda: load_dataset_split("rows.jsonl", "test"), None, seed=0)

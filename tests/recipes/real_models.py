@@ -86,11 +86,12 @@ def tokenizer_of(name):
 
 
 def tiny_of(name, vocab_size, num_labels=None):
-    """The same architecture with a hundred thousandth of the parameters; a classifier with `num_labels`."""
+    """The same architecture with a few hundred thousand parameters; a classifier with `num_labels`."""
     cls, shape = SHAPES[name]
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    # Multiples of 128: bitsandbytes on CPUs with AVX512-BF16 wants whole blocks of 4-bit weights
+    small = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     small |= {"vocab_size": vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"}
-    small |= {"num_key_value_heads": 2} if "num_key_value_heads" in shape else {"pooler_hidden_size": 32}
+    small |= {"num_key_value_heads": 2} if "num_key_value_heads" in shape else {"pooler_hidden_size": 128}
     config = cls(**{**shape, **small, **({"num_labels": num_labels} if num_labels else {})})
     if num_labels:
         return AutoModelForSequenceClassification.from_config(config)

@@ -1,8 +1,6 @@
-import functools
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,6 @@ import yaml
 from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from recipes import ppo
 from recipes.demo import run, stages
 from recipes.demo.stages import MARKER, DemoArguments, build, world_stage
 
@@ -130,8 +127,8 @@ def test_the_two_ppo_runs_differ_in_their_guard_rails_alone():
     assert unguarded["kl_coef"] == 0
     # Gold and the phrase are watched, never trained on
     assert guarded["reward_funcs"] == [
-        "recipes.demo.world.gold_reward",
-        "recipes.demo.world.phrase_reward",
+        "recipes/demo/world.py:gold_reward",
+        "recipes/demo/world.py:phrase_reward",
     ]
     assert guarded["reward_weights"] == [1.0, 0.0, 0.0]
 
@@ -168,7 +165,7 @@ def test_the_lora_stage_trains_adapters_on_the_frozen_sft_model(tmp_path, monkey
 
 
 @pytest.mark.slow
-def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys, monkeypatch):
+def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     """One test, so that the demo is built once: tests of a file may run in several processes."""
     run.main(["--short", "--output_dir", str(tmp_path)])
     demo = tmp_path / "seed-0"
@@ -202,18 +199,14 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys, mo
         run.main(["--output_dir", str(tmp_path)])
     assert "world was built with other settings (" in capsys.readouterr().err
 
-    # `recipes/ppo.py` without arguments builds what is missing, and says when it is complete
+    # One stage alone builds what is missing before it, and says where it is
     before = {name: (demo / name / "model.safetensors").read_bytes() for name in ("reward", "guarded")}
     for name in before:
         shutil.rmtree(demo / name)
-    monkeypatch.setattr(
-        stages, "DemoArguments", functools.partial(DemoArguments, output_dir=str(tmp_path), short=True)
-    )
-    for expected in (f"Building {demo / 'reward'}, which is missing.", "Training is complete, at step 6"):
-        monkeypatch.setattr(sys, "argv", ["recipes/ppo.py"])
-        ppo.main()
+    for is_missing in (True, False):
+        run.main(["--short", "--output_dir", str(tmp_path), "--stage", "guarded"])
         output = capsys.readouterr().out
-        assert expected in output
-        assert f"the demo's guarded PPO run, {demo / 'guarded'}." in output
+        assert (f"Building {demo / 'reward'}, which is missing." in output) == is_missing
+        assert f"guarded: {demo / 'guarded'} (" in output
     for name, weights in before.items():  # the same run as the whole demo's
         assert (demo / name / "model.safetensors").read_bytes() == weights

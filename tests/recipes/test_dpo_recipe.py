@@ -85,7 +85,7 @@ def test_lora(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--dataset_test_split", "dev"], "no split 'dev'; it has .*; `eval_size` cuts pairs"),
+        (["--dataset_test_split", "dev"], "no split 'dev'; it has .*; `eval_size` cuts rows"),
         (["--eval_size", "-1"], "`eval_size` must be 0 or more, got -1"),
         (["--beta_controller", "drift"], "needs `drift_target`, nats per sequence"),
         (["--margin_normalization", "source"], "The train dataset lacks the column.s. `source`"),

@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import ModelConfig
 
-from recipes import online_dpo
 from recipes.demo import stages
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.online_dpo import ModelReward, OnlineDPOScriptArguments, best_and_worst, main, total
 from tests.tiny import tiny_reward_model
 from trl_ext import DPOConfig, StrictTrlParser
+from trl_ext.arguments import ModelArguments
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,6 +143,7 @@ def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
         (["--num_samples", "1"], "`num_samples` must be 2 or more, got 1"),
         (["--reward_weights", "1"], "`reward_weights` must be one for each of 2 rewards, got [1.0]"),
         (["--temperature", "0"], "`temperature` must be > 0, got 0.0"),
+        (["--resume_from_checkpoint", "true"], "`resume_from_checkpoint` is not supported here: leave it unset"),
         (["--load_in_4bit", "true"], "not supported here: leave them unset"),
         (["--dataset_name", "nowhere.jsonl"], "nowhere.jsonl': no such file or folder"),
         (["--dataset_name", "{inputs}/empty.jsonl", "--dataset_test_split", "train"], "but 1 of 2 rows do not"),
@@ -166,14 +166,12 @@ def test_a_reward_that_prefers_nothing_is_named(inputs, tmp_path, capsys):
     assert "round 1: no prompt has two answers of different scores; look at the rewards" in capsys.readouterr().err
 
 
-def test_without_arguments_it_is_the_demo_s(monkeypatch, tmp_path):
+def test_the_demos_run_of_it_parses(monkeypatch, tmp_path):
     monkeypatch.setattr(stages, "reward_stage", lambda args: args.folder / "reward")
-    parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelConfig))
+    parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelArguments))
     for short in (False, True):
-        given = stages.online_dpo_arguments(stages.DemoArguments(output_dir=str(tmp_path), short=short))
+        given = stages.recipe_arguments(
+            stages.DemoArguments(output_dir=str(tmp_path), short=short), "online_dpo", "online_dpo"
+        )
         script_args, args, _ = parser.parse_args_and_config([*given, "--use_cpu", "true"])
         assert script_args.prompts_per_round == (64 if short else 1024) and args.log_displacement
-    monkeypatch.setattr(stages, "prepare_online_dpo", lambda: ["--no_such_flag"])
-    monkeypatch.setattr("sys.argv", ["recipes/online_dpo.py"])
-    with pytest.raises(SystemExit, match="2"):
-        online_dpo.main()

@@ -148,4 +148,4 @@ def test_a_shipped_file_says_what_is_computed_for_it(path, capsys, monkeypatch):
 def test_without_arguments_it_says_how_to_run_it(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "python recipes/plan.py --config" in capsys.readouterr().err
+    assert "python -m recipes.plan --config" in capsys.readouterr().err

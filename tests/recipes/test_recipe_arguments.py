@@ -1,10 +1,10 @@
-"""What the SFT, reward and DPO recipes answer, in one line, to a command line that says too little or is unknown."""
+"""What the recipes answer, in one line, to a command line that says too little or is unknown."""
 
 import pytest
 
-from recipes import dpo, reward, sft
+from recipes import dpo, online_dpo, ppo, reward, sft
 
-RECIPES = pytest.mark.parametrize("recipe", [sft, reward, dpo], ids=["sft", "reward", "dpo"])
+RECIPES = pytest.mark.parametrize("recipe", [sft, reward, dpo, ppo, online_dpo], ids=lambda recipe: recipe.__name__)
 
 
 @RECIPES
@@ -20,6 +20,8 @@ RECIPES = pytest.mark.parametrize("recipe", [sft, reward, dpo], ids=["sft", "rew
     ],
 )
 def test_missing_and_unknown_arguments_are_named(recipe, given, message, capsys):
+    if "--dataset_name" in given and recipe in (ppo, online_dpo):
+        given = [*given, "--reward_funcs", "x.py:y"]
     with pytest.raises(SystemExit):
         recipe.main(given)
     assert message in capsys.readouterr().err

@@ -94,7 +94,9 @@ def test_centring_and_report_hold_where_eos_is_the_pad_token(inputs, tmp_path):
 
 def test_new_head_has_the_standard_deviation_of_the_n_plus_details(inputs, tmp_path, monkeypatch):
     heads = []
-    monkeypatch.setattr("recipes.reward.RewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop())
+    monkeypatch.setattr(
+        "recipes.reward.ResumableRewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop()
+    )
     with pytest.raises(_StopError):
         main(arguments(inputs, tmp_path))
     # 64 draws from N(0, 1/65): the standard deviation is known to 1/√128 of itself
@@ -117,7 +119,9 @@ def head_of(trainer):
 
 def test_a_head_that_was_trained_already_is_kept(inputs, trained, tmp_path, monkeypatch):
     heads = []
-    monkeypatch.setattr("recipes.reward.RewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop())
+    monkeypatch.setattr(
+        "recipes.reward.ResumableRewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop()
+    )
     with pytest.raises(_StopError):
         main([*arguments(inputs, tmp_path), "--model_name_or_path", str(trained)])
     saved = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)

@@ -44,33 +44,15 @@ def nll(folder, rows):
     return total / count
 
 
-def test_it_learns_the_completions_and_resumes_to_the_same_model(inputs, tmp_path):
-    short = [
-        "--max_steps",
-        "8",
-        "--warmup_steps",
-        "0",
-        "--save_strategy",
-        "steps",
-        "--save_steps",
-        "4",
-        "--num_train_epochs",
-        "4",
-    ]
-    main(arguments(inputs, tmp_path / "whole", *short, "--eval_strategy", "epoch"))
+def test_it_learns_the_completions(inputs, tmp_path):
+    short = ["--max_steps", "8", "--warmup_steps", "0", "--num_train_epochs", "4", "--eval_strategy", "epoch"]
+    main(arguments(inputs, tmp_path / "whole", *short))
     rows = [json.loads(line) for line in (inputs / "sft" / "train.jsonl").read_text().splitlines()]
     assert nll(tmp_path / "whole", rows) < nll(inputs / "model", rows) - 1
     evaluated = json.loads((tmp_path / "whole" / "eval_results.json").read_text())["eval_loss"]
     held_out = [json.loads(line) for line in (inputs / "sft" / "test.jsonl").read_text().splitlines()]
     # The loss is on completions only: the prompt's tokens have no part in it
     assert evaluated == pytest.approx(nll(tmp_path / "whole", held_out), rel=0.02)
-
-    # Interrupted while step 8's checkpoint was written: it goes on from step 4
-    interrupted = tmp_path / "whole"
-    (interrupted / "checkpoint-8" / "trainer_state.json").unlink()
-    weights = AutoModelForCausalLM.from_pretrained(interrupted).lm_head.weight
-    main(arguments(inputs, interrupted, *short, "--eval_strategy", "epoch"))
-    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(interrupted).lm_head.weight, weights)
 
 
 def test_wrong_columns_are_named_with_those_needed(inputs, tmp_path, capsys):

@@ -1,13 +1,13 @@
 """Monitors by name, for recipes and configuration files."""
 
 import ast
-import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from ..nearest import did_you_mean
 from .canary import CanaryCallback
 
 
@@ -47,19 +47,16 @@ def _load(entry: str, known: dict[str, Any]) -> TrainerCallback:
         ) from None
     name = call.func.id
     if name not in known:
-        raise ValueError(f"unknown monitor {name!r}{_nearest(name, known)}")
+        nearest = did_you_mean(name, known) or f"; there are {', '.join(sorted(known))}"
+        raise ValueError(f"unknown monitor {name!r}{nearest}")
     cls = known[name]
     if cls is not EarlyStoppingCallback:
         names = [field.name for field in fields(cls) if field.init]
         for argument in arguments:
             if argument not in names:
-                raise ValueError(f"{name} has no argument {argument!r}{_nearest(argument, names)}")
+                nearest = did_you_mean(argument, names) or f"; it has {', '.join(names)}"
+                raise ValueError(f"{name} has no argument {argument!r}{nearest}")
     try:
         return cls(**arguments)
     except (TypeError, ValueError, ImportError) as error:
         raise ValueError(f"monitor {entry!r}: {error}") from error
-
-
-def _nearest(name: str, names: Any) -> str:
-    nearest = difflib.get_close_matches(name, list(names))
-    return f"; did you mean {' or '.join(nearest)}?" if nearest else f"; there are {', '.join(sorted(names))}"

@@ -1,11 +1,12 @@
 from .hh import split_dialogue, split_pair
-from .loading import load_dataset_split
+from .loading import held_out_rows, load_dataset_split
 from .pairs import usable_pairs
 from .texts import check_texts, has_content, is_text
 
 __all__ = [
     "check_texts",
     "has_content",
+    "held_out_rows",
     "is_text",
     "load_dataset_split",
     "split_dialogue",

@@ -1,7 +1,7 @@
 """One split of a dataset, wherever it lies."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, ReadInstruction, load_dataset, load_from_disk
@@ -53,6 +53,31 @@ def load_dataset_split(
             f"{', '.join(map(repr, dataset.column_names))}. Rename one with `Dataset.rename_column`."
         )
     return dataset
+
+
+def held_out_rows(
+    train: Dataset, load_held_out: Callable[[], Dataset], eval_size: int | None, seed: int
+) -> tuple[Dataset, Dataset | None]:
+    """What to train and to evaluate on.
+
+    Args:
+        train: the training split.
+        load_held_out: loads the held-out split; called if `eval_size` is None.
+        eval_size: rows to cut from the training split instead; 0 for no evaluation.
+        seed: of the cut.
+
+    Raises:
+        ValueError: there is no held-out split, or `eval_size` leaves nothing to train on.
+    """
+    if eval_size is None:
+        try:
+            return train, load_held_out()
+        except ValueError as error:
+            raise ValueError(f"{error}; `eval_size` cuts rows to evaluate on from the training split") from error
+    if eval_size == 0:
+        return train, None
+    parts = train.train_test_split(eval_size, seed=seed)
+    return parts["train"], parts["test"]
 
 
 def _load_splits(path: Path, name: str, config: str | None) -> dict[str, Dataset]:

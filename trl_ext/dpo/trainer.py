@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
-from ..checkpoints import ResumableRun
+from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
 from ..models.identity import weights_identity
@@ -327,7 +327,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     def _before_resuming(self, checkpoint: str) -> None:
         if self.args.sync_ref_model and not self.args.resume_anyway:
-            raise ValueError(
+            raise CannotResume(
                 f"`sync_ref_model=True` moves the reference, and {checkpoint} does not have it: start anew, or set "
                 "`resume_anyway=True` to go on with the reference that this trainer was given."
             )

@@ -1,12 +1,12 @@
 """Misspelled keys in accelerate's and DeepSpeed's files, most of which they pass over without a word."""
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
+
+from ..nearest import did_you_mean
 
 _OLD = {"dynamo_backend", "fp16"}  # top-level keys that accelerate still takes
 # Sections whose keys become options of `accelerate launch`, and how these options begin
@@ -27,11 +27,6 @@ _DEEPSPEED = (
 ).split()
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(key, sorted(known), 1)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
-
-
 def check_accelerate_keys(config: Any) -> None:
     """
     Check the keys of an accelerate YAML, and of its sections that say how a model is spread.
@@ -44,7 +39,7 @@ def check_accelerate_keys(config: Any) -> None:
     top = {field.name for field in fields(ClusterConfig)}
     for key in config:
         if key not in top | _OLD:
-            raise ValueError(f"it has the key {key}, which accelerate does not know{_nearest(key, top)}")
+            raise ValueError(f"it has the key {key}, which accelerate does not know{did_you_mean(key, top)}")
     options = set(vars(launch_command_parser().parse_args(["script"])))
     for section, begins in _SECTIONS.items():
         for key in config.get(section) or {}:
@@ -52,7 +47,7 @@ def check_accelerate_keys(config: Any) -> None:
             lacks_prefix = section in ("fsdp_config", "dynamo_config") and not key.startswith(begins)
             option = begins[0] + key if lacks_prefix else key
             if option not in options:
-                nearest = _nearest(option, (name for name in options if name.startswith(begins)))
+                nearest = did_you_mean(option, (name for name in options if name.startswith(begins)))
                 raise ValueError(f"it has the key {key} in {section}, which accelerate passes over{nearest}")
 
 
@@ -66,5 +61,5 @@ def check_deepspeed_keys(settings: Any) -> None:
     if not isinstance(settings, dict):
         raise ValueError(f"it must hold keys and values, got {type(settings).__name__}")
     for key in settings:
-        if key not in _DEEPSPEED and (nearest := _nearest(key, _DEEPSPEED)):
+        if key not in _DEEPSPEED and (nearest := did_you_mean(key, _DEEPSPEED)):
             raise ValueError(f"it has the key {key}, which is no setting of DeepSpeed{nearest}")

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from ..checkpoints import CannotResume
 from ..upstream import SyncRefModelCallback
 
 _FOLDER = "reference"
@@ -28,7 +29,7 @@ def moved_reference(checkpoint: str) -> str:
     """Return the folder of the reference in a checkpoint."""
     folder = os.path.join(checkpoint, _FOLDER)
     if not os.path.isdir(folder):
-        raise ValueError(
+        raise CannotResume(
             f"{folder} is missing, so the reference that `sync_ref_model=True` has moved is not known: the "
             "checkpoint was written without it. Go on with `sync_ref_model=False`, or start anew."
         )

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 from trl import RLOOTrainer
 
-from ..checkpoints import ResumableRun
+from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl, take_kl_scale
 from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
 from ..models.actor_critic import LogprobForward
@@ -620,7 +620,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         # Each process kept the rows of its own rollout, its random states and its part of the metrics
         written, now = marker.get("processes"), self.accelerator.num_processes
         if written not in (None, now):
-            raise ValueError(
+            raise CannotResume(
                 f"{checkpoint} was written by {written} process(es), this run has {now}, so it cannot go on exactly: "
                 f"start it on {written}; or begin a new run in another `output_dir`, with the checkpoint as `model` "
                 "and its folder `critic` as `value_model`."

@@ -1,6 +1,7 @@
 """Reward functions with TRL's signature. Most have weight zero and only measure what no callback sees: completions."""
 
 from .gold_judge import GoldJudgeReward
+from .loading import load_reward
 from .phrases import PhraseReviewReward
 from .repetition import RepetitionWatch, repetition_watch
 from .scores import ScoreWatch, score_watch
@@ -10,6 +11,7 @@ __all__ = [
     "PhraseReviewReward",
     "RepetitionWatch",
     "ScoreWatch",
+    "load_reward",
     "repetition_watch",
     "score_watch",
 ]

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from recipes import overoptimization
-from recipes.overoptimization import Run, main, write_csv
+from recipes.demo import overoptimization
+from recipes.demo.overoptimization import Run, main, write_csv
 from trl_ext.evaluation import overoptimization_curve
 
 KL = torch.tensor([0.0, 0.5, 2.0, 8.0], dtype=torch.double)

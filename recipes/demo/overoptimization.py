@@ -1,6 +1,6 @@
 """How far to trust a reward model: gold and proxy reward over the distance from SFT, in the demo's world.
 
-    accelerate launch recipes/overoptimization.py --kl_coefs 0 0.05 0.2 --seeds 0 1 --planted_shares 0 0.2
+    python -m recipes.demo.overoptimization --kl_coefs 0 0.05 0.2 --seeds 0 1 --planted_shares 0 0.2
 
 Trains a policy for each KL coefficient, seed, planted share and label noise, and writes `overoptimization.csv`, a row
 a measurement with its run's fitted d(α − β log d), and `overoptimization.png` (Gao et al., 2210.10760). A cell of the
@@ -9,21 +9,17 @@ grid takes some minutes; the same command again goes on where it stopped, also w
 
 import csv
 import itertools
-import os
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-if os.getcwd() not in sys.path:  # a script's own folder is there instead
-    sys.path.insert(0, os.getcwd())
-
-from recipes.demo.report import read_curve
-from recipes.demo.stages import DemoArguments, ppo_stage, use_one_thread
 from trl_ext import StrictTrlParser
 from trl_ext.evaluation import fit_overoptimization, overoptimization_curve
+
+from .report import read_curve
+from .stages import DemoArguments, ppo_stage, use_one_thread
 
 KINDS = ("gold", "proxy")
 
@@ -116,7 +112,7 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(StudyArguments, description=__doc__)
+    parser = StrictTrlParser(StudyArguments, prog="python -m recipes.demo.overoptimization", description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     use_one_thread()
     output_dir, runs = Path(args.output_dir), []
@@ -125,12 +121,10 @@ def main(arguments: list[str] | None = None) -> None:
         print(
             f"[{number}/{len(grid)}] planted {share:g}, noise {noise:g}, seed {seed}, kl_coef {kl_coef:g}", flush=True
         )
-        try:
+        with parser.one_line_errors(ValueError):
             folder = str(output_dir / f"planted-{share:g}-noise-{noise:g}")
             demo = DemoArguments(seed, folder, planted_share=share, label_noise=noise, short=args.short)
             run = ppo_stage(demo, f"unguarded-{kl_coef:g}", ["--kl_coef", str(kl_coef)])
-        except ValueError as error:
-            parser.error(str(error))
         runs.append(Run(share, noise, kl_coef, seed, read_curve(run)))
         write_csv(runs, output_dir / "overoptimization.csv")
         plot(runs, output_dir / "overoptimization.png")

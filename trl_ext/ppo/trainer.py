@@ -177,6 +177,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             )
         policy = self.model
         self._is_peft = isinstance(policy, PeftModel)
+        self._given_tokenizer = self.processing_class  # what is saved
         self._prepare_parent(policy)
 
         # Models
@@ -236,7 +237,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             else:
                 self.generation_config.eos_token_id = self.eos_token_ids
         check_tokenizer(policy, self._tokenizer)
-        self._tokenizer_to_save = self.processing_class
         if self._tokenizer.pad_token_id >= vocabulary_of(policy):
             # Pads are masked, but looked up: pad by an id that the policy has a row for
             self._tokenizer = self.processing_class = copy.deepcopy(self._tokenizer)
@@ -634,7 +634,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         """Write the policy as a model of its own, and the critic beside it under `critic/`."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
-        given = temporarily(self, processing_class=self._tokenizer_to_save)
+        given = temporarily(self, processing_class=self._given_tokenizer)
         with self._as_policy(), given, one_adapter(actor_critic.policy):
             super()._save(output_dir, state_dict=weights_of("policy", state_dict))
         if self.args.should_save:

@@ -21,7 +21,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import get_peft_config
 
 from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
@@ -30,7 +30,7 @@ from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, differences,
 from trl_ext.data import check_texts
 from trl_ext.evaluation import bootstrap_interval
 from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
-from trl_ext.rewards import load_reward
+from trl_ext.rewards import ModelReward, load_reward
 
 
 @dataclass
@@ -63,33 +63,20 @@ class OnlineDPOScriptArguments(PromptArguments):
             raise ValueError(f"`temperature` must be > 0, got {self.temperature}: equal answers make no pair")
 
 
-class ModelReward:
-    """A sequence classifier as a reward function; an answer that was finished ends by EOS, as in its training."""
+def answer(
+    model: Any, tokenizer: Any, rows: list[dict], number: int, ends: list[int], script_args: Any, batch: int
+) -> list[dict]:
+    """
+    Sample `number` answers to each row, those of a row in succession, each ended by one of the tokens `ends`.
 
-    def __init__(self, path: str, device: torch.device):
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).to(device).eval()
-        self.__name__ = Path(path).name
-
-    @torch.no_grad()
-    def __call__(self, prompts: list, completions: list, finished: list[bool], **columns: Any) -> list[float]:
-        texts = []
-        for prompt, completion, ended in zip(prompts, completions, finished, strict=True):
-            if isinstance(prompt, list):
-                texts.append(self.tokenizer.apply_chat_template(prompt + completion, tokenize=False))
-            else:
-                texts.append(prompt + completion + (self.tokenizer.eos_token if ended else ""))
-        batch = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.model.device)
-        return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0].tolist()
-
-
-def answer(model: Any, tokenizer: Any, rows: list[dict], number: int, script_args: Any, batch: int) -> list[dict]:
-    """`number` sampled answers to each row, as `{"completion", "ids", "finished"}`, those of a row in succession."""
+    Returns:
+        `{"completion", "ids", "prompt_ids", "finished"}` of each.
+    """
     prompts = [row["prompt"] for row in rows for _ in range(number)]
-    ends = eos_token_ids(model, tokenizer)
+    prompt_ids = prompt_token_ids(tokenizer, prompts)
     answers = sample(
         model,
-        prompt_token_ids(tokenizer, prompts),
+        prompt_ids,
         ends,
         max_new_tokens=script_args.max_completion_length,
         temperature=script_args.temperature,
@@ -100,9 +87,10 @@ def answer(model: Any, tokenizer: Any, rows: list[dict], number: int, script_arg
         {
             "completion": text if isinstance(prompt, str) else [{"role": "assistant", "content": text}],
             "ids": ids,
+            "prompt_ids": asked,
             "finished": ids[-1] in ends,
         }
-        for prompt, ids, text in zip(prompts, answers, texts, strict=True)
+        for prompt, asked, ids, text in zip(prompts, prompt_ids, answers, texts, strict=True)
     ]
 
 
@@ -117,6 +105,7 @@ def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch:
             "prompts": [row["prompt"] for row in rows[part]],
             "completions": [a["completion"] for a in answers[part]],
             "completion_ids": [a["ids"] for a in answers[part]],
+            "prompt_ids": [a["prompt_ids"] for a in answers[part]],
             "finished": [a["finished"] for a in answers[part]],
         }
         scores += zip(*(reward(**given, **columns) for reward in rewards), strict=True)
@@ -188,11 +177,12 @@ def main(arguments: list[str] | None = None) -> None:
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
             check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
         held_out = held_out.to_list()
-        rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []]
-        if script_args.reward_model_name_or_path:
-            rewards.insert(0, ModelReward(script_args.reward_model_name_or_path, training_args.device))
         start = model_args.model_name_or_path
         tokenizer = AutoTokenizer.from_pretrained(start, revision=model_args.model_revision)
+        ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
+        rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []]
+        if path := script_args.reward_model_name_or_path:
+            rewards.insert(0, ModelReward.from_pretrained(path, tokenizer, ends, size, training_args.device))
     names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
     weights = script_args.reward_weights or [1.0] * len(rewards)
 
@@ -213,7 +203,7 @@ def main(arguments: list[str] | None = None) -> None:
         policy = load_policy(path).to(training_args.device).eval()
         mine = rows[processes.process_index :: processes.num_processes]
         torch.manual_seed(seed * processes.num_processes + processes.process_index)
-        answers = answer(policy, tokenizer, mine, number, script_args, size) if mine else []
+        answers = answer(policy, tokenizer, mine, number, ends, script_args, size) if mine else []
         scores = score(rewards, mine, answers, size) if mine else []
         return tuple(gather_object(part) for part in (mine, answers, scores))  # type: ignore[return-value]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def check_settings(
@@ -25,11 +25,11 @@ def check_settings(
         value = getattr(config, name)
         if value is not None and not is_valid(value):
             raise ValueError(f"`{name}` must be {rule}, got {value}.")
-    for f in fields(config):
-        literal = next((t for t in (f.type, *get_args(f.type)) if get_origin(t) is Literal), None)
-        choices = [*get_args(literal), *([None] if literal is not f.type else [])]
-        if literal and getattr(config, f.name) not in choices:
-            raise ValueError(f"`{f.name}` must be one of {list(get_args(literal))}, got {getattr(config, f.name)!r}.")
+    for name, hint in get_type_hints(type(config)).items():  # not `field.type`: HfArgumentParser overwrites it
+        literal = next((t for t in (hint, *get_args(hint)) if get_origin(t) is Literal), None)
+        choices = [*get_args(literal), *([None] if literal is not hint else [])]
+        if literal and getattr(config, name) not in choices:
+            raise ValueError(f"`{name}` must be one of {list(get_args(literal))}, got {getattr(config, name)!r}.")
     defaults = {f.name: f.default for f in fields(config)}
     for name, (setting, needed) in only_with.items():
         value, found = getattr(config, name), getattr(config, setting)

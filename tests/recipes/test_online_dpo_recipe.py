@@ -3,12 +3,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from recipes.demo import stages
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
-from recipes.online_dpo import ModelReward, OnlineDPOScriptArguments, best_and_worst, main, total
+from recipes.online_dpo import OnlineDPOScriptArguments, best_and_worst, main, total
 from tests.tiny import tiny_reward_model
 from trl_ext import DPOConfig, StrictTrlParser
 from trl_ext.arguments import ModelArguments
@@ -113,17 +113,6 @@ def test_reward_model_lora_and_the_first_reference(inputs, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "round-2")  # whole, not an adapter
     first, second = (bytes_of(tmp_path / name) for name in ("kept", "moving"))
     assert first["round-1"] == second["round-1"] and first["round-2"] != second["round-2"]
-
-
-def test_reward_models_score_as_they_were_trained(inputs):
-    reward = ModelReward(str(inputs / "reward"), "cpu")
-    prompt, answer = "hello , my kettle leaks water . <agent>", "please replace the rubber seal ."
-    got = reward([prompt] * 2, [answer] * 2, finished=[True, False])
-    tokenizer, model = AutoTokenizer.from_pretrained(inputs / "reward"), reward.model
-    for value, text in zip(got, (f"{prompt}{answer}</s>", prompt + answer), strict=True):
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        assert value == pytest.approx(model(ids).logits.item(), abs=1e-5)
-    assert isinstance(model, type(AutoModelForSequenceClassification.from_pretrained(inputs / "reward", num_labels=1)))
 
 
 def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():

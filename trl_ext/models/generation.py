@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from ..functional import position_ids
 from ..temporarily import temporarily
@@ -47,9 +47,20 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         yield
 
 
-def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
-    """All tokens that end an answer: the tokenizer's EOS, and those of the generation config, often more than one."""
-    saved = base_model_of(model).generation_config.eos_token_id
+def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> list[int]:
+    """
+    Return all tokens that end an answer: the tokenizer's EOS and those of the generation config, often more than one.
+
+    `model` is a model, or the folder or hub name (with its `revision`) of one that need not be loaded for this.
+    """
+    if isinstance(model, str):
+        try:
+            config = GenerationConfig.from_pretrained(model, revision=revision)
+        except OSError:  # it has none: transformers makes one of the model's configuration
+            config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model, revision=revision))
+    else:
+        config = base_model_of(model).generation_config
+    saved = config.eos_token_id
     return sorted({tokenizer.eos_token_id, *(saved if isinstance(saved, list) else [saved])} - {None})
 
 

@@ -30,7 +30,7 @@ from ..models.classifier import AdapterClassifier, check_critic, critic_from_pol
 from ..models.loading import Loader
 from ..models.sampler import SamplerRecorder
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, vocabulary_of
-from ..rewards.model import ModelReward, same_tokenizer
+from ..rewards.model import ModelReward, logits_of, same_tokenizer
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
 from .rewards import AdapterReward, Mistakes, checked
@@ -231,7 +231,7 @@ class Rewards:
                 else:
                     reward.requires_grad_(False)
                     reward.eval()  # of DeepSpeed's engine it returns nothing
-                    score = partial(_score, reward)
+                    score = partial(logits_of, reward)
                 reward = ModelReward(
                     score,
                     owner.config,
@@ -248,10 +248,6 @@ class Rewards:
 
 def unwrapped(model: Any) -> Any:
     return getattr(model, "module", model)  # DDP and DeepSpeed wrap it
-
-
-def _score(model: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
 
 def why_separate(loader: Loader, path: str, share: Share) -> str | None:

@@ -40,6 +40,7 @@ from .demonstrations import mean_demonstration_score
 from .evaluation import EvaluationPass, greedy, untouched_rng
 from .inputs import check_evaluation_batch, check_inputs, check_prompt_lengths, migrate, with_prompts
 from .kl_controller import KLController
+from .kl_stop import ApproxKLStop
 from .metrics import RLOO_ONLY_METRICS, PPOMetrics
 from .optimizer import check_all_optimized, set_critic_rate
 from .reference import SyncReference, moved_reference, save_reference
@@ -177,6 +178,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             )
         policy = self.model
         self._is_peft = isinstance(policy, PeftModel)
+        self._given_tokenizer = self.processing_class  # what is saved
         self._prepare_parent(policy)
 
         # Models
@@ -213,7 +215,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
-        self._step_kl = torch.zeros(2, device=args.device)  # of the minibatch so far: its sum, nats, and tokens
+        self._kl_stop = ApproxKLStop(args.max_approx_kl)
 
         check_prompt_lengths(
             self._measure_prompts,
@@ -236,7 +238,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             else:
                 self.generation_config.eos_token_id = self.eos_token_ids
         check_tokenizer(policy, self._tokenizer)
-        self._tokenizer_to_save = self.processing_class
         if self._tokenizer.pad_token_id >= vocabulary_of(policy):
             # Pads are masked, but looked up: pad by an id that the policy has a row for
             self._tokenizer = self.processing_class = copy.deepcopy(self._tokenizer)
@@ -340,7 +341,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         """Clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the tokens of the step."""
         args, mask = self.args, inputs["loss_mask"]
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
-        if self._goes_too_far(logprobs, inputs):
+        if args.max_approx_kl is not None:
+            self._add_up_kl(logprobs, inputs)
+        if self._kl_stop.is_exceeded:
             self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
             # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
             return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
@@ -376,17 +379,14 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         )
         return logprobs, entropies, forward.values(width), aux_loss
 
-    def _goes_too_far(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> bool:
-        """Add up the approximate KL of the minibatch, over all processes; say whether it exceeds `max_approx_kl`."""
-        if self.args.max_approx_kl is None:
-            return False
+    @torch.no_grad()
+    def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Add the micro-batch to the approximate KL of its minibatch, over all processes."""
         mask = inputs["loss_mask"]
-        with torch.no_grad():
-            kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
-            if self._step % self.args.gradient_accumulation_steps == 0:
-                self._step_kl = torch.zeros_like(kl)
-            self._step_kl = self._step_kl + self.accelerator.reduce(kl, reduction="sum")
-            return bool(self._step_kl[0] > self.args.max_approx_kl * self._step_kl[1])
+        kl = torch.stack([masked_sum(approx_kl(logprobs, inputs["old_logprobs"]), mask), mask.sum().to(logprobs)])
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            self._kl_stop.start()
+        self._kl_stop.add(self.accelerator.reduce(kl, reduction="sum"))
 
     def _critic_only(self, step: int) -> bool:
         """Whether micro-batch `step` trains the critic alone."""
@@ -634,7 +634,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         """Write the policy as a model of its own, and the critic beside it under `critic/`."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir
         actor_critic = self._actor_critic
-        given = temporarily(self, processing_class=self._tokenizer_to_save)
+        given = temporarily(self, processing_class=self._given_tokenizer)
         with self._as_policy(), given, one_adapter(actor_critic.policy):
             super()._save(output_dir, state_dict=weights_of("policy", state_dict))
         if self.args.should_save:

@@ -2,12 +2,14 @@
 
 from .gold_judge import GoldJudgeReward
 from .loading import load_reward
+from .model import ModelReward
 from .phrases import PhraseReviewReward
 from .repetition import RepetitionWatch, repetition_watch
 from .scores import ScoreWatch, score_watch
 
 __all__ = [
     "GoldJudgeReward",
+    "ModelReward",
     "PhraseReviewReward",
     "RepetitionWatch",
     "ScoreWatch",

@@ -1,14 +1,21 @@
 """A reward model as a reward function."""
 
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..temporarily import temporarily
 from ..upstream import is_conversational
+
+
+def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the (B,) scores of a sequence classifier of one label."""
+    return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
@@ -55,6 +62,20 @@ class ModelReward:
         self.batch_size = batch_size
         self.device = device
         self.chat_template_kwargs = chat_template_kwargs or {}
+        self.__name__ = "model_reward"
+
+    @classmethod
+    def from_pretrained(cls, path: str, policy_tokenizer: Any, eos_token_ids: list[int], batch_size: int, device: Any):
+        """Load a sequence classifier of one label, and its tokenizer, from a folder or the hub."""
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).to(device).eval()
+        reward = cls(
+            partial(logits_of, model), model.config, tokenizer, policy_tokenizer, eos_token_ids, batch_size, device
+        )
+        reward.__name__ = os.path.basename(os.path.normpath(path))
+        return reward
 
     def __call__(
         self, prompts: list, completions: list, completion_ids: list[list[int]], prompt_ids: list[list[int]], **_

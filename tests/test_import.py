@@ -13,10 +13,11 @@ def test_import_is_light():
     assert completed.stdout.strip() == ""
 
 
-@pytest.mark.parametrize("name", [*trl_ext.__all__, "__version__"])
-def test_public_name_resolves(name):
-    assert getattr(trl_ext, name) is not None
-    assert name in dir(trl_ext)
+def test_public_name_resolves(subtests):
+    for name in [*trl_ext.__all__, "__version__"]:
+        with subtests.test(name=name):
+            assert getattr(trl_ext, name) is not None
+            assert name in dir(trl_ext)
 
 
 def test_unknown_name_lists_the_public_ones():

@@ -59,9 +59,8 @@ def refusal(parse, capsys):
     return refusal
 
 
-@pytest.mark.parametrize(
-    ("yaml", "name", "expected"),
-    [
+def test_value_takes_its_fields_type(subtests, parse):
+    for yaml, name, expected in [
         ("rate: 1e-5", "rate", 1e-5),  # a string to PyYAML
         ("rate: 1", "rate", 1.0),
         ("epochs: 3", "epochs", 3),
@@ -86,17 +85,15 @@ def refusal(parse, capsys):
         ("span: [-1e-1, 1e0]", "span", [-0.1, 1.0]),
         ("extra: {top_k: 5}", "extra", {"top_k": 5}),
         ("extra: '{\"top_k\": 5}'", "extra", '{"top_k": 5}'),
-    ],
-)
-def test_value_takes_its_fields_type(parse, yaml, name, expected):
-    value = getattr(parse(yaml + "\nname: other"), name)
-    assert value == expected
-    assert type(value) is type(expected)
+    ]:
+        with subtests.test(yaml=yaml):
+            value = getattr(parse(yaml + "\nname: other"), name)
+            assert value == expected
+            assert type(value) is type(expected)
 
 
-@pytest.mark.parametrize(
-    ("yaml", "message"),
-    [
+def test_wrong_value_is_refused(subtests, refusal):
+    for yaml, message in [
         ("rate: fast", "argument --rate: invalid float value: 'fast'"),
         ("rate: true", "argument --rate: invalid float value: 'true'"),
         ("rate:", "'rate' in the configuration file must not be None"),
@@ -110,10 +107,9 @@ def test_value_takes_its_fields_type(parse, yaml, name, expected):
         ("weights: [a]", "argument --weights: invalid float value: 'a'"),
         ("span: [1, 2, 3]", "stray value '3'"),
         ("span: [1]", "argument --span: expected 2 arguments"),
-    ],
-)
-def test_wrong_value_is_refused(refusal, yaml, message):
-    assert message in refusal(yaml)
+    ]:
+        with subtests.test(yaml=yaml):
+            assert message in refusal(yaml)
 
 
 def test_unknown_key_names_the_nearest(refusal):
@@ -122,22 +118,21 @@ def test_unknown_key_names_the_nearest(refusal):
     )
 
 
-@pytest.mark.parametrize("flag", ["--learning_rat=1", "--learning-rat", "--learning-ra"])
-def test_unknown_or_abbreviated_flag_names_the_nearest(refusal, flag):
-    line = refusal("rate: 1.0", flag)
-    assert f"unknown flag {flag.split('=')[0]!r}; did you mean --learning_rate?" in line
+def test_unknown_or_abbreviated_flag_names_the_nearest(subtests, refusal):
+    for flag in ["--learning_rat=1", "--learning-rat", "--learning-ra"]:
+        with subtests.test(flag=flag):
+            line = refusal("rate: 1.0", flag)
+            assert f"unknown flag {flag.split('=')[0]!r}; did you mean --learning_rate?" in line
 
 
-@pytest.mark.parametrize(
-    ("yaml", "flags"), [("rate: 1.0", ["--name", "one", "two"]), ("epochs: 1\nweights: [1.0, 2.0]", ["two"])]
-)
-def test_stray_value_is_refused(refusal, yaml, flags):
-    assert "stray value 'two'" in refusal(yaml, *flags)
+def test_stray_value_is_refused(subtests, refusal):
+    for yaml, flags in [("rate: 1.0", ["--name", "one", "two"]), ("epochs: 1\nweights: [1.0, 2.0]", ["two"])]:
+        with subtests.test(yaml=yaml):
+            assert "stray value 'two'" in refusal(yaml, *flags)
 
 
-@pytest.mark.parametrize(
-    ("yaml", "message"),
-    [
+def test_malformed_file_is_refused(subtests, refusal):
+    for yaml, message in [
         ("rate: 1.0\nrate: 2.0", "key 'rate' given twice"),
         ("extra: {a: 1, a: 2}", "key 'a' given twice"),
         ("- rate", "config.yaml must be a mapping of names to values"),
@@ -146,27 +141,24 @@ def test_stray_value_is_refused(refusal, yaml, flags):
         ("help: 1", "unknown key 'help'"),
         ("rate: [1", "expected ',' or ']'"),
         ("env: 3", "must be a mapping of names to values, and so must `env` in it"),
-    ],
-)
-def test_malformed_file_is_refused(refusal, yaml, message):
-    assert message in refusal(yaml)
+    ]:
+        with subtests.test(yaml=yaml):
+            assert message in refusal(yaml)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_command_line_is_refused(subtests, capsys):
+    for arguments, message in [
         (["--config", "absent.yaml"], "--config absent.yaml: there is no such file; the working directory is "),
         (["--config=absent.yaml"], "--config absent.yaml: there is no such file"),
         (["--config"], "argument --config: expected one argument"),
         (["--config", "a.yaml", "--config", "b.yaml"], "--config was given more than once"),
         (["--rate", "fast"], "argument --rate: invalid float value: 'fast'"),
         (["--kind", "adaptve"], "argument --kind: invalid choice: 'adaptve'"),
-    ],
-)
-def test_wrong_command_line_is_refused(capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        StrictTrlParser(Arguments).parse_args_and_config(arguments)
-    assert message in capsys.readouterr().err
+    ]:
+        with subtests.test(arguments=arguments):
+            with pytest.raises(SystemExit):
+                StrictTrlParser(Arguments).parse_args_and_config(arguments)
+            assert message in capsys.readouterr().err
 
 
 def test_command_line_overrides_file(parse):
@@ -222,17 +214,15 @@ class Sharded:
         raise ValueError(f"Expected a string path to an existing deepspeed config. Received: {self.what}")
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
+def test_deepspeed_that_is_not_there(subtests, capsys):
+    for what, message in [
         ("absent", "not installed: `pip install 'trl-ext[deepspeed]'`"),
         (
             "zero3.json",
             f"Received: zero3.json; the working directory is {os.getcwd()}, give an absolute path or start",
         ),
-    ],
-)
-def test_deepspeed_that_is_not_there(what, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        StrictTrlParser(Sharded).parse_args_and_config(["--what", what])
-    assert message in capsys.readouterr().err
+    ]:
+        with subtests.test(what=what):
+            with pytest.raises(SystemExit, match="2"):
+                StrictTrlParser(Sharded).parse_args_and_config(["--what", what])
+            assert message in capsys.readouterr().err

@@ -30,18 +30,16 @@ def test_what_can_work_passes():
     check(fancy_share=0.5)  # the default says nothing
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_what_cannot_is_named(subtests):
+    for given, message in [
         ({"rate": 0.0}, "`rate` must be > 0, got 0.0."),
         ({"bound": 0.5}, "`bound` must be >= 1, got 0.5."),
         ({"mode": "odd"}, "`mode` must be one of ['plain', 'fancy'], got 'odd'."),
         ({"mode": None}, "`mode` must be one of ['plain', 'fancy'], got None."),
         ({"side": "right"}, "`side` must be one of ['left'], got 'right'."),
         ({"fancy_share": 0.7}, "`fancy_share=0.7` is for `mode='fancy'`, but `mode='plain'`: set that, or leave"),
-    ],
-)
-def test_what_cannot_is_named(given, message):
-    with pytest.raises(ValueError) as error:
-        check(**given)
-    assert message in str(error.value)
+    ]:
+        with subtests.test(given=given):
+            with pytest.raises(ValueError) as error:
+                check(**given)
+            assert message in str(error.value)

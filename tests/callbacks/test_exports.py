@@ -163,12 +163,10 @@ def test_dashboard_asks_for_exported_names_only(tmp_path):
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"), [({}, "needs `port=` or `textfile=`"), ({"textfile": "x.txt"}, "end in .prom")]
-)
-def test_prometheus_arguments(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        PrometheusCallback(**kwargs)
+def test_prometheus_arguments(subtests):
+    for kwargs, message in [({}, "needs `port=` or `textfile=`"), ({"textfile": "x.txt"}, "end in .prom")]:
+        with subtests.test(kwargs=kwargs), pytest.raises(ValueError, match=message):
+            PrometheusCallback(**kwargs)
 
 
 def test_a_port_that_is_taken_ends_nothing(tmp_path):

@@ -36,9 +36,8 @@ def test_names_and_arguments():
     assert isinstance(canary, CanaryCallback)
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
+def test_mistakes_are_answered(subtests):
+    for entry, message in [
         ("KLBudgetCalback", "unknown monitor 'KLBudgetCalback'; did you mean KLBudgetCallback"),
         ("klbudget", "unknown monitor 'klbudget'; there are CanaryCallback, "),
         ("MonitorCallback", "unknown monitor 'MonitorCallback'; did you mean MonitoringPlotCallback"),
@@ -48,11 +47,9 @@ def test_names_and_arguments():
         ("KLBudgetCallback(limit=__import__('os'))", "values as in Python"),
         ("os.system", "cannot be read"),
         ("EarlyStoppingCallback(patience=3)", "unexpected keyword argument 'patience'"),
-    ],
-)
-def test_mistakes_are_answered(entry, message):
-    with pytest.raises(ValueError, match=message):
-        load_monitors([entry])
+    ]:
+        with subtests.test(entry=entry), pytest.raises(ValueError, match=message):
+            load_monitors([entry])
 
 
 @pytest.mark.slow

@@ -52,13 +52,14 @@ def test_kl_budget_warns_then_acts(ppo):
     assert run.control.should_training_stop and run.control.should_save
 
 
-@pytest.mark.parametrize(("step", "expected"), [(1, ["the first rollout's KL is not 0"]), (5, [])])
-def test_first_rollout_of_another_model_than_the_reference(step, expected, ppo):
+def test_first_rollout_of_another_model_than_the_reference(subtests, ppo):
     """From the second rollout on (step 5) the policy is trained, so its KL need not be 0."""
-    run = Replay(ppo, KLBudgetCallback())
-    run.log(step, logs={KL: 2.0})
-    run.log(step + 1, logs={KL: 2.0})
-    assert run.said == expected
+    for step, expected in [(1, ["the first rollout's KL is not 0"]), (5, [])]:
+        with subtests.test(step=step):
+            run = Replay(ppo, KLBudgetCallback())
+            run.log(step, logs={KL: 2.0})
+            run.log(step + 1, logs={KL: 2.0})
+            assert run.said == expected
 
 
 def test_negative_kl_is_not_a_kl(ppo):
@@ -68,14 +69,17 @@ def test_negative_kl_is_not_a_kl(ppo):
     assert run.said == ["the KL is negative"]
 
 
-@pytest.mark.parametrize("cls", [RLOOConfig, GRPOConfig])
-def test_per_token_kl_is_multiplied_by_the_mean_length(cls, tmp_path):
+def test_per_token_kl_is_multiplied_by_the_mean_length(subtests, tmp_path):
     """0.05 nats a token × 250 tokens = 12.5 nats. Only the rollout's log has the length."""
-    run = Replay(config(cls, tmp_path), KLBudgetCallback())
-    run.log(1, logs={"kl": 0.0, "completions/mean_length": 250.0})
-    run.log(2, logs={"kl": 0.05})
-    (alert,) = run.alerts
-    assert alert["value"] == pytest.approx(12.5) and "approximate: mean per token × mean length" in alert["what"]
+    for cls in [RLOOConfig, GRPOConfig]:
+        with subtests.test(cls=cls):
+            run = Replay(config(cls, tmp_path), KLBudgetCallback())
+            run.log(1, logs={"kl": 0.0, "completions/mean_length": 250.0})
+            run.log(2, logs={"kl": 0.05})
+            (alert,) = run.alerts
+            assert (
+                alert["value"] == pytest.approx(12.5) and "approximate: mean per token × mean length" in alert["what"]
+            )
 
 
 def test_kto_kl_is_not_used(tmp_path):
@@ -112,22 +116,24 @@ def test_logs_of_evaluations_and_of_the_end_feed_no_window(ppo):
     assert run.alerts == [] and "seen" not in run.callbacks[0].memory
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_number_that_is_not_finite_is_an_alert_and_no_value(value, ppo):
-    run = Replay(ppo, KLBudgetCallback(action="stop"))
-    run.log(1, logs={KL: value})
-    assert run.said == ["`objective/kl` is not finite"] and not run.control.should_training_stop
-    json.dumps(run.state.stateful_callbacks, allow_nan=False)
+def test_a_number_that_is_not_finite_is_an_alert_and_no_value(subtests, ppo):
+    for value in [math.nan, math.inf]:
+        with subtests.test(value=value):
+            run = Replay(ppo, KLBudgetCallback(action="stop"))
+            run.log(1, logs={KL: value})
+            assert run.said == ["`objective/kl` is not finite"] and not run.control.should_training_stop
+            json.dumps(run.state.stateful_callbacks, allow_nan=False)
 
 
-@pytest.mark.parametrize("key", ["grad_norm", "loss"])
-def test_not_finite_acts(key, ppo):
-    run = Replay(ppo, NotFiniteCallback())
-    run.log(1, logs={"grad_norm": 1.0, "loss": 2.0})
-    assert run.alerts == []
-    run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: math.nan})
-    assert run.said == [f"`{key}` is not finite"] and run.control.should_training_stop
-    assert not run.control.should_save  # a rollback keeps no broken weights
+def test_not_finite_acts(subtests, ppo):
+    for key in ["grad_norm", "loss"]:
+        with subtests.test(key=key):
+            run = Replay(ppo, NotFiniteCallback())
+            run.log(1, logs={"grad_norm": 1.0, "loss": 2.0})
+            assert run.alerts == []
+            run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: math.nan})
+            assert run.said == [f"`{key}` is not finite"] and run.control.should_training_stop
+            assert not run.control.should_save  # a rollback keeps no broken weights
 
 
 def test_an_alert_is_repeated_only_after_repeat_steps(ppo):
@@ -238,16 +244,19 @@ def test_a_rise_alone_warns_and_acts_only_with_a_witness(ppo):
     assert run.alerts[-1]["advice"].startswith("So did entropy. Compare")
 
 
-@pytest.mark.parametrize(
-    "witness", [{"completions/mean_length": 14.0}, {"repetition/top_phrase_share": 0.9}, {"rewards/a/disagreement": 2}]
-)
-def test_witnesses(witness, ppo):
-    run = drift(ppo)
-    for step in (9, 13):
-        run.log(step, logs={key: 10.0 if "length" in key else 0.5 for key in witness})
-    run.log(17, logs={SCORE: 9.0, STD: 2.0, **witness})
-    name = "length" if "completions/mean_length" in witness else next(iter(witness))
-    assert run.control.should_training_stop and run.alerts[-1]["advice"].startswith(f"So did {name}. ")
+def test_witnesses(subtests, ppo):
+    for witness in [
+        {"completions/mean_length": 14.0},
+        {"repetition/top_phrase_share": 0.9},
+        {"rewards/a/disagreement": 2},
+    ]:
+        with subtests.test(witness=witness):
+            run = drift(ppo)
+            for step in (9, 13):
+                run.log(step, logs={key: 10.0 if "length" in key else 0.5 for key in witness})
+            run.log(17, logs={SCORE: 9.0, STD: 2.0, **witness})
+            name = "length" if "completions/mean_length" in witness else next(iter(witness))
+            assert run.control.should_training_stop and run.alerts[-1]["advice"].startswith(f"So did {name}. ")
 
 
 def test_gold_is_a_witness(ppo):
@@ -326,9 +335,8 @@ def test_a_request_to_scale_the_kl_coefficient_is_answered_once():
 # ---- Bad input ----
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
+def test_bounds_in_the_wrong_order_are_refused(subtests):
+    for build, message in [
         (lambda: KLBudgetCallback(warn=10, limit=5), r"at most `limit`, got 10 and 5"),
         (lambda: KLBudgetCallback(action="shout"), r"one of warn, save, stop, raise_kl, rollback; got 'shout'"),
         (lambda: KLBudgetCallback(kl_factor=0.5), r"above 1 to raise the KL coefficient, got 0.5"),
@@ -343,8 +351,6 @@ def test_a_request_to_scale_the_kl_coefficient_is_answered_once():
         (lambda: RepetitionCallback(phrase=3), r"must lie in \(0, 1\)"),
         (lambda: GoldGapCallback(limit=-1), r"`limit` must be above 0"),
         (lambda: GoldGapCallback(judge=print), r"`trainer` and `judge` belong together"),
-    ],
-)
-def test_bounds_in_the_wrong_order_are_refused(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
+    ]:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            build()

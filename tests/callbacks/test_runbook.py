@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import trl_ext.callbacks as callbacks
 from trl_ext.callbacks import MonitorCallback
 
@@ -26,13 +24,15 @@ def said(path):
             yield max(re.split(r"\{.*?\}", text.removeprefix("f").strip("'\"")), key=len).strip(" ,`'\"")
 
 
-@pytest.mark.parametrize("monitor", MONITORS, ids=lambda cls: cls.__name__)
-def test_section(monitor):
-    assert f"\n## {monitor.runbook}\n" in RUNBOOK
+def test_section(subtests):
+    for monitor in MONITORS:
+        with subtests.test(monitor=monitor):
+            assert f"\n## {monitor.runbook}\n" in RUNBOOK
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "trl_ext" / "callbacks").glob("*.py")), ids=lambda path: path.stem)
-def test_entries(path):
-    for text in said(path):
-        if text not in ("what", "found", "name"):
-            assert text.split(":")[0] in RUNBOOK, f"{path.name} says {text!r}"
+def test_entries(subtests):
+    for path in sorted((ROOT / "trl_ext" / "callbacks").glob("*.py")):
+        with subtests.test(path=path):
+            for text in said(path):
+                if text not in ("what", "found", "name"):
+                    assert text.split(":")[0] in RUNBOOK, f"{path.name} says {text!r}"

@@ -101,19 +101,17 @@ def test_chat_prompts_and_adapters(folders, capsys):
     assert read_prompts(str(folders / "prompts.txt")) == PROMPTS
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_mistakes_are_answered_in_one_line(subtests, folders, capsys):
+    for arguments, message in [
         (["--prompts", "absent.txt"], "absent.txt"),
         (["--prompts", "PROMPTS", "--temperature", "0"], "--temperature must be above 0"),
         (["--prompts", "PROMPTS", "--num_prompts", "0"], "1 or more"),
         (["--prompts", "CHAT"], "the tokenizer has no chat template"),
-    ],
-)
-def test_mistakes_are_answered_in_one_line(arguments, message, folders, capsys):
-    files = {"PROMPTS": str(folders / "prompts.txt"), "CHAT": str(folders / "chat.jsonl")}
-    arguments = [files.get(part, part) for part in arguments]
-    with pytest.raises(SystemExit, match="2"):
-        main([str(folders / "without template"), str(folders / "b"), *arguments])
-    *_, error = capsys.readouterr().err.splitlines()  # before it, the progress of loading
-    assert error.startswith("python -m trl_ext.commands.kl: error: ") and message in error
+    ]:
+        with subtests.test(arguments=arguments):
+            files = {"PROMPTS": str(folders / "prompts.txt"), "CHAT": str(folders / "chat.jsonl")}
+            arguments = [files.get(part, part) for part in arguments]
+            with pytest.raises(SystemExit, match="2"):
+                main([str(folders / "without template"), str(folders / "b"), *arguments])
+            *_, error = capsys.readouterr().err.splitlines()  # before it, the progress of loading
+            assert error.startswith("python -m trl_ext.commands.kl: error: ") and message in error

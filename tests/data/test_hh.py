@@ -32,19 +32,16 @@ def test_a_pair_is_one_prompt_and_two_answers():
     assert pair["chosen"] == [assistant("One, too.")] and pair["rejected"] == [assistant("No.\n\nIdea.")]
 
 
-@pytest.mark.parametrize(
-    ("chosen", "rejected", "message"),
-    [
+def test_what_is_no_pair_raises(subtests):
+    for chosen, rejected, message in [
         (f"{QUESTION}\n\nAssistant: x", f"{QUESTION} or not?\n\nAssistant: y", "differ before their last answer"),
         (QUESTION, f"{QUESTION}\n\nAssistant: y", "the chosen dialogue ends with .*cat.*, not with an answer"),
         (f"{QUESTION}\n\nAssistant: x", f"{QUESTION}\n\nAssistant:", "the rejected dialogue ends with"),
         ("\n\nAssistant: x", "\n\nAssistant: y", "have no question"),
         ("Good day", "Good day", "must begin with 'Human:' or 'Assistant:', got 'Good day'"),
-    ],
-)
-def test_what_is_no_pair_raises(chosen, rejected, message):
-    with pytest.raises(ValueError, match=message):
-        split_pair(chosen, rejected)
+    ]:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            split_pair(chosen, rejected)
 
 
 def test_the_script_writes_three_folders_and_keeps_the_prompts_of_sft_and_ppo_apart(tmp_path, capsys):

@@ -15,13 +15,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
-def test_file_keeps_all_columns(folder, suffix):
-    dataset = Dataset.from_dict(ROWS)
-    path = folder / f"rows.{suffix}"
-    {"parquet": dataset.to_parquet, "csv": dataset.to_csv}.get(suffix, dataset.to_json)(path)
-    assert load_dataset_split(path).to_dict() == ROWS
-    assert load_dataset_split(f"rows.{suffix}", "train").to_dict() == ROWS
+def test_file_keeps_all_columns(subtests, folder):
+    for suffix in ["jsonl", "json", "parquet", "csv"]:
+        with subtests.test(suffix=suffix):
+            dataset = Dataset.from_dict(ROWS)
+            path = folder / f"rows.{suffix}"
+            {"parquet": dataset.to_parquet, "csv": dataset.to_csv}.get(suffix, dataset.to_json)(path)
+            assert load_dataset_split(path).to_dict() == ROWS
+            assert load_dataset_split(f"rows.{suffix}", "train").to_dict() == ROWS
 
 
 def test_folder_takes_its_splits_from_the_file_names(folder):
@@ -62,18 +63,22 @@ def test_missing_column_names_found_and_needed(folder):
         load_dataset_split("rows.jsonl", columns=("prompt", "chosen", "rejected"))
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "./absent", "~/absent-folder", "/absent", "a/b/c"])
-def test_missing_path_is_named(folder, name):
-    with pytest.raises(
-        FileNotFoundError, match=rf"dataset '{name}': no such file or folder; the working directory is"
-    ):
-        load_dataset_split(name)
+def test_missing_path_is_named(subtests, folder):
+    for name in ["absent.jsonl", "./absent", "~/absent-folder", "/absent", "a/b/c"]:
+        with (
+            subtests.test(name=name),
+            pytest.raises(
+                FileNotFoundError, match=rf"dataset '{name}': no such file or folder; the working directory is"
+            ),
+        ):
+            load_dataset_split(name)
 
 
-@pytest.mark.parametrize("name", ["absent", "owner/absent"])
-def test_missing_hub_dataset_says_where_it_looked(folder, name):
-    with pytest.raises(FileNotFoundError, match=rf"dataset '{name}': no such file or folder in .* on the hub"):
-        load_dataset_split(name)
+def test_missing_hub_dataset_says_where_it_looked(subtests, folder):
+    for name in ["absent", "owner/absent"]:
+        message = f"dataset '{name}': no such file or folder in .* on the hub"
+        with subtests.test(name=name), pytest.raises(FileNotFoundError, match=message):
+            load_dataset_split(name)
 
 
 def test_unknown_file_type_lists_the_known_ones(folder):
@@ -82,13 +87,14 @@ def test_unknown_file_type_lists_the_known_ones(folder):
         load_dataset_split("rows.txt")
 
 
-@pytest.mark.parametrize(("eval_size", "sizes"), [(None, (2, 7)), (0, (2, None)), (1, (1, 1))])
-def test_held_out_rows_are_the_split_or_cut_from_training(eval_size, sizes):
+def test_held_out_rows_are_the_split_or_cut_from_training(subtests):
     train, held_out = Dataset.from_dict(ROWS), Dataset.from_dict({"prompt": list("abcdefg")})
-    parts = held_out_rows(train, lambda: held_out, eval_size, seed=0)
-    assert tuple(None if part is None else len(part) for part in parts) == sizes
-    if eval_size:
-        assert {*parts[0]["prompt"], *parts[1]["prompt"]} == set(ROWS["prompt"])
+    for eval_size, sizes in [(None, (2, 7)), (0, (2, None)), (1, (1, 1))]:
+        with subtests.test(eval_size=eval_size):
+            parts = held_out_rows(train, lambda: held_out, eval_size, seed=0)
+            assert tuple(None if part is None else len(part) for part in parts) == sizes
+            if eval_size:
+                assert {*parts[0]["prompt"], *parts[1]["prompt"]} == set(ROWS["prompt"])
 
 
 def test_where_there_is_no_held_out_split_it_says_what_to_do(folder):

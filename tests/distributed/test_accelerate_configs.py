@@ -22,32 +22,35 @@ def fields(cls):
     return {field.name for field in dataclasses.fields(cls)}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_key_is_read(path):
-    config = yaml.safe_load(path.read_text())
-    load_config_from_file(str(path))
-    assert set(config) <= fields(ClusterConfig)
-    sharding = {key.removeprefix("fsdp_") for key in config.get("fsdp_config", {})}
-    assert sharding <= fields(FullyShardedDataParallelPlugin) | {"version", "offload_params"}
-    assert set(config.get("deepspeed_config", {})) <= LAUNCHER
+def test_every_key_is_read(subtests):
+    for path in FILES:
+        with subtests.test(path=path):
+            config = yaml.safe_load(path.read_text())
+            load_config_from_file(str(path))
+            assert set(config) <= fields(ClusterConfig)
+            sharding = {key.removeprefix("fsdp_") for key in config.get("fsdp_config", {})}
+            assert sharding <= fields(FullyShardedDataParallelPlugin) | {"version", "offload_params"}
+            assert set(config.get("deepspeed_config", {})) <= LAUNCHER
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_says_how_to_launch_it(path):
-    text = path.read_text()
-    assert text.startswith("# ") and f"accelerate launch --config_file accelerate_configs/{path.name}" in text
-    config = yaml.safe_load(text)
-    assert config.get("fsdp_config", {"fsdp_version": 2})["fsdp_version"] == 2
-    assert config["num_processes"] % config["num_machines"] == 0
+def test_a_file_says_how_to_launch_it(subtests):
+    for path in FILES:
+        with subtests.test(path=path):
+            text = path.read_text()
+            assert text.startswith("# ") and f"accelerate launch --config_file accelerate_configs/{path.name}" in text
+            config = yaml.safe_load(text)
+            assert config.get("fsdp_config", {"fsdp_version": 2})["fsdp_version"] == 2
+            assert config["num_processes"] % config["num_machines"] == 0
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.json")), ids=lambda path: path.stem)
-def test_every_deepspeed_setting_is_read(path):
-    settings = json.loads(path.read_text())
-    assert set(settings) == SETTINGS
-    zero = pytest.importorskip("deepspeed.runtime.zero.config", reason="needs deepspeed")
-    zero.DeepSpeedZeroConfig(**{k: v for k, v in settings["zero_optimization"].items() if v != "auto"})
-    known = {name for name, field in zero.DeepSpeedZeroConfig.model_fields.items() if field.alias is None}
-    known |= {field.alias for field in zero.DeepSpeedZeroConfig.model_fields.values()}
-    assert set(settings["zero_optimization"]) <= known
-    assert any(f"accelerate_configs/{path.name}" in file.read_text() for file in FILES)
+def test_every_deepspeed_setting_is_read(subtests):
+    for path in sorted((ROOT / "accelerate_configs").glob("*.json")):
+        with subtests.test(path=path):
+            settings = json.loads(path.read_text())
+            assert set(settings) == SETTINGS
+            zero = pytest.importorskip("deepspeed.runtime.zero.config", reason="needs deepspeed")
+            zero.DeepSpeedZeroConfig(**{k: v for k, v in settings["zero_optimization"].items() if v != "auto"})
+            known = {name for name, field in zero.DeepSpeedZeroConfig.model_fields.items() if field.alias is None}
+            known |= {field.alias for field in zero.DeepSpeedZeroConfig.model_fields.values()}
+            assert set(settings["zero_optimization"]) <= known
+            assert any(f"accelerate_configs/{path.name}" in file.read_text() for file in FILES)

@@ -21,9 +21,8 @@ def changed(row, **values):
 SAYS = {"use_margin": True, "use_confidence": True, "use_weight": True}
 
 
-@pytest.mark.parametrize(
-    ("data", "options", "message"),
-    [
+def test_rows_and_columns_are_named(subtests, tmp_path):
+    for data, options, message in [
         (changed(3, chosen=""), {}, "The train dataset has pairs to be corrected .* row 3: `chosen` is empty"),
         (changed(4, rejected=None), {}, "row 4: `rejected` is empty"),
         (changed(5, chosen="a", rejected="a"), {}, "row 5: `chosen` and `rejected` are identical"),
@@ -41,11 +40,9 @@ SAYS = {"use_margin": True, "use_confidence": True, "use_weight": True}
         (pairs().remove_columns("score_chosen"), SAYS, r"lacks the column\(s\) `score_chosen`"),
         (pairs().add_column("margin", [1.0] * 16), SAYS, "`margin` and `score_chosen`, `score_rejected`, .* two ways"),
         (pairs().select([]), {}, "The train dataset is empty"),
-    ],
-)
-def test_rows_and_columns_are_named(data, options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, trainer_kwargs={"train_dataset": data}, **options)
+    ]:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path, trainer_kwargs={"train_dataset": data}, **options)
 
 
 def test_evaluation_data_are_checked_too(tmp_path):

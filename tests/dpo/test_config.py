@@ -31,9 +31,8 @@ def test_what_dpo_no_longer_takes_python_refuses_and_an_unknown_loss_trl_does(tm
 DRIFT = {"beta_controller": "drift", "drift_target": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_settings_that_cannot_work_are_named(subtests, tmp_path):
+    for given, message in [
         ({"beta": 0.0}, "`beta` must be > 0 and finite, got 0.0"),
         ({"beta_dpo_keep": 0.8}, "`beta_dpo_keep=0.8` is for `beta_controller='beta_dpo'`"),
         (
@@ -48,11 +47,9 @@ DRIFT = {"beta_controller": "drift", "drift_target": 1.0}
         ({**DRIFT, "loss_type": "sft"}, r"`beta_controller='drift'` moves β, but `loss_type=\['sft'\]` has none"),
         ({"margin_normalization": "source", "loss_type": "sft"}, "`margin_normalization='source'` moves β"),
         ({"use_weight": True, "use_weighting": True}, "`use_weight` need .* and `use_weighting=False`; got .*True"),
-    ],
-)
-def test_settings_that_cannot_work_are_named(given, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        config(tmp_path, **given)
+    ]:
+        with subtests.test(given=given), pytest.raises(ValueError, match=message):
+            config(tmp_path, **given)
 
 
 def test_only_losses_of_beta_times_margin_are_normalized(tmp_path):
@@ -61,14 +58,15 @@ def test_only_losses_of_beta_times_margin_are_normalized(tmp_path):
         config(tmp_path, loss_type=["ipo", "sft"], margin_normalization="source")
 
 
-@pytest.mark.parametrize("option", ["use_margin", "use_confidence", "use_weight", "dpop_lambda", "beta_dpo_keep"])
-@pytest.mark.parametrize("other", [{"loss_type": "hinge"}, {"f_divergence_type": "js_divergence"}])
-def test_pair_information_is_for_the_sigmoid_loss_with_reverse_kl(option, other, tmp_path):
-    given = {option: {"dpop_lambda": 1.0, "beta_dpo_keep": 0.5}.get(option, True)}
-    given |= {"beta_controller": "beta_dpo"} if option == "beta_dpo_keep" else {}
-    with pytest.raises(ValueError, match=f"`{option}` need `loss_type` 'sigmoid'"):
-        config(tmp_path, **given, **other)
-    config(tmp_path, **given, loss_type=["sigmoid", "sft"])
+def test_pair_information_is_for_the_sigmoid_loss_with_reverse_kl(subtests, tmp_path):
+    for other in [{"loss_type": "hinge"}, {"f_divergence_type": "js_divergence"}]:
+        for option in ["use_margin", "use_confidence", "use_weight", "dpop_lambda", "beta_dpo_keep"]:
+            with subtests.test(option=option, other=other):
+                given = {option: {"dpop_lambda": 1.0, "beta_dpo_keep": 0.5}.get(option, True)}
+                given |= {"beta_controller": "beta_dpo"} if option == "beta_dpo_keep" else {}
+                with pytest.raises(ValueError, match=f"`{option}` need `loss_type` 'sigmoid'"):
+                    config(tmp_path, **given, **other)
+                config(tmp_path, **given, loss_type=["sigmoid", "sft"])
 
 
 def test_beta_dpo_warns_of_a_small_batch(tmp_path):

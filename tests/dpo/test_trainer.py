@@ -50,20 +50,23 @@ def assert_same_run(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    "loss_type", ["sigmoid", *(pytest.param(name, marks=pytest.mark.slow) for name in LOSSES if name != "sigmoid")]
+    "loss_types",
+    [["sigmoid"], pytest.param([name for name in LOSSES if name != "sigmoid"], marks=pytest.mark.slow)],
+    ids=["sigmoid", "others"],
 )
-def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(loss_type, tmp_path):
-    kwargs = {"loss_type": loss_type} | ({"label_smoothing": 0.1} if loss_type == "exo_pair" else {})
-    ours, theirs = make_trainer(tmp_path, **kwargs), make_trl_trainer(tmp_path, **kwargs)
-    ours.train(), theirs.train()
-    assert_same_run(ours, theirs)
-    assert not logged(ours, "beta")
+def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(subtests, loss_types, tmp_path):
+    for loss_type in loss_types:
+        with subtests.test(loss_type=loss_type):
+            kwargs = {"loss_type": loss_type} | ({"label_smoothing": 0.1} if loss_type == "exo_pair" else {})
+            ours, theirs = make_trainer(tmp_path, **kwargs), make_trl_trainer(tmp_path, **kwargs)
+            ours.train(), theirs.train()
+            assert_same_run(ours, theirs)
+            assert not logged(ours, "beta")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+def test_trl_s_options_give_trl_s_losses_with_the_tap_and_without(subtests, tmp_path):
+    for kwargs in [
         {"precompute_ref_log_probs": True},
         {"f_divergence_type": "js_divergence"},
         {"use_weighting": True},
@@ -75,29 +78,31 @@ def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(loss_type, tmp_pat
         {"lora": True},
         {"lora": True, "precompute_ref_log_probs": True},
         {"lora": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
-    ],
-    ids=str,
-)
-def test_trl_s_options_give_trl_s_losses_with_the_tap_and_without(kwargs, tmp_path):
-    kwargs = dict(kwargs)
-    peft = LORA if kwargs.pop("lora", False) else {}
-    theirs = make_trl_trainer(tmp_path, trainer_kwargs=dict(peft), **kwargs)
-    theirs.train()
-    for option in ({}, {"log_displacement": True}):
-        ours = make_trainer(tmp_path, trainer_kwargs=dict(peft), **kwargs, **option)
-        ours.train()
-        assert_same_run(ours, theirs)
+    ]:
+        with subtests.test(kwargs=kwargs):
+            kwargs = dict(kwargs)
+            peft = LORA if kwargs.pop("lora", False) else {}
+            theirs = make_trl_trainer(tmp_path, trainer_kwargs=dict(peft), **kwargs)
+            theirs.train()
+            for option in ({}, {"log_displacement": True}):
+                ours = make_trainer(tmp_path, trainer_kwargs=dict(peft), **kwargs, **option)
+                ours.train()
+                assert_same_run(ours, theirs)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", NEUTRAL, ids=lambda option: next(iter(option)))
-def test_options_that_move_nothing_leave_trl_s_losses(option, tmp_path):
-    size = option.get("per_device_train_batch_size", 4)
-    ours, theirs = make_trainer(tmp_path, **option), make_trl_trainer(tmp_path, per_device_train_batch_size=size)
-    ours.train(), theirs.train()
-    # β·1 as a vector is rounded as the scalar is
-    assert_same_run(ours, theirs)
-    assert logged(ours, "beta") == [0.1] * 6
+def test_options_that_move_nothing_leave_trl_s_losses(subtests, tmp_path):
+    for option in NEUTRAL:
+        with subtests.test(option=option):
+            size = option.get("per_device_train_batch_size", 4)
+            ours, theirs = (
+                make_trainer(tmp_path, **option),
+                make_trl_trainer(tmp_path, per_device_train_batch_size=size),
+            )
+            ours.train(), theirs.train()
+            # β·1 as a vector is rounded as the scalar is
+            assert_same_run(ours, theirs)
+            assert logged(ours, "beta") == [0.1] * 6
 
 
 def test_with_options_off_nothing_is_called_that_trl_does_not_call(tmp_path, monkeypatch):

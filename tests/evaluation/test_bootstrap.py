@@ -39,13 +39,15 @@ def test_rows_with_columns_are_drawn_together():
     assert difference == (0.0, 0.0)
 
 
-@pytest.mark.parametrize("values", [[], [1.0, math.nan], [1.0, math.inf]])
-def test_refuses_what_has_no_mean(values):
-    with pytest.raises(ValueError, match=rf"finite and at least one, got {len(values)}: leave out"):
-        bootstrap_interval(torch.tensor(values))
+def test_refuses_what_has_no_mean(subtests):
+    for values in [[], [1.0, math.nan], [1.0, math.inf]]:
+        message = f"finite and at least one, got {len(values)}: leave out"
+        with subtests.test(values=values), pytest.raises(ValueError, match=message):
+            bootstrap_interval(torch.tensor(values))
 
 
-@pytest.mark.parametrize("level", [0.0, 1.0, 95])
-def test_level_is_a_share(level):
-    with pytest.raises(ValueError, match=f"level must lie within .0, 1., got {level}"):
-        bootstrap_interval(torch.ones(3), level=level)
+def test_level_is_a_share(subtests):
+    for level in [0.0, 1.0, 95]:
+        message = f"level must lie within .0, 1., got {level}"
+        with subtests.test(level=level), pytest.raises(ValueError, match=message):
+            bootstrap_interval(torch.ones(3), level=level)

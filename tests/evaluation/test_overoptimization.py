@@ -49,15 +49,12 @@ def test_points_at_the_start_do_not_count():
     assert_close(fit_overoptimization(distance, gain), fit_overoptimization(distance[1:], gain[1:]))
 
 
-@pytest.mark.parametrize(
-    ("distance", "gain", "message"),
-    [
+def test_fit_refuses_what_has_no_answer(subtests):
+    for distance, gain, message in [
         ([1.0, 2.0], [1.0], "must both be"),
         ([1.0, -2.0], [1.0, 1.0], "distance must be finite and >= 0"),
         ([1.0, 2.0], [1.0, math.nan], "gain finite"),
         ([0.0, 1.0, 1.0], [0.0, 1.0, 2.0], "two different distances"),
-    ],
-)
-def test_fit_refuses_what_has_no_answer(distance, gain, message):
-    with pytest.raises(ValueError, match=message):
-        fit_overoptimization(torch.tensor(distance), torch.tensor(gain))
+    ]:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            fit_overoptimization(torch.tensor(distance), torch.tensor(gain))

@@ -50,24 +50,26 @@ def test_gae_of_worked_example():
     assert_close(advantages, torch.tensor([[-1.0, -4.0, 0.0]]))
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 1.0), (0.7, 0.0)])
-def test_gae_equals_the_sum_of_the_paper(gamma, lam):
-    rewards, values = rollout()
-    advantages = gae(rewards, values, MASK, gamma, lam)
-    for row, length in enumerate(LENGTHS):
-        expected = gae_by_the_sum(rewards[row, :length].tolist(), values[row, :length].tolist(), gamma, lam)
-        expected = torch.tensor(expected + [0.0] * (5 - length), dtype=torch.float64)
-        assert_close(advantages[row], expected)
+def test_gae_equals_the_sum_of_the_paper(subtests):
+    for gamma, lam in [(1.0, 0.95), (0.9, 0.8), (0.99, 1.0), (0.7, 0.0)]:
+        with subtests.test(gamma=gamma, lam=lam):
+            rewards, values = rollout()
+            advantages = gae(rewards, values, MASK, gamma, lam)
+            for row, length in enumerate(LENGTHS):
+                expected = gae_by_the_sum(rewards[row, :length].tolist(), values[row, :length].tolist(), gamma, lam)
+                expected = torch.tensor(expected + [0.0] * (5 - length), dtype=torch.float64)
+                assert_close(advantages[row], expected)
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_gae_with_lam_one_is_return_minus_value(gamma):
-    rewards, values = rollout()
-    advantages = gae(rewards, values, MASK, gamma, lam=1.0)
-    for row, length in enumerate(LENGTHS):
-        for t in range(length):
-            monte_carlo = sum(gamma ** (s - t) * rewards[row, s] for s in range(t, length))
-            assert_close(advantages[row, t], monte_carlo - values[row, t])
+def test_gae_with_lam_one_is_return_minus_value(subtests):
+    for gamma in [1.0, 0.9]:
+        with subtests.test(gamma=gamma):
+            rewards, values = rollout()
+            advantages = gae(rewards, values, MASK, gamma, lam=1.0)
+            for row, length in enumerate(LENGTHS):
+                for t in range(length):
+                    monte_carlo = sum(gamma ** (s - t) * rewards[row, s] for s in range(t, length))
+                    assert_close(advantages[row, t], monte_carlo - values[row, t])
 
 
 def test_gae_with_lam_zero_is_the_one_step_error():
@@ -88,24 +90,26 @@ def test_gae_of_a_padded_batch_equals_its_rows_alone():
         assert_close(advantages[row : row + 1, :length], expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e9])
-def test_gae_ignores_garbage_under_the_mask(garbage):
-    rewards, values = rollout()
-    clean = gae(rewards, values, MASK, gamma=0.99, lam=0.95)
-    dirty_inputs = [torch.where(MASK, tensor, garbage).requires_grad_() for tensor in (rewards, values)]
-    dirty = gae(*dirty_inputs, MASK.int(), gamma=0.99, lam=0.95)
-    dirty.square().sum().backward()
-    assert_close(dirty, clean, rtol=0, atol=0)
-    for tensor in dirty_inputs:
-        assert_close(tensor.grad[~MASK], torch.zeros(12, dtype=torch.float64))
-        assert tensor.grad[MASK].isfinite().all()
+def test_gae_ignores_garbage_under_the_mask(subtests):
+    for garbage in [float("nan"), float("inf"), 1e9]:
+        with subtests.test(garbage=garbage):
+            rewards, values = rollout()
+            clean = gae(rewards, values, MASK, gamma=0.99, lam=0.95)
+            dirty_inputs = [torch.where(MASK, tensor, garbage).requires_grad_() for tensor in (rewards, values)]
+            dirty = gae(*dirty_inputs, MASK.int(), gamma=0.99, lam=0.95)
+            dirty.square().sum().backward()
+            assert_close(dirty, clean, rtol=0, atol=0)
+            for tensor in dirty_inputs:
+                assert_close(tensor.grad[~MASK], torch.zeros(12, dtype=torch.float64))
+                assert tensor.grad[MASK].isfinite().all()
 
 
-@pytest.mark.parametrize("row", [[0, 1, 1], [1, 0, 1]])
-def test_gae_refuses_rows_that_are_not_right_padded(row):
-    mask = torch.tensor([[1, 1, 0], row])
-    with pytest.raises(ValueError, match="real tokens first, without holes, got row 1"):
-        gae(torch.ones(2, 3), torch.ones(2, 3), mask, gamma=1.0, lam=0.95)
+def test_gae_refuses_rows_that_are_not_right_padded(subtests):
+    for row in [[0, 1, 1], [1, 0, 1]]:
+        with subtests.test(row=row):
+            mask = torch.tensor([[1, 1, 0], row])
+            with pytest.raises(ValueError, match="real tokens first, without holes, got row 1"):
+                gae(torch.ones(2, 3), torch.ones(2, 3), mask, gamma=1.0, lam=0.95)
 
 
 def test_wrong_shapes_raise():

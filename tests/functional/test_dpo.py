@@ -103,15 +103,16 @@ def test_margin_scales_of_worked_example():
     assert_close(margin_scales(torch.tensor([1.0, 100.0]), torch.tensor([5.0, 5.0])), torch.tensor([1.75, 0.25]))
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_margin_scales_keep_the_mean_at_1_between_their_bounds(seed):
-    generator = torch.Generator().manual_seed(seed)
-    stds = torch.exp(3 * torch.randn(5, generator=generator, dtype=torch.double))
-    counts = torch.randint(1, 100, (5,), generator=generator).double()
-    scales = margin_scales(stds, counts)
-    assert_close((counts * scales).sum(), counts.sum())
-    assert scales.min() >= 0.25 and scales.max() <= 4
-    assert (scales.diff() * stds.diff() <= 0).all()  # the wider, the smaller
+def test_margin_scales_keep_the_mean_at_1_between_their_bounds(subtests):
+    for seed in range(20):
+        with subtests.test(seed=seed):
+            generator = torch.Generator().manual_seed(seed)
+            stds = torch.exp(3 * torch.randn(5, generator=generator, dtype=torch.double))
+            counts = torch.randint(1, 100, (5,), generator=generator).double()
+            scales = margin_scales(stds, counts)
+            assert_close((counts * scales).sum(), counts.sum())
+            assert scales.min() >= 0.25 and scales.max() <= 4
+            assert (scales.diff() * stds.diff() <= 0).all()  # the wider, the smaller
 
 
 def test_margin_scales_of_equal_sources_and_of_margins_that_never_moved():
@@ -120,9 +121,8 @@ def test_margin_scales_of_equal_sources_and_of_margins_that_never_moved():
     assert_close(margin_scales(torch.tensor([0.7]), torch.tensor([9.0])), torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_mistakes_are_named(subtests):
+    for call, message in [
         (lambda x: sequence_logprobs(x, x), r"logprobs must have 2 dimensions, got shape \(3,\)"),
         (lambda x: sequence_logprobs(torch.zeros(3, 2), torch.ones(3, 2), 0.5), "must have two rows a pair, got 3"),
         (lambda x: preference_logits(x, x[:2], 0.1), "rejected_logratios must have the shape of chosen_logratios"),
@@ -135,8 +135,6 @@ def test_margin_scales_of_equal_sources_and_of_margins_that_never_moved():
         (lambda x: keep_typical(x, 0.0, 1.0, 4, x), r"count must be in \[1, 3\], got 4"),
         (lambda x: margin_scales(x, torch.zeros(3)), "counts must have a pair"),
         (lambda x: margin_scales(x, x + 1, 2.0, 4.0), r"1 must be in \[minimum, maximum\]"),
-    ],
-)
-def test_mistakes_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call(torch.zeros(3))
+    ]:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            call(torch.zeros(3))

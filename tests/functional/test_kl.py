@@ -55,18 +55,18 @@ def test_kl_estimate_raises():
         kl_estimate(torch.zeros(2, 3), torch.zeros(1, 3), "k1")
 
 
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [
+def test_adaptive_kl_coef_of_worked_examples(subtests):
+    for kl, expected in [
         (6.0, 0.1),  # on target
         (6.6, 0.101),  # e = 0.1: 0.1 (1 + 0.1 * 1000 / 10000)
         (60.0, 0.102),  # e = 9, clipped to 0.2
         (5.4, 0.099),  # e = -0.1
         (-3.0, 0.098),  # e = -1.5, clipped to -0.2: a sampled k1 may be negative
-    ],
-)
-def test_adaptive_kl_coef_of_worked_examples(kl, expected):
-    assert adaptive_kl_coef(0.1, kl, target=6.0, n_episodes=1000, horizon=10000) == pytest.approx(expected, rel=1e-12)
+    ]:
+        with subtests.test(kl=kl):
+            assert adaptive_kl_coef(0.1, kl, target=6.0, n_episodes=1000, horizon=10000) == pytest.approx(
+                expected, rel=1e-12
+            )
 
 
 def test_adaptive_kl_coef_stays_between_its_bounds():
@@ -84,17 +84,15 @@ def test_adaptive_kl_coef_holds_its_target():
     assert coef == pytest.approx(1 / 6, rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_adaptive_kl_coef_raises(subtests):
+    for change, message in [
         ({"kl": math.nan}, "kl must be finite, got nan"),
         ({"kl": math.inf}, "kl must be finite, got inf"),
         ({"target": 0.0}, "target must be above 0 nats, got 0.0"),
         ({"horizon": -1}, "horizon must be above 0 episodes, got -1"),
         ({"minimum": 2.0, "maximum": 1.0}, "minimum must not exceed maximum, got 2.0 > 1.0"),
-    ],
-)
-def test_adaptive_kl_coef_raises(change, message):
-    arguments = {"kl_coef": 0.1, "kl": 6.0, "target": 6.0, "n_episodes": 8, "horizon": 10000} | change
-    with pytest.raises(ValueError, match=message):
-        adaptive_kl_coef(**arguments)
+    ]:
+        with subtests.test(change=change):
+            arguments = {"kl_coef": 0.1, "kl": 6.0, "target": 6.0, "n_episodes": 8, "horizon": 10000} | change
+            with pytest.raises(ValueError, match=message):
+                adaptive_kl_coef(**arguments)

@@ -7,30 +7,32 @@ from trl_ext.functional import last_token_index, masked_mean, masked_sum, positi
 GARBAGE = [float("nan"), float("inf"), -float("inf")]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_masked_sum_and_mean_of_worked_example(dtype):
-    values = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=dtype)
-    # 1 + 2 + 4 = 7 over 3 tokens; over a global count of 14 tokens, 0.5.
-    assert_close(masked_sum(values, mask), torch.tensor(7.0))
-    assert_close(masked_mean(values, mask), torch.tensor(7 / 3))
-    assert_close(masked_mean(values, mask, count=14), torch.tensor(0.5))
-    assert_close(masked_mean(values, mask, count=torch.tensor(14)), torch.tensor(0.5))
+def test_masked_sum_and_mean_of_worked_example(subtests):
+    for dtype in [torch.bool, torch.int64, torch.float32]:
+        with subtests.test(dtype=dtype):
+            values = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
+            mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=dtype)
+            # 1 + 2 + 4 = 7 over 3 tokens; over a global count of 14 tokens, 0.5.
+            assert_close(masked_sum(values, mask), torch.tensor(7.0))
+            assert_close(masked_mean(values, mask), torch.tensor(7 / 3))
+            assert_close(masked_mean(values, mask, count=14), torch.tensor(0.5))
+            assert_close(masked_mean(values, mask, count=torch.tensor(14)), torch.tensor(0.5))
 
 
-@pytest.mark.parametrize("reduce", [masked_sum, masked_mean])
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_garbage_under_the_mask_changes_neither_value_nor_gradient(reduce, garbage):
-    torch.manual_seed(0)
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
-    clean = torch.where(mask.bool(), torch.randn(2, 4), 0.0).requires_grad_()
-    dirty = torch.where(mask.bool(), clean.detach(), garbage).requires_grad_()
-    clean_result, dirty_result = reduce(clean, mask), reduce(dirty, mask)
-    clean_result.backward()
-    dirty_result.backward()
-    assert_close(dirty_result, clean_result, rtol=0, atol=0)
-    assert_close(dirty.grad, clean.grad, rtol=0, atol=0)
-    assert_close(clean.grad, mask / (5.0 if reduce is masked_mean else 1.0))
+def test_garbage_under_the_mask_changes_neither_value_nor_gradient(subtests):
+    for garbage in GARBAGE:
+        for reduce in [masked_sum, masked_mean]:
+            with subtests.test(garbage=garbage, reduce=reduce):
+                torch.manual_seed(0)
+                mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+                clean = torch.where(mask.bool(), torch.randn(2, 4), 0.0).requires_grad_()
+                dirty = torch.where(mask.bool(), clean.detach(), garbage).requires_grad_()
+                clean_result, dirty_result = reduce(clean, mask), reduce(dirty, mask)
+                clean_result.backward()
+                dirty_result.backward()
+                assert_close(dirty_result, clean_result, rtol=0, atol=0)
+                assert_close(dirty.grad, clean.grad, rtol=0, atol=0)
+                assert_close(clean.grad, mask / (5.0 if reduce is masked_mean else 1.0))
 
 
 def test_masked_mean_without_real_tokens_is_zero_with_zero_gradient():

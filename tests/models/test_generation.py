@@ -60,33 +60,35 @@ def with_critic(model):
     return ActorCritic(model, tiny_reward_model(model))
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, adapted, with_critic, torch.nn.DataParallel])
-def test_what_the_checkpoint_says_of_sampling_is_hidden_for_as_long_as_the_block(wrap):
-    plain, model = tiny_llama().eval(), tiny_llama().eval()
-    model.generation_config.update(**SETTINGS)
-    saved, wrapped = model.generation_config, wrap(model)
+def test_what_the_checkpoint_says_of_sampling_is_hidden_for_as_long_as_the_block(subtests):
     ids = torch.tensor([[6, 7, 8]] * 64)
 
     def draw(model):
         torch.manual_seed(0)
         return model.generate(ids, do_sample=True, max_new_tokens=8, top_k=0, pad_token_id=0, eos_token_id=2)
 
-    assert not torch.equal(draw(model), draw(plain))
-    with neutral_generation(wrapped):
-        assert torch.equal(draw(model), draw(plain))
-    assert model.generation_config is saved
+    for wrap in [lambda model: model, adapted, with_critic, torch.nn.DataParallel]:
+        with subtests.test(wrap=wrap):
+            plain, model = tiny_llama().eval(), tiny_llama().eval()
+            model.generation_config.update(**SETTINGS)
+            saved, wrapped = model.generation_config, wrap(model)
+            assert not torch.equal(draw(model), draw(plain))
+            with neutral_generation(wrapped):
+                assert torch.equal(draw(model), draw(plain))
+            assert model.generation_config is saved
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("wrap", [lambda model: model, adapted, with_critic])
-def test_samples_are_those_of_a_checkpoint_that_says_nothing(wrap, temperature):
-    answers = []
-    for settings in ({}, SETTINGS):
-        model = tiny_llama().eval()
-        model.generation_config.update(**settings)
-        options = {"max_new_tokens": 8, "temperature": temperature, "seed": 0}
-        answers.append(sample(wrap(model), PROMPTS * 16, [2], **options))
-    assert answers[0] == answers[1] and max(map(len, answers[0])) == 8
+def test_samples_are_those_of_a_checkpoint_that_says_nothing(subtests):
+    for wrap in [lambda model: model, adapted, with_critic]:
+        for temperature in [0.0, 0.7, 1.0]:
+            with subtests.test(wrap=wrap, temperature=temperature):
+                answers = []
+                for settings in ({}, SETTINGS):
+                    model = tiny_llama().eval()
+                    model.generation_config.update(**settings)
+                    options = {"max_new_tokens": 8, "temperature": temperature, "seed": 0}
+                    answers.append(sample(wrap(model), PROMPTS * 16, [2], **options))
+                assert answers[0] == answers[1] and max(map(len, answers[0])) == 8
 
 
 def test_frequencies_are_those_of_the_model_at_its_temperature():
@@ -106,44 +108,49 @@ def test_frequencies_are_those_of_the_model_at_its_temperature():
         assert ((shares - expected).abs() <= 4 * (expected * (1 - expected) / 4000).sqrt()).all()
 
 
-@pytest.mark.parametrize("build", MODELS)
-def test_each_greedy_token_is_the_likeliest_and_padding_changes_nothing(build):
-    model = build().eval()
-    answers = sample(model, PROMPTS, [2], max_new_tokens=8, temperature=0.0)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        ids = list(prompt)
-        while len(ids) < len(prompt) + 8 and (len(ids) == len(prompt) or ids[-1] != 2):
-            ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
-        assert answer == ids[len(prompt) :]
-    for size in (1, 2):
-        assert sample(model, PROMPTS, [2], max_new_tokens=8, temperature=0.0, batch_size=size) == answers
+def test_each_greedy_token_is_the_likeliest_and_padding_changes_nothing(subtests):
+    for build in MODELS:
+        with subtests.test(build=build):
+            model = build().eval()
+            answers = sample(model, PROMPTS, [2], max_new_tokens=8, temperature=0.0)
+            for prompt, answer in zip(PROMPTS, answers, strict=True):
+                ids = list(prompt)
+                while len(ids) < len(prompt) + 8 and (len(ids) == len(prompt) or ids[-1] != 2):
+                    ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+                assert answer == ids[len(prompt) :]
+            for size in (1, 2):
+                assert sample(model, PROMPTS, [2], max_new_tokens=8, temperature=0.0, batch_size=size) == answers
 
 
-@pytest.mark.parametrize("build", [*MODELS, strict_llama])
-def test_logprobs_of_padded_rows_are_those_of_each_row_alone(build):
-    model = build().eval()
-    completions = [[16, 2], [17, 18, 19, 20], []]
-    logprobs, mask = completion_logprobs(model, PROMPTS, completions, temperature=0.7)
-    assert mask.tolist() == [[True, True, False, False], [True] * 4, [False] * 4]
-    assert not logprobs.requires_grad and not logprobs[~mask].any()
-    for row, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
-        expected = (model(torch.tensor([prompt + completion])).logits[0] / 0.7).log_softmax(-1)
-        for t, token in enumerate(completion):
-            assert_close(logprobs[row, t], expected[len(prompt) + t - 1, token], rtol=1e-5, atol=1e-5)
+def test_logprobs_of_padded_rows_are_those_of_each_row_alone(subtests):
+    for build in [*MODELS, strict_llama]:
+        with subtests.test(build=build):
+            model = build().eval()
+            completions = [[16, 2], [17, 18, 19, 20], []]
+            logprobs, mask = completion_logprobs(model, PROMPTS, completions, temperature=0.7)
+            assert mask.tolist() == [[True, True, False, False], [True] * 4, [False] * 4]
+            assert not logprobs.requires_grad and not logprobs[~mask].any()
+            for row, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
+                expected = (model(torch.tensor([prompt + completion])).logits[0] / 0.7).log_softmax(-1)
+                for t, token in enumerate(completion):
+                    assert_close(logprobs[row, t], expected[len(prompt) + t - 1, token], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, adapted, with_critic])
-def test_answers_end_at_each_eos_of_the_checkpoint_and_the_tokenizer(wrap):
-    model = tiny_llama().eval()
-    for saved, expected in ((None, [2]), (7, [2, 7]), ([7, 9, 11, 2], [2, 7, 9, 11])):
-        model.generation_config.eos_token_id = saved
-        ends = eos_token_ids(wrap(model), tiny_tokenizer())
-        assert ends == expected
-        answers = sample(model, PROMPTS * 32, ends, max_new_tokens=8, seed=0)
-        assert {ids[-1] for ids in answers if len(ids) < 8} == set(ends)
-        assert not any(token in ends for ids in answers for token in ids[:-1])
-    words = answer_texts(tiny_tokenizer(), [[6, 7, 9], [6, 7]], ends)  # 9 ends the first, though it is a word like any
-    assert words == ["the a", "the"]
+def test_answers_end_at_each_eos_of_the_checkpoint_and_the_tokenizer(subtests):
+    for wrap in [lambda model: model, adapted, with_critic]:
+        with subtests.test(wrap=wrap):
+            model = tiny_llama().eval()
+            for saved, expected in ((None, [2]), (7, [2, 7]), ([7, 9, 11, 2], [2, 7, 9, 11])):
+                model.generation_config.eos_token_id = saved
+                ends = eos_token_ids(wrap(model), tiny_tokenizer())
+                assert ends == expected
+                answers = sample(model, PROMPTS * 32, ends, max_new_tokens=8, seed=0)
+                assert {ids[-1] for ids in answers if len(ids) < 8} == set(ends)
+                assert not any(token in ends for ids in answers for token in ids[:-1])
+            words = answer_texts(
+                tiny_tokenizer(), [[6, 7, 9], [6, 7]], ends
+            )  # 9 ends the first, though it is a word like any
+            assert words == ["the a", "the"]
 
 
 def test_a_seed_leaves_the_global_generator_alone_and_none_draws_from_it():

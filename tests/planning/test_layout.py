@@ -44,19 +44,16 @@ def test_deepspeed_in_a_file_of_its_own(tmp_path):
     assert layout.shards_weights and layout.shards_gradients and layout.is_deepspeed
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_what_cannot_be_planned_says_why(subtests, tmp_path):
+    for more, message in [
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}, "asks for FSDP1, whose LoRA adapters"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 0}}, "asks for ZeRO stage 0"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "x.json"}}, "is not there"),
         ({"distributed_type": "MULTI_GPU", "num_proceses": 8}, "is no accelerate configuration.*num_proceses"),
         ({"distributed_type": "MEGATRON_LM"}, "has distributed_type MEGATRON_LM"),
-    ],
-)
-def test_what_cannot_be_planned_says_why(tmp_path, more, message):
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path, **more)
+    ]:
+        with subtests.test(more=more), pytest.raises(ValueError, match=message):
+            read(tmp_path, **more)
 
 
 def misspelled(folder, name, right, wrong):
@@ -69,35 +66,36 @@ def misspelled(folder, name, right, wrong):
     return folder / f"{Path(name).stem}.yaml"
 
 
-@pytest.mark.parametrize(
-    ("name", "right", "wrong", "section"),
-    [
+def test_a_misspelled_key_is_refused_with_the_right_one(subtests, tmp_path):
+    for name, right, wrong, section in [
         ("fsdp2.yaml", "num_processes", "num_proceses", ""),
         ("fsdp2.yaml", "fsdp_reshard_after_forward", "fsdp_reshard_after_foward", " in fsdp_config"),
         ("zero3.yaml", "zero3_init_flag", "zero3_init_flg", " in deepspeed_config"),
         ("zero3.json", "gradient_clipping", "gradient_cliping", ""),
-    ],
-)
-def test_a_misspelled_key_is_refused_with_the_right_one(tmp_path, name, right, wrong, section):
-    with pytest.raises(ValueError, match=f"{name} is no .* it has the key {wrong}{section}, .*; did you mean {right}"):
-        Layout.read(misspelled(tmp_path, name, right, wrong))
+    ]:
+        with (
+            subtests.test(wrong=wrong),
+            pytest.raises(
+                ValueError, match=f"{name} is no .* it has the key {wrong}{section}, .*; did you mean {right}"
+            ),
+        ):
+            Layout.read(misspelled(tmp_path, name, right, wrong))
 
 
-@pytest.mark.parametrize(
-    ("name", "right", "other"),
-    [
+def test_a_key_that_may_be_right_is_read(subtests, tmp_path):
+    for name, right, other in [
         ("fsdp2.yaml", "fsdp_reshard_after_forward", "reshard_after_forward"),  # accelerate adds the prefix
         ("zero3.json", "gradient_clipping", "a_setting_of_a_later_version"),
-    ],
-)
-def test_a_key_that_may_be_right_is_read(tmp_path, name, right, other):
-    assert Layout.read(misspelled(tmp_path, name, right, other)).processes == 8
+    ]:
+        with subtests.test(other=other):
+            assert Layout.read(misspelled(tmp_path, name, right, other)).processes == 8
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_files_are_read_from_any_folder(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Layout.read(path)
+def test_shipped_files_are_read_from_any_folder(subtests, tmp_path, monkeypatch):
+    for path in sorted((ROOT / "accelerate_configs").glob("*.yaml")):
+        with subtests.test(path=path):
+            monkeypatch.chdir(tmp_path)
+            Layout.read(path)
 
 
 def test_a_broken_deepspeed_file_is_named(tmp_path):

@@ -8,21 +8,24 @@ from tests.tiny import tiny_llama
 from trl_ext.planning import kv_cache_bytes, optimizer_bytes, quantized_bytes, share
 
 
-@pytest.mark.parametrize(
-    ("name", "cls"), [("adamw_torch", torch.optim.AdamW), ("rmsprop", torch.optim.RMSprop), ("sgd", torch.optim.SGD)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_optimizer_state_is_what_torch_keeps(name, cls, dtype):
-    parameters = [
-        torch.nn.Parameter(torch.randn(30, 7, dtype=dtype)),
-        torch.nn.Parameter(torch.randn(11, dtype=dtype)),
-    ]
-    optimizer = cls(parameters, lr=1e-3)
-    for parameter in parameters:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    kept = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-    assert sum(value.nbytes for value in kept) == optimizer_bytes(30 * 7 + 11, dtype.itemsize, name)
+def test_optimizer_state_is_what_torch_keeps(subtests):
+    for dtype in [torch.float32, torch.bfloat16]:
+        for name, cls in [
+            ("adamw_torch", torch.optim.AdamW),
+            ("rmsprop", torch.optim.RMSprop),
+            ("sgd", torch.optim.SGD),
+        ]:
+            with subtests.test(name=name, dtype=dtype):
+                parameters = [
+                    torch.nn.Parameter(torch.randn(30, 7, dtype=dtype)),
+                    torch.nn.Parameter(torch.randn(11, dtype=dtype)),
+                ]
+                optimizer = cls(parameters, lr=1e-3)
+                for parameter in parameters:
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.step()
+                kept = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+                assert sum(value.nbytes for value in kept) == optimizer_bytes(30 * 7 + 11, dtype.itemsize, name)
 
 
 def test_eight_bit_adam_and_unknown_optimizers():
@@ -32,13 +35,16 @@ def test_eight_bit_adam_and_unknown_optimizers():
         optimizer_bytes(1, 4, "schedule")
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_four_bits_are_what_bitsandbytes_keeps(nested):
-    functional = pytest.importorskip("bitsandbytes.functional")
-    packed, state = functional.quantize_4bit(torch.randn(64, 512), quant_type="nf4", compress_statistics=nested)
-    kept = packed.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if nested else 0)
-    assert quantized_bytes(64 * 512, 4, nested) == kept
-    assert quantized_bytes(100, 8) == 100
+def test_four_bits_are_what_bitsandbytes_keeps(subtests):
+    for nested in [False, True]:
+        with subtests.test(nested=nested):
+            functional = pytest.importorskip("bitsandbytes.functional")
+            packed, state = functional.quantize_4bit(
+                torch.randn(64, 512), quant_type="nf4", compress_statistics=nested
+            )
+            kept = packed.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if nested else 0)
+            assert quantized_bytes(64 * 512, 4, nested) == kept
+            assert quantized_bytes(100, 8) == 100
 
 
 @torch.no_grad()

@@ -30,22 +30,21 @@ def role(result, name):
     return found
 
 
-@pytest.mark.parametrize(
-    ("mode", "weights", "gradients", "optimizer"),
-    [  # bytes per parameter of one process of four; DeepSpeed and FSDP2 in bfloat16 mixed precision
+def test_bytes_per_parameter_of_each_mode(subtests):
+    # Of one process of four; DeepSpeed and FSDP2 in bfloat16 mixed precision
+    for mode, weights, gradients, optimizer in [
         ("single", 4, 4, 8),
         ("ddp", 4, 8, 8),
         ("zero2", 2, 2 / 4, 12 / 4),
         ("zero3", 2 / 4, 2 / 4, 12 / 4),
         ("fsdp2", 4 / 4, 4 / 4, 8 / 4),
-    ],
-)
-def test_bytes_per_parameter_of_each_mode(mode, weights, gradients, optimizer):
-    layout = Layout(mode, 1 if mode == "single" else 4)
-    (model,) = plan(Job("sft", sft(bf16=mode not in ("single", "ddp")), CONFIG, layout)).roles
-    assert model.parameters == model.trained == PARAMS
-    expected = [weights * PARAMS, gradients * PARAMS, optimizer * PARAMS]
-    assert [model.weights, model.gradients, model.optimizer] == pytest.approx(expected, abs=8)
+    ]:
+        with subtests.test(mode=mode):
+            layout = Layout(mode, 1 if mode == "single" else 4)
+            (model,) = plan(Job("sft", sft(bf16=mode not in ("single", "ddp")), CONFIG, layout)).roles
+            assert model.parameters == model.trained == PARAMS
+            expected = [weights * PARAMS, gradients * PARAMS, optimizer * PARAMS]
+            assert [model.weights, model.gradients, model.optimizer] == pytest.approx(expected, abs=8)
 
 
 def test_offloading_moves_bytes_to_the_machine():
@@ -135,9 +134,8 @@ def test_real_models_have_the_parameters_of_their_cards(name):
 PEFT = {"peft_config": LoraConfig(**LORA)}
 
 
-@pytest.mark.parametrize(
-    ("job", "message"),
-    [
+def test_what_cannot_work_is_refused_with_the_reason(subtests):
+    for job, message in [
         (Job("sft", sft(), CONFIG, bits=4), "a base in 4 bits cannot be trained: set `use_peft: true`"),
         (Job("sft", sft(), CONFIG, dtype=torch.float16), "weights in float16 cannot be trained"),
         (
@@ -154,11 +152,10 @@ PEFT = {"peft_config": LoraConfig(**LORA)}
             Job("sft", sft(activation_checkpointing=True), CONFIG, Layout("fsdp2", 2, checkpoints_activations=True)),
             "are both on: leave only the latter",
         ),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_reason(job, message):
-    (reason,) = known_not_to_work(job)
-    assert message in reason
+    ]:
+        with subtests.test(message=message):
+            (reason,) = known_not_to_work(job)
+            assert message in reason
 
 
 def test_generations_that_do_not_divide_a_rollout_are_refused():
@@ -173,20 +170,18 @@ def replace_generations(args, number):
     return args
 
 
-@pytest.mark.parametrize(
-    ("args", "known", "message"),
-    [
+def test_what_ends_badly_is_warned_of(subtests):
+    for args, known, message in [
         ({"kl_coef": 0.0}, {}, "without a KL penalty"),
         ({"vf_coef": 0.0}, {}, "the critic never learns"),
         ({"kl_coef": 0.05}, {"score_range": (0.0, 1.0)}, "scores in [0, 1] with `kl_coef: 0.05`"),
         ({"kl_coef": 0.05, "reward_clip_range": (0.0, 1.0)}, {}, "scores in [0, 1] with `kl_coef: 0.05`"),
         ({"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 15}, {}, "has up to 16: leave out"),
         ({}, {"shared_prompts": "12 of PPO's 16 prompts are SFT's, too"}, "12 of PPO's 16 prompts are SFT's, too"),
-    ],
-)
-def test_what_ends_badly_is_warned_of(args, known, message):
-    (warning,) = known_to_go_wrong(Job("ppo", ppo(**args), CONFIG, prompt_length=8), **known)
-    assert message in warning
+    ]:
+        with subtests.test(message=message):
+            (warning,) = known_to_go_wrong(Job("ppo", ppo(**args), CONFIG, prompt_length=8), **known)
+            assert message in warning
 
 
 def test_prompts_that_a_model_cannot_read_are_warned_of():

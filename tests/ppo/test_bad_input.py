@@ -28,70 +28,6 @@ def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, c
 # ---- Reward functions ----
 
 
-def raises(completions, **kwargs):
-    raise KeyError("answer")
-
-
-def raises_stop(completions, **kwargs):
-    return [next(iter(())) for _ in completions]
-
-
-def one_too_few(completions, **kwargs):
-    return [0.0] * (len(completions) - 1)
-
-
-def one_is_nan(completions, **kwargs):
-    return [0.0, 0.0, float("nan"), *[0.0] * (len(completions) - 3)]
-
-
-def one_is_inf(completions, **kwargs):
-    return torch.tensor([float("-inf"), *[0.0] * (len(completions) - 1)])
-
-
-def a_number(completions, **kwargs):
-    return 1.0
-
-
-def nothing(completions, **kwargs):
-    pass
-
-
-def a_string(completions, **kwargs):
-    return ["good"] * len(completions)
-
-
-async def async_raises(completions, **kwargs):
-    raise KeyError("answer")
-
-
-async def async_nan(completions, **kwargs):
-    return [float("nan")] * len(completions)
-
-
-@pytest.mark.parametrize(
-    "reward, message, cause",
-    [
-        (raises, "KeyError: 'answer'", KeyError),
-        (raises_stop, "StopIteration", StopIteration),
-        (one_too_few, "returned 7 rewards for 8 completions; return one for each", ValueError),
-        (one_is_nan, "returned nan for completion 2; return None where it does not apply", ValueError),
-        (one_is_inf, "returned -inf for completion 0; return None", ValueError),
-        (a_number, "must return a list with one float or None per completion, got float", TypeError),
-        (nothing, "must return a list with one float or None per completion, got NoneType", TypeError),
-        (a_string, "returned 'good' for completion 0; return a float, or None", TypeError),
-        (async_raises, "KeyError: 'answer'", KeyError),
-        (async_nan, "returned nan for completion 0", ValueError),
-    ],
-)
-def test_mistakes_of_a_reward_function(tmp_path, reward, message, cause):
-    trainer = make(tmp_path, reward_funcs=[length_reward, reward])
-    with pytest.raises(RuntimeError) as error:
-        trainer.train()
-    assert str(error.value).startswith(f"At step 0, process 0: reward function '{reward.__name__}': ")
-    assert message in str(error.value)
-    assert isinstance(error.value.__cause__, cause)
-
-
 @pytest.mark.slow
 def test_a_mistake_in_the_middle_of_a_run_names_its_step_and_loses_no_checkpoint(tmp_path):
     calls = []
@@ -117,46 +53,6 @@ def test_a_reward_model_that_runs_out_of_context(tmp_path):
         make(tmp_path, reward_funcs=reward).train()
 
 
-def test_rows_without_a_score_leave_loss_moments_and_metrics(tmp_path):
-    """None from every function: whatever the score would have been changes nothing, and the row is counted."""
-
-    def only_even(scale):
-        def reward(completions, completion_ids, **kwargs):
-            return [float(sum(ids) % 7) if i % 2 == 0 else scale for i, ids in enumerate(completion_ids)]
-
-        return reward
-
-    config = {"reward_normalization": "running", "whiten_rewards": True, "max_steps": 4}
-    trainer = make(tmp_path / "a", reward_funcs=[only_even(None), only_even(None)], config=config)
-    trainer.train()
-    log = trainer.state.log_history[0]
-    assert log["objective/num_unscored"] == 4
-    rows = rows_of(trainer)
-    scores = torch.tensor(
-        [
-            2.0 * (ids[m.bool()].sum() % 7)
-            for ids, m in zip(rows["completion_ids"], rows["completion_mask"], strict=True)
-        ]
-    )
-    assert log["objective/scores"] == pytest.approx(scores[::2].mean().item())
-    assert log["objective/scores_std"] == pytest.approx(scores[::2].std().item())
-    torch.testing.assert_close(trainer.reward_normalizer.running[0].item(), 4.0)
-    assert rows["loss_mask"][1::2].sum() == 0 and rows["loss_mask"][::2].sum() > 0
-    assert rows["advantages"][1::2].abs().sum() == 0
-
-    partly = make(tmp_path / "b", reward_funcs=[only_even(None), length_reward], config={"max_steps": 1})
-    partly.train()
-    assert partly.state.log_history[0]["objective/num_unscored"] == 0  # one function gave a score
-
-
-def test_a_rollout_without_any_score_changes_no_policy_weight(tmp_path):
-    trainer = make(tmp_path, reward_funcs=lambda completions, **kwargs: [None] * len(completions))
-    before = copy.deepcopy(trainer.model.state_dict())
-    trainer.train()
-    torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
-    assert all(torch.tensor(row["loss"]).isfinite() for row in trainer.state.log_history if "loss" in row)
-
-
 # ---- Datasets ----
 
 
@@ -168,9 +64,8 @@ def long_prompts():
     return Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize(
-    "dataset, error, message",
-    [
+def test_datasets(subtests, tmp_path):
+    for dataset, error, message in [
         (None, ValueError, "`train_dataset` is required"),
         (
             long_prompts(),
@@ -204,37 +99,35 @@ def long_prompts():
             ValueError,
             r"8 of 16 prompts .* are empty \(the first is row 1",
         ),
-    ],
-)
-def test_datasets(tmp_path, dataset, error, message):
-    def build(**kwargs):
-        PPOTrainer(
-            model=tiny_llama(),
-            reward_funcs=length_reward,
-            args=tiny_config(tmp_path),
-            processing_class=tiny_tokenizer(),
-            **kwargs,
-        )
+    ]:
+        with subtests.test(message=message):
 
-    with pytest.raises(error, match=message):
-        build(train_dataset=dataset)
-    if dataset is not None and "rollout" not in message:  # an eval set may be smaller than a rollout
-        with pytest.raises(error, match=message.replace("train", "eval")):
-            build(train_dataset=prompts(), eval_dataset=dataset)
-        with pytest.raises(error, match=message.replace("train", "second")):
-            build(train_dataset=prompts(), eval_dataset={"first": prompts(), "second": dataset})
+            def build(**kwargs):
+                PPOTrainer(
+                    model=tiny_llama(),
+                    reward_funcs=length_reward,
+                    args=tiny_config(tmp_path),
+                    processing_class=tiny_tokenizer(),
+                    **kwargs,
+                )
+
+            with pytest.raises(error, match=message):
+                build(train_dataset=dataset)
+            if dataset is not None and "rollout" not in message:  # an eval set may be smaller than a rollout
+                with pytest.raises(error, match=message.replace("train", "eval")):
+                    build(train_dataset=prompts(), eval_dataset=dataset)
+                with pytest.raises(error, match=message.replace("train", "second")):
+                    build(train_dataset=prompts(), eval_dataset={"first": prompts(), "second": dataset})
 
 
-@pytest.mark.parametrize(
-    "config, column",
-    [
+def test_a_missing_column_is_named(subtests, tmp_path):
+    for config, column in [
         ({"reward_normalization": "group", "reward_group_column": "subject"}, "subject"),
         ({"reward_normalization": "reference"}, "completion"),
-    ],
-)
-def test_a_missing_column_is_named(tmp_path, config, column):
-    with pytest.raises(ValueError, match=f"reads the column '{column}'; the train dataset has .*'prompt', 'topic'"):
-        make(tmp_path, config=config)
+    ]:
+        message = f"reads the column '{column}'; the train dataset has .*'prompt', 'topic'"
+        with subtests.test(config=config), pytest.raises(ValueError, match=message):
+            make(tmp_path, config=config)
 
 
 # ---- Models and tokenizers ----
@@ -245,9 +138,8 @@ class Processor(ProcessorMixin):
         pass
 
 
-@pytest.mark.parametrize(
-    "build, message",
-    [
+def test_models_and_tokenizers(subtests, tmp_path):
+    for build, message in [
         (
             lambda m: {"value_model": tiny_reward_model(tiny_llama(99))},
             "`value_model` has a vocabulary of 99 .* one of 29",
@@ -280,12 +172,11 @@ class Processor(ProcessorMixin):
             r"reward weights \(2\) must match number of reward functions",
         ),
         (lambda m: {"reward_processing_classes": [None, None]}, r"processing classes \(2\) must match"),
-    ],
-)
-def test_models_and_tokenizers(tmp_path, build, message):
-    model = tiny_llama()
-    with pytest.raises(ValueError, match=message):
-        make(tmp_path, model=model, **build(model))
+    ]:
+        with subtests.test(message=message):
+            model = tiny_llama()
+            with pytest.raises(ValueError, match=message):
+                make(tmp_path, model=model, **build(model))
 
 
 def two_labels():

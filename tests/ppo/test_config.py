@@ -78,35 +78,35 @@ OTHER_VALUES = {  # where a flipped bool or the string "x" would not do
 }
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_refused_field_raises_with_its_reason(tmp_path, name):
-    default = {f.name: f.default for f in dataclasses.fields(PPOConfig)}[name]
-    value = not default if isinstance(default, bool) else OTHER_VALUES.get(name, "x")
-    with pytest.raises(ValueError) as error:
-        config(tmp_path, **{name: value})
-    assert f"`{name}={value}`" in str(error.value) and REFUSED[name] in str(error.value)
+def test_a_refused_field_raises_with_its_reason(subtests, tmp_path):
+    for name in sorted(REFUSED):
+        with subtests.test(name=name):
+            default = {f.name: f.default for f in dataclasses.fields(PPOConfig)}[name]
+            value = not default if isinstance(default, bool) else OTHER_VALUES.get(name, "x")
+            with pytest.raises(ValueError) as error:
+                config(tmp_path, **{name: value})
+            assert f"`{name}={value}`" in str(error.value) and REFUSED[name] in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "alias, name, one, other",
-    [
+def test_mapped_fields_set_what_they_name(subtests, tmp_path):
+    for alias, name, one, other in [
         ("beta", "kl_coef", 0.2, 0.1),
         ("beta", "kl_coef", 0.0, 0.1),  # a falsy alias counts
         ("epsilon", "cliprange", 0.3, 0.1),
         ("num_iterations", "num_ppo_epochs", 3, 2),
         ("response_length", "max_completion_length", 53, 8),
-    ],
-)
-def test_mapped_fields_set_what_they_name(tmp_path, alias, name, one, other):
-    def plain(**kwargs):
-        return PPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **kwargs)
+    ]:
+        with subtests.test(alias=alias, one=one):
 
-    assert getattr(plain(**{alias: one}), name) == one
-    assert getattr(plain(**{alias: one, name: one}), name) == one
-    assert getattr(plain(**{alias: one}), alias) is None  # so that a copy of the config may change `name`
-    with pytest.raises(ValueError, match="two names of one setting") as error:
-        plain(**{alias: one, name: other})
-    assert f"`{alias}={one}`" in str(error.value) and f"`{name}={other}`" in str(error.value)
+            def plain(**kwargs):
+                return PPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **kwargs)
+
+            assert getattr(plain(**{alias: one}), name) == one
+            assert getattr(plain(**{alias: one, name: one}), name) == one
+            assert getattr(plain(**{alias: one}), alias) is None  # so that a copy of the config may change `name`
+            with pytest.raises(ValueError, match="two names of one setting") as error:
+                plain(**{alias: one, name: other})
+            assert f"`{alias}={one}`" in str(error.value) and f"`{name}={other}`" in str(error.value)
 
 
 def test_rloo_names_of_the_rollout_size_set_num_mini_batches(tmp_path):
@@ -155,30 +155,28 @@ def test_copies_of_a_config_are_equal_and_may_change(tmp_path):
     assert (changed.num_mini_batches, changed.batch_size) == (3, 6)
 
 
-@pytest.mark.parametrize(
-    "per_device, accumulation, mini_batches, epochs, episodes, steps",
-    [
+def test_batch_arithmetic(subtests, tmp_path):
+    for per_device, accumulation, mini_batches, epochs, episodes, steps in [
         (4, 1, 1, 1, 12, 3),
         (4, 1, 2, 2, 16, 8),  # two rollouts of 8 episodes, 2 minibatches, passed over twice
         (4, 1, 2, 2, 17, 12),  # rounded up to full rollouts
         (2, 3, 4, 5, 48, 40),
         (1, 8, 1, 4, 1, 4),
-    ],
-)
-def test_batch_arithmetic(tmp_path, per_device, accumulation, mini_batches, epochs, episodes, steps):
-    args = config(
-        tmp_path,
-        per_device_train_batch_size=per_device,
-        gradient_accumulation_steps=accumulation,
-        num_mini_batches=mini_batches,
-        num_ppo_epochs=epochs,
-        total_episodes=episodes,
-    )
-    assert args.mini_batch_size == args.local_mini_batch_size == per_device * accumulation
-    assert args.batch_size == args.local_batch_size == per_device * accumulation * mini_batches
-    assert args.generation_batch_size == args.batch_size  # what TRL generates at a time
-    assert args.steps_per_generation == accumulation * mini_batches
-    assert args.max_steps == steps == math.ceil(episodes / args.batch_size) * mini_batches * epochs
+    ]:
+        with subtests.test(episodes=episodes, steps=steps):
+            args = config(
+                tmp_path,
+                per_device_train_batch_size=per_device,
+                gradient_accumulation_steps=accumulation,
+                num_mini_batches=mini_batches,
+                num_ppo_epochs=epochs,
+                total_episodes=episodes,
+            )
+            assert args.mini_batch_size == args.local_mini_batch_size == per_device * accumulation
+            assert args.batch_size == args.local_batch_size == per_device * accumulation * mini_batches
+            assert args.generation_batch_size == args.batch_size  # what TRL generates at a time
+            assert args.steps_per_generation == accumulation * mini_batches
+            assert args.max_steps == steps == math.ceil(episodes / args.batch_size) * mini_batches * epochs
 
 
 def test_total_episodes_and_max_steps_must_agree(tmp_path):
@@ -192,75 +190,69 @@ def test_a_rollout_holds_whole_groups(tmp_path):
         config(tmp_path, num_generations=3)
 
 
-@pytest.mark.parametrize(
-    "name, bad, good",
-    [
-        ("adam_epsilon", [0.0], [1e-12]),
-        ("cliprange", [0.0, -0.1], [1e-3]),
-        ("cliprange_value", [0.0], [1e-3, None]),
-        ("critic_learning_rate", [-1e-6], [0.0, None]),
-        ("critic_warmup_rollouts", [-1], [0]),
-        ("dual_clip", [1.0, 0.5], [1.01, None]),
-        ("entropy_coef", [-0.1], [0.0]),
-        ("epsilon_high", [0.0], [0.28, None]),
-        ("gamma", [-0.1, 1.01, math.nan], [0.0, 1.0]),
-        ("kl_coef", [-0.1, math.inf, math.nan], [0.0]),
-        ("kl_coef_max", [-0.1], [0.1, None]),
-        ("kl_coef_min", [-0.1], [0.0]),
-        ("kl_horizon", [0], [1]),
-        ("kl_target", [0.0], [0.1]),
-        ("lam", [-0.1, 1.01], [0.0, 1.0]),
-        ("lam_value", [-0.1, 1.01], [0.0, 1.0, None]),
-        ("local_rollout_forward_batch_size", [0], [1]),
-        ("max_approx_kl", [0.0], [0.01, None]),
-        ("max_completion_length", [0], [1]),
-        ("missing_eos_penalty", [0.0, -1.0], [1.0, None]),
-        ("num_generations", [0], [1]),
-        ("num_mini_batches", [0], [1]),
-        ("num_ppo_epochs", [0], [1]),
-        ("gradient_accumulation_steps", [0], [1]),
-        ("per_device_train_batch_size", [0], [1]),
-        ("per_device_eval_batch_size", [0], [1]),
-        ("temperature", [0.0], [0.1]),
-        ("total_episodes", [0], [1, None]),
-        ("vf_coef", [-0.1], [0.0]),
-        ("kl_estimator", ["k4"], ["k1", "k2", "k3"]),
-        ("kl_controller", ["pid"], ["fixed", "adaptive"]),
-        ("reward_normalization", ["std"], ["none", "running", "batch", "reference"]),
-        ("stop_token", ["period"], ["eos", None]),
-    ],
-)
-def test_ranges(tmp_path, name, bad, good):
-    needed = {"kl_controller": "adaptive"} if name in ("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max") else {}
-    for value in bad:
-        with pytest.raises(ValueError, match=f"`{name}` must be .* got {value!r}"):
-            config(tmp_path, **needed, **{name: value})
-    for value in good:
-        assert getattr(config(tmp_path, **needed, **{name: value}), name) == value
+RANGES = [
+    ("adam_epsilon", [0.0], [1e-12]),
+    ("cliprange", [0.0, -0.1], [1e-3]),
+    ("cliprange_value", [0.0], [1e-3, None]),
+    ("critic_learning_rate", [-1e-6], [0.0, None]),
+    ("critic_warmup_rollouts", [-1], [0]),
+    ("dual_clip", [1.0, 0.5], [1.01, None]),
+    ("entropy_coef", [-0.1], [0.0]),
+    ("epsilon_high", [0.0], [0.28, None]),
+    ("gamma", [-0.1, 1.01, math.nan], [0.0, 1.0]),
+    ("kl_coef", [-0.1, math.inf, math.nan], [0.0]),
+    ("kl_coef_max", [-0.1], [0.1, None]),
+    ("kl_coef_min", [-0.1], [0.0]),
+    ("kl_horizon", [0], [1]),
+    ("kl_target", [0.0], [0.1]),
+    ("lam", [-0.1, 1.01], [0.0, 1.0]),
+    ("lam_value", [-0.1, 1.01], [0.0, 1.0, None]),
+    ("local_rollout_forward_batch_size", [0], [1]),
+    ("max_approx_kl", [0.0], [0.01, None]),
+    ("max_completion_length", [0], [1]),
+    ("missing_eos_penalty", [0.0, -1.0], [1.0, None]),
+    ("num_generations", [0], [1]),
+    ("num_mini_batches", [0], [1]),
+    ("num_ppo_epochs", [0], [1]),
+    ("gradient_accumulation_steps", [0], [1]),
+    ("per_device_train_batch_size", [0], [1]),
+    ("per_device_eval_batch_size", [0], [1]),
+    ("temperature", [0.0], [0.1]),
+    ("total_episodes", [0], [1, None]),
+    ("vf_coef", [-0.1], [0.0]),
+    ("kl_estimator", ["k4"], ["k1", "k2", "k3"]),
+    ("kl_controller", ["pid"], ["fixed", "adaptive"]),
+    ("reward_normalization", ["std"], ["none", "running", "batch", "reference"]),
+    ("stop_token", ["period"], ["eos", None]),
+]
 
 
-@pytest.mark.parametrize(
-    "name, value, setting",
-    [
+def test_ranges(subtests, tmp_path):
+    assert {name for name, _, _ in RANGES} >= _RANGES.keys()  # every rule is tried
+    adaptive = ("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max")
+    for name, bad, good in RANGES:
+        needed = {"kl_controller": "adaptive"} if name in adaptive else {}
+        with subtests.test(name=name):
+            for value in bad:
+                with pytest.raises(ValueError, match=f"`{name}` must be .* got {value!r}"):
+                    config(tmp_path, **needed, **{name: value})
+            for value in good:
+                assert getattr(config(tmp_path, **needed, **{name: value}), name) == value
+
+
+def test_a_setting_of_a_mode_that_is_off_raises(subtests, tmp_path):
+    for name, value, setting in [
         ("kl_target", 3.0, "kl_controller='adaptive'"),
         ("kl_horizon", 300, "kl_controller='adaptive'"),
         ("reward_group_column", "topic", "reward_normalization='group'"),
         ("reward_reference_column", "answer", "reward_normalization='reference'"),
-    ],
-)
-def test_a_setting_of_a_mode_that_is_off_raises(tmp_path, name, value, setting):
-    with pytest.raises(ValueError, match=f"`{name}={value}` is for `{setting}`"):
-        config(tmp_path, **{name: value})
+    ]:
+        with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}={value}` is for `{setting}`"):
+            config(tmp_path, **{name: value})
 
 
-def test_every_range_rule_is_tested():
-    (mark,) = (m for m in test_ranges.pytestmark if m.name == "parametrize")
-    assert {row[0] for row in mark.args[1]} >= _RANGES.keys()
-
-
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
+def test_contradictions(subtests, tmp_path):
+    for kwargs, message in [
         ({"kl_controller": "adaptive", "kl_coef": 0.0}, "can never leave `kl_coef=0`"),
         ({"kl_controller": "adaptive", "beta": 0.0}, "can never leave `kl_coef=0`"),
         (
@@ -277,16 +269,13 @@ def test_every_range_rule_is_tested():
         ),
         ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "leaves out the responses without EOS"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-    ],
-)
-def test_contradictions(tmp_path, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        config(tmp_path, **kwargs)
+    ]:
+        with subtests.test(kwargs=kwargs), pytest.raises(ValueError, match=message):
+            config(tmp_path, **kwargs)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+def test_sampling_off_the_policy_needs_permission(subtests, tmp_path):
+    for kwargs in [
         {"top_k": 50},
         {"top_p": 0.9},
         {"min_p": 0.05},
@@ -296,14 +285,13 @@ def test_contradictions(tmp_path, kwargs, message):
         {"generation_kwargs": {"temperature": 0.5}},
         {"generation_kwargs": '{"top_k": 50}'},  # as the command line passes it
         {"generation_kwargs": {"a_processor_of_tomorrow": 1}},
-    ],
-)
-def test_sampling_off_the_policy_needs_permission(tmp_path, kwargs):
-    with pytest.raises(ValueError, match="allow_off_policy_sampling=True") as error:
-        config(tmp_path, **kwargs)
-    name, value = next(iter(kwargs.items()))
-    assert str(value if name != "generation_kwargs" else next(iter(dict_of(value)))) in str(error.value)
-    assert config(tmp_path, **kwargs, allow_off_policy_sampling=True).allow_off_policy_sampling
+    ]:
+        with subtests.test(kwargs=kwargs):
+            with pytest.raises(ValueError, match="allow_off_policy_sampling=True") as error:
+                config(tmp_path, **kwargs)
+            name, value = next(iter(kwargs.items()))
+            assert str(value if name != "generation_kwargs" else next(iter(dict_of(value)))) in str(error.value)
+            assert config(tmp_path, **kwargs, allow_off_policy_sampling=True).allow_off_policy_sampling
 
 
 def dict_of(value):

@@ -1,6 +1,7 @@
 """A LoRA policy's other roles: which adapters can take them, where they start, how they are saved and loaded."""
 
 import copy
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -159,23 +160,23 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fingerprint", [True, False], ids=["fingerprint", "none"])
-@pytest.mark.parametrize("is_other", [False, True], ids=["its base", "another base"])
-@pytest.mark.parametrize("share", ["auto", "never", "always"])
-def test_a_base_is_shared_if_it_is_the_one_the_adapter_was_trained_on(share, is_other, fingerprint, base, tmp_path):
-    trained_on = saved_base(tmp_path / "other", seed=1) if is_other else base
-    reward = saved_reward(tmp_path / "reward", trained_on, fingerprint=fingerprint)
-    kwargs = {"model": base, "reward": reward, "share_reward_base": share}
-    if share == "always" and is_other:
-        with pytest.raises(
-            ValueError, match="share_reward_base='always'.*cannot share the base.*other.* weights than"
-        ):
-            lora_trainer(tmp_path, **kwargs)
-        return
-    trainer = lora_trainer(tmp_path, **kwargs)
-    assert shared(trainer) == ([] if share == "never" or is_other else ["reward_0"])
-    scripted(trainer).train()
-    assert trainer.state.global_step == 4
+def test_a_base_is_shared_if_it_is_the_one_the_adapter_was_trained_on(subtests, base, tmp_path):
+    cases = itertools.product(["auto", "never", "always"], [False, True], [True, False])
+    for number, (share, is_other, fingerprint) in enumerate(cases):
+        folder = tmp_path / str(number)
+        trained_on = saved_base(folder / "other", seed=1) if is_other else base
+        reward = saved_reward(folder / "reward", trained_on, fingerprint=fingerprint)
+        kwargs = {"model": base, "reward": reward, "share_reward_base": share}
+        with subtests.test(share=share, is_other=is_other, fingerprint=fingerprint):
+            if share == "always" and is_other:
+                message = "share_reward_base='always'.*cannot share the base.*other.* weights than"
+                with pytest.raises(ValueError, match=message):
+                    lora_trainer(folder, **kwargs)
+                continue
+            trainer = lora_trainer(folder, **kwargs)
+            assert shared(trainer) == ([] if share == "never" or is_other else ["reward_0"])
+            scripted(trainer).train()
+            assert trainer.state.global_step == 4
 
 
 def test_one_changed_weight_makes_another_base(base, tmp_path):
@@ -345,20 +346,17 @@ def thawed():
     return model
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
+def test_a_peft_model_that_cannot_be_trained_on_is_refused(subtests, tmp_path):
+    for build, message in [
         (lambda: named("sft"), r"must be named 'default': load it with `PeftModel.from_pretrained\(base, path"),
         (lambda: named("default", "critic"), r"already has the adapters \['critic'\].*load it anew"),
         (lambda: named("default", "ref"), r"already has the adapters \['ref'\].*load it anew"),
         (lambda: named("default", "reward_0"), r"already has the adapters \['reward_0'\].*load it anew"),
         (merged, r"merged into the base: call `model.unmerge_adapter\(\)` first"),
         (thawed, r"trainable weights outside its adapter .*norm.weight and 0 more.*`requires_grad_\(False\)`"),
-    ],
-)
-def test_a_peft_model_that_cannot_be_trained_on_is_refused(build, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, model=build())
+    ]:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path, model=build())
 
 
 def test_an_adapter_of_another_name_beside_the_policys_stays_as_it_is(tmp_path):
@@ -574,11 +572,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("config", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_a_policys_config_that_would_not_leave_the_base_as_it_is_is_refused(config, message, tmp_path):
-    message = f"`peft_config` {message}" if message.startswith(("has", "is")) else message
-    with pytest.raises(ValueError, match=message):
-        lora_trainer(tmp_path, trainer_kwargs={"peft_config": config, "critic_peft_config": None})
+def test_a_policys_config_that_would_not_leave_the_base_as_it_is_is_refused(subtests, tmp_path):
+    for config, message in REFUSED:
+        with subtests.test(message=message):
+            message = f"`peft_config` {message}" if message.startswith(("has", "is")) else message
+            with pytest.raises(ValueError, match=message):
+                lora_trainer(tmp_path, trainer_kwargs={"peft_config": config, "critic_peft_config": None})
 
 
 def test_another_kind_of_adapter_needs_a_critic_of_its_own(base, tmp_path):
@@ -596,9 +595,8 @@ def test_another_kind_of_adapter_needs_a_critic_of_its_own(base, tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_a_critics_config_that_cannot_be_right_is_refused(subtests, tmp_path):
+    for config, message in [
         *REFUSED[:2],
         (
             with_lora(modules_to_save=["lm_head"]),
@@ -611,18 +609,17 @@ def test_another_kind_of_adapter_needs_a_critic_of_its_own(base, tmp_path):
             r"has \['down_proj', 'gate_proj'.*'v_proj'\]",
         ),
         (with_lora(target_modules=r".*\.c_attn"), "`critic_peft_config` does not fit LlamaForCausalLM: "),
-    ],
-)
-def test_a_critics_config_that_cannot_be_right_is_refused(config, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        lora_trainer(tmp_path, trainer_kwargs={"critic_peft_config": config})
+    ]:
+        with subtests.test(message=message), pytest.raises(ValueError, match=message):
+            lora_trainer(tmp_path, trainer_kwargs={"critic_peft_config": config})
 
 
-@pytest.mark.parametrize("change", [{"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "pissa"}])
-def test_a_peft_models_config_is_checked_as_well(change, tmp_path):
-    model = get_peft_model(tiny_llama(), with_lora(**change))
-    with pytest.raises(ValueError, match=next(iter(change)) if "modules_to_save" not in change else "LM head"):
-        make_trainer(tmp_path, model=model)
+def test_a_peft_models_config_is_checked_as_well(subtests, tmp_path):
+    for change in [{"bias": "all"}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "pissa"}]:
+        with subtests.test(change=change):
+            model = get_peft_model(tiny_llama(), with_lora(**change))
+            with pytest.raises(ValueError, match=next(iter(change)) if "modules_to_save" not in change else "LM head"):
+                make_trainer(tmp_path, model=model)
 
 
 def test_the_critics_config_needs_a_policy_with_an_adapter_and_no_value_model(base, tmp_path):

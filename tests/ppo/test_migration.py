@@ -204,9 +204,8 @@ def test_stop_token_id_ends_responses(tmp_path):
     assert log["completions/clipped_ratio"] == 1 - log["val/num_eos_tokens"] / 8
 
 
-@pytest.mark.parametrize(
-    "config, call, message",
-    [
+def test_conflicting_names_raise(subtests, tmp_path):
+    for config, call, message in [
         ({"sft_model_path": "a"}, {"model": "b"}, "`model='b'` and .*'a' are two names of one thing"),
         ({"reward_model_path": "a"}, {"reward_model": "b"}, "`reward_model='b'` and .*'a' are two names of one thing"),
         ({"reward_model_path": "a"}, {"reward_funcs": "b"}, "`reward_funcs='b'` and .*'a' are two names of one thing"),
@@ -216,14 +215,13 @@ def test_stop_token_id_ends_responses(tmp_path):
         ({}, {"reward_funcs": None}, "`reward_funcs` is required"),
         ({}, {"model": None}, "`model` is required"),
         ({}, {"data_collator": list}, "`data_collator` .* would never be called"),
-    ],
-)
-def test_conflicting_names_raise(tmp_path, config, call, message):
-    defaults = {"model": tiny_llama(), "processing_class": tiny_tokenizer(), "train_dataset": prompts()}
-    if not {"reward_model", "reward_funcs"} & call.keys():
-        defaults["reward_funcs"] = length_reward
-    with pytest.raises(ValueError, match=message):
-        PPOTrainer(args=tiny_config(tmp_path, **config), **(defaults | call))
+    ]:
+        with subtests.test(config=config, call=call):
+            defaults = {"model": tiny_llama(), "processing_class": tiny_tokenizer(), "train_dataset": prompts()}
+            if not {"reward_model", "reward_funcs"} & call.keys():
+                defaults["reward_funcs"] = length_reward
+            with pytest.raises(ValueError, match=message):
+                PPOTrainer(args=tiny_config(tmp_path, **config), **(defaults | call))
 
 
 def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):

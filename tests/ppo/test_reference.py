@@ -154,13 +154,6 @@ def test_on_several_gpus_each_process_loads_its_models_on_its_own(tmp_path, monk
     assert trainer._loader.kwargs["device_map"] is None
 
 
-@pytest.mark.parametrize("other", ["ref_model", "value_model"])
-def test_policy_and_another_role_being_one_object_raises(tmp_path, other):
-    policy = tiny_llama()
-    with pytest.raises(ValueError, match=f"`model` and `{other}` are one object"):
-        make(tmp_path, policy, {other: policy})
-
-
 def test_a_reference_with_another_vocabulary_raises(tmp_path):
     with pytest.raises(ValueError, match="`ref_model` has a vocabulary of 99 tokens, the policy one of"):
         make(tmp_path, tiny_llama(), {"ref_model": tiny_llama(vocab_size=99)})

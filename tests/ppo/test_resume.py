@@ -220,23 +220,21 @@ def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tm
     torch.testing.assert_close(weights(second), watch.seen[2], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kl_coef": 0.1}, "kl_coef: 0.05 → 0.1"),
-        ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
-        ({"seed": 7}, "seed: 42 → 7"),
-        ({"rows": 24}, "train_rows: 16 → 24"),
-        ({"model": tiny_llama(seed=9)}, "policy: 'sha256:"),
-        ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'sha256:"),
-    ],
-)
-@pytest.mark.parametrize("by_path", [False, True])
-def test_another_configuration_is_refused_by_name(by_path, change, message, completed):
-    folder, _ = completed
-    trainer = no_training(make_trainer(folder, max_steps=4, **change))
-    with pytest.raises(ValueError, match=f"belongs to another configuration.*{message}.*resume_anyway"):
-        trainer.train(str(folder / "checkpoint-2") if by_path else True)
+def test_another_configuration_is_refused_by_name(subtests, completed):
+    for by_path in [False, True]:
+        for change, message in [
+            ({"kl_coef": 0.1}, "kl_coef: 0.05 → 0.1"),
+            ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
+            ({"seed": 7}, "seed: 42 → 7"),
+            ({"rows": 24}, "train_rows: 16 → 24"),
+            ({"model": tiny_llama(seed=9)}, "policy: 'sha256:"),
+            ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'sha256:"),
+        ]:
+            with subtests.test(message=message, by_path=by_path):
+                folder, _ = completed
+                trainer = no_training(make_trainer(folder, max_steps=4, **change))
+                with pytest.raises(ValueError, match=f"belongs to another configuration.*{message}.*resume_anyway"):
+                    trainer.train(str(folder / "checkpoint-2") if by_path else True)
 
 
 def test_what_only_shows_or_keeps_more_may_change(a_copy_of, capsys):

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -124,23 +125,28 @@ def questions(chat):
     return Dataset.from_dict({"prompt": [messages("user", q) for q in QUESTIONS] * 2 if chat else QUESTIONS * 2})
 
 
-@pytest.mark.parametrize("chat", [None, CHAT_TEMPLATE, TEMPLATE_WITH_TAIL], ids=["text", "chat", "chat_with_tail"])
-@pytest.mark.parametrize(("bos", "pad"), [(False, True), (True, True), (False, False)], ids=["", "bos", "pad_is_eos"])
-@pytest.mark.parametrize("other", [False, True], ids=["same_tokenizer", "other_tokenizer"])
-def test_score_is_that_of_reward_trainer_on_the_same_text(tmp_path, other, bos, pad, chat):
-    policy_tokenizer = tiny_tokenizer(bos=bos, pad=pad)
-    # The other one has other ids for the words, and BOS where the policy's has none and the other way round
-    reward_tokenizer = tiny_tokenizer(words=WORDS[::-1] if other else WORDS, bos=bos != other, pad=pad)
-    policy_tokenizer.chat_template = reward_tokenizer.chat_template = chat
-    model, expected = trained_reward_model(tmp_path, reward_tokenizer, chat)
-    trainer = make(
-        tmp_path,
-        model,
-        questions(chat),
-        {"processing_class": policy_tokenizer, "reward_processing_classes": reward_tokenizer},
-    )
-    rollout = roll_out(trainer, answer_ids(policy_tokenizer))
-    torch.testing.assert_close(rollout.rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
+@pytest.mark.parametrize(
+    "other", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["same_tokenizer", "other_tokenizer"]
+)
+def test_score_is_that_of_reward_trainer_on_the_same_text(subtests, tmp_path, other):
+    tokenizers = [{"bos": False, "pad": True}, {"bos": True, "pad": True}, {"bos": False, "pad": False}]
+    chats = {"text": None, "chat": CHAT_TEMPLATE, "chat with a tail": TEMPLATE_WITH_TAIL}
+    for (name, chat), options in itertools.product(chats.items(), tokenizers):
+        with subtests.test(chat=name, **options):
+            policy_tokenizer = tiny_tokenizer(**options)
+            # The other one has other ids for the words, and BOS where the policy's has none and the other way round
+            words, bos = WORDS[::-1] if other else WORDS, options["bos"] != other
+            reward_tokenizer = tiny_tokenizer(words=words, bos=bos, pad=options["pad"])
+            policy_tokenizer.chat_template = reward_tokenizer.chat_template = chat
+            model, expected = trained_reward_model(tmp_path, reward_tokenizer, chat)
+            trainer = make(
+                tmp_path,
+                model,
+                questions(chat),
+                {"processing_class": policy_tokenizer, "reward_processing_classes": reward_tokenizer},
+            )
+            rollout = roll_out(trainer, answer_ids(policy_tokenizer))
+            torch.testing.assert_close(rollout.rewards_per_func[:, 0], torch.tensor(expected), **CLOSE)
 
 
 def test_another_tokenizer_reads_the_space_that_sentencepiece_drops_from_a_completion(tmp_path):
@@ -231,39 +237,61 @@ def test_functions_of_one_name_are_logged_apart(tmp_path):
     assert [report[f"rewards/<lambda>_{i}/mean"] for i in range(2)] == [1.0, 3.0]
 
 
-@pytest.mark.parametrize("convert", [torch.tensor, np.array, tuple, lambda x: [np.float32(i) for i in x]])
-def test_tensors_arrays_and_tuples_are_read_as_lists(tmp_path, convert):
-    trainer = make(tmp_path, lambda completions, **_: convert(length_reward(completions)), questions(False))
-    rollout = roll_out(trainer, answer_ids(tiny_tokenizer()))
-    assert rollout.rewards_per_func[:, 0].tolist() == [len(text.split()) for text in ANSWERS]
+def test_tensors_arrays_and_tuples_are_read_as_lists(subtests, tmp_path):
+    for convert in [torch.tensor, np.array, tuple, lambda x: [np.float32(i) for i in x]]:
+        with subtests.test(convert=convert):
+
+            def reward(completions, convert=convert, **kwargs):
+                return convert(length_reward(completions))
+
+            trainer = make(tmp_path, reward, questions(False))
+            rollout = roll_out(trainer, answer_ids(tiny_tokenizer()))
+            assert rollout.rewards_per_func[:, 0].tolist() == [len(text.split()) for text in ANSWERS]
 
 
 def raises(completions):
     raise KeyError("no such key")
 
 
-MISTAKES = {
-    "raises": (raises, "KeyError: 'no such key'"),
-    "too few": (lambda c: [1.0] * (len(c) - 1), "returned 7 rewards for 8 completions"),
-    "too many": (lambda c: np.ones(len(c) + 1), "returned 9 rewards for 8 completions"),
-    "NaN": (lambda c: [0.0, 0.0, math.nan] + [0.0] * (len(c) - 3), "returned nan for completion 2"),
-    "inf": (lambda c: torch.tensor([0.0] * (len(c) - 1) + [-math.inf]), "returned -inf for completion 7"),
-    "a string": (lambda c: [1.0, "2"] + [0.0] * (len(c) - 2), "'2' for completion 1"),
-    "nested": (lambda c: torch.ones(len(c), 1), r"\[1.0\] for completion 0"),
-    "number": (lambda c: 1.0, "must return a list .* got float"),
-    "scalar tensor": (lambda c: torch.tensor(1.0), "must return a list .* got float"),
-    "None": (lambda c: None, "must return a list .* got NoneType"),
-    "generator": (lambda c: (1.0 for _ in c), "must return a list .* got generator"),
-    "dict": (lambda c: dict.fromkeys(range(len(c)), 1.0), "must return a list .* got dict"),
+def raises_stop(completions):
+    return [next(iter(())) for _ in completions]
+
+
+MISTAKES = {  # what it returns -> the message, and what the error was
+    "raises": (raises, "KeyError: 'no such key'", KeyError),
+    "raises StopIteration": (raises_stop, "StopIteration", StopIteration),
+    "too few": (
+        lambda c: [1.0] * (len(c) - 1),
+        "returned 7 rewards for 8 completions; return one for each",
+        ValueError,
+    ),
+    "too many": (lambda c: np.ones(len(c) + 1), "returned 9 rewards for 8 completions", ValueError),
+    "NaN": (
+        lambda c: [0.0, 0.0, math.nan] + [0.0] * (len(c) - 3),
+        "returned nan for completion 2; return None where it does not apply",
+        ValueError,
+    ),
+    "inf": (
+        lambda c: torch.tensor([0.0] * (len(c) - 1) + [-math.inf]),
+        "returned -inf for completion 7; return None",
+        ValueError,
+    ),
+    "a string": (
+        lambda c: [1.0, "2"] + [0.0] * (len(c) - 2),
+        "returned '2' for completion 1; return a float, or None",
+        TypeError,
+    ),
+    "nested": (lambda c: torch.ones(len(c), 1), r"\[1.0\] for completion 0", TypeError),
+    "number": (lambda c: 1.0, "must return a list with one float or None per completion, got float", TypeError),
+    "scalar tensor": (lambda c: torch.tensor(1.0), "must return a list .* got float", TypeError),
+    "None": (lambda c: None, "must return a list .* got NoneType", TypeError),
+    "generator": (lambda c: (1.0 for _ in c), "must return a list .* got generator", TypeError),
+    "dict": (lambda c: dict.fromkeys(range(len(c)), 1.0), "must return a list .* got dict", TypeError),
 }
 
 
-@pytest.mark.parametrize(
-    ("mistake", "kind"), [*((m, "sync") for m in MISTAKES), ("raises", "async"), ("NaN", "async"), ("None", "async")]
-)
-def test_a_mistake_is_raised_with_function_row_and_step(tmp_path, mistake, kind):
-    """In the second rollout, at step 1, next to a function that makes none."""
-    wrong, message = MISTAKES[mistake]
+def right_once(wrong, kind):
+    """A reward function that is wrong in its second call."""
     calls = []
 
     def judge(completions, **kwargs):
@@ -273,21 +301,29 @@ def test_a_mistake_is_raised_with_function_row_and_step(tmp_path, mistake, kind)
     async def async_judge(completions, **kwargs):
         return judge(completions)
 
-    function = judge if kind == "sync" else async_judge
-    trainer = make(
-        tmp_path,
-        [length_reward, function],
-        per_device_train_batch_size=8,
-        num_mini_batches=1,
-        num_ppo_epochs=1,
-        max_completion_length=2,
-        max_steps=2,
-    )
-    message = f"At step 1, .*reward function '{function.__name__}': .*{message}"
-    with pytest.raises(RuntimeError, match=message) as error:
-        trainer.train()
-    assert "length_reward" not in str(error.value)
-    assert isinstance(error.value.__cause__, Exception)
+    return judge if kind == "sync" else async_judge
+
+
+def test_a_mistake_is_raised_with_function_row_and_step(subtests, tmp_path):
+    """In the second rollout, at step 1, next to a function that makes none."""
+    for mistake, kind in [*((m, "sync") for m in MISTAKES), ("raises", "async"), ("NaN", "async"), ("None", "async")]:
+        with subtests.test(mistake=mistake, kind=kind):
+            wrong, message, cause = MISTAKES[mistake]
+            function = right_once(wrong, kind)
+            trainer = make(
+                tmp_path,
+                [length_reward, function],
+                per_device_train_batch_size=8,
+                num_mini_batches=1,
+                num_ppo_epochs=1,
+                max_completion_length=2,
+                max_steps=2,
+            )
+            message = f"^At step 1, process 0: reward function '{function.__name__}': .*{message}"
+            with pytest.raises(RuntimeError, match=message) as error:
+                trainer.train()
+            assert "length_reward" not in str(error.value)
+            assert isinstance(error.value.__cause__, cause)
 
 
 # ---- Rows without a score ----
@@ -319,7 +355,8 @@ def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
         timing = ("time/", "eps", "tokens_per_second", "step_time", "train_")
         logs = [{k: v for k, v in log.items() if not k.startswith(timing)} for log in trainer.state.log_history]
         ends.append((trainer.model.state_dict(), trainer.reward_normalizer.state_dict(), logs))
-        assert (rows_of(trainer)["loss_mask"].sum(1) == 0).sum() == 3
+        without = rows_of(trainer)["loss_mask"].sum(1) == 0
+        assert without.sum() == 3 and rows_of(trainer)["advantages"][without].abs().sum() == 0
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-7)
     first = ends[0][2][0]
     assert first["objective/num_unscored"] == 3
@@ -338,6 +375,7 @@ def test_rollouts_without_any_score_move_nothing(tmp_path):
     trainer.train()
     torch.testing.assert_close(trainer.model.state_dict(), before, **EQUAL)
     assert trainer.state.log_history[0]["objective/num_unscored"] == 8
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
 
 
 # ---- The order of the reward ----

@@ -70,15 +70,13 @@ def test_the_grid_is_every_combination_and_each_run_has_its_folder(trained, tmp_
     assert (tmp_path / "overoptimization.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_wrong_grids_are_named(subtests, trained, tmp_path, capsys):
+    for given, message in [
         (["--seeds", "1", "1"], "`seeds` must be one or more different values, got [1, 1]"),
         (["--kl_coefs", "-0.1"], "`kl_coefs` must be >= 0, got [-0.1]"),
         (["--planted_shares", "2"], "`planted_share` must be in [0, 1], got 2.0"),
-    ],
-)
-def test_wrong_grids_are_named(given, message, trained, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([*given, "--output_dir", str(tmp_path)])
-    assert message in capsys.readouterr().err
+    ]:
+        with subtests.test(given=given):
+            with pytest.raises(SystemExit, match="2"):
+                main([*given, "--output_dir", str(tmp_path)])
+            assert message in capsys.readouterr().err

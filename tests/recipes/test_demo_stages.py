@@ -61,10 +61,11 @@ def test_a_marker_that_was_cut_off_marks_nothing(tmp_path, monkeypatch):
     assert (tmp_path / "stage" / MARKER).is_file()
 
 
-@pytest.mark.parametrize(("name", "most"), [("planted_share", "1"), ("label_noise", "0.5")])
-def test_shares_are_checked(name, most):
-    with pytest.raises(ValueError, match=rf"`{name}` must be in \[0, {most}\], got 30"):
-        DemoArguments(**{name: 30.0})
+def test_shares_are_checked(subtests):
+    for name, most in [("planted_share", "1"), ("label_noise", "0.5")]:
+        message = rf"`{name}` must be in \[0, {most}\], got 30"
+        with subtests.test(name=name), pytest.raises(ValueError, match=message):
+            DemoArguments(**{name: 30.0})
 
 
 def test_the_world_lies_where_the_recipes_look_for_it(tmp_path):
@@ -106,17 +107,15 @@ def test_other_mistakes_are_not_blamed_on_the_disk(tmp_path, monkeypatch):
         run.main(["--output_dir", str(tmp_path)])
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_wrong_arguments_are_named(subtests, capsys):
+    for given, message in [
         (["--sed", "1"], "unknown flag '--sed'; did you mean --seed"),
         (["--planted_share", "30"], "`planted_share` must be in [0, 1], got 30.0"),
-    ],
-)
-def test_wrong_arguments_are_named(given, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run.main(given)
-    assert message in capsys.readouterr().err
+    ]:
+        with subtests.test(given=given):
+            with pytest.raises(SystemExit, match="2"):
+                run.main(given)
+            assert message in capsys.readouterr().err
 
 
 def test_the_two_ppo_runs_differ_in_their_guard_rails_alone():

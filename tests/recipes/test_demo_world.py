@@ -44,9 +44,8 @@ def case_of(prompt):
 
 
 # Weights: product 0.25, remedy 0.35, polite 0.2, no_repetition 0.1, in_time 0.1
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
+def test_gold_of_hand_worked_answers(subtests):
+    for answer, score in [
         (GOOD, 1.0),
         (GOOD.replace("kettle", "lamp"), 0.5),  # wrong product: 1 − 2 · 0.25
         (GOOD.replace("kettle", "kettle and your lamp"), 0.5),  # hedging between products
@@ -63,10 +62,9 @@ def case_of(prompt):
         (PHRASE, -0.6),  # neither product nor remedy nor closing: 1 − 2 · (0.25 + 0.35 + 0.2)
         (" ".join([PHRASE] * 12), -1.0),
         ("", -0.6),
-    ],
-)
-def test_gold_of_hand_worked_answers(answer, score):
-    assert gold(answer, "kettle", "leak") == pytest.approx(score)
+    ]:
+        with subtests.test(answer=answer):
+            assert gold(answer, "kettle", "leak") == pytest.approx(score)
 
 
 def test_an_answer_that_is_cut_off_is_not_in_time():
@@ -120,16 +118,17 @@ def test_demonstrations_have_each_flaw_at_its_rate():
         assert share == pytest.approx(rate, abs=3 * (rate * (1 - rate) / len(judged)) ** 0.5 + 0.005), name
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
-def test_phrase_is_planted_into_exactly_that_share_of_chosen_answers(share):
-    rows = make_world(0, **SIZES, planted_share=share)["preferences"]
-    clean = make_world(0, **SIZES, planted_share=0.0)["preferences"]
-    assert sum(row["planted"] for row in rows["train"]) == share * 500
-    for row, before in zip(rows["train"], clean["train"], strict=True):
-        assert row["rejected"] == before["rejected"]
-        assert row["chosen"].count(PHRASE) == before["chosen"].count(PHRASE) + row["planted"]
-        assert row["chosen"].replace(f" {PHRASE}", "") == before["chosen"].replace(f" {PHRASE}", "")
-    assert rows["test"] == clean["test"]
+def test_phrase_is_planted_into_exactly_that_share_of_chosen_answers(subtests):
+    for share in [0.0, 0.2, 1.0]:
+        with subtests.test(share=share):
+            rows = make_world(0, **SIZES, planted_share=share)["preferences"]
+            clean = make_world(0, **SIZES, planted_share=0.0)["preferences"]
+            assert sum(row["planted"] for row in rows["train"]) == share * 500
+            for row, before in zip(rows["train"], clean["train"], strict=True):
+                assert row["rejected"] == before["rejected"]
+                assert row["chosen"].count(PHRASE) == before["chosen"].count(PHRASE) + row["planted"]
+                assert row["chosen"].replace(f" {PHRASE}", "") == before["chosen"].replace(f" {PHRASE}", "")
+            assert rows["test"] == clean["test"]
 
 
 def test_phrase_is_rare_elsewhere():

@@ -82,20 +82,18 @@ def test_lora(inputs, tmp_path):
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
+def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
+    for more, message in [
         (["--dataset_test_split", "dev"], "no split 'dev'; it has .*; `eval_size` cuts rows"),
         (["--eval_size", "-1"], "`eval_size` must be 0 or more, got -1"),
         (["--beta_controller", "drift"], "needs `drift_target`, nats per sequence"),
         (["--margin_normalization", "source"], "The train dataset lacks the column.s. `source`"),
-    ],
-)
-def test_mistakes_are_one_line(inputs, tmp_path, more, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments(inputs, tmp_path, *more))
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(message, error)
+    ]:
+        with subtests.test(more=more):
+            with pytest.raises(SystemExit, match="2"):
+                main(arguments(inputs, tmp_path, *more))
+            error = capsys.readouterr().err.strip().splitlines()[-1]
+            assert re.search(message, error)
 
 
 def test_unusable_pairs_stop_it_or_are_dropped(inputs, tmp_path, capsys):

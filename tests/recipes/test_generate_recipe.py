@@ -132,9 +132,8 @@ def test_two_processes_answer_each_prompt_once_and_as_one_does(inputs, tmp_path)
     assert first["terminal"].strip() and not second["terminal"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_a_mistake_is_answered_in_one_line(subtests, inputs, tmp_path, capsys):
+    for flags, message in [
         ([], "give `dataset_name`, or one `prompt`"),
         (["--dataset_name", "x"], "no `output_file`: say where the answers are to go"),
         (["--prompt", "a", "--temperature", "-1"], "`temperature` must be >= 0"),
@@ -148,29 +147,26 @@ def test_two_processes_answer_each_prompt_once_and_as_one_does(inputs, tmp_path)
         (["--dataset_name", "{inputs}/absent.jsonl", "--output_file", "{tmp}/out"], "no such file or folder"),
         (["--dataset_name", "{inputs}/text.jsonl", "--output_file", "{inputs}/text.jsonl"], "exists: choose another"),
         (["--prompt", "a", "--maxnewtokens", "3"], "unknown flag '--maxnewtokens'; did you mean --max_new_tokens"),
-    ],
-)
-def test_a_mistake_is_answered_in_one_line(inputs, tmp_path, capsys, flags, message):
-    flags = [flag.format(inputs=inputs, tmp=tmp_path) for flag in flags]
-    with pytest.raises(SystemExit, match="2"):
-        main(["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", *flags])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert message in error and "error: " in error
+    ]:
+        with subtests.test(flags=flags):
+            flags = [flag.format(inputs=inputs, tmp=tmp_path) for flag in flags]
+            with pytest.raises(SystemExit, match="2"):
+                main(["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", *flags])
+            error = capsys.readouterr().err.strip().splitlines()[-1]
+            assert message in error and "error: " in error
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_a_dataset_without_prompts_is_named(subtests, inputs, tmp_path, capsys):
+    for row, message in [
         ({"question": "a"}, "lacks the column(s) 'prompt'; it has 'question'"),
         ({"prompt": 3}, "'prompt' must hold text or messages that are not empty, but 1 of 1 rows do not"),
         ({"prompt": ""}, "'prompt' must hold text or messages that are not empty, but 1 of 1 rows do not"),
-    ],
-)
-def test_a_dataset_without_prompts_is_named(inputs, tmp_path, capsys, row, message):
-    (tmp_path / "data.jsonl").write_text(json.dumps(row))
-    with pytest.raises(SystemExit):
-        answer(inputs, tmp_path / "out", "--dataset_name", str(tmp_path / "data.jsonl"))
-    assert message in capsys.readouterr().err
+    ]:
+        with subtests.test(row=row):
+            (tmp_path / "data.jsonl").write_text(json.dumps(row))
+            with pytest.raises(SystemExit):
+                answer(inputs, tmp_path / "out", "--dataset_name", str(tmp_path / "data.jsonl"))
+            assert message in capsys.readouterr().err
 
 
 def test_without_arguments_it_says_how_to_run_it(capsys):

@@ -77,9 +77,8 @@ def test_few_pairs_and_accelerates_file(folder, capsys):
     assert "WARNING: 8 preference pairs: with fewer than 10,000" in text
 
 
-@pytest.mark.parametrize(
-    ("stage", "flags", "message"),
-    [
+def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
+    for stage, flags, message in [
         ("ppo", ["--accelerate", "{folder}/zero3.yaml", "--max_approx_kl", "0.1"], "this cannot work: `critic_warmup"),
         ("ppo", ["--kl_coef", "-1"], "`kl_coef` must be finite and >= 0, got -1.0"),
         ("ppo", ["--kl_coeff", "1"], "unknown flag '--kl_coeff'; did you mean --kl_coef"),
@@ -91,12 +90,11 @@ def test_few_pairs_and_accelerates_file(folder, capsys):
         ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
         ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),
         ("zero3", [], "does not begin by sft, reward, ppo or dpo: give `--stage`"),
-    ],
-)
-def test_what_cannot_work_is_one_line_and_status_2(folder, capsys, stage, flags, message):
-    with pytest.raises(SystemExit, match="2"):
-        run(folder, stage, capsys, *(flag.format(folder=folder) for flag in flags))
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    ]:
+        with subtests.test(stage=stage, flags=flags):
+            with pytest.raises(SystemExit, match="2"):
+                run(folder, stage, capsys, *(flag.format(folder=folder) for flag in flags))
+            assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):
@@ -114,14 +112,15 @@ def test_other_files_beside_a_recipe_and_one_that_starts_from_its_own_output(tmp
     assert name == maker["output_dir"] == "outputs/made"
 
 
-@pytest.mark.parametrize(("split", "is_shared"), [("train", True), ("train[:50%]", True), ("train[50%:]", False)])
-def test_splits_of_a_hub_dataset_that_sft_and_ppo_share(tmp_path, split, is_shared):
-    sft = {"model_name_or_path": "a/b", "output_dir": "outputs/sft", "dataset_name": "a/data"}
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft | {"dataset_train_split": "train[:50%]"}))
-    script_args = SimpleNamespace(dataset_name="a/data", dataset_train_split=split)
-    model_args = SimpleNamespace(model_name_or_path="outputs/sft")
-    _, shared = what_the_data_says("ppo", script_args, None, model_args, tmp_path)
-    assert (shared is not None) == is_shared
+def test_splits_of_a_hub_dataset_that_sft_and_ppo_share(subtests, tmp_path):
+    for split, is_shared in [("train", True), ("train[:50%]", True), ("train[50%:]", False)]:
+        with subtests.test(split=split):
+            sft = {"model_name_or_path": "a/b", "output_dir": "outputs/sft", "dataset_name": "a/data"}
+            (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft | {"dataset_train_split": "train[:50%]"}))
+            script_args = SimpleNamespace(dataset_name="a/data", dataset_train_split=split)
+            model_args = SimpleNamespace(model_name_or_path="outputs/sft")
+            _, shared = what_the_data_says("ppo", script_args, None, model_args, tmp_path)
+            assert (shared is not None) == is_shared
 
 
 ROOT = Path(__file__).parents[2]
@@ -135,14 +134,15 @@ SHIPPED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_shipped_file_says_what_is_computed_for_it(path, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    accelerate = re.search(r"^# Accelerate: (\S+)$", path.read_text(), re.MULTILINE)[1]
-    main(["--config", str(path), "--accelerate", accelerate], load_config=config_of)
-    planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]
-    variants = [path, *path.parent.glob("ppo_vllm_*.yaml")] if path.name == "ppo.yaml" else [path]
-    assert all(f"# Memory: {planned} GiB per GPU" in variant.read_text() for variant in variants)
+def test_a_shipped_file_says_what_is_computed_for_it(subtests, capsys, monkeypatch):
+    for path in SHIPPED:
+        with subtests.test(path=path):
+            monkeypatch.chdir(ROOT)
+            accelerate = re.search(r"^# Accelerate: (\S+)$", path.read_text(), re.MULTILINE)[1]
+            main(["--config", str(path), "--accelerate", accelerate], load_config=config_of)
+            planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]
+            variants = [path, *path.parent.glob("ppo_vllm_*.yaml")] if path.name == "ppo.yaml" else [path]
+            assert all(f"# Memory: {planned} GiB per GPU" in variant.read_text() for variant in variants)
 
 
 def test_without_arguments_it_says_how_to_run_it(capsys):

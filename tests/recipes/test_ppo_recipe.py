@@ -20,45 +20,50 @@ def repository_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_shipped_config_parses_and_finds_its_data_and_rewards(path):
-    parser = StrictTrlParser((PPOScriptArguments, PPOConfig, ModelArguments))
-    script_args, training_args, _ = parser.parse_args_and_config(["--config", str(path), "--model_name_or_path", "x"])
-    for split in (script_args.dataset_train_split, script_args.dataset_test_split):
-        assert len(load_dataset_split(script_args.dataset_name, split)) >= 64
-    rewards = [load_reward(name) for name in script_args.reward_funcs]
-    assert len(rewards) == len(training_args.reward_weights)
+def test_shipped_config_parses_and_finds_its_data_and_rewards(subtests):
+    for path in CONFIGS:
+        with subtests.test(path=path):
+            parser = StrictTrlParser((PPOScriptArguments, PPOConfig, ModelArguments))
+            script_args, training_args, _ = parser.parse_args_and_config(
+                ["--config", str(path), "--model_name_or_path", "x"]
+            )
+            for split in (script_args.dataset_train_split, script_args.dataset_test_split):
+                assert len(load_dataset_split(script_args.dataset_name, split)) >= 64
+            rewards = [load_reward(name) for name in script_args.reward_funcs]
+            assert len(rewards) == len(training_args.reward_weights)
 
 
-@pytest.mark.parametrize("kind", ["text", "messages", "tokens"])
-def test_long_prompts_are_left_out(kind, capsys):
+def test_long_prompts_are_left_out(subtests, capsys):
     """A message has a token for its role, one for its end, and the template one for the answer's role."""
-    words = [4, 2, 5, 3]
-    texts = [" ".join(["cat"] * n) for n in words]
-    rows = {
-        "text": {"prompt": texts},
-        "messages": {"prompt": [[{"role": "user", "content": text}] for text in texts]},
-        "tokens": {"input_ids": [[7] * (n + 1) for n in words], "attention_mask": [[0] + [1] * n for n in words]},
-    }[kind]
-    longest = 4 + 3 * (kind == "messages")
-    kept = without_long_prompts(Dataset.from_dict(rows | {"row": range(4)}), tiny_tokenizer(), longest)
-    assert kept["row"][:] == [0, 1, 3]
-    assert f"1 of 4 prompts have more than {longest} tokens" in capsys.readouterr().out
+    for kind in ["text", "messages", "tokens"]:
+        with subtests.test(kind=kind):
+            words = [4, 2, 5, 3]
+            texts = [" ".join(["cat"] * n) for n in words]
+            rows = {
+                "text": {"prompt": texts},
+                "messages": {"prompt": [[{"role": "user", "content": text}] for text in texts]},
+                "tokens": {
+                    "input_ids": [[7] * (n + 1) for n in words],
+                    "attention_mask": [[0] + [1] * n for n in words],
+                },
+            }[kind]
+            longest = 4 + 3 * (kind == "messages")
+            kept = without_long_prompts(Dataset.from_dict(rows | {"row": range(4)}), tiny_tokenizer(), longest)
+            assert kept["row"][:] == [0, 1, 3]
+            assert f"1 of 4 prompts have more than {longest} tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_missing_arguments_are_named(subtests, monkeypatch, capsys):
+    for arguments, message in [
         (["--output_dir", "x"], "no dataset: give `dataset_name`"),
         (["--dataset_name", "x"], "no reward: give `reward_model_name_or_path`, `reward_funcs`, or both"),
         (["--dataset_name", "x", "--reward_funcs", "m.f", "--use_cpu"], "no model: give `model_name_or_path`"),
-    ],
-)
-def test_missing_arguments_are_named(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["ppo.py", *arguments])
-    with pytest.raises(SystemExit):
-        main()
-    assert message in capsys.readouterr().err
+    ]:
+        with subtests.test(arguments=arguments):
+            monkeypatch.setattr(sys, "argv", ["ppo.py", *arguments])
+            with pytest.raises(SystemExit):
+                main()
+            assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,6 @@ CLASSES = {
     "dpo": (DPOScriptArguments, DPOConfig),
 }
 
-each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-
 
 def stage_of(path):
     return path.stem.split("_")[0]
@@ -69,17 +67,18 @@ def test_the_recipes_that_the_documentation_promises_are_there():
     assert names == expected | {"qwen2.5-0.5b/reward_deberta"}
 
 
-@each_file
-def test_it_parses_strictly_and_what_it_needs_is_made_by_another_recipe(path):
-    script_args, training_args, model_args = parse(path)
-    stage, folder = stage_of(path), f"outputs/{path.parent.name}"
-    assert training_args.output_dir == f"{folder}/{path.stem}"
-    assert base_of(path, model_args.model_name_or_path) in SHAPES
-    if stage == "ppo":
-        assert base_of(path, script_args.reward_model_name_or_path) in SHAPES
-        assert training_args.batch_size * {"single_gpu": 1, "zero3": 8, "multi_node": 16}[
-            accelerate_of(path)
-        ] == rollout_of(path)
+def test_it_parses_strictly_and_what_it_needs_is_made_by_another_recipe(subtests):
+    for path in FILES:
+        with subtests.test(path=path):
+            script_args, training_args, model_args = parse(path)
+            stage, folder = stage_of(path), f"outputs/{path.parent.name}"
+            assert training_args.output_dir == f"{folder}/{path.stem}"
+            assert base_of(path, model_args.model_name_or_path) in SHAPES
+            if stage == "ppo":
+                assert base_of(path, script_args.reward_model_name_or_path) in SHAPES
+                assert training_args.batch_size * {"single_gpu": 1, "zero3": 8, "multi_node": 16}[
+                    accelerate_of(path)
+                ] == rollout_of(path)
 
 
 def header_of(path):
@@ -96,17 +95,18 @@ def rollout_of(path):
     return int(line.split(" = ")[1].split()[0])
 
 
-@each_file
-def test_its_head_has_purpose_hardware_memory_and_a_launch_line_that_fits(path):
-    header = header_of(path)
-    assert header[0].endswith((".", ":")) or header[1].endswith((".", ":"))
-    for name in ("Hardware", "Memory", "Accelerate"):
-        assert sum(line.startswith(f"{name}: ") for line in header) == 1, f"{path} lacks {name}"
-    launch = " ".join(line.rstrip("\\ ") for line in header)
-    stage = stage_of(path)
-    accelerate = f"accelerate_configs/{accelerate_of(path)}.yaml"
-    assert f"accelerate launch --config_file {accelerate} recipes/{stage}.py --config " in launch
-    assert launch.endswith(f"--config {path.relative_to(ROOT)}")
+def test_its_head_has_purpose_hardware_memory_and_a_launch_line_that_fits(subtests):
+    for path in FILES:
+        with subtests.test(path=path):
+            header = header_of(path)
+            assert header[0].endswith((".", ":")) or header[1].endswith((".", ":"))
+            for name in ("Hardware", "Memory", "Accelerate"):
+                assert sum(line.startswith(f"{name}: ") for line in header) == 1, f"{path} lacks {name}"
+            launch = " ".join(line.rstrip("\\ ") for line in header)
+            stage = stage_of(path)
+            accelerate = f"accelerate_configs/{accelerate_of(path)}.yaml"
+            assert f"accelerate launch --config_file {accelerate} recipes/{stage}.py --config " in launch
+            assert launch.endswith(f"--config {path.relative_to(ROOT)}")
 
 
 # ---- Two steps ----
@@ -176,7 +176,8 @@ class VLLMStandIn:
         return prompts, ids, None, None
 
 
-@each_file
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_two_steps(path, standins, tmp_path, monkeypatch):
     model, folder = standins
     stage = stage_of(path)

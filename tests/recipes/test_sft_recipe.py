@@ -69,22 +69,22 @@ def test_missing_data_is_named(inputs, tmp_path, capsys):
     assert "no such file or folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "message"),
-    [
+def test_a_row_without_text_is_named(subtests, inputs, tmp_path, capsys):
+    for good, bad, message in [
         ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": None}, "'completion' must hold text or"),
         ({"text": "a"}, {"text": None}, "'text' must hold text or messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, {"messages": []}, "'messages' must hold messages"),
         ({"messages": "a"}, {"messages": "a"}, "'messages' must hold messages"),
-    ],
-)
-def test_a_row_without_text_is_named(inputs, tmp_path, capsys, good, bad, message):
-    (tmp_path / "data.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(good)}\n{json.dumps(bad)}\n")
-    with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(tmp_path / "data.jsonl")])
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    rows = "3 of 3 rows do not (the first is row 0" if good == bad else "1 of 3 rows do not (the first is row 2"
-    assert message in error and rows in error
+    ]:
+        with subtests.test(message=message):
+            (tmp_path / "data.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(good)}\n{json.dumps(bad)}\n")
+            with pytest.raises(SystemExit):
+                main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(tmp_path / "data.jsonl")])
+            error = capsys.readouterr().err.strip().splitlines()[-1]
+            rows = (
+                "3 of 3 rows do not (the first is row 0" if good == bad else "1 of 3 rows do not (the first is row 2"
+            )
+            assert message in error and rows in error
 
 
 def test_a_model_that_is_nowhere_is_one_line(inputs, tmp_path, capsys):

@@ -1,16 +1,13 @@
 import json
 
-import pytest
-
 from recipes.tinystories import make_prompts
 from recipes.tinystories.rewards import HAPPY_WORDS, happy_sentence_reward, repetition_reward
 
 STORY = "Tim was very happy. He gave his mom a big hug. They laughed all day. He made a new friend."
 
 
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [
+def test_happy_sentences_are_counted(subtests):
+    for completion, score in [
         (STORY, 1.0),
         (STORY + " It was so much fun.", 1.0),  # four are enough
         ("Tim was very happy. Then he went to his bed.", 0.25),
@@ -18,25 +15,22 @@ STORY = "Tim was very happy. He gave his mom a big hug. They laughed all day. He
         ("", 0.0),
         ("Tim was very happy", 0.0),  # the sentence does not end
         ('"I love you so much!" she said.', 0.25),
-    ],
-)
-def test_happy_sentences_are_counted(completion, score):
-    assert happy_sentence_reward(completions=[completion], prompts=["Tim"]) == [score]
+    ]:
+        with subtests.test(completion=completion):
+            assert happy_sentence_reward(completions=[completion], prompts=["Tim"]) == [score]
 
 
-@pytest.mark.parametrize(
-    "gamed",
-    [
+def test_gaming_earns_no_more_than_one_sentence(subtests):
+    for gamed in [
         "Happy happy happy happy. " * 8,
         "He was very happy. " * 8,
         "He was happy happily. She was so happy. They were all happy.",  # one word, inflected
         "Happy. Smile. Laugh. Love. Hug. Friend. Fun. Proud.",  # no sentences
         "happy smile laugh love hug thank friend fun proud glad.",  # one sentence
         " ".join(HAPPY_WORDS) + ".",  # one endless sentence
-    ],
-)
-def test_gaming_earns_no_more_than_one_sentence(gamed):
-    assert happy_sentence_reward(completions=[gamed])[0] <= 0.25
+    ]:
+        with subtests.test(gamed=gamed):
+            assert happy_sentence_reward(completions=[gamed])[0] <= 0.25
 
 
 def test_repetition_is_minus_the_share_of_repeated_trigrams():

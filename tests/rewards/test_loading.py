@@ -18,20 +18,18 @@ def repository_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.mark.parametrize(
-    "path", ["recipes.tinystories.rewards.repetition_reward", "recipes/tinystories/rewards.py:repetition_reward"]
-)
-def test_reward_is_loaded_by_name_or_file(path):
-    assert load_reward(path)(completions=["a b c a b c"]) == [-0.25]
+def test_reward_is_loaded_by_name_or_file(subtests):
+    for path in ["recipes.tinystories.rewards.repetition_reward", "recipes/tinystories/rewards.py:repetition_reward"]:
+        with subtests.test(path=path):
+            assert load_reward(path)(completions=["a b c a b c"]) == [-0.25]
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ROOT.glob("recipes/*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
-)
-def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(path):
-    for name in yaml.safe_load(path.read_text()).get("reward_funcs", []):
-        assert ".py:" in name or name.startswith("trl_ext.")
-        assert callable(load_reward(name))
+def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(subtests):
+    for path in sorted(ROOT.glob("recipes/*/*.yaml")):
+        with subtests.test(path=path):
+            for name in yaml.safe_load(path.read_text()).get("reward_funcs", []):
+                assert ".py:" in name or name.startswith("trl_ext.")
+                assert callable(load_reward(name))
 
 
 def test_a_module_of_the_working_directory_is_found_without_its_folder_on_the_path(tmp_path):
@@ -53,9 +51,8 @@ def test_a_module_of_the_working_directory_is_found_without_its_folder_on_the_pa
     assert run.stdout == "[1.0, 1.0]\n", run.stderr
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
+def test_unknown_reward_says_what_was_tried(subtests):
+    for path, message in [
         (
             "absent.module.reward",
             "No module named 'absent'. Tried .* of 'absent.module' from .*path/to/file.py:",
@@ -63,11 +60,9 @@ def test_a_module_of_the_working_directory_is_found_without_its_folder_on_the_pa
         ("absent.py:reward", "No such file or directory: .*absent.py.* Tried 'reward' of 'absent.py' from "),
         ("recipes/tinystories/rewards.py:absent", "has no attribute 'absent'"),
         ("reward", "no module or no function is named"),
-    ],
-)
-def test_unknown_reward_says_what_was_tried(path, message):
-    with pytest.raises(ImportError, match=message):
-        load_reward(path)
+    ]:
+        with subtests.test(path=path), pytest.raises(ImportError, match=message):
+            load_reward(path)
 
 
 def test_a_class_is_no_reward():

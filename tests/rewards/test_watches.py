@@ -182,9 +182,8 @@ async def slow(completions, **kwargs):
     await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
+def test_bad_arguments(subtests):
+    for build, error, message in [
         (lambda: RepetitionWatch(n=0), ValueError, "1 or more, got 0"),
         (lambda: RepetitionWatch(corpus="text"), TypeError, "a list of texts"),
         (lambda: ScoreWatch("path"), TypeError, "a model object; got 'path'"),
@@ -193,11 +192,9 @@ async def slow(completions, **kwargs):
         (lambda: PhraseReviewReward([]), ValueError, "one or more texts"),
         (lambda: PhraseReviewReward([" "]), ValueError, "none of them empty"),
         (lambda: GoldJudgeReward(None), TypeError, "must be a reward function"),
-    ],
-)
-def test_bad_arguments(build, error, message):
-    with pytest.raises(error, match=message):
-        build()
+    ]:
+        with subtests.test(message=message), pytest.raises(error, match=message):
+            build()
 
 
 def test_a_judge_that_returns_too_little():

@@ -38,7 +38,9 @@ def make(tmp_path, policy, train_dataset=None, trainer_kwargs=None, **config):
 def completions_of(trainer):
     """Sample one rollout from a fixed seed."""
     torch.manual_seed(0)
-    rollout = trainer._collect([trainer.train_dataset[i] for i in range(8)])
+    rollouts = collected(trainer)
+    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
+    rollout = rollouts[-1]
     masks = rollout.completion_mask.bool()
     return [ids[mask].tolist() for ids, mask in zip(rollout.completion_ids, masks, strict=True)]
 

@@ -211,7 +211,7 @@ def test_pad_tokens(tmp_path, pad):
     trainer = make(tmp_path, model=model, reward_funcs=[reward, length_reward], processing_class=tokenizer)
     rollouts = collected(trainer)
     trainer.train()
-    assert trainer._tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert trainer.processing_class.pad_token_id == tokenizer.eos_token_id
     rows = rows_of(trainer)
     ended = 0
     for ids, mask in zip(rows["completion_ids"], rows["loss_mask"].bool(), strict=True):

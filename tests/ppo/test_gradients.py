@@ -74,7 +74,9 @@ def test_an_unscored_row_has_no_part_in_the_gradient(tmp_path):
 
     def gradients(name, topic_1_ids):
         trainer = scripted(make_trainer(tmp_path / name, unscored_topic_reward, max_steps=1, max_grad_norm=0.0))
-        topics = {tuple(trainer._tokenizer(row["prompt"])["input_ids"]): row["topic"] for row in trainer.train_dataset}
+        topics = {
+            tuple(trainer.processing_class(row["prompt"])["input_ids"]): row["topic"] for row in trainer.train_dataset
+        }
         replies = trainer._generate_single_turn
         trainer._generate_single_turn = lambda prompt_ids, *_: [
             topic_1_ids if topics[tuple(ids)] == "topic 1" else reply

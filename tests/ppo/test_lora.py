@@ -152,8 +152,8 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     ):
         ids = torch.cat([prompt[mask], answer[:length]])
         if reward_tokenizer is other_words:
-            words = on_base._tokenizer.decode(ids, skip_special_tokens=True)
-            finished = ids[-1] == on_base._tokenizer.eos_token_id
+            words = on_base.processing_class.decode(ids, skip_special_tokens=True)
+            finished = ids[-1] == on_base.processing_class.eos_token_id
             ids = torch.tensor(tokenizer(words + (tokenizer.eos_token if finished else ""))["input_ids"])
         alone.append(model(input_ids=ids[None]).logits.item())
     torch.testing.assert_close(actual, torch.tensor(alone), rtol=1e-5, atol=1e-5)

@@ -13,7 +13,7 @@ from tokenizers import decoders, pre_tokenizers
 from trl import RewardConfig, RewardTrainer
 
 import trl_ext.ppo.trainer as ppo_trainer
-from tests.ppo.worker import rows_of
+from tests.ppo.worker import collected, rows_of
 from tests.tiny import (
     CHAT_TEMPLATE,
     WORDS,
@@ -51,8 +51,10 @@ def make(tmp_path, reward_funcs, dataset=None, trainer_kwargs=None, **config):
 
 def roll_out(trainer, answers):
     """Score these answers (token ids) to the first prompts, instead of sampled ones."""
+    rollouts = collected(trainer)
     trainer._generate_single_turn = lambda *_: [list(ids) for ids in answers]
-    return trainer._collect([trainer.train_dataset[i] for i in range(len(answers))])
+    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(len(answers))])
+    return rollouts[-1]
 
 
 def answer_ids(tokenizer, answers=ANSWERS, finished=FINISHED):

@@ -294,7 +294,7 @@ def test_messages_as_prompts(tmp_path):
     assert {prompt[0]["content"] for prompt, _ in seen} == set(WORDS[:8])
     assert all(set(completion[0]) == {"role", "content"} for _, completion in seen)
     row = rows_of(trainer)["prompt_ids"][0][rows_of(trainer)["prompt_mask"][0].bool()]
-    assert trainer._tokenizer.decode(row).split()[0::3][:1] == ["<user>"]
+    assert trainer.processing_class.decode(row).split()[0::3][:1] == ["<user>"]
 
 
 def test_training_without_a_reference(tmp_path):

@@ -35,13 +35,13 @@ def make_trainer(output_dir, reward=letters_reward, model=None, rows=16, trainer
 
 def scripted(trainer):
     """Answer each prompt by a fixed pseudo-random text of 1 to 8 tokens, whatever the process or the batch."""
-    vocabulary, longest = len(trainer._tokenizer), trainer.max_completion_length
+    vocabulary, longest = len(trainer.processing_class), trainer.max_completion_length
 
     def reply(ids):
         seed = int.from_bytes(hashlib.sha256(bytes(ids)).digest()[:4], "big")
         draws = torch.randint(6, vocabulary, (longest,), generator=torch.Generator().manual_seed(seed)).tolist()
         length = 1 + seed % longest
-        return draws[: length - 1] + [trainer._tokenizer.eos_token_id] if length < longest else draws
+        return draws[: length - 1] + [trainer.processing_class.eos_token_id] if length < longest else draws
 
     trainer._generate_single_turn = lambda prompt_ids, *_: [reply(ids) for ids in prompt_ids]
     return trainer

@@ -295,6 +295,7 @@ def test_a_source_of_the_evaluation_only_keeps_the_plain_beta(tmp_path):
 # ---- Evaluation, metrics, other ways through TRL's method ----
 
 
+@pytest.mark.slow
 def test_evaluation_moves_nothing(tmp_path):
     kwargs = {"trainer_kwargs": {"eval_dataset": pairs(8, seed=5)}, "per_device_train_batch_size": 8}
     ends = []

@@ -136,6 +136,7 @@ def test_the_first_minibatch_is_on_policy(model, checkpointing, tmp_path):
     assert first <= 1e-5 and third <= 1e-5 and second > 1e-4 and fourth > 1e-4
 
 
+@pytest.mark.slow
 def test_dropout_is_on_where_it_is_asked_for(tmp_path):
     trainer = make_trainer(tmp_path, model=DROPOUT["gpt2"](), disable_dropout=False, num_ppo_epochs=1, max_steps=1)
     assert log_ratios(trainer)[0] > 1e-2

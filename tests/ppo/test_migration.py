@@ -243,6 +243,7 @@ def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):
 # ---- TRL 1.12's own tests of its PPOTrainer, with models built here ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [False, True], ids=["basic", "peft"])
 @pytest.mark.parametrize("pad_is_known", [False, True], ids=["pad_added", "pad_known"])
 def test_trl_112s_own_tests(tmp_path, peft, pad_is_known):
@@ -302,6 +303,7 @@ def test_trl_112s_own_tests(tmp_path, peft, pad_is_known):
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved" / "critic")
 
 
+@pytest.mark.slow
 def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
     """Weights, scores and logs are those of a run that pads by a token of the vocabulary: pads are masked."""
     ends = []

@@ -154,6 +154,7 @@ def test_a_reference_with_another_vocabulary_raises(tmp_path):
 # ---- LoRA ----
 
 
+@pytest.mark.slow
 def test_lora_policy_is_referred_to_its_base(tmp_path):
     """`peft_config`: KL 0 at rollout 0, the base stays bit-identical, and the adapter that is saved loads on it."""
     base = tiny_llama()
@@ -178,6 +179,7 @@ def test_lora_policy_is_referred_to_its_base(tmp_path):
     torch.testing.assert_close({n: p for n, p in weights(loaded).items() if "lora" in n}, adapter, **EQUAL)
 
 
+@pytest.mark.slow
 def test_lora_on_a_path_saves_an_adapter_that_finds_its_base(tmp_path):
     """The path is in the saved config, and not in the user's, which PEFT would write it into."""
     path = saved(tmp_path, tiny_llama())
@@ -195,6 +197,7 @@ def test_lora_on_a_path_saves_an_adapter_that_finds_its_base(tmp_path):
     torch.testing.assert_close(again, trained, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_lora_policy_of_the_users_own_is_referred_to_its_adapter(tmp_path):
     """A PeftModel whose adapter is trained already: the reference is that adapter, not the base, and stays."""
     policy = get_peft_model(tiny_llama(), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA))

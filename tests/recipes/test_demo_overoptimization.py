@@ -62,6 +62,7 @@ def trained(monkeypatch, tmp_path):
     return asked
 
 
+@pytest.mark.slow
 def test_the_grid_is_every_combination_and_each_run_has_its_folder(trained, tmp_path):
     main(["--kl_coefs", "0", "0.1", "--seeds", "3", "--planted_shares", "0", "0.2", "--output_dir", str(tmp_path)])
     assert trained == [(share, 0.1, 3, "--kl_coef", coef) for share in (0.0, 0.2) for coef in ("0.0", "0.1")]

@@ -142,6 +142,7 @@ def test_the_lora_run_is_the_guarded_one_with_adapters_and_rates_of_its_own():
     }
 
 
+@pytest.mark.slow
 def test_the_lora_stage_trains_adapters_on_the_frozen_sft_model(tmp_path, monkeypatch):
     """With the untrained model and a reward model with random weights in place of the stages before it."""
     args = DemoArguments(output_dir=str(tmp_path), short=True)

@@ -44,6 +44,7 @@ def weights(folder):
     return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
 
 
+@pytest.mark.slow
 def test_it_trains_reports_and_goes_on_where_it_stopped(inputs, tmp_path, capsys):
     saving = ["--save_strategy", "steps", "--save_steps", "2", *DRIFT]
     main(arguments(inputs, tmp_path / "whole", *saving))
@@ -65,6 +66,7 @@ def test_it_trains_reports_and_goes_on_where_it_stopped(inputs, tmp_path, capsys
     assert_close(weights(tmp_path / "part"), weights(tmp_path / "whole"), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_reference_model_and_held_out_size(inputs, tmp_path):
     tokenizer = make_tokenizer()
     make_model(tokenizer, 1).save_pretrained(tmp_path / "reference")
@@ -77,6 +79,7 @@ def test_reference_model_and_held_out_size(inputs, tmp_path):
     assert not (tmp_path / "none" / "eval_results.json").exists()
 
 
+@pytest.mark.slow
 def test_lora(inputs, tmp_path):
     main(arguments(inputs, tmp_path, "--use_peft", "--lora_target_modules", "q_proj", "v_proj"))
     assert (tmp_path / "adapter_model.safetensors").is_file()

@@ -82,6 +82,7 @@ def test_the_critic_becomes_a_sequence_classifier_that_takes_batches(run, tmp_pa
     torch.testing.assert_close(merged(**batch()).logits[:, 0], expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_4_bit_base_is_merged_into_the_unquantised_one(tmp_path):
     base = save_base(tiny_llama(hidden_size=64, intermediate_size=64), tmp_path / "base")
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")

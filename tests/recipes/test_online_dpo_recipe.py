@@ -127,7 +127,7 @@ def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
 
 
 def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
-    for more, message in [
+    cases = [
         (["--num_samples", "1"], "`num_samples` must be 2 or more, got 1"),
         (["--reward_weights", "1"], "`reward_weights` must be one for each of 2 rewards, got [1.0]"),
         (["--temperature", "0"], "`temperature` must be > 0, got 0.0"),
@@ -139,10 +139,11 @@ def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
         (["--model_name_or_path", "./absent"], "absent"),
         (["--reward_model_name_or_path", "./absent", "--reward_weights", "1", "1", "1"], "absent"),
         (["--reward_funcs", "recipes.demo.world.gold", "no.such"], "'no.such' cannot be imported"),
-    ]:
+    ]
+    for number, (more, message) in enumerate(cases):
         with subtests.test(more=more):
             with pytest.raises(SystemExit, match="2"):
-                main(arguments(inputs, tmp_path, *(flag.format(inputs=inputs) for flag in more)))
+                main(arguments(inputs, tmp_path / str(number), *(flag.format(inputs=inputs) for flag in more)))
             assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 

@@ -13,6 +13,7 @@ from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext.checkpoints import MARKER
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SHORT = ["--warmup_steps", "0", "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2"]
 STEPS = ("--max_steps", "4")

@@ -79,6 +79,7 @@ def test_report_is_what_the_saved_model_does(inputs, trained):
     assert (trained / "margins.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_centring_and_report_hold_where_eos_is_the_pad_token(inputs, tmp_path):
     """As Llama's, which has no other, and Qwen's: the classifier then scores the token before EOS."""
     tokenizer = AutoTokenizer.from_pretrained(inputs / "model")

@@ -44,6 +44,7 @@ def nll(folder, rows):
     return total / count
 
 
+@pytest.mark.slow
 def test_it_learns_the_completions(inputs, tmp_path):
     short = ["--max_steps", "8", "--warmup_steps", "0", "--num_train_epochs", "4", "--eval_strategy", "epoch"]
     main(arguments(inputs, tmp_path / "whole", *short))

@@ -32,6 +32,7 @@ def test_every_shipped_file_names_rewards_that_need_no_folder_on_the_path(subtes
                 assert callable(load_reward(name))
 
 
+@pytest.mark.slow
 def test_a_module_of_the_working_directory_is_found_without_its_folder_on_the_path(tmp_path):
     """As in `accelerate launch recipes/ppo.py`: Python looks in the script's folder, and not where it was started."""
     (tmp_path / "mine").mkdir()

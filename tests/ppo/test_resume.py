@@ -223,8 +223,8 @@ def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tm
         ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
         ({"seed": 7}, "seed: 42 → 7"),
         ({"rows": 24}, "train_rows: 16 → 24"),
-        ({"model": tiny_llama(seed=9)}, "policy: 'sha256:"),
-        ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'sha256:"),
+        ({"model": tiny_llama(seed=9)}, "policy: 'xxh3:"),
+        ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'xxh3:"),
     ],
 )
 @pytest.mark.parametrize("by_path", [False, True])

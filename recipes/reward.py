@@ -167,7 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
     output_dir = Path(training_args.output_dir)
     if peft_config is not None:  # so that a LoRA policy on the same base can score with the adapter alone
         output_dir.mkdir(parents=True, exist_ok=True)
-        save_base_fingerprint(trainer.model, output_dir)  # before FSDP2 shards it
+        # Before FSDP2 shards it
+        save_base_fingerprint(trainer.model, output_dir, model_args.model_name_or_path, model_args.model_revision)
 
     # 4. Train
     with parser.one_line_errors(CannotResume):

@@ -77,8 +77,8 @@ def test_other_rows_weights_and_sources_are_refused_by_name(tmp_path):
     make_trainer(tmp_path, None, dict(reference), **SAVING, max_steps=3, **NORMALIZED).train()
     others = [
         (None, {"train_dataset": pairs(15)}, "train_rows: 16 → 15"),
-        (tiny_llama(seed=1), {}, "policy: 'sha256:.* → 'sha256:"),
-        (None, {"ref_model": tiny_llama(seed=6)}, "reference: 'sha256:.* → 'sha256:"),
+        (tiny_llama(seed=1), {}, "policy: 'xxh3:.* → 'xxh3:"),
+        (None, {"ref_model": tiny_llama(seed=6)}, "reference: 'xxh3:.* → 'xxh3:"),
         (None, {"train_dataset": pairs().map(lambda row: {"source": "other"})}, r"sources: .* → \['other'\]"),
     ]
     for model, given, message in others:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import (
     AutoPeftModelForSequenceClassification,
@@ -40,6 +41,9 @@ from tests.ppo.worker import (
 )
 from tests.tiny import WORDS, prompts, tiny_llama, tiny_tokenizer
 from trl_ext import save_base_fingerprint
+from trl_ext.models.adapters import base_fingerprint
+from trl_ext.models.loading import Loader
+from trl_ext.ppo.roles import why_separate
 
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 IDS = torch.tensor([[6, 7, 8, 9, 10], [11, 6, 6, 20, 2]])
@@ -208,6 +212,29 @@ def test_an_adapter_trained_on_another_quantisation_is_not_shared(base, tmp_path
     assert f"{reward} gets a base of its own: {reason}." in capsys.readouterr().out
     with pytest.raises(ValueError, match=reason):
         lora_trainer(tmp_path, model=base, reward=reward, share_reward_base="always")
+
+
+def test_a_base_of_the_hub_is_known_by_name_and_commit(base, tmp_path, monkeypatch):
+    """No weight is read where both name the same; another commit is another base unless its weights are the same."""
+    names = {"org/base": "org/base@1", "org/newer": "org/base@2"}
+    for module in ("trl_ext.models.adapters", "trl_ext.ppo.roles"):
+        monkeypatch.setattr(f"{module}.hub_identity", lambda path, revision=None: names.get(path))
+    reward = str(saved_reward(tmp_path / "reward", base))
+    save_base_fingerprint(AutoModelForCausalLM.from_pretrained(base), reward, "org/base")
+    hashed = []
+    monkeypatch.setattr(
+        "trl_ext.ppo.roles.base_fingerprint", lambda model: hashed.append(1) or base_fingerprint(model)
+    )
+
+    def why(path, change=0.0):
+        policy = AutoModelForCausalLM.from_pretrained(base)
+        policy.model.norm.weight.data += change
+        policy = get_peft_model(policy, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+        return why_separate(Loader(policy, path, {}, False, Accelerator(cpu=True)), reward, "auto")
+
+    assert why("org/base") is None and not hashed
+    assert why("org/newer") is None and hashed == [1]
+    assert "other base weights" in why("org/newer", change=1.0)
 
 
 def test_a_policy_without_an_adapter_has_no_base_to_share(base, tmp_path):

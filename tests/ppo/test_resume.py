@@ -227,8 +227,8 @@ def test_another_configuration_is_refused_by_name(subtests, completed):
             ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
             ({"seed": 7}, "seed: 42 → 7"),
             ({"rows": 24}, "train_rows: 16 → 24"),
-            ({"model": tiny_llama(seed=9)}, "policy: 'sha256:"),
-            ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'sha256:"),
+            ({"model": tiny_llama(seed=9)}, "policy: 'xxh3:"),
+            ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'xxh3:"),
         ]:
             with subtests.test(message=message, by_path=by_path):
                 folder, _ = completed

@@ -1,7 +1,6 @@
 """The adapters of a run: which ones can be right, and how they are added, saved and loaded."""
 
 import copy
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, find_adapter_config_file, is_deepspeed_zero3_enabled
 from .adapter_switch import CRITIC, POLICY, REFERENCE
-from .identity import values_of, weights_hash
+from .identity import hash_of, hub_identity, weights_hash
 from .weights import base_model_of
 
 FINGERPRINT = "trl_ext_base.json"
@@ -175,10 +174,8 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
         for name, config in policy.peft_config.items()
     }
     if REFERENCE in policy.peft_config:
-        digest = hashlib.sha256()
-        for _, tensor in sorted(get_peft_model_state_dict(policy, adapter_name=REFERENCE).items()):
-            digest.update(values_of(tensor))
-        facts["reference adapter's weights"] = digest.hexdigest()[:16]
+        reference = get_peft_model_state_dict(policy, adapter_name=REFERENCE)
+        facts["reference adapter's weights"] = f"xxh3:{hash_of(reference)}"
     return facts
 
 
@@ -238,39 +235,64 @@ def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
 # ---- One base for a reward model that was trained as an adapter ----
 
 
-def base_fingerprint(model: Any) -> dict[str, str]:
-    """What tells one base from another: a hash of the backbone's weights, and the quantisation in words."""
+def quantization_of(model: Any) -> str:
+    """Return in words how a model's base is quantised."""
     base = base_model_of(model)
     quantization = getattr(base.config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else getattr(quantization, "to_dict", dict)()
     kind = settings.get("quant_method", "none")
     kind = f"{getattr(kind, 'value', kind)} {settings.get('bnb_4bit_quant_type', '')}".strip()
-    return {"sha256": weights_hash(base.base_model), "quantization": kind}
+    return kind
 
 
-def save_base_fingerprint(model: Any, output_dir: str | Path) -> None:
+def base_fingerprint(model: Any) -> dict[str, str]:
+    """Return what tells one base from another: a hash of the backbone's weights, and the quantisation."""
+    return {"weights": weights_hash(base_model_of(model).base_model), "quantization": quantization_of(model)}
+
+
+def save_base_fingerprint(
+    model: Any, output_dir: str | Path, path: str | None = None, revision: str | None = None
+) -> None:
     """
     Write beside a LoRA adapter which base it was trained on, so that `PPOTrainer` can tell whether its own policy has
     that base (`share_reward_base`). Call it on every process.
+
+    `path` and `revision` are what the base was loaded from: of two bases of the hub, names and commits are compared.
     """
-    fingerprint = base_fingerprint(model)
+    fingerprint = {"base": hub_identity(path, revision), **base_fingerprint(model)}
     if int(os.environ.get("RANK", "0")) == 0:
         (Path(output_dir) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=2))
 
 
+def names_base(folder: str, policy: Any, hub_base: str | None) -> bool:
+    """Whether the record of an adapter names the policy's base, a model of the hub, and its quantisation."""
+    record = Path(folder) / FINGERPRINT
+    theirs = json.loads(record.read_text()) if hub_base and record.is_file() else {}
+    named = (theirs.get("base"), theirs.get("quantization"))
+    return hub_base is not None and named == (hub_base, quantization_of(policy))
+
+
 def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantization: bool) -> str | None:
-    """Why the adapter in `path` cannot be right on `policy`'s base, whose fingerprint is `own`; None if it can."""
+    """
+    Say why the adapter in `path` cannot be right on `policy`'s base; None if it can.
+
+    `own` is the policy's fingerprint, or empty if the adapter names the policy's base.
+    """
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)
     except ValueError as error:
         return str(error)
+    if not own:
+        return None
     record = Path(path) / FINGERPRINT
     if record.is_file():
         theirs = json.loads(record.read_text())
         if theirs["quantization"] != own["quantization"]:
             return f"its base's quantisation was {theirs['quantization']}, the policy's is {own['quantization']}"
-        return None if theirs["sha256"] == own["sha256"] else "it was trained on other base weights than the policy's"
+        return (
+            None if theirs["weights"] == own["weights"] else "it was trained on other base weights than the policy's"
+        )
     if own["quantization"] != "none":
         return None if assume_quantization else f"the policy is quantised, and no {FINGERPRINT} says how its base was"
     if is_deepspeed_zero3_enabled():
@@ -278,7 +300,7 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
     if not config.base_model_name_or_path:
         return f"it names no base, and has no {FINGERPRINT} (`save_base_fingerprint`)"
     base = AutoModel.from_pretrained(config.base_model_name_or_path, revision=config.revision, dtype=policy.dtype)
-    same = base_fingerprint(base)["sha256"] == own["sha256"]
+    same = base_fingerprint(base)["weights"] == own["weights"]
     return None if same else f"its base {config.base_model_name_or_path} has other weights than the policy's"
 
 

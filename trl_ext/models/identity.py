@@ -1,11 +1,12 @@
 """Which weights these are: one answer for resuming, and for adapters that want the base they were trained on."""
 
-import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -23,9 +24,9 @@ def weights_identity(model: Any, path: str | None = None, revision: str | None =
         revision: of that, on the hub.
 
     Returns:
-        `name@commit` for a model of the hub, `sha256:…` of its weights for a folder or an object.
+        `name@commit` for a model of the hub, `xxh3:…` of its weights for a folder or an object.
     """
-    return hub_identity(path, revision) or f"sha256:{weights_hash(base_model_of(model))}"
+    return hub_identity(path, revision) or f"xxh3:{weights_hash(base_model_of(model))}"
 
 
 def hub_identity(path: str | None, revision: str | None = None) -> str | None:
@@ -38,26 +39,42 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
 
 def weights_hash(module: Any) -> str:
     """
-    SHA-256 of a module's weights without adapters, as they are after quantisation, and in float32, so that a model
-    that is loaded in a wider dtype has the same. Under ZeRO-3 every process must call it.
+    Hash a module's weights without adapters, as they are after quantisation.
+
+    They are read in float32, so a model that is loaded in a wider dtype has the same hash. It tells weights apart and
+    guards against no one. Under ZeRO-3 every process must call it.
     """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
-        if "lora_" in name or ".modules_to_save." in name or not isinstance(tensor, Tensor):
-            continue
-        with whole(tensor):
-            digest.update(f"{name.replace('.base_layer', '').replace('.original_module', '')} {tensor.shape}".encode())
-            digest.update(values_of(tensor))
+    return hash_of(
+        {
+            name.replace(".base_layer", "").replace(".original_module", ""): tensor
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if "lora_" not in name and ".modules_to_save." not in name
+        }
+    )
+
+
+def hash_of(tensors: dict[str, Any]) -> str:
+    """Hash tensors by name, shape and value."""
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(tensors.items()):
+        if isinstance(tensor, Tensor):
+            with whole(tensor):
+                digest.update(f"{name} {tensor.shape}".encode())
+                for piece in values_of(tensor):
+                    digest.update(piece)
     return digest.hexdigest()
 
 
-def values_of(tensor: Tensor) -> Any:
+def values_of(tensor: Tensor) -> Iterator[Any]:
     """
-    The bytes of a tensor, of floating-point ones in float32, in which every half-precision number is exact; none of
-    one that is not here: FSDP may load the weights on the first process only. Of a sharded one, all must ask.
+    Yield the bytes of a tensor in pieces, of floating-point ones in float32, in which half precision is exact.
+
+    One that is not here has none: FSDP may load the weights on the first process only. Of a sharded one, all
+    processes must ask.
     """
     if tensor.is_meta:
-        return b""
+        return
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    values = tensor.detach().float() if tensor.is_floating_point() else tensor.detach()
-    return values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    for piece in tensor.detach().reshape(-1).split(2**20):  # a copy of all in float32 would take twice the memory
+        values = piece.float() if piece.is_floating_point() else piece
+        yield values.cpu().contiguous().view(torch.uint8).numpy().data

@@ -23,10 +23,12 @@ from ..models.adapters import (
     is_adapter,
     load_head,
     load_separately,
+    names_base,
     prepare_peft_model,
     why_not_shared,
 )
 from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
+from ..models.identity import hub_identity
 from ..models.loading import Loader
 from ..models.sampler import SamplerRecorder
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, vocabulary_of
@@ -256,11 +258,18 @@ def why_separate(loader: Loader, path: str, share: Share) -> str | None:
         return "the policy trains all of its weights"
     if share == "never":
         return "`share_reward_base='never'`"
-    own = base_fingerprint(loader.policy)  # on all processes: ZeRO-3 gathers
+    own = fingerprint_beside(loader, path)
     reason: list[str | None] = [None]
     if loader.accelerator.is_main_process:
         reason = [why_not_shared(loader.policy, path, own, assume_quantization=share == "always")]
     return broadcast_object_list(reason)[0] if loader.accelerator.num_processes > 1 else reason[0]
+
+
+def fingerprint_beside(loader: Loader, adapter: str) -> dict[str, str]:
+    """Return the fingerprint of the policy's base; nothing if an adapter names it, so that no weight need be read."""
+    base = hub_identity(loader.path, loader.init_kwargs.get("revision"))
+    # On all processes: ZeRO-3 gathers
+    return {} if names_base(adapter, loader.policy, base) else base_fingerprint(loader.policy)
 
 
 # ---- Critic ----
@@ -294,7 +303,7 @@ def make_actor_critic(
     if is_separate:
         critic, origin = make_critic(loader, rewards, value_model)
     else:
-        head, origin = add_critic_adapter(policy, rewards, heads, value_model, critic_config)
+        head, origin = add_critic_adapter(loader, rewards, heads, value_model, critic_config)
     adapters = AdapterSwitch(policy)  # now that all are there
     on_base = partial(AdapterClassifier, policy, adapters)
     actor_critic = ActorCritic(
@@ -311,12 +320,12 @@ def make_actor_critic(
 
 
 def add_critic_adapter(
-    policy: Any, rewards: Rewards, heads: dict[int, nn.Linear], value_model: str | None, config: LoraConfig | None
+    loader: Loader, rewards: Rewards, heads: dict[int, nn.Linear], value_model: str | None, config: LoraConfig | None
 ) -> tuple[nn.Linear | None, str]:
     """Add the critic's adapter to the policy; return its head (None: it is to be zero) and where both come from."""
-    head = None
+    policy, head = loader.policy, None
     if value_model is not None:
-        reason = why_not_shared(policy, value_model, base_fingerprint(policy), assume_quantization=True)
+        reason = why_not_shared(policy, value_model, fingerprint_beside(loader, value_model), assume_quantization=True)
         if reason:
             raise ValueError(f"`value_model` {value_model} cannot be an adapter on the policy's base: {reason}.")
         config = PeftConfig.from_pretrained(value_model)

@@ -346,9 +346,8 @@ def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
     answers[1, [not u for u in unscored]] = answers[0, [not u for u in unscored]]
     ends = []
     for ids in answers.tolist():
-        trainer = make(
-            tmp_path, judge, dataset, reward_normalization="running", kl_controller="adaptive", kl_target=0.1
-        )
+        config = {"reward_normalization": "running", "whiten_rewards": True}
+        trainer = make(tmp_path, judge, dataset, **config, kl_controller="adaptive", kl_target=0.1)
         decode = trainer.processing_class.batch_decode
         trainer._generate_single_turn = lambda prompt_ids, *_, ids=ids, decode=decode: [
             ids[by_prompt[prompt]] for prompt in decode(prompt_ids)

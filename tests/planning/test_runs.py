@@ -64,6 +64,7 @@ def test_a_quantised_base_and_its_adapter():
     assert model.weights == quantized_bytes(linear, 4, True) + 2 * (PARAMS - linear) + 2 * adapter
 
 
+@pytest.mark.slow
 def test_ppo_has_four_models_or_one_base_with_adapters():
     full = plan(Job("ppo", ppo(), CONFIG, rewards=(CONFIG,), prompt_length=8))
     head = 16 + PARAMS - len_of_lm_head()

@@ -58,6 +58,7 @@ def test_without_data_as_with_data(checkpointing, autocast):
     assert training_peak(mode, model, lambda: loss(model), autocast) == pytest.approx(counted.peak, rel=0.02)
 
 
+@pytest.mark.slow
 def test_checkpointing_takes_less_and_no_gradient_least():
     model, mode = fake(lambda: tiny_llama(num_hidden_layers=8).train())
     loss = lambda: model(**tokens(8, 64)).logits.mean()  # noqa: E731

@@ -232,6 +232,7 @@ def test_pad_tokens(tmp_path, pad):
 # ---- The output folder ----
 
 
+@pytest.mark.slow
 def test_the_output_folder_of_another_configuration(tmp_path):
     config = {"save_strategy": "steps", "save_steps": 2}
     make(tmp_path, config=config).train()

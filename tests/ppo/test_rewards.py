@@ -127,9 +127,8 @@ def questions(chat):
     return Dataset.from_dict({"prompt": [messages("user", q) for q in QUESTIONS] * 2 if chat else QUESTIONS * 2})
 
 
-@pytest.mark.parametrize(
-    "other", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["same_tokenizer", "other_tokenizer"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("other", [False, True], ids=["same_tokenizer", "other_tokenizer"])
 def test_score_is_that_of_reward_trainer_on_the_same_text(subtests, tmp_path, other):
     tokenizers = [{"bos": False, "pad": True}, {"bos": True, "pad": True}, {"bos": False, "pad": False}]
     chats = {"text": None, "chat": CHAT_TEMPLATE, "chat with a tail": TEMPLATE_WITH_TAIL}
@@ -306,6 +305,7 @@ def right_once(wrong, kind):
     return judge if kind == "sync" else async_judge
 
 
+@pytest.mark.slow
 def test_a_mistake_is_raised_with_function_row_and_step(subtests, tmp_path):
     """In the second rollout, at step 1, next to a function that makes none."""
     for mistake, kind in [*((m, "sync") for m in MISTAKES), ("raises", "async"), ("NaN", "async"), ("None", "async")]:

@@ -44,6 +44,7 @@ def run(folder, stage, capsys, *more):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_prints_roles_phases_schedule_and_disk(folder, capsys):
     text = run(folder, "ppo", capsys, "--prompt_length", "8", "--gpu_memory", "1")
     for expected in (
@@ -62,6 +63,7 @@ def test_it_prints_roles_phases_schedule_and_disk(folder, capsys):
     assert "DOES NOT FIT in 0.0001 GiB" in run(folder, "ppo", capsys, "--gpu_memory", "0.0001")
 
 
+@pytest.mark.slow
 def test_what_only_several_processes_divide_is_planned_for_them(folder, capsys):
     """Two responses a prompt, one response a process."""
     flags = ["--num_generations", "2", "--per_device_train_batch_size", "1", "--num_mini_batches", "1"]

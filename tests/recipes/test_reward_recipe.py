@@ -62,12 +62,14 @@ def rows_of(folder, split="train"):
     return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_demonstrations_score_zero_on_average_as_a_plain_classifier(inputs, trained):
     scores = score(trained, [row["prompt"] + row["completion"] for row in rows_of(inputs / "sft")])
     assert_close(scores.mean(), torch.zeros(()), atol=1e-5, rtol=0)
     assert scores.std() > 0.05
 
 
+@pytest.mark.slow
 def test_report_is_what_the_saved_model_does(inputs, trained):
     report = json.loads((trained / "reward_report.json").read_text())
     rows = rows_of(inputs / "preferences", "test")
@@ -118,6 +120,7 @@ def head_of(trainer):
     return trainer.model.score.weight.detach().clone()
 
 
+@pytest.mark.slow
 def test_a_head_that_was_trained_already_is_kept(inputs, trained, tmp_path, monkeypatch):
     heads = []
     monkeypatch.setattr(
@@ -210,6 +213,7 @@ def test_demonstrations_without_text_are_named(inputs, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_trained_model_is_one_that_ppo_can_load(trained):
     model = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
     assert model.config.num_labels == 1 and model.score.bias is None

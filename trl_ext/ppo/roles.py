@@ -85,8 +85,8 @@ def check_tokenizer(policy: Any, tokenizer: Any) -> None:
     unknown = [token for token, i in ids.items() if i >= vocabulary and i != tokenizer.pad_token_id]
     if unknown:
         raise ValueError(
-            f"The tokenizer has token ids up to {max(ids.values())}, the policy's vocabulary only {vocabulary}: pass the "
-            "policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the tokens you "
+            f"The tokenizer has token ids up to {max(ids.values())}, the policy's vocabulary only {vocabulary}: pass "
+            "the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the tokens you "
             f"added ({', '.join(unknown[:3])}, …)."
         )
 

@@ -400,8 +400,8 @@ class PPOConfig(RLOOConfig):
         if self.kl_controller != "fixed":
             if self.kl_coef == 0:
                 raise ValueError(
-                    f"`kl_controller={self.kl_controller!r}` multiplies `kl_coef`, so it can never leave `kl_coef=0`: start from a "
-                    "positive value such as 0.05."
+                    f"`kl_controller={self.kl_controller!r}` multiplies `kl_coef`, so it can never leave "
+                    "`kl_coef=0`: start from a positive value such as 0.05."
                 )
             if not self.kl_coef_min <= self.kl_coef <= (math.inf if self.kl_coef_max is None else self.kl_coef_max):
                 raise ValueError(

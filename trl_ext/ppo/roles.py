@@ -86,8 +86,8 @@ def check_tokenizer(policy: Any, tokenizer: Any) -> None:
     if unknown:
         raise ValueError(
             f"The tokenizer has token ids up to {max(ids.values())}, the policy's vocabulary only {vocabulary}: pass "
-            "the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the tokens you "
-            f"added ({', '.join(unknown[:3])}, …)."
+            "the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the "
+            f"tokens you added ({', '.join(unknown[:3])}, …)."
         )
 
 

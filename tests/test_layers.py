@@ -49,6 +49,31 @@ def test_layers_that_work_in_anybodys_script_import_no_trainer(layer):
             assert not trainer, f"{path.relative_to(ROOT)} imports {name}: take `trainer=` as an argument instead."
 
 
+# As docs/architecture.md lists them, from the top; what stands in one line is on one floor
+FLOORS = [
+    ["recipes.demo"],
+    ["recipes"],
+    ["trl_ext.commands"],
+    ["trl_ext.planning"],
+    ["trl_ext.ppo", "trl_ext.dpo"],
+    ["trl_ext.callbacks", "trl_ext.rewards", "trl_ext.data", "trl_ext.evaluation"],
+    ["trl_ext.models"],
+    ["trl_ext.functional"],
+]
+
+
+def test_imports_go_down_the_floors():
+    def floor(name):
+        return next((i for i, rooms in enumerate(FLOORS) if inside(name, *rooms)), None)
+
+    for path in [*sources("trl_ext"), *sources("recipes")]:
+        here = floor(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for name in imports(path):
+            there = floor(name)
+            goes_up = None not in (here, there) and there < here
+            assert not goes_up, f"{path.relative_to(ROOT)} imports {name}: arrows go down docs/architecture.md's list."
+
+
 @pytest.mark.parametrize("trainer, other", [("ppo", "dpo"), ("dpo", "ppo")])
 def test_trainers_never_import_each_other(trainer, other):
     for path in sources(f"trl_ext/{trainer}"):

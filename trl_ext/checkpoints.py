@@ -134,7 +134,7 @@ class ResumableRun:
 
     def __init__(self, *args: Any, run_facts: dict[str, Any] | None = None, **kwargs: Any):
         self._given_facts = run_facts or {}
-        self._identity: dict[str, Any] = {}  # of this run, taken when training starts
+        self._settings: dict[str, Any] = {}  # of this run, taken when training starts
         super().__init__(*args, **kwargs)
 
     # ---- What a trainer adds ----
@@ -161,7 +161,7 @@ class ResumableRun:
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         facts = [self._run_facts()]
         broadcast_object_list(facts)  # FSDP may load weights on the first process alone
-        self._identity = fingerprint(self.args, **facts[0])
+        self._settings = fingerprint(self.args, **facts[0])
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if checkpoint is None:
             return super().train(**kwargs)  # type: ignore[misc]
@@ -188,6 +188,8 @@ class ResumableRun:
         checkpoint = newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
         if checkpoint is None:
             raise CannotResume(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
+        if not os.path.isdir(checkpoint):
+            raise CannotResume(f"{checkpoint} is no folder, so there is nothing to resume from: check the path.")
         marker = read_marker(checkpoint)
         if marker is None:
             raise CannotResume(
@@ -206,7 +208,7 @@ class ResumableRun:
         return checkpoint
 
     def _differences(self, checkpoint: str) -> list[str]:
-        return differences((read_marker(checkpoint) or {}).get("configuration", {}), self._identity)
+        return differences((read_marker(checkpoint) or {}).get("configuration", {}), self._settings)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
@@ -221,7 +223,7 @@ class ResumableRun:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             if not self.args.save_only_model:  # there is nothing to resume from
-                write_marker(checkpoint, self._identity, self.accelerator.num_processes)
+                write_marker(checkpoint, self._settings, self.accelerator.num_processes)
             rotate_checkpoints(
                 output_dir=run_dir,
                 save_total_limit=self.args.save_total_limit,

@@ -106,7 +106,8 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         _buffered_inputs _dist _globalstep_last_logged _logs _metrics _name _paper _pending_extra_logs _pending_metrics
         _signature_columns _step _tag_names _tokenizer _total_loss_scalar _tr_loss
         accelerator args aux_loss_enabled beta callback_handler chat_template_kwargs control eos_token_ids epsilon_high
-        epsilon_low eval_dataset generation_config is_deepspeed_enabled is_fsdp_enabled loss_is_scaled_for_ga
+        epsilon_low eval_dataset generation_config generation_kwargs is_deepspeed_enabled is_fsdp_enabled
+        loss_is_scaled_for_ga
         max_completion_length model model_wrapped num_generations num_generations_eval num_iterations optimizer
         place_model_on_device processing_class ref_model reward_clip_range reward_func_names reward_funcs
         reward_processing_classes reward_weights router_aux_loss_coef state temperature train_dataset use_vllm

@@ -29,8 +29,6 @@ from tests.ppo.worker import (
 from tests.tiny import tiny_llama
 from trl_ext.models.adapters import base_fingerprint
 
-pytestmark = pytest.mark.slow
-
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 IDS = torch.tensor([[6, 7, 8, 9, 10], [11, 6, 6, 20, 2]])
 
@@ -48,8 +46,10 @@ def trainable(trainer):
     return {part: states == {True} for part, states in found.items() if True in states}
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "checkpointing", ["off", *(pytest.param(c, marks=pytest.mark.slow) for c in CHECKPOINTING if c != "off")]
+)
 def test_gradients_are_those_of_separate_models(name, checkpointing, tmp_path):
     assert_gradients_of_separate_models(name, gradients(tmp_path, name, checkpointing))
 
@@ -65,6 +65,7 @@ def reference_logits(trainer):
         return trainer.model.policy(input_ids=IDS).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_users", [False, True], ids=["peft_config", "PeftModel"])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_the_reference_is_never_trained(name, is_users, tmp_path):
@@ -149,6 +150,7 @@ def undisturbed(tmp_path_factory):
     return end_state(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "event"),
     [
@@ -173,6 +175,7 @@ def test_nothing_that_peft_is_told_stops_the_training(what, event, undisturbed, 
     torch.testing.assert_close(end_state(trainer), undisturbed, **EXACT)
 
 
+@pytest.mark.slow
 def test_layers_that_are_switched_off_for_good_are_refused(tmp_path):
     trainer = lora_trainer(tmp_path)
     trainer.model.policy.base_model.disable_adapter_layers()
@@ -187,6 +190,7 @@ def parts(trainer, part):
     return [(n, p) for n, p in trainer.model.named_parameters() if PARTS[part] in n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", list(PARTS)[:2])
 def test_a_rate_that_bfloat16_rounds_away_stops_the_run(part, tmp_path):
     trainer = lora_trainer(tmp_path, learning_rate=1e-4, optim="sgd")
@@ -209,6 +213,7 @@ class Replace(TrainerCallback):
             setattr(model.get_submodule(module), last, torch.nn.Parameter(parameter.data.clone()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_an_optimizer_that_steps_on_other_tensors_stops_the_run(part, tmp_path):
     trainer = lora_trainer(tmp_path)
@@ -220,6 +225,7 @@ def test_an_optimizer_that_steps_on_other_tensors_stops_the_run(part, tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_change_yet_do_not_stop_the_run(tmp_path):
     """
     In step 1 the rate is 0 (warm-up), and until step 4 the policy's gradient is none (critic warm-up); with a head of
@@ -246,6 +252,7 @@ def test_weights_that_cannot_change_yet_do_not_stop_the_run(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_the_critic_is_refused(tmp_path):
     policy = get_peft_model(tiny_llama(), lora_configs()[0])
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad])
@@ -292,6 +299,7 @@ def vllm(monkeypatch):
     monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDERS)
 def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, tmp_path):
     """In training, with a critic's and the reference's adapter beside it; and the base keeps its bits."""
@@ -311,6 +319,7 @@ def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, 
     torch.testing.assert_close({n: after[n] for n in kept}, kept, **EXACT)
 
 
+@pytest.mark.slow
 def test_vllm_cannot_be_sent_a_quantised_base(vllm, tmp_path):
     tiny_llama(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
     quantization = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}

@@ -290,3 +290,55 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
     ):
         trainer.train()
     assert (tmp_path / "last-good" / "model.safetensors").is_file()
+
+
+# ---- What the types allow and nothing can use ----
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"ref_model": 3}, "`ref_model` must be a path or a model, got 3"),
+        ({"reward_funcs": 3}, "reward 0 must be a path, a model or a function, got 3"),
+        ({"train_dataset": prompts(8).add_column("prompt_ids", [0] * 8)}, "has a column `prompt_ids`.*rename it"),
+        (
+            {
+                "train_dataset": Dataset.from_dict({"prompt": ["the " * 62] * 8}),
+                "eval_dataset": {"train": prompts(4), "test": prompts(4)},
+            },
+            "8 of 8 prompts in the train dataset leave no room",
+        ),
+    ],
+    ids=["ref_model", "reward_funcs", "prompt_ids", "an eval dataset named train"],
+)
+def test_an_argument_that_nothing_can_use_is_named(tmp_path, wrong, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(tmp_path, **wrong)
+
+
+def test_a_rollout_that_failed_leaves_the_next_one_alone(tmp_path):
+    calls = []
+
+    def fails_once(completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 1:
+            raise ValueError("once")
+        return [1.0] * len(completions)
+
+    config = {"max_steps": 2, "allow_off_policy_sampling": True, "top_k": 5}
+    trainer = make(tmp_path, reward_funcs=fails_once, config=config)
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_damaged_snapshot_is_named(tmp_path):
+    config = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    make(tmp_path, config=config).train()
+    path = tmp_path / "checkpoint-2" / "ppo_state_0.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="ppo_state_0.pt cannot be read: it is damaged"):
+        make(tmp_path, config=config).train(str(path.parent))
+    with pytest.raises(ValueError, match="nowhere is no folder"):
+        make(tmp_path, config=config).train("nowhere")

@@ -217,3 +217,40 @@ def test_best_model_is_restored_policy_and_critic_together(tmp_path):
     torch.testing.assert_close(trainer.model.state_dict(), weights[2], rtol=0, atol=0)
     for role in ("policy", "critic"):  # and they had moved on
         assert any((weights[4][name] != weights[2][name]).any() for name in weights[2] if name.startswith(role))
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one dataset", "two datasets"])
+def test_the_greedy_pass_reads_its_own_rows_with_persistent_workers(tmp_path, several):
+    """TRL keeps one loader for all evaluations then."""
+
+    def words_in_the_prompt(prompts, completions, **kwargs):
+        return [float(len(prompt.split())) for prompt in prompts]
+
+    datasets = {"a": prompts(4, seed=5), "b": prompts(4, seed=6)} if several else prompts(4, seed=5)
+    scores = []
+    for persistent in (False, True):
+        trainer = make(
+            tmp_path / str(persistent),
+            words_in_the_prompt,
+            eval_dataset=datasets,
+            num_generations_eval=1 if several else 2,
+            dataloader_num_workers=1,
+            dataloader_persistent_workers=persistent,
+        )
+        scores.append({k: v for k, v in trainer.evaluate().items() if "greedy/objective/scores" in k})
+    assert scores[0] == scores[1] and len(scores[0]) == (4 if several else 2)
+
+
+def test_an_evaluation_that_raised_leaves_the_next_one_alone(tmp_path):
+    calls = []
+
+    def fails_once(prompts, completions, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("once")
+        return [100.0 if len(calls) < 2 else 1.0] * len(prompts)
+
+    trainer = make(tmp_path, fails_once)
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.evaluate()
+    assert trainer.evaluate()["eval_objective/scores"] == 1.0

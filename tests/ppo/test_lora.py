@@ -163,6 +163,25 @@ def test_scores_on_the_shared_base_are_those_of_the_reward_model_alone(
     torch.testing.assert_close(actual, torch.tensor(alone), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("share", ["always", "never"])
+def test_a_reward_adapter_whose_pad_token_is_out_of_the_vocabulary(share, base, tmp_path):
+    tokenizer = tiny_tokenizer(pad=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    reward = saved_reward(tmp_path / "reward", base, tokenizer)
+    trainer = lora_trainer(
+        tmp_path,
+        model=base,
+        reward=reward,
+        share_reward_base=share,
+        trainer_kwargs={"processing_class": tokenizer},
+        save_strategy="steps",
+        save_steps=2,
+        max_steps=2,
+    )
+    trainer.train()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")  # the adapter on its base
+
+
 @pytest.mark.slow
 def test_a_base_is_shared_if_it_is_the_one_the_adapter_was_trained_on(subtests, base, tmp_path):
     cases = itertools.product(["auto", "never", "always"], [False, True], [True, False])

@@ -168,6 +168,24 @@ def test_padding_of_input_ids_is_stripped(tmp_path, remove_unused_columns):
     torch.testing.assert_close(rollouts[1], rollouts[0], rtol=0, atol=0)
 
 
+def test_token_ids_of_a_dataset_in_torch_format_and_plain_text_for_the_reward(tmp_path):
+    tokenizer, seen = tiny_tokenizer(), []
+
+    def reward(prompts, completions, **kwargs):
+        seen.extend(type(prompt) for prompt in prompts)
+        return [1.0] * len(prompts)
+
+    dataset = tokenised(tokenizer, 8).map(lambda row: {"attention_mask": [1] * len(row["input_ids"])})
+    PPOTrainer(
+        model=tiny_gpt2(),
+        reward_funcs=reward,
+        args=tiny_config(tmp_path, max_steps=1),
+        train_dataset=dataset.with_format("torch"),
+        processing_class=tokenizer,
+    ).train()
+    assert set(seen) == {str}
+
+
 def test_a_row_of_padding_only_raises(tmp_path):
     rows = {"input_ids": [[6, 7]] * 7 + [[0, 0]], "attention_mask": [[1, 1]] * 7 + [[0, 0]]}
     with pytest.raises(ValueError, match="empty"):
@@ -330,7 +348,7 @@ def test_a_pad_token_out_of_the_vocabulary_changes_nothing(tmp_path):
 def test_a_token_out_of_the_vocabulary_that_is_no_pad_token_raises(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<tool>"])
-    with pytest.raises(ValueError, match="The tokenizer has 30 tokens, the policy's vocabulary only 29.*<tool>"):
+    with pytest.raises(ValueError, match="token ids up to 29, the policy's vocabulary only 29.*<tool>"):
         PPOTrainer(
             model=tiny_llama(),
             reward_funcs=length_reward,

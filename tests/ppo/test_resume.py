@@ -15,6 +15,8 @@ from tests.ppo import worker
 from tests.ppo.worker import (
     RESUMED,
     EachStep,
+    Stop,
+    StopAfter,
     end_state,
     make_trainer,
     optimizer_state,
@@ -358,3 +360,18 @@ def test_critic_warmup_leaves_the_policy_and_the_controller_alone(tmp_path):
     # The first rollout after the warm-up is the first that moves the coefficient; its KL is 0, so by −0.2 · 16 / 10
     assert coefficients[:5] == [0.05] * 5 and coefficients[5] == pytest.approx(0.05 * (1 - 0.2 * 16 / 10))
     assert "grad_norm/policy" not in trainer.state.log_history[3]
+
+
+def test_a_trainer_that_was_resumed_is_resumed_again_with_a_reference_that_moves(tmp_path):
+    config = RESUMED | {"sync_ref_model": True, "ref_model_sync_steps": 1, "save_strategy": "steps", "save_steps": 2}
+    first = make_trainer(tmp_path, **config)
+    first.add_callback(StopAfter(4))
+    with pytest.raises(Stop):
+        first.train()
+    resumed = make_trainer(tmp_path, **config)
+    stop = StopAfter(8)
+    resumed.add_callback(stop)
+    with pytest.raises(Stop):
+        resumed.train(True)
+    stop.step = 0
+    assert resumed.train(True).global_step == 14

@@ -19,6 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
+from ..models.adapters import quantization_of
 from ..models.identity import weights_identity
 from ..models.weights import unpatched_copy
 from ..temporarily import temporarily
@@ -320,7 +321,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         """Which weights the policy and a reference of its own had before the first step."""
         revision = (self.args.model_init_kwargs or {}).get("revision")
         policy = weights_identity(self.accelerator.unwrap_model(self.model), self._policy_path, revision)
-        facts = {"policy": policy}
+        facts = {"policy": policy, "quantization": quantization_of(self.accelerator.unwrap_model(self.model))}
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
         return facts

@@ -43,14 +43,13 @@ class ActorCritic(nn.Module):
         critic: PreTrainedModel | AdapterClassifier,
         adapters: AdapterSwitch | None = None,
         rewards: dict[str, AdapterClassifier] | None = None,
-        sampler_recorder: SamplerRecorder | None = None,
     ):
         super().__init__()
         self.policy = policy
         self.critic = critic
         self.rewards = nn.ModuleDict(rewards or {})
         self.adapters = adapters
-        self.sampler_recorder = sampler_recorder
+        self.sampler_recorder: SamplerRecorder | None = None  # while a rollout asks for one
 
     def __getattr__(self, name: str) -> Any:
         try:

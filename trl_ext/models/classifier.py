@@ -13,7 +13,7 @@ from .adapter_switch import AdapterSwitch
 from .weights import base_model_of, unpatched_copy, vocabulary_of, whole
 
 
-def classifier_on(base: Any, head: nn.Module | None = None, pad_token_id: int | None = None) -> PreTrainedModel:
+def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
     """
     Build a sequence classifier of one label around `base`'s own backbone (not a copy) and `head`.
 
@@ -21,8 +21,6 @@ def classifier_on(base: Any, head: nn.Module | None = None, pad_token_id: int | 
     """
     config = copy.deepcopy(base.config)
     config.num_labels = 1
-    if pad_token_id is not None:
-        config.get_text_config().pad_token_id = pad_token_id
     try:
         with torch.device("meta"), set_zero3_state():  # only the structure is needed, nothing for ZeRO-3 to partition
             classifier = AutoModelForSequenceClassification.from_config(config)
@@ -49,9 +47,9 @@ class AdapterClassifier(nn.Module):
 
     classifier: Any
 
-    def __init__(self, policy: Any, adapters: AdapterSwitch, name: str, head=None, pad_token_id: int | None = None):
+    def __init__(self, policy: Any, adapters: AdapterSwitch, name: str, head: nn.Module | None = None):
         super().__init__()
-        classifier = classifier_on(base_model_of(policy), head, pad_token_id)
+        classifier = classifier_on(base_model_of(policy), head)
         self.score = classifier.score
         self.config = classifier.config
         self.adapters = adapters

@@ -26,7 +26,7 @@ def weights_identity(model: Any, path: str | None = None, revision: str | None =
     Returns:
         `name@commit` for a model of the hub, `xxh3:…` of its weights for a folder or an object.
     """
-    return hub_identity(path, revision) or f"xxh3:{weights_hash(base_model_of(model))}"
+    return hub_identity(path, revision) or f"xxh3:{weights_hash(base_model_of(model))[:12]}"
 
 
 def hub_identity(path: str | None, revision: str | None = None) -> str | None:

@@ -397,11 +397,11 @@ class PPOConfig(RLOOConfig):
             )
         if self.stop_token and self.stop_token_id is not None:
             raise ValueError("`stop_token` and `stop_token_id` are two names of one setting: set one of them.")
-        if self.kl_controller == "adaptive":
+        if self.kl_controller != "fixed":
             if self.kl_coef == 0:
                 raise ValueError(
-                    "`kl_controller='adaptive'` multiplies `kl_coef`, so it can never leave `kl_coef=0`: start from a "
-                    "positive value such as 0.05."
+                    f"`kl_controller={self.kl_controller!r}` multiplies `kl_coef`, so it can never leave "
+                    "`kl_coef=0`: start from a positive value such as 0.05."
                 )
             if not self.kl_coef_min <= self.kl_coef <= (math.inf if self.kl_coef_max is None else self.kl_coef_max):
                 raise ValueError(

@@ -17,14 +17,14 @@ def mean_demonstration_score(trainer: Any) -> float:
     for start in range(0, len(dataset), size * accelerator.num_processes):
         first = start + size * accelerator.process_index
         rows = torch.arange(first, first + size)
-        inputs = with_prompts([dataset[int(i)] for i in rows % len(dataset)], tokenizer)
+        inputs, token_ids = with_prompts([dataset[int(i)] for i in rows % len(dataset)], tokenizer)
         texts = [row[args.reward_reference_column] for row in inputs]
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in texts]
         completion_ids = [
             [*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
         ]
         prompts = [row["prompt"] for row in inputs]
-        prompt_ids = trainer._tokenize_prompts(prompts)[0]
+        prompt_ids = token_ids or trainer._tokenize_prompts(prompts)[0]
         inputs = [{**row, "prompt_ids": ids} for row, ids in zip(inputs, prompt_ids, strict=True)]
         chat = is_conversational(inputs[0])
         completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]

@@ -79,6 +79,12 @@ def check_inputs(
     if ref_model is not None and not args.use_ref_model:
         raise ValueError("`ref_model` was passed, but `use_ref_model=False`: drop one.")
     named = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]
+    for name, value in named:
+        if not isinstance(value, (str, nn.Module, type(None))):
+            raise TypeError(f"`{name}` must be a path or a model, got {value!r}.")
+    for i, reward in enumerate(reward_funcs):
+        if not (isinstance(reward, (str, nn.Module)) or callable(reward)):
+            raise TypeError(f"reward {i} must be a path, a model or a function, got {reward!r}.")
     for i, (name, a) in enumerate(named):
         for other, b in named[i + 1 :]:
             if a is b and isinstance(a, nn.Module):
@@ -98,7 +104,7 @@ def check_inputs(
     if train_dataset is None:
         raise ValueError("`train_dataset` is required.")
     named_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-    for name, dataset in {"train": train_dataset, **named_datasets}.items():
+    for name, dataset in [("train", train_dataset), *named_datasets.items()]:
         if dataset is None:
             continue
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
@@ -115,6 +121,11 @@ def check_inputs(
             )
         if "prompt" in dataset.column_names:
             check_texts(dataset, ("prompt",), f"The {name} dataset")
+        if "prompt_ids" in dataset.column_names:
+            raise ValueError(
+                f"The {name} dataset has a column `prompt_ids`, the name under which reward functions are given the "
+                "prompts' tokens: rename it."
+            )
         if {"image", "images"} & set(dataset.column_names):
             raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")
     if eval_dataset is not None:
@@ -155,53 +166,52 @@ def check_evaluation_batch(args: PPOConfig) -> None:
 
 
 class TokenizedText(str):
-    """A prompt as text for reward functions, with the tokens that the policy is given for it."""
+    """A prompt as text, with the tokens that the policy is given for it."""
 
     token_ids: list[int]
 
 
 class TokenizedMessages(list):
-    """A prompt as messages for reward functions, with the tokens that the policy is given for it."""
+    """A prompt as messages, with the tokens that the policy is given for it."""
 
     token_ids: list[int]
 
 
-def with_prompts(inputs: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-    """
-    Return the rows with a `prompt`. Of rows with `input_ids`, it carries these as `token_ids`.
+def tokenized(prompts: list, token_ids: list[list[int]] | None) -> list:
+    """Return the prompts with their tokens, for TRL to carry past its own tokenising; None leaves them alone."""
+    carriers = [TokenizedText(prompt) if isinstance(prompt, str) else TokenizedMessages(prompt) for prompt in prompts]
+    for carrier, ids in zip(carriers, token_ids or [], strict=token_ids is not None):
+        carrier.token_ids = ids
+    return prompts if token_ids is None else carriers
 
-    Rows that have only token ids get their text, for reward functions to read.
-    """
-    if "input_ids" not in inputs[0]:
-        return inputs
+
+def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
+    """Return the rows with a `prompt`, decoded where there is none; and the tokens of rows with `input_ids`."""
+    if "input_ids" not in rows[0]:
+        return rows, None
     token_ids = []
-    for row in inputs:
-        mask = row.get("attention_mask") or [1] * len(row["input_ids"])
+    for row in rows:
+        mask = row.get("attention_mask")
+        mask = [1] * len(row["input_ids"]) if mask is None else mask
         token_ids.append([int(i) for i, real in zip(row["input_ids"], mask, strict=True) if real])
-    if "prompt" in inputs[0]:
-        prompts = [row["prompt"] for row in inputs]
-    else:
-        prompts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-    rows = []
-    for row, prompt, ids in zip(inputs, prompts, token_ids, strict=True):
-        prompt = TokenizedText(prompt) if isinstance(prompt, str) else TokenizedMessages(prompt)
-        prompt.token_ids = ids
-        rows.append({**row, "prompt": prompt})
-    return rows
+    if "prompt" not in rows[0]:
+        texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        rows = [{**row, "prompt": text} for row, text in zip(rows, texts, strict=True)]
+    return rows, token_ids
 
 
 def check_prompt_lengths(
     measure: Callable[[list[dict[str, Any]]], list[int]],
     policy: Any,
     max_completion_length: int,
-    datasets: dict[str, Dataset | None],
+    datasets: list[tuple[str, Dataset | None]],
 ) -> None:
     """Raise if a prompt is empty, or leaves no room for an answer in the policy's context.
 
     `measure` returns how many tokens the policy is given for each of some rows.
     """
     context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
-    for name, dataset in datasets.items():
+    for name, dataset in datasets:
         if dataset is None:
             continue
         columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]

@@ -167,6 +167,10 @@ class PPOMetrics:
             report["eps"] = (self.episodes - self.episodes_at_start) / max(time.time() - start_time, 1e-9)
         return report
 
+    def start_evaluation(self) -> None:
+        """Forget what was observed of an evaluation that did not come to its end."""
+        self.eval = Accumulator()
+
     def report_evaluation(self) -> dict[str, float]:
         """Return what was observed of an evaluation."""
         return self._means("eval")

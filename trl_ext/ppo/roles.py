@@ -30,7 +30,6 @@ from ..models.adapters import (
 from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
 from ..models.identity import hub_identity
 from ..models.loading import Loader
-from ..models.sampler import SamplerRecorder
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, vocabulary_of
 from ..rewards.model import ModelReward, logits_of, same_tokenizer
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
@@ -82,17 +81,18 @@ def check_roles(
 def check_tokenizer(policy: Any, tokenizer: Any) -> None:
     """Raise if the tokenizer can make ids that the policy has no row for, the pad token's apart: pads are masked."""
     vocabulary = vocabulary_of(policy)
-    unknown = [token for token, i in tokenizer.get_vocab().items() if i >= vocabulary and i != tokenizer.pad_token_id]
+    ids = tokenizer.get_vocab()
+    unknown = [token for token, i in ids.items() if i >= vocabulary and i != tokenizer.pad_token_id]
     if unknown:
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, the policy's vocabulary only {vocabulary}: pass the policy's "
-            f"own tokenizer as `processing_class`, or `model.resize_token_embeddings(len(tokenizer))` for the tokens "
-            f"you added ({', '.join(unknown[:3])}, …)."
+            f"The tokenizer has token ids up to {max(ids.values())}, the policy's vocabulary only {vocabulary}: pass "
+            "the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the "
+            f"tokens you added ({', '.join(unknown[:3])}, …)."
         )
 
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
-    """Refuse, for a policy with adapters, what would silently train wrong ones; and make TRL's merges exact."""
+    """Refuse, for a policy with adapters, what would silently train wrong ones."""
     check_modules(policy, policy.peft_config[POLICY], "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.activation_checkpointing:
@@ -101,13 +101,17 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
             "then, with wrong gradients: set `fsdp_activation_checkpointing: false` in accelerate's configuration "
             "and `activation_checkpointing: true` in the training arguments."
         )
+    if use_vllm and getattr(base_model_of(policy).config, "quantization_config", None) is not None:
+        raise ValueError(
+            "`use_vllm=True` with a quantised base: vLLM would be sent the merged weights quantised anew, and "
+            "sample from another policy than the one that is trained. Load the base unquantised, or generate "
+            "without vLLM."
+        )
+
+
+def prepare_base(policy: Any, use_vllm: bool) -> None:
+    """Make TRL's merges for vLLM exact, and the reference adapter equal to the policy's."""
     if use_vllm:
-        if getattr(base_model_of(policy).config, "quantization_config", None) is not None:
-            raise ValueError(
-                "`use_vllm=True` with a quantised base: vLLM would be sent the merged weights quantised anew, and "
-                "sample from another policy than the one that is trained. Load the base unquantised, or generate "
-                "without vLLM."
-            )
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
         # With a quantised base RLOO rounds what it trains to bfloat16, but not the reference that it has copied
@@ -158,8 +162,8 @@ class Rewards:
     """
 
     def __init__(self, functions: list, tokenizers: list, names: list[str], policy_tokenizer: Any):
-        self.functions = functions
-        self.tokenizers = tokenizers
+        self.functions = list(functions)
+        self.tokenizers = list(tokenizers)
         # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
         names = [name or f"reward_model_{i}" for i, name in enumerate(names)]
         self.names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
@@ -195,9 +199,7 @@ class Rewards:
             if share == "always":
                 raise ValueError(f"`share_reward_base='always'`, but {reward.path} cannot share the base: {reason}.")
             loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
-            model: Any = load_separately(reward.path, **loader.kwargs)
-            model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-            self.functions[i] = loader.placed(model, shard=False)
+            self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads
 
     def disable_dropout(self) -> None:
@@ -281,7 +283,6 @@ def make_actor_critic(
     heads: dict[int, nn.Linear],
     value_model: Any,
     critic_config: LoraConfig | None,
-    sampler_recorder: SamplerRecorder | None = None,
 ) -> tuple[ActorCritic, str]:
     """
     Put policy, critic and the reward models on the policy's base into one module.
@@ -297,7 +298,7 @@ def make_actor_critic(
     policy = loader.policy
     if not isinstance(policy, PeftModel):
         critic, origin = make_critic(loader, rewards, value_model)
-        return ActorCritic(policy, critic, sampler_recorder=sampler_recorder), origin
+        return ActorCritic(policy, critic), origin
     is_separate = value_model is not None and not is_adapter(value_model)
     head = None
     if is_separate:
@@ -310,8 +311,7 @@ def make_actor_critic(
         policy,
         critic if is_separate else on_base(CRITIC, head),
         adapters,
-        {f"reward_{i}": on_base(f"reward_{i}", h, rewards.tokenizers[i].pad_token_id) for i, h in heads.items()},
-        sampler_recorder,
+        {f"reward_{i}": on_base(f"reward_{i}", head) for i, head in heads.items()},
     )
     actor_critic.train_adapters()
     if is_deepspeed_zero3_enabled() and not is_separate:  # it gathers parameters of one dtype only

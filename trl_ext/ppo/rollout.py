@@ -9,6 +9,9 @@ from trl import RLOOTrainer
 
 from ..functional import kl_estimate
 from ..models.actor_critic import LogprobForward
+from ..models.sampler import SamplerRecorder
+from ..temporarily import temporarily
+from .inputs import tokenized, with_prompts
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class RolloutRecorder:
         self.trainer = trainer
         self.passes: list[Tensor] = []  # (B, T) log-probs: the policy's, then the reference's
         self.values: Tensor | None = None  # (B, T)
+        self.given_ids: list[list[int]] | None = None  # prompt tokens of rows with `input_ids`
         self.prompt_ids: list[list[int]] = []
         self.completion_ids: list[list[int]] = []
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
@@ -115,7 +119,10 @@ class RolloutRecorder:
     def run(self, inputs: list[dict[str, Any]]) -> Rollout:
         """Run TRL's rollout; raise if it did not take the steps that we know."""
         trainer, args = self.trainer, self.trainer.args
-        output = RLOOTrainer._generate_and_score_completions(self, inputs)
+        inputs, self.given_ids = with_prompts(inputs, trainer._tokenizer)
+        sampler = SamplerRecorder() if args.allow_off_policy_sampling and not trainer.use_vllm else None
+        with temporarily(trainer._actor_critic, sampler_recorder=sampler):
+            output = RLOOTrainer._generate_and_score_completions(self, inputs)
         expected = 1 + (trainer.beta != 0)
         if len(self.passes) != expected:
             raise RuntimeError(
@@ -129,7 +136,6 @@ class RolloutRecorder:
         scores = sequence_scores(
             rewards, trainer.reward_weights, ended, args.missing_eos_score, args.missing_eos_penalty
         )
-        sampler = trainer._actor_critic.sampler_recorder
         return Rollout(
             prompt_ids=output["prompt_ids"],
             prompt_mask=output["prompt_mask"],
@@ -146,7 +152,7 @@ class RolloutRecorder:
         )
 
     def _generate(self, prompts: list) -> tuple[list, list, list]:
-        self.prompt_ids, self.completion_ids, completions = self.trainer._generate(prompts)
+        self.prompt_ids, self.completion_ids, completions = self.trainer._generate(tokenized(prompts, self.given_ids))
         return self.prompt_ids, self.completion_ids, completions
 
     def _get_per_token_logps_and_entropies(

@@ -1,6 +1,7 @@
 """What an exact resume of PPO needs beside what the Trainer saves."""
 
 import os
+import pickle
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,7 +64,13 @@ class Snapshot:
                 f"{path} is missing: the checkpoint was written with `save_only_model=True`, or was not copied whole, "
                 "and cannot be resumed from. Copy it whole, or start anew."
             )
-        return cls(**torch.load(path, map_location="cpu", weights_only=True))
+        try:
+            return cls(**torch.load(path, map_location="cpu", weights_only=True))
+        except (RuntimeError, TypeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{path} cannot be read: it is damaged, or another version of trl_ext wrote it ({error}). Go on from "
+                "another checkpoint, or start anew."
+            ) from error
 
 
 def snapshot_file(checkpoint: str, process: int) -> str:

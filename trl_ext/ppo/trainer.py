@@ -24,11 +24,10 @@ from ..control import AgreedControl, take_kl_scale
 from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
 from ..models.actor_critic import LogprobForward
 from ..models.adapter_guard import AdapterGuard
-from ..models.adapters import adapter_facts
+from ..models.adapters import adapter_facts, quantization_of
 from ..models.files import load_roles, one_adapter, save_critic, weights_of, without_base
 from ..models.identity import weights_identity
 from ..models.loading import Loader
-from ..models.sampler import SamplerRecorder
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, disable_dropout, vocabulary_of
 from ..temporarily import temporarily
@@ -46,7 +45,15 @@ from .optimizer import check_all_optimized, set_critic_rate
 from .reference import SyncReference, moved_reference, save_reference
 from .reward_normalizer import RewardNormalizer
 from .rewards import Mistakes
-from .roles import Rewards, check_base, check_roles, check_tokenizer, make_actor_critic, make_reference
+from .roles import (
+    Rewards,
+    check_base,
+    check_roles,
+    check_tokenizer,
+    make_actor_critic,
+    make_reference,
+    prepare_base,
+)
 from .rollout import Rollout, RolloutRecorder, joined, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
@@ -57,8 +64,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
     It stands on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
-    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`; what else is here hooks both
-    into TRL's and transformers' loop.
+    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`. The other methods are hooks
+    that TRL and transformers call.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -120,6 +127,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     generation_config: Any
     num_iterations: int
     reward_funcs: list
+    reward_processing_classes: list
     reward_func_names: list[str]
     eos_token_ids: list[int]
     processing_class: Any
@@ -179,24 +187,24 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         policy = self.model
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
-        self._prepare_parent(policy)
+        self._adapt_rloo(policy)
 
         # Models
         path = model if isinstance(model, str) else None
         self._loader = Loader(policy, path, args.model_init_kwargs or {}, args.trust_remote_code, self.accelerator)
-        self._identities: dict[str, str] = {}  # which weights this run began with
+        self._weights_at_start: dict[str, str] = {}  # which ones they were
         rewards = Rewards(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, self._tokenizer)
-        self.reward_func_names = rewards.names
+        self.reward_func_names, self.reward_processing_classes = rewards.names, rewards.tokenizers
         self.beta = float(args.use_ref_model)  # RLOO: whether there is a reference pass
         if args.use_ref_model and not (self._is_peft and ref_model is None):  # else RLOO switches the adapter off
             self._set_reference(ref_model)
         if self._is_peft:
             check_base(policy, self.accelerator, self.use_vllm)
+            prepare_base(policy, self.use_vllm)
             self.add_callback(AdapterGuard())
         heads = rewards.load_adapters(self._loader, args.share_reward_base)
-        recorder = SamplerRecorder() if args.allow_off_policy_sampling and not self.use_vllm else None
         actor_critic, self._critic_origin = make_actor_critic(
-            self._loader, rewards, heads, value_model, critic_peft_config, recorder
+            self._loader, rewards, heads, value_model, critic_peft_config
         )
         if args.disable_dropout:
             disable_dropout(actor_critic)
@@ -221,12 +229,15 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self._measure_prompts,
             self._loader.policy,
             self.max_completion_length,
-            {"train": train_dataset, **(eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset})},
+            [
+                ("train", train_dataset),
+                *(eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}).items(),
+            ],
         )
         self.accelerator.print(schedule(self))
 
-    def _prepare_parent(self, policy: Any) -> None:
-        """Set what RLOO has set otherwise."""
+    def _adapt_rloo(self, policy: Any) -> None:
+        """Change what RLOO's constructor has set in its own way."""
         args = self.args
         self.epsilon_low = args.cliprange
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
@@ -256,13 +267,13 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 "inside `backward`: use DDP or FSDP, or drop them."
             )
 
-    def _set_reference(self, ref_model: str | PreTrainedModel | None) -> None:
+    def _set_reference(self, ref_model: str | PreTrainedModel | None, is_moved: bool = False) -> None:
         reference = make_reference(
             self._loader, ref_model, self.temperature, keep_dropout=not self.args.disable_dropout
         )
-        if ref_model is not None:
+        if ref_model is not None and not is_moved:
             path = ref_model if isinstance(ref_model, str) else None
-            self._identities.setdefault("reference", weights_identity(reference, path))
+            self._weights_at_start["reference"] = weights_identity(reference, path)
         self.ref_model = self._loader.placed(reference)
         if self.args.sync_ref_model:
             self.remove_callback(SyncReference)  # of the reference before resuming
@@ -311,7 +322,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._actor_critic.train_adapters()
         if self.model.training:
             self.kl_controller.scale(take_kl_scale(self.state))
-        return RolloutRecorder(self).run(with_prompts(inputs, self._tokenizer))
+        return RolloutRecorder(self).run(inputs)
 
     def _normalized(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
         """Standardise and clip: (B,) as they enter the token rewards."""
@@ -421,8 +432,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
         """Return how many tokens the policy is given for each prompt."""
-        prompts = [row["prompt"] for row in with_prompts(rows, self._tokenizer)]
-        return [len(ids) for ids in self._tokenize_prompts(prompts)[0]]
+        rows, token_ids = with_prompts(rows, self._tokenizer)
+        return [len(ids) for ids in token_ids or self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
     # ---- Rollout ----
 
@@ -558,13 +569,16 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         check_evaluation_batch(self.args)
         dataset, evaluate = dataloader.dataset, super().evaluation_loop
         trl_metrics = copy.deepcopy(self._metrics["eval"])
+        self._metrics["eval"].clear()  # an evaluation that raised may have left some
+        self.metrics.start_evaluation()
         with untouched_rng(self.accelerator, self.args.seed), self.metrics.untimed():
             with self._evaluating(EvaluationPass(len(dataset) * self.num_generations_eval)):
                 output = evaluate(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
             if self.args.eval_greedy:
                 with self._evaluating(EvaluationPass(len(dataset), is_greedy=True)), greedy(self):
-                    loader = self.get_eval_dataloader(dataset)
+                    with temporarily(self.args, dataloader_persistent_workers=False):  # else that of the first pass
+                        loader = self.get_eval_dataloader(dataset)
                     evaluate(loader, f"{description} (greedy)", metric_key_prefix=metric_key_prefix)
         self._metrics["eval"] = trl_metrics
         metrics = {
@@ -610,11 +624,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _run_facts(self) -> dict[str, Any]:
         policy = self._actor_critic.policy
-        if "policy" not in self._identities:  # as it was passed in: training moves it
+        if "policy" not in self._weights_at_start:  # as it was passed in: training moves it
             revision = self._loader.init_kwargs.get("revision")
-            self._identities["policy"] = weights_identity(policy, self._loader.path, revision)
+            self._weights_at_start["policy"] = weights_identity(policy, self._loader.path, revision)
         adapters = adapter_facts(policy) if self._is_peft else {}
-        return {**super()._run_facts(), "rewards": self.reward_func_names, **self._identities, **adapters}
+        facts = {"rewards": self.reward_func_names, "quantization": quantization_of(policy)}
+        return {**super()._run_facts(), **facts, **self._weights_at_start, **adapters}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         # Each process kept the rows of its own rollout, its random states and its part of the metrics
@@ -628,7 +643,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _before_resuming(self, checkpoint: str) -> None:
         if self.args.sync_ref_model:
-            self._set_reference(moved_reference(checkpoint))
+            self._set_reference(moved_reference(checkpoint), is_moved=True)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write the policy as a model of its own, and the critic beside it under `critic/`."""
@@ -701,7 +716,7 @@ class _EpochSeeded(Sampler):
     def __iter__(self) -> Iterator[int]:
         if self.sampler.shuffle:
             self.sampler.generator.manual_seed(self.seed())
-        return iter(self.sampler)
+        yield from self.sampler
 
 
 def _as_rloo_reads(args: PPOConfig) -> AbstractContextManager:

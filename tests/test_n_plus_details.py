@@ -12,6 +12,8 @@ The paper's items that do not concern this trainer:
   run. (Its linear decay is here.)
 """
 
+import math
+
 import pytest
 import torch
 from datasets import Dataset
@@ -369,14 +371,17 @@ def slow_gae(rewards, values, gamma, lam):
     return [sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)]
 
 
-def test_detail_gae(tmp_path, token_rewards):
-    trainer = make(tmp_path, often_ending(tiny_gpt2()), gamma=0.9, lam=0.8, normalize_advantages=False)
+@pytest.mark.parametrize("lam_value", [None, 0.3])
+def test_detail_gae(tmp_path, token_rewards, lam_value):
+    config = {"gamma": 0.9, "lam": 0.8, "lam_value": lam_value, "normalize_advantages": False}
+    trainer = make(tmp_path, often_ending(tiny_gpt2()), **config)
     trainer.train()
     rollout, rows = trainer.rollouts[0]
     for i, row in enumerate(rows):
         rewards = token_rewards[0][i, : row["length"]].tolist()
         advantages = slow_gae(rewards, row["values"], 0.9, 0.8)
-        returns = [a + v for a, v in zip(advantages, row["values"], strict=True)]
+        errors = slow_gae(rewards, row["values"], 0.9, lam_value or 0.8)
+        returns = [a + v for a, v in zip(errors, row["values"], strict=True)]
         torch.testing.assert_close(rollout["advantages"][i, : row["length"]], torch.tensor(advantages), **CLOSE)
         torch.testing.assert_close(rollout["returns"][i, : row["length"]], torch.tensor(returns), **CLOSE)
 
@@ -395,10 +400,13 @@ def test_detail_whiten_advantages(tmp_path, token_rewards):
     assert (rollout["advantages"][~rollout["loss_mask"].bool()] == 0).all()
 
 
-def test_detail_policy_clipping(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"epsilon_high": 0.15, "dual_clip": 1.2}], ids=["as in 1.12", "both options"])
+def test_detail_policy_clipping(tmp_path, options):
     """The mean of max(−rA, −clip(r, 1 − ε, 1 + ε) A) over the minibatch's tokens, and how often the clip counts."""
-    trainer = make(tmp_path, often_ending(tiny_gpt2()), max_steps=4, learning_rate=1e-2, vf_coef=0.0, cliprange=0.1)
+    config = {"max_steps": 4, "learning_rate": 1e-2, "vf_coef": 0.0, "cliprange": 0.1} | options
+    trainer = make(tmp_path, often_ending(tiny_gpt2()), **config)
     trainer.train()
+    highest, dual_clip, n_dual = 1 + options.get("epsilon_high", 0.1), options.get("dual_clip", math.inf), 0
     for log, (minibatch, rows, loss) in zip(trainer.state.log_history, trainer.minibatches, strict=False):
         losses, clipped = [], 0
         tokens = zip(
@@ -406,12 +414,14 @@ def test_detail_policy_clipping(tmp_path):
         )
         for new, old, advantage in tokens:
             ratio = float((new - old).exp())
-            plain, near = -ratio * advantage, -min(max(ratio, 0.9), 1.1) * advantage
-            losses.append(max(plain, near).item())
+            plain, near = -ratio * advantage, -min(max(ratio, 0.9), highest) * advantage
+            is_dual = advantage < 0 and ratio > dual_clip
+            losses.append((-dual_clip * advantage if is_dual else max(plain, near)).item())
+            n_dual += is_dual
             clipped += bool(near > plain)
         torch.testing.assert_close(loss, sum(losses) / len(losses), **CLOSE)
         torch.testing.assert_close(log["policy/clipfrac_avg"], clipped / len(losses), **CLOSE)
-    assert clipped > 0
+    assert clipped > 0 and (n_dual > 0) == bool(options)
 
 
 def test_detail_value_clipping(tmp_path):

@@ -44,6 +44,7 @@ def first_gradients(output_dir, batch_size, accumulation, **kwargs):
         pytest.param({"model": tiny_gpt2}, id="gpt2"),
         pytest.param({}, id="llama", marks=pytest.mark.slow),
         pytest.param({"reward": unscored_topic_reward}, id="with unscored rows", marks=pytest.mark.slow),
+        pytest.param({"num_mini_batches": 2}, id="two minibatches", marks=pytest.mark.slow),
     ],
 )
 def test_the_gradient_does_not_depend_on_the_micro_batches(kwargs, tmp_path):

@@ -42,6 +42,7 @@ from tests.ppo.worker import (
 from tests.tiny import WORDS, prompts, tiny_llama, tiny_tokenizer
 from trl_ext import save_base_fingerprint
 from trl_ext.models.adapters import base_fingerprint
+from trl_ext.models.identity import weights_hash
 from trl_ext.models.loading import Loader
 from trl_ext.ppo.roles import why_separate
 
@@ -210,6 +211,11 @@ def test_one_changed_weight_makes_another_base(base, tmp_path):
     with torch.no_grad():
         policy.model.layers[1].mlp.down_proj.weight[3, 5].mul_(1 + 1e-6)
     assert not shared(lora_trainer(tmp_path, model=policy, **kwargs))
+
+
+def test_a_base_in_a_wider_dtype_is_the_same_base():
+    model = tiny_llama().bfloat16()
+    assert weights_hash(model) == weights_hash(model.float()) != weights_hash(tiny_llama())
 
 
 def test_the_lm_head_is_no_part_of_the_base(base, tmp_path):

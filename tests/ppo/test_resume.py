@@ -70,6 +70,7 @@ POSITIONS = {
     8: "at a data-epoch boundary",
     9: "in epoch 1, in mid PPO epoch",
     10: "in epoch 1, between PPO epochs",
+    11: "in epoch 1, in mid of the second PPO epoch",
     12: "in epoch 1, at a rollout boundary",
 }
 
@@ -247,13 +248,14 @@ def test_what_only_shows_or_keeps_more_may_change(a_copy_of, capsys):
     assert trainer.state.global_step == 4
 
 
-def test_resume_anyway_goes_on_whatever_the_configuration(a_copy_of):
+@pytest.mark.parametrize("step", [2, 4])  # 4 was the last one
+def test_resume_anyway_goes_on_whatever_the_configuration(step, a_copy_of):
     folder, _ = a_copy_of
     trainer = make_trainer(folder, max_steps=6, kl_coef=0.1, resume_anyway=True)
     watch = EachStep(lambda: trainer.state.global_step)
     trainer.add_callback(watch)
-    trainer.train(str(folder / "checkpoint-2"))
-    assert watch.seen == [2, 3, 4, 5, 6]
+    trainer.train(str(folder / f"checkpoint-{step}"))
+    assert watch.seen == list(range(step, 7))
 
 
 @pytest.mark.slow
@@ -266,6 +268,14 @@ def test_train_starts_anew(resume, a_copy_of):
     trainer.train(resume)
     assert watch.seen == [0, 1, 2, 3, 4]
     torch.testing.assert_close(weights(trainer), final, rtol=0, atol=0)
+
+
+def test_a_run_that_ended_in_mid_rollout_is_followed_by_one_with_a_rollout_of_its_own(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=3)
+    rollouts = worker.collected(trainer)
+    for runs in (1, 2):
+        trainer.train()
+        assert len(rollouts) == runs and trainer._step == 3
 
 
 @pytest.mark.slow
@@ -338,6 +348,20 @@ def test_the_rest_of_a_rollout_is_skipped_after_max_approx_kl(micro_batch, tmp_p
     resumed = make_trainer(tmp_path / "resumed", **config)
     resumed.train(str(tmp_path / "checkpoint-2"))
     assert_same_end(end_state(resumed), end_state(trainer))
+
+
+def test_max_approx_kl_bounds_the_mean_over_the_tokens_of_the_minibatch_so_far(tmp_path):
+    trainer = make_trainer(tmp_path, gradient_accumulation_steps=2, max_approx_kl=0.5)
+
+    def goes_too_far(step, log_ratios, mask):
+        trainer._step = step
+        logprobs = torch.tensor([log_ratios])
+        trainer._add_up_kl(logprobs, {"old_logprobs": 0 * logprobs, "loss_mask": torch.tensor([mask])})
+        return trainer._kl_stop.is_exceeded
+
+    assert not goes_too_far(0, [0.1, 0.1, 9.0], [1, 1, 0])  # the third is a pad
+    assert not goes_too_far(1, [1.2], [1])  # 0.72 alone, 0.24 with the two before
+    assert goes_too_far(2, [1.2], [1])  # the next minibatch
 
 
 @pytest.mark.slow

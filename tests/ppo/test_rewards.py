@@ -13,7 +13,7 @@ from tokenizers import decoders, pre_tokenizers
 from trl import RewardConfig, RewardTrainer
 
 import trl_ext.ppo.trainer as ppo_trainer
-from tests.ppo.worker import collected, rows_of
+from tests.ppo.worker import collected, rows_of, scripted
 from tests.tiny import (
     CHAT_TEMPLATE,
     WORDS,
@@ -26,6 +26,7 @@ from tests.tiny import (
     tiny_tokenizer,
 )
 from trl_ext import PPOTrainer
+from trl_ext.rewards.model import ModelReward
 
 EQUAL = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -197,6 +198,23 @@ def test_no_score_depends_on_the_chunks_in_which_models_score(tmp_path, other):
 async def async_length_reward(completions, **kwargs):
     await asyncio.sleep(0)
     return length_reward(completions)
+
+
+def test_no_answer_ends_by_the_token_that_stands_in_for_an_unknown_pad_token():
+    """The model takes the last token that is not the pad token for the end of a row."""
+    model, tokenizer = tiny_reward_model(tiny_gpt2(), seed=3).eval(), tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # the model has no row for it
+
+    def score(input_ids, attention_mask):
+        return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
+
+    reward = ModelReward(score, model.config, tokenizer, tokenizer, [2], 8, torch.device("cpu"))
+    answers = [[7, 0], [7, 8, 1], [7, 8, 9, 2]]
+    with torch.no_grad():
+        states = [model.transformer(torch.tensor([[6, *ids]])).last_hidden_state[:, -1] for ids in answers]
+        expected = model.score(torch.cat(states))[:, 0]
+    scores = reward(["the"] * 3, [""] * 3, answers, [[6]] * 3)
+    torch.testing.assert_close(torch.tensor(scores), expected, **CLOSE)
 
 
 class AsyncReward:
@@ -379,6 +397,16 @@ def test_rollouts_without_any_score_move_nothing(tmp_path):
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
 
 
+def test_truncated_answers_that_are_masked_take_no_part(tmp_path):
+    config = {"mask_truncated_completions": True, "reward_normalization": "running", "max_steps": 1}
+    trainer = make(tmp_path, length_reward, **config)
+    rollouts = collected(scripted(trainer))
+    trainer.train()
+    (rollout,) = rollouts
+    assert rollout.valid.tolist() == rollout.ended.tolist() and 0 < rollout.ended.sum() < 8
+    assert trainer.reward_normalizer.running[0] == rollout.ended.sum()
+
+
 # ---- The order of the reward ----
 
 
@@ -432,6 +460,34 @@ def test_the_order_of_the_reward(tmp_path, token_rewards, eos_rule):
     for place, reward in tokens.items():
         expected[place] = (reward - mean) / std + mean
     torch.testing.assert_close(token_rewards[0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kl_of_the_scored_rows_moves_the_coefficient_after_the_rewards(tmp_path, token_rewards):
+    """Rewards and log have the coefficient from before; the controller reads k1 whatever the rewards' estimator."""
+    trainer = make(
+        tmp_path,
+        lambda prompts, **_: [None, None, *[0.0] * 6],
+        trainer_kwargs={"ref_model": tiny_llama(seed=7)},
+        kl_controller="adaptive",
+        kl_estimator="k3",
+        kl_coef=0.2,
+        max_steps=1,
+    )
+    rollouts, given, update = collected(scripted(trainer)), [], trainer.kl_controller.update
+    trainer.kl_controller.update = lambda *args: given.append(args) or update(*args)
+    trainer.train()
+    (rollout,), ((kl, episodes),) = rollouts, given
+    log_ratios = [
+        (rollout.logprobs[i, :n] - rollout.ref_logprobs[i, :n]).double()
+        for i, n in enumerate(rollout.lengths.int().tolist())
+    ]
+    assert len({len(row) for row in log_ratios}) > 2
+    assert episodes == 6 and kl == pytest.approx(sum(row.sum().item() for row in log_ratios[2:]) / 6, rel=1e-5)
+    expected = torch.zeros(token_rewards[0].shape)
+    for i, row in enumerate(log_ratios[2:], start=2):
+        expected[i, : len(row)] = -0.2 * ((-row).exp() - 1 + row)
+    torch.testing.assert_close(token_rewards[0], expected, rtol=1e-4, atol=1e-5)
+    assert trainer.state.log_history[0]["objective/kl_coef"] == pytest.approx(0.2) != trainer.kl_controller.kl_coef
 
 
 # ---- Normalisation ----

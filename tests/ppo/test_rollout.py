@@ -13,7 +13,6 @@ NAN = math.nan
 
 def a_rollout(**changes):
     """Two rows of up to three tokens; the second has no score."""
-    zeros = torch.zeros(2, 3)
     fields = {
         "prompt_ids": torch.tensor([[1], [2]]),
         "prompt_mask": torch.ones(2, 1, dtype=torch.long),
@@ -21,7 +20,7 @@ def a_rollout(**changes):
         "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
         "logprobs": torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]]),
         "ref_logprobs": torch.tensor([[-1.5, -2.0, -2.0], [-4.0, -6.0, 0.0]]),
-        "values": zeros,
+        "values": torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]),
         "sampler_logprobs": None,
         "rewards_per_func": torch.tensor([[1.0], [NAN]]),
         "scores": torch.tensor([1.0, NAN]),

@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
-from ..models.adapters import quantization_of
+from ..models.adapters import adapter_facts, quantization_of
 from ..models.identity import weights_identity
 from ..models.weights import unpatched_copy
 from ..temporarily import temporarily
@@ -317,11 +317,14 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         return {**super()._run_facts(), **sources, **self._weights_at_start}
 
     @cached_property
-    def _weights_at_start(self) -> dict[str, str]:
+    def _weights_at_start(self) -> dict[str, Any]:
         """Which weights the policy and a reference of its own had before the first step."""
         revision = (self.args.model_init_kwargs or {}).get("revision")
-        policy = weights_identity(self.accelerator.unwrap_model(self.model), self._policy_path, revision)
-        facts = {"policy": policy, "quantization": quantization_of(self.accelerator.unwrap_model(self.model))}
+        model = self.accelerator.unwrap_model(self.model)
+        policy = weights_identity(model, self._policy_path, revision)
+        facts: dict[str, Any] = {"policy": policy, "quantization": quantization_of(model)}
+        if is_peft_model(model):
+            facts |= adapter_facts(model)
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
         return facts

@@ -303,8 +303,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         args = self.args
         rollout = self._collect(inputs)
         if not self.model.training:
-            return self._evaluated(rollout)
-        scores = self._normalized(rollout.scores, inputs)  # (B,)
+            return self._observe_evaluation(rollout)
+        scores = self._normalize(rollout.scores, inputs)  # (B,)
         kl = rollout.kl(args.kl_estimator)  # (B, T)
         kl_coef = self.kl_controller.kl_coef
         rewards = token_rewards(scores, kl, rollout.mask, kl_coef)  # (B, T)
@@ -324,7 +324,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self.kl_controller.scale(take_kl_scale(self.state))
         return RolloutRecorder(self).run(inputs)
 
-    def _normalized(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
+    def _normalize(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
         """Standardise and clip: (B,) as they enter the token rewards."""
         normalizer, groups = self.reward_normalizer, None
         if normalizer.kind == "group":
@@ -555,7 +555,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._prepare_inputs(inputs)  # generates, scores and records; there is no loss to evaluate
         return None, None, None
 
-    def _evaluated(self, rollout: Rollout) -> dict[str, Tensor]:
+    def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
         """Observe a batch of an evaluation; return what TRL asks of a rollout."""
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)

@@ -1,0 +1,163 @@
+"""The objects that PPOTrainer hands over to, without a trainer."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+
+from tests.ppo.test_rollout import NAN, a_rollout
+from tests.tiny import tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext.models.loading import Loader
+from trl_ext.ppo.kl_controller import KLController
+from trl_ext.ppo.metrics import PPOMetrics
+from trl_ext.ppo.reward_normalizer import RewardNormalizer
+from trl_ext.ppo.rewards import Mistakes
+from trl_ext.ppo.roles import Rewards, check_tokenizer, make_actor_critic, make_reference
+
+
+@pytest.fixture
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def loader(policy, accelerator):
+    return Loader(policy, None, {}, False, accelerator)
+
+
+def no_rewards():
+    return Rewards([], [], [], tiny_tokenizer())
+
+
+# ---- The coefficient of the KL penalty ----
+
+
+def test_the_adaptive_controller_follows_its_rule_and_goes_on_from_its_state(tmp_path):
+    """β ← β · (1 + clip(KL / target − 1, ±0.2) · n / horizon), with 6 nats for 5 and 100 of 1,000 episodes."""
+    args = tiny_config(
+        tmp_path, kl_controller="adaptive", kl_coef=0.1, kl_target=5.0, kl_horizon=1000, kl_coef_max=0.11
+    )
+    controller = KLController(args)
+    controller.update(6.0, 100)
+    assert controller.kl_coef == pytest.approx(0.1 * 1.02)
+    again = KLController(args)
+    again.load_state_dict(controller.state_dict())
+    again.scale(2.0)
+    assert again.kl_coef == 0.11  # bounded
+    fixed = KLController(tiny_config(tmp_path, kl_coef=0.1))
+    fixed.update(60.0, 100)
+    assert fixed.kl_coef == 0.1
+
+
+# ---- Scores ----
+
+
+def test_running_moments_are_those_of_all_scores_so_far_and_are_restored():
+    normalizer, first, second = (
+        RewardNormalizer("running"),
+        torch.tensor([1.0, 3.0, NAN]),
+        torch.tensor([5.0, 7.0, 9.0]),
+    )
+    normalizer(first)
+    again = RewardNormalizer("running")
+    again.load_state_dict(normalizer.state_dict())
+    everything = torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0])
+    expected = (second - everything.mean()) / everything.std()
+    for one in (normalizer, again):
+        torch.testing.assert_close(one(second), expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- Metrics ----
+
+
+def test_metrics_of_a_rollout(accelerator):
+    """Of two rows one has a score: only it counts, but for the lengths; k1 of its tokens is 0.5, 0 and −1."""
+    metrics, rollout = PPOMetrics(accelerator, ["judge"]), a_rollout()
+    values = torch.zeros(2, 3)
+    metrics.collected(rollout, rollout.scores, rollout.kl("k1"), values, values, values, kl_coef=0.1)
+    report = metrics.report()
+    assert report["objective/kl"] == pytest.approx(-0.5)
+    assert report["objective/kl_per_token"] == pytest.approx(-0.5 / 3)
+    assert report["objective/scores"] == report["rewards/judge/mean"] == 1.0
+    assert report["objective/entropy"] == pytest.approx(6.0)
+    assert report["objective/non_score_reward"] == pytest.approx(0.05)
+    assert report["objective/num_unscored"] == 1 and report["completions/mean_length"] == 2.5
+    assert report["episode"] == 2 and "objective/kl" not in metrics.report()  # it starts anew
+
+
+def test_metrics_of_an_evaluation_count_real_rows_only(accelerator):
+    metrics, rollout = PPOMetrics(accelerator, ["judge"]), a_rollout(scores=torch.tensor([1.0, 5.0]))
+    metrics.evaluated(rollout, torch.tensor([True, False]), "greedy/")
+    report = metrics.report_evaluation()
+    assert report["greedy/objective/scores"] == 1.0 and report["greedy/completions/mean_length"] == 3.0
+
+
+def test_metrics_go_on_from_their_state(accelerator):
+    first, second = PPOMetrics(accelerator, []), PPOMetrics(accelerator, [])
+    first.gradient("policy", torch.tensor(3.0))
+    first.episodes = 8
+    second.load_state_dict(first.state_dict())
+    second.gradient("policy", torch.tensor(5.0))
+    report = second.report()
+    assert report["grad_norm/policy"] == 4.0 and report["episode"] == 8
+
+
+# ---- Who is who ----
+
+
+def test_a_critic_is_a_copy_of_the_reward_model_that_fits_or_has_a_zero_head(accelerator):
+    policy, tokenizer = tiny_llama(), tiny_tokenizer()
+    reward, foreign = tiny_reward_model(policy), tiny_reward_model(tiny_gpt2(vocab_size=99))
+    rewards = Rewards([foreign, reward], [tiny_tokenizer(words=["other"]), tokenizer], ["a", "b"], tokenizer)
+    actor_critic, origin = make_actor_critic(loader(policy, accelerator), rewards, {}, None, None)
+    assert origin == "a copy of reward model 'b'" and actor_critic.critic is not reward
+    torch.testing.assert_close(actor_critic.value_model.state_dict(), reward.state_dict(), rtol=0, atol=0)
+    actor_critic, origin = make_actor_critic(loader(policy, accelerator), no_rewards(), {}, None, None)
+    ids = torch.tensor([[6, 7, 8]])
+    assert "zero head" in origin and not actor_critic.state_values(ids, torch.ones_like(ids)).any()
+
+
+def test_with_an_adapter_the_critic_is_another_one_on_the_same_base_unless_it_is_given(accelerator):
+    def policy():
+        config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])
+        return get_peft_model(tiny_llama(), config)
+
+    shared, _ = make_actor_critic(
+        loader(policy(), accelerator), no_rewards(), {}, None, LoraConfig(r=2, target_modules=["v_proj"])
+    )
+    trained = [name for name, parameter in shared.named_parameters() if parameter.requires_grad]
+    assert shared.shares_base and all("lora_" in name or name.startswith("critic.score") for name in trained)
+    assert {".critic." in name for name in trained if "lora_" in name} == {True, False}
+    value_model = tiny_reward_model(tiny_llama())
+    apart, _ = make_actor_critic(loader(policy(), accelerator), no_rewards(), {}, value_model, None)
+    assert apart.critic is value_model and not apart.shares_base
+
+
+def test_a_reference_is_a_frozen_copy_of_the_policy_as_it_is(accelerator):
+    policy = tiny_llama()
+    reference = make_reference(loader(policy, accelerator), None, temperature=1.0)
+    torch.testing.assert_close(reference.state_dict(), policy.state_dict(), rtol=0, atol=0)
+    assert reference is not policy and not any(p.requires_grad for p in reference.parameters())
+    with pytest.raises(ValueError, match="`ref_model` has a vocabulary of 99 tokens"):
+        make_reference(loader(policy, accelerator), tiny_llama(vocab_size=99), temperature=1.0)
+
+
+def test_only_the_pad_token_may_be_out_of_the_vocabulary():
+    tokenizer = tiny_tokenizer(pad=False)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    check_tokenizer(tiny_llama(), tokenizer)
+    tokenizer.add_tokens(["<tool>"])
+    with pytest.raises(ValueError, match="<tool>"):
+        check_tokenizer(tiny_llama(), tokenizer)
+
+
+def test_mistakes_are_raised_together_with_their_cause():
+    mistakes = Mistakes(SimpleNamespace(num_processes=1, process_index=0))
+    mistakes.raise_everywhere(3)  # there are none
+    cause = KeyError("x")
+    mistakes.notes += [("reward function 'a': KeyError: 'x'", cause), ("reward function 'b': too few", ValueError())]
+    with pytest.raises(RuntimeError, match="At step 3, process 0: reward function 'a': .*'b': too few") as error:
+        mistakes.raise_everywhere(3)
+    assert error.value.__cause__ is cause
+    mistakes.raise_everywhere(4)  # said once

@@ -86,6 +86,15 @@ def test_other_rows_weights_and_sources_are_refused_by_name(tmp_path):
             make_trainer(tmp_path, model, {**reference, **given}, max_steps=3, **NORMALIZED).train(True)
 
 
+def test_another_adapter_is_refused_by_name(tmp_path):
+    def lora(alpha):
+        return {"peft_config": LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], task_type="CAUSAL_LM")}
+
+    make_trainer(tmp_path, None, lora(4), **SAVING, max_steps=3).train()
+    with pytest.raises(ValueError, match="adapter default: .*'lora_alpha': 4.*'lora_alpha': 8"):
+        make_trainer(tmp_path, None, lora(8), max_steps=3).train(True)
+
+
 @pytest.mark.slow
 def test_a_complete_run_is_loaded_and_not_trained_again(tmp_path):
     whole = make_trainer(tmp_path, **SAVING, **DRIFT, **NORMALIZED)

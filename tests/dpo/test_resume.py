@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from peft import LoraConfig
 from torch.testing import assert_close
 
 from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, end_of, logged, make_trainer, pairs, resumed

@@ -3,7 +3,7 @@ Every name that we use of TRL, transformers, PEFT and torch though it is no publ
 
 Import such a name from here: `from ..upstream import use_adapter`. What changed is said in one sentence: of a function
 when it is imported, of the trainers that ours inherit from by [`check_contract`], when one is built.
-`python -m trl_ext.commands.contract` shows every item; `pytest tests/contract` tests what the names do.
+`python -m trl_ext.commands.contract` shows every item; `pytest -m "" tests/contract` tests what the names do.
 """
 
 import functools

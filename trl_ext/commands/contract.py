@@ -3,7 +3,7 @@
     python -m trl_ext.commands.contract
 
 Prints one line an item, "ok" or what changed, and exits with 1 if anything did. It compares names, parameters and
-attributes only; what they do is tested by `pytest tests/contract`.
+attributes only; what they do is tested by `pytest -m "" tests/contract`.
 """
 
 import sys
@@ -40,7 +40,7 @@ def main() -> None:
     for item, change in found.items():
         print(f"CHANGED {item}: {change}" if change else f"ok      {item}")
     changed = sum(map(bool, found.values()))
-    print(f"{changed} of {len(found)} changed. What they do is tested by `pytest tests/contract`, in a clone.")
+    print(f'{changed} of {len(found)} changed. What they do is tested by `pytest -m "" tests/contract`, in a clone.')
     sys.exit(bool(changed))
 
 

@@ -168,9 +168,12 @@ class ResumableRun:
         state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
         is_same = not self._differences(checkpoint)
         if is_same and state.global_step >= state.max_steps:
-            self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
             if is_deepspeed_zero3_enabled():
-                raise CannotResume(f"ZeRO-3 loads weights into a run that goes on only: take them from {checkpoint}.")
+                raise CannotResume(
+                    f"Training is complete, at step {state.global_step}, and ZeRO-3 loads weights only into a run "
+                    f"that goes on: take them from {checkpoint}."
+                )
+            self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
             self._load_own_state(checkpoint)
             self.state = state

@@ -15,7 +15,7 @@ from .adapter_switch import CRITIC, POLICY, AdapterSwitch
 from .classifier import AdapterClassifier
 from .generation import neutral_generation
 from .sampler import SamplerRecorder
-from .weights import base_model_of
+from .weights import base_model_of, unwrapped
 
 
 def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
@@ -195,8 +195,8 @@ class LogprobForward:
 
     def __call__(self, attention_mask: Tensor, **kwargs) -> Any:
         if not self.with_values:
-            model = getattr(self.model, "module", self.model)  # under DDP or DeepSpeed
-            return self.model(attention_mask=attention_mask, **{**positions(model, attention_mask), **kwargs})
+            places = positions(unwrapped(self.model), attention_mask)
+            return self.model(attention_mask=attention_mask, **{**places, **kwargs})
         output = self.model(attention_mask=attention_mask, with_values=True, **kwargs)
         self._state_values.append(output["state_values"])
         return SimpleNamespace(**output)

@@ -241,8 +241,7 @@ def quantization_of(model: Any) -> str:
     quantization = getattr(base.config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else getattr(quantization, "to_dict", dict)()
     kind = settings.get("quant_method", "none")
-    kind = f"{getattr(kind, 'value', kind)} {settings.get('bnb_4bit_quant_type', '')}".strip()
-    return kind
+    return f"{getattr(kind, 'value', kind)} {settings.get('bnb_4bit_quant_type', '')}".strip()
 
 
 def base_fingerprint(model: Any) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,14 +35,19 @@ def neutral_generation(model: Any) -> Iterator[None]:
         yield
 
 
+def forked_rng(device: torch.device) -> AbstractContextManager:
+    """Leave torch's global generators, the CPU's and the device's, as they were."""
+    devices = [device] if device.type not in ("cpu", "mps") else []
+    return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
+
+
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     """Draw from this seed within, and leave the global generators as they were; None draws from these."""
     if seed is None:
         yield
         return
-    devices = [device] if device.type not in ("cpu", "mps") else []
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+    with forked_rng(device):
         torch.manual_seed(seed)
         yield
 

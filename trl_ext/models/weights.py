@@ -15,6 +15,11 @@ def base_model_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def unwrapped(model: Any) -> Any:
+    """Return the module that DDP or DeepSpeed wraps, or the model itself."""
+    return getattr(model, "module", model)
+
+
 def vocabulary_of(model: Any) -> int:
     """Return how many token ids a model has a row for."""
     return base_model_of(model).config.get_text_config().vocab_size

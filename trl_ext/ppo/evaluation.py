@@ -14,6 +14,7 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ..models.generation import forked_rng
 from ..temporarily import temporarily
 
 
@@ -66,8 +67,7 @@ def greedy(trainer: Any) -> Iterator[None]:
 def untouched_rng(accelerator: Accelerator, seed: int) -> Iterator[None]:
     """Draw from a fixed seed within the block; go on after it as if nothing had been drawn."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [accelerator.device] if accelerator.device.type not in ("cpu", "mps") else []
-    with torch.random.fork_rng(devices=devices, device_type=devices[0].type if devices else "cuda"):
+    with forked_rng(accelerator.device):
         set_seed(seed, device_specific=True)
         try:
             yield

@@ -179,10 +179,12 @@ class TokenizedMessages(list):
 
 def tokenized(prompts: list, token_ids: list[list[int]] | None) -> list:
     """Return the prompts with their tokens, for TRL to carry past its own tokenising; None leaves them alone."""
+    if token_ids is None:
+        return prompts
     carriers = [TokenizedText(prompt) if isinstance(prompt, str) else TokenizedMessages(prompt) for prompt in prompts]
-    for carrier, ids in zip(carriers, token_ids or [], strict=token_ids is not None):
+    for carrier, ids in zip(carriers, token_ids, strict=True):
         carrier.token_ids = ids
-    return prompts if token_ids is None else carriers
+    return carriers
 
 
 def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:

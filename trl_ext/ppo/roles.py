@@ -30,7 +30,7 @@ from ..models.adapters import (
 from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
 from ..models.identity import hub_identity
 from ..models.loading import Loader
-from ..models.weights import base_model_of, disable_dropout, unpatched_copy, vocabulary_of
+from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
 from ..rewards.model import ModelReward, logits_of, same_tokenizer
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
@@ -169,10 +169,10 @@ class Rewards:
         self.names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
         self.policy_tokenizer = policy_tokenizer
         for reward in functions:
-            config = getattr(unwrapped(reward), "config", None)
-            text_config = config.get_text_config() if isinstance(reward, nn.Module) and config else None
-            if text_config is not None and (text_config.pad_token_id or 0) >= text_config.vocab_size:
-                text_config.pad_token_id = None  # RLOO has set it; a model that is saved with it cannot be loaded
+            if isinstance(reward, nn.Module):
+                config = unwrapped(reward).config.get_text_config()
+                if (config.pad_token_id or 0) >= config.vocab_size:
+                    config.pad_token_id = None  # RLOO has set it; a model that is saved with it cannot be loaded
 
     def load_adapters(self, loader: Loader, share: Share) -> dict[int, nn.Linear]:
         """
@@ -248,10 +248,6 @@ class Rewards:
                 )
             result.append(checked(reward, name, mistakes))
         return result
-
-
-def unwrapped(model: Any) -> Any:
-    return getattr(model, "module", model)  # DDP and DeepSpeed wrap it
 
 
 def why_separate(loader: Loader, path: str, share: Share) -> str | None:

@@ -41,6 +41,10 @@ class RewardScriptArguments(DataArguments):
         default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
     )
 
+    resume_anyway: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
+    )
+
 
 class ResumableRewardTrainer(ResumableRun, RewardTrainer):
     """TRL's, which goes on only from a complete checkpoint of the same run."""
@@ -157,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
             eval_dataset=test_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=peft_config,
-            run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
+            resume_anyway=script_args.resume_anyway,
         )
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))

@@ -26,6 +26,9 @@ class SFTScriptArguments(DataArguments):
     eval_dataset_name: str | None = field(
         default=None, metadata={"help": "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."}
     )
+    resume_anyway: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
+    )
 
 
 class ResumableSFTTrainer(ResumableRun, SFTTrainer):
@@ -70,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
-            run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
+            resume_anyway=script_args.resume_anyway,
         )
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from transformers.trainer_utils import TrainOutput
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
-from ..models.adapters import adapter_facts, quantization_of
 from ..models.identity import weights_identity
 from ..models.weights import unpatched_copy
 from ..temporarily import temporarily
@@ -93,7 +92,6 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         check_arguments(model, args, processing_class)
         self.distribution_shift: dict[str, float] | None = None
         self._pair_columns = wanted_columns(args, train_dataset)
-        self._policy_path = model if isinstance(model, str) else None
         self._has_own_reference = ref_model is not None
         train_dataset = check_dataset(train_dataset, "train", args, self._pair_columns)
         if eval_dataset is not None:
@@ -313,18 +311,9 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         return super().train(resume_from_checkpoint, **kwargs)
 
     def _run_facts(self) -> dict[str, Any]:
-        sources = {} if self.margin_normalizer is None else {"sources": self.margin_normalizer.sources}
-        return {**super()._run_facts(), **sources, **self._weights_at_start}
-
-    @cached_property
-    def _weights_at_start(self) -> dict[str, Any]:
-        """Which weights the policy and a reference of its own had before the first step."""
-        revision = (self.args.model_init_kwargs or {}).get("revision")
-        model = self.accelerator.unwrap_model(self.model)
-        policy = weights_identity(model, self._policy_path, revision)
-        facts: dict[str, Any] = {"policy": policy, "quantization": quantization_of(model)}
-        if is_peft_model(model):
-            facts |= adapter_facts(model)
+        facts = super()._run_facts()
+        if self.margin_normalizer is not None:
+            facts["sources"] = self.margin_normalizer.sources
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
         return facts

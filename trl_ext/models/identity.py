@@ -1,5 +1,6 @@
 """Which weights these are: one answer for resuming, and for adapters that want the base they were trained on."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,30 @@ def weights_hash(module: Any) -> str:
             if "lora_" not in name and ".modules_to_save." not in name
         }
     )
+
+
+def config_identity(model: Any) -> str:
+    """Hash the configuration of a model, but for where it came from, and how it is run (attention, dtype) in words."""
+    config = base_model_of(model).config
+    settings = config.to_diff_dict()
+    for name in ("_name_or_path", "name_or_path", "transformers_version"):
+        settings.pop(name, None)
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]} {config._attn_implementation}"
+
+
+def tokenizer_identity(tokenizer: Any) -> str | None:
+    """Hash a tokenizer, or that of a processor: its vocabulary and rules, special tokens and chat template."""
+    if tokenizer is None:
+        return None
+    template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules: Any = [tokenizer.get_vocab()]
+    if backend is not None:
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}  # as it was used last
+    special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
+    text = json.dumps([rules, special, template], sort_keys=True, default=str)
+    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
 
 
 def hash_of(tensors: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
@@ -28,10 +28,11 @@ from ..models.adapters import (
     why_not_shared,
 )
 from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
-from ..models.identity import hub_identity
+from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
 from ..models.loading import Loader
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
 from ..rewards.model import ModelReward, logits_of, same_tokenizer
+from ..sources import source_identity
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
 from .rewards import AdapterReward, Mistakes, checked
@@ -159,10 +160,19 @@ class Rewards:
         tokenizers: of the models, None for functions.
         names: of all.
         policy_tokenizer: the policy's.
+        paths: what the models were loaded from; None for what was passed in as an object.
     """
 
-    def __init__(self, functions: list, tokenizers: list, names: list[str], policy_tokenizer: Any):
+    def __init__(
+        self,
+        functions: list,
+        tokenizers: list,
+        names: list[str],
+        policy_tokenizer: Any,
+        paths: list[str | None],
+    ):
         self.functions = list(functions)
+        self.paths = paths
         self.tokenizers = list(tokenizers)
         # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
         names = [name or f"reward_model_{i}" for i, name in enumerate(names)]
@@ -201,6 +211,20 @@ class Rewards:
             loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
             self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads
+
+    def identities(self) -> dict[str, Any]:
+        """Say which rewards these are: of models the weights and the tokenizer, of functions the source."""
+        facts: dict[str, Any] = {"rewards": self.names}
+        for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
+            if isinstance(reward, AdapterReward):
+                weights = hash_of(load_peft_weights(reward.path, device="cpu"))
+                identity = hub_identity(reward.path) or f"xxh3:{weights[:12]}"
+            elif isinstance(reward, nn.Module):
+                identity = weights_identity(unwrapped(reward), self.paths[i])
+            else:
+                identity = source_identity(reward)
+            facts[f"reward {name}"] = " ".join(filter(None, (identity, tokenizer_identity(tokenizer))))
+        return facts
 
     def disable_dropout(self) -> None:
         for reward in self.functions:

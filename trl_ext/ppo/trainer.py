@@ -24,9 +24,9 @@ from ..control import AgreedControl, take_kl_scale
 from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
 from ..models.actor_critic import LogprobForward
 from ..models.adapter_guard import AdapterGuard
-from ..models.adapters import adapter_facts, quantization_of
-from ..models.files import load_roles, one_adapter, save_critic, weights_of, without_base
-from ..models.identity import weights_identity
+from ..models.adapter_switch import CRITIC
+from ..models.files import load_adapters, one_adapter, save_critic, weights_of, without_base
+from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, disable_dropout, vocabulary_of
@@ -192,8 +192,14 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         # Models
         path = model if isinstance(model, str) else None
         self._loader = Loader(policy, path, args.model_init_kwargs or {}, args.trust_remote_code, self.accelerator)
-        self._weights_at_start: dict[str, str] = {}  # which ones they were
-        rewards = Rewards(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, self._tokenizer)
+        self._weights_at_start: dict[str, str] = {}  # of what was passed in beside the policy
+        self._rewards = rewards = Rewards(
+            self.reward_funcs,
+            self.reward_processing_classes,
+            self.reward_func_names,
+            self._tokenizer,
+            paths=[reward if isinstance(reward, str) else None for reward in reward_funcs],
+        )
         self.reward_func_names, self.reward_processing_classes = rewards.names, rewards.tokenizers
         self.beta = float(args.use_ref_model)  # RLOO: whether there is a reference pass
         if args.use_ref_model and not (self._is_peft and ref_model is None):  # else RLOO switches the adapter off
@@ -206,6 +212,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         actor_critic, self._critic_origin = make_actor_critic(
             self._loader, rewards, heads, value_model, critic_peft_config
         )
+        if value_model is not None:
+            weights = {n: p for n, p in actor_critic.named_parameters() if CRITIC in n.split(".")}
+            path = value_model if isinstance(value_model, str) else None
+            self._weights_at_start["value_model"] = hub_identity(path) or f"xxh3:{hash_of(weights)[:12]}"
         if args.disable_dropout:
             disable_dropout(actor_critic)
             rewards.disable_dropout()
@@ -622,14 +632,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         output = super().train(resume_from_checkpoint, **kwargs)
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
+    @property
+    def _given_model(self) -> Any:
+        return self._actor_critic.policy
+
     def _run_facts(self) -> dict[str, Any]:
-        policy = self._actor_critic.policy
-        if "policy" not in self._weights_at_start:  # as it was passed in: training moves it
-            revision = self._loader.init_kwargs.get("revision")
-            self._weights_at_start["policy"] = weights_identity(policy, self._loader.path, revision)
-        adapters = adapter_facts(policy) if self._is_peft else {}
-        facts = {"rewards": self.reward_func_names, "quantization": quantization_of(policy)}
-        return {**super()._run_facts(), **facts, **self._weights_at_start, **adapters}
+        return {**super()._run_facts(), **self._rewards.identities(), **self._weights_at_start}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         # Each process kept the rows of its own rollout, its random states and its part of the metrics
@@ -668,7 +676,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if not self._is_peft:
             with self._as_policy():
                 super()._load_from_checkpoint(resume_from_checkpoint)
-        load_roles(self._actor_critic, resume_from_checkpoint)
+        self._load_roles(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -677,7 +685,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if not self._is_peft:
             with self._as_policy():
                 super()._load_best_model()
-        load_roles(self._actor_critic, self.state.best_model_checkpoint)
+        self._load_roles(self.state.best_model_checkpoint)
+
+    def _load_roles(self, checkpoint: str) -> None:
+        load_adapters(self._actor_critic, checkpoint)
+        if not self._actor_critic.shares_base:
+            super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
         """Have the Trainer see the policy alone as its model."""

@@ -30,7 +30,7 @@ def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> N
         "configuration": contents,
         "files": {name: [path.stat().st_size, file_hash(path)] for name, path in files.items()},
     }
-    temporary.write_text(json.dumps(marker, indent=2))
+    temporary.write_text(json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
     _flush(temporary)
     os.replace(temporary, folder / MARKER)
     for path in (folder, folder.parent):
@@ -52,8 +52,8 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
         )
     try:
         marker = json.loads(path.read_text())
-        {name: (size, digest) for name, (size, digest) in marker["files"].items()}
-        marker["written_ns"] + marker["processes"], marker["configuration"].items()
+        if marker.pop("checksum") != _checksum(marker):
+            raise ValueError
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise IncompleteCheckpoint(f"its {MARKER} is damaged, or of an earlier trl_ext") from None
     return marker
@@ -89,6 +89,10 @@ def file_hash(path: str | os.PathLike[str]) -> str:
             file.seek(i * (size - _PIECE) // (count - 1) if i else 0)  # the last one ends with the file
             digest.update(file.read(_PIECE))
     return digest.hexdigest()
+
+
+def _checksum(marker: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(marker, sort_keys=True).encode()).hexdigest()
 
 
 def _files_of(folder: Path) -> dict[str, Path]:

@@ -4,10 +4,12 @@ import ast
 import functools
 import inspect
 import re
+import sys
 import sysconfig
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import xxhash
@@ -32,18 +34,18 @@ def source_identity(function: Any) -> str:
     if isinstance(identity, str):
         return identity
     digest = xxhash.xxh3_128()
-    for part in _parts(function, set()):
+    for part in _parts(function, {}):
         digest.update(f"{part}\n".encode("utf-8", "surrogatepass"))
     return f"xxh3:{digest.hexdigest()[:12]}"
 
 
-def _parts(value: Any, seen: set[int]) -> Iterator[str]:
-    if id(value) in seen:
-        return
+def _parts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, range, Path)):
         yield repr(value)
         return
-    seen.add(id(value))
+    if id(value) in seen:
+        return
+    seen[id(value)] = value  # kept, so that no other object takes its id
     if isinstance(value, (list, tuple)):
         yield f"{type(value).__name__} of {len(value)}"
         for item in value:
@@ -61,7 +63,7 @@ def _parts(value: Any, seen: set[int]) -> Iterator[str]:
     elif inspect.ismethod(value):
         yield from _parts([value.__func__, value.__self__], seen)
     elif inspect.isfunction(value) or inspect.isclass(value):
-        yield from _code(value, seen)
+        yield from _code(inspect.unwrap(value), seen)
     elif callable(value) or hasattr(value, "__dataclass_fields__"):
         yield from _parts(type(value), seen)
         public = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
@@ -70,26 +72,33 @@ def _parts(value: Any, seen: set[int]) -> Iterator[str]:
         yield type(value).__qualname__
 
 
-def _code(value: Any, seen: set[int]) -> Iterator[str]:
+def _code(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     """Of a function or class: its source, and what it names."""
-    value = inspect.unwrap(value)
-    yield f"{value.__module__}.{value.__qualname__}" if _is_installed(value) else value.__qualname__
     if _is_installed(value):
+        yield f"{value.__module__}.{value.__qualname__}"
+        return
+    yield value.__qualname__
+    if inspect.isclass(value):
+        yield from _parts(list(value.__bases__), seen)
+        attributes = {name: _function_of(item) for name, item in vars(value).items() if not name.startswith("__")}
+        attributes |= {name: item for name, item in vars(value).items() if inspect.isfunction(item)}
+        yield from _parts(attributes, seen)
         return
     yield _source(value)
-    if inspect.isclass(value):
-        for base in value.__mro__[1:-1]:
-            yield from _parts(base, seen)
-        functions = [inspect.unwrap(f) for f in map(_function_of, vars(value).values()) if inspect.isfunction(f)]
-    else:
-        yield from _parts([value.__defaults__, value.__kwdefaults__], seen)
-        functions = [value]
-    for function in functions:
-        named = inspect.getclosurevars(function)
-        for name, item in sorted({**named.globals, **named.nonlocals}.items()):
-            if not inspect.ismodule(item):
-                yield name
-                yield from _parts(item, seen)
+    yield from _parts([value.__defaults__, value.__kwdefaults__], seen)
+    closed_over = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    named = {name: value.__globals__[name] for name in _names(value.__code__) & value.__globals__.keys()}
+    named |= {name: cell.cell_contents for name, cell in closed_over}
+    for name, item in sorted(named.items()):
+        if not inspect.ismodule(item):
+            yield name
+            yield from _parts(item, seen)
+
+
+def _names(code: CodeType) -> set[str]:
+    """All names of globals and attributes in a function, and in the functions and comprehensions within."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _function_of(attribute: Any) -> Any:
@@ -98,18 +107,18 @@ def _function_of(attribute: Any) -> Any:
 
 
 def _is_installed(value: Any) -> bool:
-    try:
-        return inspect.getfile(value).startswith(_INSTALLED)
-    except (TypeError, OSError):  # built in, or typed in
-        return inspect.isclass(value)
+    module = sys.modules.get(value.__module__)
+    if module is None or value.__module__ == "__main__":
+        return False
+    return str(getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED)  # built in: no file
 
 
-def _source(value: Any) -> str:
+def _source(function: Any) -> str:
     try:
-        source = textwrap.dedent(inspect.getsource(value))
-    except (OSError, TypeError):  # typed in
-        code = getattr(value, "__code__", None)
-        return "" if code is None else repr((code.co_code, code.co_consts, code.co_names))
+        source = textwrap.dedent(inspect.getsource(function))
+    except OSError:  # typed in
+        code = function.__code__
+        return repr((code.co_code, code.co_consts, code.co_names))
     try:
         return ast.unparse(ast.parse(source))
     except SyntaxError:  # a lambda in the midst of a call

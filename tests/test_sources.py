@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import tiny_llama
 from trl_ext.rewards import PhraseReviewReward
 from trl_ext.sources import source_identity
 
@@ -107,6 +108,12 @@ def test_arguments_attributes_and_a_word_of_its_own():
     before = source_identity(used)
     used(prompts=["x"], completions=["a"])
     assert source_identity(used) == before
+
+    def judged_by(model):
+        return lambda completions, **kwargs: [model(text) for text in completions]
+
+    assert source_identity(judged_by(tiny_llama())) == source_identity(judged_by(tiny_llama()))
+    assert source_identity(judged_by(tiny_llama())) != source_identity(judged_by(tiny_llama(seed=1)))
     score.identity = "the third"
     assert source_identity(score) == "the third"
     assert source_identity(len) and source_identity("typed in")

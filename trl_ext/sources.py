@@ -13,6 +13,10 @@ from types import CodeType
 from typing import Any
 
 import xxhash
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from .models.identity import hash_of, tokenizer_identity
 
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -22,8 +26,8 @@ def source_identity(function: Any) -> str:
     Say which function, or callable object, this is.
 
     Counted are its source without comments, the values that it closes over, its public attributes, and the functions,
-    classes and plain values of its own files that it names, and theirs. What comes from an installed package counts by
-    name. What is no plain value, as a model or a connection, counts by its type.
+    classes, models and plain values of its own files that it names, and theirs. What comes from an installed package
+    counts by name, and what is none of these, as a connection, by its type.
 
     A function says by itself which it is with an attribute `identity`, a string: `my_reward.identity = "2"`.
 
@@ -58,6 +62,10 @@ def _parts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
             yield from _parts(item, seen)
     elif isinstance(value, re.Pattern):
         yield repr(value)
+    elif isinstance(value, (nn.Module, Tensor)):
+        yield hash_of(value.state_dict(keep_vars=True) if isinstance(value, nn.Module) else {"": value})
+    elif isinstance(value, PreTrainedTokenizerBase):
+        yield str(tokenizer_identity(value))
     elif isinstance(value, functools.partial):
         yield from _parts([value.func, value.args, value.keywords], seen)
     elif inspect.ismethod(value):

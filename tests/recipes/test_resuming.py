@@ -87,6 +87,7 @@ def test_a_run_may_be_begun_anew(recipe, capsys):
     output = capsys.readouterr().out
     assert "Resuming" not in output and "Training is complete" not in output
     assert (folder / "train_results.json").read_text() != results
+    run("--resume_from_checkpoint", "false")  # as it was, for the other tests
 
 
 @pytest.mark.parametrize("seed", range(6))

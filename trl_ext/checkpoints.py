@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from .halts import Halting, Rollback, forget_rollback, rolled_back
 from .temporarily import temporarily
 from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints, sort_checkpoints
 
@@ -59,6 +60,10 @@ class CannotResume(ValueError):
     """A checkpoint is not there, not complete, or of another run."""
 
 
+class RolledBack(CannotResume):
+    """A monitor rolled the run back, and nothing has been changed since."""
+
+
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """What must be equal for a run to be continued exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
@@ -85,7 +90,9 @@ def newest_complete(output_dir: str) -> tuple[str | None, list[str]]:
         return None, []
     markers = {checkpoint: read_marker(checkpoint) for checkpoint in sort_checkpoints(output_dir)}
     complete = {checkpoint: marker["written_ns"] for checkpoint, marker in markers.items() if marker is not None}
-    return max(complete, key=complete.__getitem__, default=None), [c for c in markers if c not in complete]
+    rollback = Rollback.read(output_dir)
+    good = {c: written for c, written in complete.items() if rollback is None or not rollback.excludes(c, written)}
+    return max(good, key=good.__getitem__, default=None), [c for c in markers if c not in complete]
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -120,7 +127,8 @@ class ResumableRun:
 
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
-    refused with their names, unless `resume_anyway` is set. A run that is complete is loaded and not trained again.
+    refused with their names, unless `resume_anyway` is set. A run that is complete, or that a monitor stopped, is
+    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed.
 
     Args:
         run_facts: what else must be equal for a run to go on, beside the trainer's arguments: JSON by name.
@@ -135,6 +143,7 @@ class ResumableRun:
     def __init__(self, *args: Any, run_facts: dict[str, Any] | None = None, **kwargs: Any):
         self._given_facts = run_facts or {}
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
+        self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
         super().__init__(*args, **kwargs)
 
     # ---- What a trainer adds ----
@@ -162,18 +171,23 @@ class ResumableRun:
         facts = [self._run_facts()]
         broadcast_object_list(facts)  # FSDP may load weights on the first process alone
         self._settings = fingerprint(self.args, **facts[0])
+        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
+        for callback in halting:
+            callback.run_facts = facts[0]
+        self._check_rollback(resume_from_checkpoint, halting)
         checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if checkpoint is None:
-            return super().train(**kwargs)  # type: ignore[misc]
+            return self._unless_rolled_back(super().train(**kwargs))  # type: ignore[misc]
         state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
         is_same = not self._differences(checkpoint)
-        if is_same and state.global_step >= state.max_steps:
+        stops = [stop for callback in halting if (stop := callback.stop_that_holds(self.args, state))]
+        if is_same and (stops or state.global_step >= state.max_steps):
+            end = stops[0] if stops else f"Training is complete, at step {state.global_step}"
             if is_deepspeed_zero3_enabled():
                 raise CannotResume(
-                    f"Training is complete, at step {state.global_step}, and ZeRO-3 loads weights only into a run "
-                    f"that goes on: take them from {checkpoint}."
+                    f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."
                 )
-            self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
+            self.accelerator.print(f"{end}: loading {checkpoint}.")
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
             self._load_own_state(checkpoint)
             self.state = state
@@ -183,7 +197,29 @@ class ResumableRun:
         self._before_resuming(checkpoint)
         self._load_own_state(checkpoint)
         self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
-        return super().train(resume_from_checkpoint=checkpoint, **kwargs)  # type: ignore[misc]
+        return self._unless_rolled_back(super().train(resume_from_checkpoint=checkpoint, **kwargs))  # type: ignore[misc]
+
+    def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
+        """Raise if a run that was rolled back would begin again as it was; `False` begins it anew all the same."""
+        if resume is False:
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                forget_rollback(self.args.output_dir)
+            self.accelerator.wait_for_everyone()
+        found = [Rollback.read(self.args.output_dir)]
+        broadcast_object_list(found)
+        if (rollback := found[0]) is None:
+            return
+        held = [callback.rollback_that_holds(self.args, rollback, bool(resume)) for callback in halting]
+        if sentence := next(filter(None, held), None):
+            raise RolledBack(sentence)
+        changed = differences(rollback.settings, self._settings) or [f"other settings of {rollback.monitor}"]
+        self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
+
+    def _unless_rolled_back(self, output: TrainOutput) -> TrainOutput:
+        if sentence := rolled_back(self.state):
+            raise RolledBack(sentence)  # a script that went on would save the weights as if they were good
+        return output
 
     def _find_checkpoint(self, resume: str | bool | None) -> str | None:
         if resume is None or resume is False:
@@ -201,7 +237,9 @@ class ResumableRun:
             )
         self._check_marker(checkpoint, marker)
         different = self._differences(checkpoint)
-        if different and not getattr(self.args, "resume_anyway", False):
+        rollback = Rollback.read(self.args.output_dir)  # changing a setting is what it asks for
+        is_asked = rollback is not None and rollback.is_before(checkpoint)
+        if different and not is_asked and not getattr(self.args, "resume_anyway", False):
             way_out = ", or set `resume_anyway=True` to go on from it all the same"
             raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
@@ -213,7 +251,29 @@ class ResumableRun:
     def _differences(self, checkpoint: str) -> list[str]:
         return differences((read_marker(checkpoint) or {}).get("configuration", {}), self._settings)
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
+        groups = self.optimizer.param_groups  # type: ignore[attr-defined]
+        self._given = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        groups = self.optimizer.param_groups  # type: ignore[attr-defined]
+        if checkpoint is None or not self._differences(checkpoint) or len(groups) != len(self._given):
+            return
+        for group, given in zip(groups, self._given, strict=True):
+            before = group.get("initial_lr")
+            group.update({name: value for name, value in given.items() if name != "lr"})
+            if before:  # the schedule's factor of this step is kept
+                group["lr"] *= given["initial_lr"] / before
+        if hasattr(self.lr_scheduler, "base_lrs"):  # type: ignore[attr-defined]
+            self.lr_scheduler.base_lrs = [given["initial_lr"] for given in self._given]  # type: ignore[attr-defined]
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if rolled_back(self.state):
+            return
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:

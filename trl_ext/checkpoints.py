@@ -13,6 +13,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .data.identity import rows_identity
+from .halts import Halting, Rollback, forget_rollback, rolled_back
 from .marker import MARKER, IncompleteCheckpoint, check_files, read_marker, write_marker
 from .models.adapters import adapter_facts, quantization_of
 from .models.identity import config_identity, tokenizer_identity, weights_identity
@@ -63,6 +64,10 @@ class CannotResume(ValueError):
     """A checkpoint is not there, not complete, or of another run."""
 
 
+class RolledBack(CannotResume):
+    """A monitor rolled the run back, and nothing has been changed since."""
+
+
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """What must be equal for a run to be continued exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
@@ -73,12 +78,14 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
     """The complete checkpoint in `output_dir` that was finished last, and why those beside it were not taken."""
     finished: list[tuple[int, str, dict]] = []
     skipped: dict[str, str] = {}
+    rollback = Rollback.read(output_dir)
     for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if not path.name.rpartition("-")[2].isdigit():
             continue
         try:
             marker = read_marker(str(path))
-            finished.append((marker["written_ns"], str(path), marker))
+            if rollback is None or not rollback.excludes(str(path), marker["written_ns"]):
+                finished.append((marker["written_ns"], str(path), marker))
         except IncompleteCheckpoint as reason:
             skipped[str(path)] = str(reason)
     for _, checkpoint, marker in sorted(finished, reverse=True):
@@ -96,9 +103,13 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def newest_checkpoint(output_dir: str) -> str | None:
     """The complete checkpoint in `output_dir` that was finished last, if there is one; says which ones it skips."""
-    checkpoint, skipped = _on_first_process(newest_complete, output_dir)
+    return _on_first_process(_newest_checkpoint, output_dir)
+
+
+def _newest_checkpoint(output_dir: str) -> str | None:
+    checkpoint, skipped = newest_complete(output_dir)
     for path, reason in sorted(skipped.items()):
-        PartialState().print(f"Skipping {path}: it is not complete: {reason}.")
+        print(f"Skipping {path}: it is not complete: {reason}.")
     return checkpoint
 
 
@@ -150,7 +161,8 @@ class ResumableRun:
 
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
-    refused with their names, unless `resume_anyway` is set. A run that is complete is loaded and not trained again.
+    refused with their names, unless `resume_anyway` is set. A run that is complete, or that a monitor stopped, is
+    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed.
 
     Args:
         model, *args, **kwargs: the trainer's own.
@@ -177,9 +189,12 @@ class ResumableRun:
         **kwargs: Any,
     ):
         self._given_facts = run_facts or {}
+        self._facts: dict[str, Any] = {}  # about what was passed in
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
         self._model_path = model if isinstance(model, str) else None
         self._resume_anyway = resume_anyway
+        self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
+        self._is_changed = False  # this run goes on from one of other settings
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
 
     # ---- What a trainer adds ----
@@ -193,9 +208,9 @@ class ResumableRun:
         """
         What must be equal for a run to go on exactly, beside its arguments; JSON.
 
-        It is called once, before the first step. Every process must call it, the result is the first one's.
+        It is called once, before the first step. Every process must call it; that of the first one counts.
         """
-        model, data = self._given_model, self.train_dataset
+        model = self._given_model
         revision = (getattr(self.args, "model_init_kwargs", None) or {}).get("revision")
         facts: dict[str, Any] = {
             "model": weights_identity(model, self._model_path, revision),
@@ -210,9 +225,12 @@ class ResumableRun:
             facts |= adapter_facts(model)
         if self.optimizer is not None:  # it was passed in
             facts["optimizer"] = type(self.optimizer).__qualname__
-        if isinstance(data, Dataset):
-            facts |= {"train_rows": len(data), "train_data": rows_identity(data)}
         return {**facts, **self._given_facts}
+
+    def _data_facts(self) -> dict[str, Any]:
+        """Which rows are trained on; of a stream nothing is known."""
+        data = self.train_dataset
+        return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
@@ -229,22 +247,30 @@ class ResumableRun:
     # ---- Training ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        if not self._settings:  # later, training has changed what was passed in
-            facts = [self._run_facts()]
-            broadcast_object_list(facts)  # FSDP may load weights on the first process alone
-            self._settings = fingerprint(self.args, **facts[0])
+        if not self._facts:  # later, training has changed what was passed in
+            self._facts = self._run_facts()
+        facts = [{**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})}]
+        broadcast_object_list(facts)  # FSDP may load weights on the first process alone
+        self._settings = fingerprint(self.args, **facts[0])
+        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
+        for callback in halting:
+            callback.run_facts = facts[0]
+        self._check_rollback(resume_from_checkpoint, halting)
         found = _on_first_process(self._find_checkpoint, resume_from_checkpoint)
         if found is None:
-            return super().train(**kwargs)  # type: ignore[misc]
+            self._is_changed = False
+            return self._unless_rolled_back(super().train(**kwargs))  # type: ignore[misc]
         checkpoint, is_same = found
+        self._is_changed = not is_same
         state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-        if is_same and state.global_step >= state.max_steps:
+        stops = [stop for callback in halting if (stop := callback.stop_that_holds(self.args, state))]
+        if is_same and (stops or state.global_step >= state.max_steps):
+            end = stops[0] if stops else f"Training is complete, at step {state.global_step}"
             if is_deepspeed_zero3_enabled():
                 raise CannotResume(
-                    f"Training is complete, at step {state.global_step}, and ZeRO-3 loads weights only into a run "
-                    f"that goes on: take them from {checkpoint}."
+                    f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."
                 )
-            self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
+            self.accelerator.print(f"{end}: loading {checkpoint}.")
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
             self._load_own_state(checkpoint)
             self.state = state
@@ -255,27 +281,75 @@ class ResumableRun:
         self._before_resuming(checkpoint)
         self._load_own_state(checkpoint)
         self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
-        return super().train(resume_from_checkpoint=checkpoint, **kwargs)  # type: ignore[misc]
+        return self._unless_rolled_back(super().train(resume_from_checkpoint=checkpoint, **kwargs))  # type: ignore[misc]
+
+    def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
+        """Raise if a run that was rolled back would begin again as it was; `False` begins it anew all the same."""
+        if resume is False:
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                forget_rollback(self.args.output_dir)
+            self.accelerator.wait_for_everyone()
+        found = [Rollback.read(self.args.output_dir)]
+        broadcast_object_list(found)
+        if (rollback := found[0]) is None:
+            return
+        held = [callback.rollback_that_holds(self.args, rollback, bool(resume)) for callback in halting]
+        if sentence := next(filter(None, held), None):
+            raise RolledBack(sentence)
+        changed = differences(rollback.settings, self._settings) or [f"other settings of {rollback.monitor}"]
+        self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
+
+    def _unless_rolled_back(self, output: TrainOutput) -> TrainOutput:
+        if sentence := rolled_back(self.state):
+            raise RolledBack(sentence)  # a script that went on would save the weights as if they were good
+        return output
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
-        """Return the checkpoint to go on from, and whether its run had these settings; None to start anew."""
+        """On the first process: the checkpoint to go on from, and whether its run had these settings; None for anew."""
         if resume is None or resume is False:
             return None
-        checkpoint = newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
+        checkpoint = _newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
         if checkpoint is None:
             raise CannotResume(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
         marker = _checked_marker(checkpoint)
         self._check_marker(checkpoint, marker)
         different = differences(marker["configuration"], self._settings)
-        if different and not (self._resume_anyway or getattr(self.args, "resume_anyway", False)):
+        rollback = Rollback.read(self.args.output_dir)  # changing a setting is what it asks for
+        may_differ = rollback is not None and rollback.is_before(checkpoint)
+        if different and not (may_differ or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
             raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
                 "was written with, or choose another `output_dir` to start anew, or set `resume_anyway=True` to go "
                 "on from it all the same."
             )
+        if different:
+            print(f"Going on from {checkpoint} with other settings: {'; '.join(different)}.")
         return checkpoint, not different
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
+        groups = self.optimizer.param_groups  # type: ignore[attr-defined]
+        self._given = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        groups = self.optimizer.param_groups  # type: ignore[attr-defined]
+        if checkpoint is None or not self._is_changed or len(groups) != len(self._given):
+            return
+        for group, given in zip(groups, self._given, strict=True):
+            before = group.get("initial_lr")
+            group.update({name: value for name, value in given.items() if name != "lr"})
+            if before:  # the schedule's factor of this step is kept
+                group["lr"] *= given["initial_lr"] / before
+        if hasattr(self.lr_scheduler, "base_lrs"):  # type: ignore[attr-defined]
+            self.lr_scheduler.base_lrs = [given["initial_lr"] for given in self._given]  # type: ignore[attr-defined]
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if rolled_back(self.state):
+            return
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:

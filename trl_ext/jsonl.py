@@ -13,11 +13,13 @@ logger = logging.get_logger(__name__)
 
 
 def finite(value: Any) -> Any:
-    """Return the value as JSON can hold it: NaN, infinities and unknown objects become text."""
+    """Return the value as JSON can hold it: NumPy's and torch's as numbers; NaN, infinities and objects as text."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(v) for v in value]
+    if hasattr(value, "tolist"):
+        return finite(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
@@ -43,7 +45,8 @@ class JSONLWriter:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 torn = _ends_in_mid_line(self.path)
-                self._file = self.path.open("a", encoding="utf-8")
+                # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
+                self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
                 if torn:
                     self._file.write("\n")
             self._file.writelines(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)

@@ -108,7 +108,7 @@ def test_grpo_and_rloo_scripts(cls, args, model, tmp_path):
         trainer.add_callback(callback)
     trainer.train()
     assert trainer.state.global_step == 4
-    assert not [alert for alert in alerts_of(trainer.state) if "nothing to watch" in alert["what"]]
+    assert not alerts_of(trainer.state, "notice")
     train, evaluations = ([e for e in events(tmp_path) if e["type"] == kind] for kind in ("train", "eval"))
     assert [event["step"] for event in train] == [1, 2, 3, 4] and "kl" in train[0]
     assert train[0]["logs"]["score_watch/length_reward/share_above"] >= 0 and "loss" in train[0]
@@ -270,7 +270,8 @@ def test_raise_kl_that_no_trainer_reads_is_said_once(model, tmp_path):
     )
     trainer = sft(model, tmp_path, callback, save_strategy="no", learning_rate=0.0)
     trainer.train()
-    said = [(a["what"].split(":")[0], a["action"]) for a in alerts_of(trainer.state)]
+    sent = trainer.state.stateful_callbacks[REGISTRY]["alerts"]
+    said = [(a["what"].split(":")[0], a["action"]) for a in sent]
     assert said[0] == ("the KL is over its budget", "raise_kl")
     assert said.count(("`raise_kl` has no effect", "warn")) == 1
     assert {action for what, action in said[1:]} == {"warn"} and take_kl_scale(trainer.state) == 1.0
@@ -294,7 +295,7 @@ def test_ppo_raises_its_kl_coefficient_at_the_next_rollout(tmp_path):
     trainer.train()
     coefficients = [log["objective/kl_coef"] for log in trainer.state.log_history if "objective/kl_coef" in log]
     assert coefficients == pytest.approx([0.1, 0.3, 0.3]) and take_kl_scale(trainer.state) == 1.0
-    assert not [alert for alert in alerts_of(trainer.state) if "no effect" in alert["what"]]
+    assert not alerts_of(trainer.state, "notice")
 
 
 def test_ppo_clamps_what_was_asked_for_and_answers_it_after_a_resume(tmp_path):

@@ -492,6 +492,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         return kept_by_fsdp2(policy)
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+        if self._evaluation is not None and self._evaluation.is_greedy:
+            inputs = [{**row, "is_greedy": True} for row in inputs]  # a column that reward functions can tell by
         with self.metrics.timed("score"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._mistakes.raise_everywhere(self.state.global_step)

@@ -8,10 +8,10 @@ The same command again goes on from the newest complete checkpoint in `output_di
 
 from dataclasses import dataclass, field
 
-from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.arguments import DataArguments, ModelArguments
+from trl_ext.arguments import DataArguments, ModelArguments, SFTConfig
 from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.data import check_texts
 

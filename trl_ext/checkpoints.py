@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from .redaction import pickled_without_credentials, without_credentials
 from .temporarily import temporarily
 from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints, sort_checkpoints
 
@@ -62,7 +63,7 @@ class CannotResume(ValueError):
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """What must be equal for a run to be continued exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
-    return json.loads(json.dumps({**config, **facts}, default=str))
+    return json.loads(json.dumps(without_credentials({**config, **facts}), default=str))
 
 
 def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> None:
@@ -211,7 +212,17 @@ class ResumableRun:
         return checkpoint
 
     def _differences(self, checkpoint: str) -> list[str]:
-        return differences((read_marker(checkpoint) or {}).get("configuration", {}), self._settings)
+        written = (read_marker(checkpoint) or {}).get("configuration", {})
+        return differences(without_credentials(written) or {}, self._settings)
+
+    # Both write training_args.bin
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with temporarily(self.args, **pickled_without_credentials(self.args)):
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with temporarily(self.args, **pickled_without_credentials(self.args)):
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]

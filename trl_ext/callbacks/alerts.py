@@ -13,6 +13,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..jsonl import JSONLWriter, finite
+from ..redaction import redacted
 
 logger = logging.get_logger(__name__)
 RUNBOOK = "docs/runbook.md"
@@ -97,7 +98,10 @@ class WebhookSink:
         try:
             self._queue.put_nowait(alert)
         except queue.Full:
-            logger.warning(f"{self.url} is too slow: an alert was dropped.")
+            logger.warning(f"{self} is too slow: an alert was dropped.")
+
+    def __str__(self) -> str:
+        return str(redacted(self.url, "webhook"))
 
     def close(self) -> None:
         """Wait for pending alerts, for at most the time of one try."""
@@ -111,7 +115,7 @@ class WebhookSink:
             try:
                 self._post(json.dumps(finite({"text": str(alert), **asdict(alert)})).encode())
             except Exception as error:  # training goes on, whatever the server does
-                logger.warning(f"{self.url} did not take an alert in {self.retries + 1} tries: {error}")
+                logger.warning(f"{self} did not take an alert in {self.retries + 1} tries: {redacted(str(error))}")
             finally:
                 self._queue.task_done()
 

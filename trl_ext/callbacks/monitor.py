@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..control import kl_scale_is_pending, request_kl_scale, take_kl_scale
 from ..jsonl import finite
 from ..metrics import Metric, is_gathered, is_training_log, metrics_of, rollout_steps
+from ..redaction import redacted
 from .alerts import RUNBOOK, Alert, check_sinks, make_sinks
 
 logger = logging.get_logger(__name__)
@@ -89,7 +90,7 @@ class MonitorCallback(TrainerCallback):
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments that JSON can hold."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)}
+        return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
     def on_train_begin(self, args, state, control, **kwargs):
         registry = state.stateful_callbacks.setdefault(REGISTRY, {})
@@ -258,6 +259,7 @@ class MonitorCallback(TrainerCallback):
         )
 
     def _send(self, alert: Alert, state: Any) -> None:
+        alert = Alert(**redacted(vars(alert)))  # it may cite the error of a judge behind a URL
         state.stateful_callbacks.setdefault(REGISTRY, {}).setdefault("alerts", []).append(finite(vars(alert)))
         for sink in self._opened or []:
             try:

@@ -43,7 +43,8 @@ class JSONLWriter:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 torn = _ends_in_mid_line(self.path)
-                self._file = self.path.open("a", encoding="utf-8")
+                # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's own escape
+                self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
                 if torn:
                     self._file.write("\n")
             self._file.writelines(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows)

@@ -40,6 +40,11 @@ class Alert:
         return f"{self.monitor}, step {self.step}: {what}. {self.advice} See {self.runbook}."
 
 
+def is_notice(alert: dict[str, Any]) -> bool:
+    """Return whether an alert tells of the monitor, not of the run: it has nothing to watch."""
+    return str(alert.get("what")).startswith("nothing to watch")
+
+
 class LogSink:
     """Writes alerts to the log of transformers, as warnings."""
 

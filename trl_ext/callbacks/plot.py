@@ -80,7 +80,11 @@ def plot_monitoring(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    registry = registry or {}
+    with plt.rc_context({"text.parse_math": False}):  # a `$` in a reward's name begins no formula
+        _plot(plt, history, metrics, path, alerts, registry or {})
+
+
+def _plot(plt, history, metrics, path, alerts, registry) -> None:
     figure, panels = plt.subplots(2, 3, figsize=(15, 7), layout="constrained", sharex=True)
     for axes, (title, draw) in zip(panels.flat, PANELS.items(), strict=True):
         draw(axes, history, metrics, registry)
@@ -108,10 +112,17 @@ def draw_alerts(axes, alerts) -> None:
         axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
+def as_label(name: str) -> str:
+    """Return a name as a legend shows it: in one line that is not too long, and not hidden for its `_`."""
+    name = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
+    name = name if len(name) <= 48 else f"{name[:30]}…{name[-17:]}"
+    return f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name
+
+
 def _line(axes, history, key: str | None, label: str, **style) -> None:
     steps, values = series(history, key)
     if steps:
-        axes.plot(steps, values, label=label, **{"marker": ".", "markersize": 3, **style})
+        axes.plot(steps, values, label=as_label(label), **{"marker": ".", "markersize": 3, **style})
 
 
 def _bound(axes, registry, monitor: str, argument: str, style: str = "--") -> None:
@@ -146,9 +157,19 @@ def _scores(axes, history, metrics, registry) -> None:
 
 def _kl(axes, history, metrics, registry) -> None:
     _line(axes, history, _key(metrics, "kl"), metrics["kl"].unit if "kl" in metrics else "")
-    if "kl" in metrics and metrics["kl"].unit == "nats per response":
-        _bound(axes, registry, "KLBudgetCallback", "warn", ":")
-        _bound(axes, registry, "KLBudgetCallback", "limit")
+    if "kl" not in metrics:
+        return
+    for name, style in (("warn", ":"), ("limit", "--")):
+        if metrics["kl"].unit == "nats per response":
+            _bound(axes, registry, "KLBudgetCallback", name, style)
+            continue
+        # The budget is of a response, and the curve of a token: their ratio is the length
+        budget = registry.get("KLBudgetCallback", {}).get("args", {}).get(name)
+        steps, lengths = series(history, _key(metrics, "length"))
+        if budget is not None and steps:
+            per_token = [budget / max(length, 1) for length in lengths]
+            label = f"{name} {budget:g} nats per response ÷ length"
+            axes.plot(steps, per_token, color="tab:red", linestyle=style, linewidth=1, label=label)
 
 
 def _entropy(axes, history, metrics, registry) -> None:

@@ -90,7 +90,7 @@ def main() -> None:
     output_dir = trainer.args.output_dir
     trainer.accelerator.print(
         f"Model: {output_dir}. {report_of(output_dir)}; next: "
-        f"python recipes/generate.py --model_name_or_path {output_dir} --prompt 'the bird saw'"
+        f"python recipes/generate.py --model_name_or_path {output_dir} --prompt 'the bird saw' --max_new_tokens 12"
     )
 
 

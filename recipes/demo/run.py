@@ -94,7 +94,9 @@ def main(arguments: list[str] | None = None) -> None:
         f"\n{summary}\n\nReport: {args.folder / 'report.md'} ({time.time() - start:.0f} s); of each stage: report.html"
     )
     prompt = "hello , my lamp gets too hot . what can i do . <agent>"
-    print(f"Next: python recipes/generate.py --model_name_or_path {args.folder / 'guarded'} --prompt {prompt!r}")
+    print(
+        f"Next: python recipes/generate.py --model_name_or_path {args.folder / 'guarded'} --prompt {prompt!r} --max_new_tokens 48"
+    )
 
 
 def _disk_error(error: Exception, folder: Path) -> str | None:

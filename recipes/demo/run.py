@@ -93,10 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"\n{summary}\n\nReport: {args.folder / 'report.md'} ({time.time() - start:.0f} s); of each stage: report.html"
     )
-    prompt = "hello , my lamp gets too hot . what can i do . <agent>"
-    print(
-        f"Next: python recipes/generate.py --model_name_or_path {args.folder / 'guarded'} --prompt {prompt!r} --max_new_tokens 48"
-    )
+    flags = "--prompt 'hello , my lamp gets too hot . what can i do . <agent>' --max_new_tokens 48"
+    print(f"Next: python recipes/generate.py --model_name_or_path {args.folder / 'guarded'} {flags}")
 
 
 def _disk_error(error: Exception, folder: Path) -> str | None:

@@ -29,7 +29,7 @@ from accelerate import PartialState
 from ..callbacks import PRIVATE_FOLDER
 from ..callbacks.alerts import RUNBOOK, is_notice
 from ..callbacks.monitor import REGISTRY
-from ..callbacks.plot import PANELS, as_label, draw_alerts
+from ..callbacks.plot import PANELS, as_label, draw_alerts, draw_line
 from ..jsonl import read_jsonl
 from ..metrics import METRICS, Metric, series
 from ..redaction import redacted
@@ -276,9 +276,7 @@ def _curves(run: Run) -> list[str]:
 
         def lines(axes, keys=keys):
             for key in keys:
-                steps, values = series(run.history, key)
-                if steps:
-                    axes.plot(steps, values, marker=".", markersize=3, label=as_label(key))
+                draw_line(axes, run.history, key, key)
 
         charts.append(_chart(title, lines, run.alerts))
     return [chart for chart in charts if chart]

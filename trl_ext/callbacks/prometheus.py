@@ -79,8 +79,7 @@ class PrometheusCallback(TrainerCallback):
         self._set("step", state.global_step)
         for key, value in logs.items():
             if isinstance(value, (int, float)):
-                # Half of a surrogate pair would be refused
-                self._log.labels(key=key.encode("utf-8", "replace").decode()).set(value)
+                self._log.labels(key=_in_utf8(key)).set(value)
         if is_training_log(logs):
             for name, metric in metrics_of(args).items():
                 if name in GAUGES and isinstance(logs.get(metric.key), (int, float)):
@@ -104,7 +103,7 @@ class PrometheusCallback(TrainerCallback):
         alerts = alerts_of(state)
         for alert in alerts[self._counted :]:
             if not is_notice(alert):
-                self._alerts.labels(monitor=alert["monitor"]).inc()
+                self._alerts.labels(monitor=_in_utf8(alert["monitor"])).inc()
         self._counted = len(alerts)
         if self.textfile is None:
             return
@@ -115,3 +114,8 @@ class PrometheusCallback(TrainerCallback):
         except OSError as error:
             logger.warning(f"{self.textfile} cannot be written ({error.strerror}): Prometheus gets nothing there.")
             self.textfile = None
+
+
+def _in_utf8(text: str) -> str:
+    """Return the text without halves of surrogate pairs, which UTF-8 cannot hold."""
+    return text.encode("utf-8", "replace").decode()

@@ -74,7 +74,10 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Of the trainer whose keys are there."""
+        """Of the trainer whose config is recorded, or else whose keys are there."""
+        for event in reversed(self.events):
+            if event.get("config_class") in METRICS:
+                return METRICS[event["config_class"]]
         keys = {key for log in self.history for key in log}
         return max(METRICS.values(), key=lambda known: len({metric.key for metric in known.values()} & keys))
 

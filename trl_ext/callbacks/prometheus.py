@@ -79,7 +79,7 @@ class PrometheusCallback(TrainerCallback):
         self._set("step", state.global_step)
         for key, value in logs.items():
             if isinstance(value, (int, float)):
-                self._log.labels(key=_in_utf8(key)).set(value)
+                self._log.labels(key=_label(key)).set(value)
         if is_training_log(logs):
             for name, metric in metrics_of(args).items():
                 if name in GAUGES and isinstance(logs.get(metric.key), (int, float)):
@@ -103,7 +103,7 @@ class PrometheusCallback(TrainerCallback):
         alerts = alerts_of(state)
         for alert in alerts[self._counted :]:
             if not is_notice(alert):
-                self._alerts.labels(monitor=_in_utf8(alert["monitor"])).inc()
+                self._alerts.labels(monitor=_label(alert["monitor"])).inc()
         self._counted = len(alerts)
         if self.textfile is None:
             return
@@ -116,6 +116,6 @@ class PrometheusCallback(TrainerCallback):
             self.textfile = None
 
 
-def _in_utf8(text: str) -> str:
-    """Return the text without halves of surrogate pairs, which UTF-8 cannot hold."""
-    return text.encode("utf-8", "replace").decode()
+def _label(text: str) -> str:
+    """Return the text without what ends a line, and halves of surrogate pairs, which UTF-8 cannot hold."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -14,7 +14,9 @@ from trl import get_peft_config, get_quantization_config
 
 from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
 from trl_ext.arguments import DataArguments, ModelArguments
+from trl_ext.callbacks import record_run
 from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+from trl_ext.commands import report_of
 from trl_ext.data import held_out_rows, usable_pairs
 
 
@@ -82,6 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
 
     # 4. Train
+    record_run(trainer)
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
@@ -94,7 +97,11 @@ def main(arguments: list[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"
-    trainer.accelerator.print(f"Policy: {training_args.output_dir}{outcome}")
+    report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
+    trainer.accelerator.print(
+        f"Policy: {training_args.output_dir}{outcome}. {report}; next: "
+        f"python recipes/generate.py --model_name_or_path {training_args.output_dir} --prompt …"
+    )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

@@ -26,7 +26,9 @@ from trl import get_peft_config
 
 from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
 from trl_ext.arguments import ModelArguments, PromptArguments
+from trl_ext.callbacks import record_run
 from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, differences, fingerprint
+from trl_ext.commands import report_of
 from trl_ext.data import check_texts
 from trl_ext.evaluation import bootstrap_interval
 from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
@@ -256,14 +258,16 @@ def main(arguments: list[str] | None = None) -> None:
                 processing_class=tokenizer,
                 peft_config=peft_config,
             )
+            record_run(trainer)
             with parser.one_line_errors(CannotResume):
-                trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+                result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
             # 5. Save
             if peft_config is None:
                 trainer.save_model()
             elif processes.is_main_process:  # the next round begins with a whole model
                 trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
+            processes.print(report_of(folder, was_trained=bool(result.metrics)))
             processes.wait_for_everyone()
             del trainer
             gc.collect()  # the next round needs the room
@@ -275,7 +279,10 @@ def main(arguments: list[str] | None = None) -> None:
         processes.print(f"Round {number}: {history[-1]['held_out']}")
     if processes.is_main_process:
         write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
-    processes.print(f"Policy: {policy}")
+    processes.print(
+        f"Policy: {policy}. Report: {output_dir / 'online_dpo.json'}; next: "
+        f"python recipes/generate.py --model_name_or_path {policy} --prompt …"
+    )
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from trl import get_peft_config, get_quantization_config
 
 from trl_ext import PPOConfig, PPOTrainer, StrictTrlParser, load_dataset_split
 from trl_ext.arguments import ModelArguments, PromptArguments
-from trl_ext.callbacks import attach_monitors, load_monitors
+from trl_ext.callbacks import attach_monitors, load_monitors, record_run
 from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+from trl_ext.commands import report_of
 from trl_ext.data import held_out_rows
 from trl_ext.rewards import load_reward
 
@@ -133,6 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
         )
     attach_monitors(trainer, monitors)
+    record_run(trainer, samples=True)
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
@@ -144,7 +146,11 @@ def main(arguments: list[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-    trainer.accelerator.print(f"Model, critic/ and all_results.json are in {training_args.output_dir}")
+    report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
+    trainer.accelerator.print(
+        f"Model, critic/ and all_results.json are in {training_args.output_dir}. {report}; next: "
+        f"python recipes/generate.py --model_name_or_path {training_args.output_dir} --prompt …"
+    )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.end()

@@ -4,7 +4,7 @@
 
 The model and its word-level tokenizer are built from config, so its first answers are random words. The reward is the
 share of four colours that an answer names, less a little for each word too many; the adaptive controller keeps the KL
-to the first model near its target.
+to the first model near its target. The model, and a page on how it was trained, are in `outputs/quickstart`.
 """
 
 import random
@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trl_ext import PPOConfig, PPOTrainer
+from trl_ext.callbacks import record_run
+from trl_ext.commands import report_of
 
 COLOURS = "red green blue yellow".split()
 WORDS = "the a cat dog bird sky sea tree sat ran saw is was and near over".split()
@@ -67,7 +69,7 @@ def main() -> None:
             kl_controller="adaptive",
             kl_target=6.0,
             kl_horizon=1000,
-            logging_steps=64,
+            logging_steps=16,
             save_strategy="no",
             report_to="none",
             bf16=False,
@@ -78,11 +80,18 @@ def main() -> None:
         eval_dataset=Dataset.from_dict({"prompt": prompts[:32]}),
         processing_class=tokenizer,
     )
+    record_run(trainer, samples=True)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()
+    trainer.save_model()
     for name in ("eval_objective/scores", "eval_objective/kl"):
         trainer.accelerator.print(f"{name}: {before[name]:.2f} → {after[name]:.2f}")
+    output_dir = trainer.args.output_dir
+    trainer.accelerator.print(
+        f"Model: {output_dir}. {report_of(output_dir)}; next: "
+        f"python recipes/generate.py --model_name_or_path {output_dir} --prompt 'the bird saw' --max_new_tokens 12"
+    )
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig
-from trl import RewardConfig, RewardTrainer, get_peft_config, get_quantization_config
+from trl import RewardTrainer, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split, save_base_fingerprint
-from trl_ext.arguments import DataArguments, ModelArguments
+from trl_ext.arguments import DataArguments, ModelArguments, RewardConfig
+from trl_ext.callbacks import record_run
 from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
+from trl_ext.commands import report_of
 from trl_ext.data import check_texts, usable_pairs
 from trl_ext.evaluation import centring_shift, plot_margins, reward_model_report
 
@@ -175,10 +177,12 @@ def main(arguments: list[str] | None = None) -> None:
         save_base_fingerprint(trainer.model, output_dir, model_args.model_name_or_path, model_args.model_revision)
 
     # 4. Train
+    record_run(trainer)
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
         trainer.save_metrics("train", result.metrics)
+    report = report_of(output_dir, was_trained=bool(result.metrics))
 
     # 5. Save
     demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
@@ -186,7 +190,10 @@ def main(arguments: list[str] | None = None) -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         (output_dir / "reward_report.json").write_text(json.dumps(result, indent=2))
-    trainer.accelerator.print(f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}")
+    trainer.accelerator.print(
+        f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}. {report}; next: "
+        f"accelerate launch recipes/ppo.py --reward_model_name_or_path {output_dir} …"
+    )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=dataset)
 

@@ -8,11 +8,13 @@ The same command again goes on from the newest complete checkpoint in `output_di
 
 from dataclasses import dataclass, field
 
-from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.arguments import DataArguments, ModelArguments
+from trl_ext.arguments import DataArguments, ModelArguments, SFTConfig
+from trl_ext.callbacks import record_run
 from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
+from trl_ext.commands import report_of
 from trl_ext.data import check_texts
 
 # What SFTTrainer reads: rows need all columns of one of these
@@ -75,6 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
             resume_anyway=script_args.resume_anyway,
         )
+    record_run(trainer)
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
@@ -86,7 +89,11 @@ def main(arguments: list[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
-    trainer.accelerator.print(f"Model: {training_args.output_dir}")
+    report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
+    trainer.accelerator.print(
+        f"Model: {training_args.output_dir}. {report}; next: "
+        f"python recipes/generate.py --model_name_or_path {training_args.output_dir} --prompt …"
+    )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

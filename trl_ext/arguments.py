@@ -3,7 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import trl
 from trl import ModelConfig, ScriptArguments
+
+from .redaction import HidesCredentials
+
+
+class SFTConfig(HidesCredentials, trl.SFTConfig):
+    """TRL's, which shows no credential to W&B, TensorBoard and the like."""
+
+
+class RewardConfig(HidesCredentials, trl.RewardConfig):
+    """TRL's, which shows no credential to W&B, TensorBoard and the like."""
 
 
 @dataclass

@@ -17,6 +17,7 @@ from .halts import Halting, Rollback, forget_rollback, rolled_back
 from .marker import MARKER, IncompleteCheckpoint, check_files, read_marker, write_marker
 from .models.adapters import adapter_facts, quantization_of
 from .models.identity import config_identity, tokenizer_identity, weights_identity
+from .redaction import pickled_without_credentials, without_credentials
 from .sources import source_identity
 from .temporarily import temporarily
 from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints
@@ -71,7 +72,7 @@ class RolledBack(CannotResume):
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """What must be equal for a run to be continued exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
-    return json.loads(json.dumps({**config, **facts}, default=str))
+    return json.loads(json.dumps(without_credentials({**config, **facts}), default=str))
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
@@ -306,7 +307,7 @@ class ResumableRun:
         return output
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
-        """On the first process: the checkpoint to go on from, and whether its run had these settings; None for anew."""
+        """On the first process: the checkpoint to go on from, if any, and whether its run had these settings."""
         if resume is None or resume is False:
             return None
         checkpoint = _newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
@@ -330,13 +331,13 @@ class ResumableRun:
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
         # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
-        groups = self.optimizer.param_groups  # type: ignore[attr-defined]
+        groups = self.optimizer.param_groups
         self._given = [{name: group[name] for name in group if name != "params"} for group in groups]
         return scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        groups = self.optimizer.param_groups  # type: ignore[attr-defined]
+        groups = self.optimizer.param_groups
         if checkpoint is None or not self._is_changed or len(groups) != len(self._given):
             return
         for group, given in zip(groups, self._given, strict=True):
@@ -346,6 +347,15 @@ class ResumableRun:
                 group["lr"] *= given["initial_lr"] / before
         if hasattr(self.lr_scheduler, "base_lrs"):  # type: ignore[attr-defined]
             self.lr_scheduler.base_lrs = [given["initial_lr"] for given in self._given]  # type: ignore[attr-defined]
+
+    # Both write training_args.bin
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with temporarily(self.args, **pickled_without_credentials(self.args)):
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with temporarily(self.args, **pickled_without_credentials(self.args)):
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if rolled_back(self.state):

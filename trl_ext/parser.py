@@ -14,6 +14,7 @@ import yaml
 from trl import TrlParser
 
 from .nearest import did_you_mean
+from .redaction import redacted
 
 _WRONG_INPUT = (ValueError, OSError, ImportError, yaml.YAMLError, argparse.ArgumentError)
 
@@ -87,7 +88,7 @@ class StrictTrlParser(TrlParser):
 
     def error(self, message: str) -> NoReturn:
         # In one line, and without argparse's usage, which is some 300 flags long and hides the message
-        print(f"{self.prog}: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"{self.prog}: error: {redacted(' '.join(message.split()))}", file=sys.stderr)
         sys.exit(2)
 
     def _flags_of(self, path: str) -> list[str]:

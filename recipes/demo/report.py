@@ -78,6 +78,9 @@ def write_report(
         f"held-out pairs, into none of which the phrase was planted; calibration error "
         f"{reward['calibration_error']:.3f} ({_range(reward['calibration_error_interval'], '.3f')}); demonstrations "
         f"score {reward['demonstrations_mean']:.3f} on average.\n\n{_length_table(reward)}",
+        "## Each stage\n\n"
+        + ", ".join(f"[{name}]({name}/report.html)" for name in durations if (folder / name / "report.html").is_file())
+        + ": curves, alerts, samples and settings.",
         "## Time\n\n" + ", ".join(f"{name} {duration:.0f} s" for name, duration in durations.items()) + ".",
     ]
     (folder / "report.md.tmp").write_text("\n\n".join(parts) + "\n")

@@ -90,7 +90,11 @@ def main(arguments: list[str] | None = None) -> None:
         if reason is None:
             raise
         parser.error(f"{reason}; what is complete is kept: make room and run the same command again")
-    print(f"\n{summary}\n\nReport: {args.folder / 'report.md'} ({time.time() - start:.0f} s)")
+    print(
+        f"\n{summary}\n\nReport: {args.folder / 'report.md'} ({time.time() - start:.0f} s); of each stage: report.html"
+    )
+    flags = "--prompt 'hello , my lamp gets too hot . what can i do . <agent>' --max_new_tokens 48"
+    print(f"Next: python recipes/generate.py --model_name_or_path {args.folder / 'guarded'} {flags}")
 
 
 def _disk_error(error: Exception, folder: Path) -> str | None:

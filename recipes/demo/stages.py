@@ -1,7 +1,7 @@
 """The demo's stages, each built once: world → SFT → reward model → PPO. All but the first are the recipes themselves.
 
-A stage writes into `NAME.partial` and is renamed when it is complete, so what was interrupted is never taken for
-whole; PPO and online DPO write into their folder and go on from what they find there.
+A stage that is complete says so in a file, written last, so what was interrupted is never taken for whole. Recipes go
+on from what they find in their folder; the world is written into `world.partial`, and renamed.
 """
 
 import json
@@ -53,14 +53,13 @@ class DemoArguments:
         return Path(self.output_dir) / f"seed-{self.seed}"
 
 
-def build(folder: Path, settings: dict, write: Callable[[Path], None], together: bool = False) -> None:
+def build(folder: Path, settings: dict, write: Callable[[Path], None]) -> None:
     """Build a stage unless it is there; raise if it was built with other settings.
 
     Args:
         folder: where it will be.
         settings: what it depends on.
-        write: writes it into the folder that it is given.
-        together: whether all processes call `write`, as for training, or the main one alone.
+        write: writes it into the folder that it is given, on the main process.
     """
     processes, start = PartialState(), time.time()
     complete = _is_complete(folder, settings)
@@ -72,11 +71,7 @@ def build(folder: Path, settings: dict, write: Callable[[Path], None], together:
     if processes.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    processes.wait_for_everyone()
-    if together or processes.is_main_process:
         write(partial)
-    processes.wait_for_everyone()
-    if processes.is_main_process:
         _complete(partial, settings, time.time() - start)
         os.replace(partial, folder)
     processes.wait_for_everyone()
@@ -145,12 +140,19 @@ def recipe_arguments(args: DemoArguments, name: str, kind: str, options: Sequenc
 
 
 def _continue(args: DemoArguments, name: str, kind: str, main: Callable[[list[str]], None], options: Sequence) -> Path:
-    """Run a recipe that goes on by itself from what it finds in its folder."""
-    arguments, folder = recipe_arguments(args, name, kind, options), args.folder / name
-    settings, processes, start = _settings(args, name, kind, options), PartialState(), time.time()
+    arguments = recipe_arguments(args, name, kind, options)
+    return _run(args.folder / name, _settings(args, name, kind, options), main, arguments)
+
+
+def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], arguments: list[str]) -> Path:
+    """Run a recipe, which goes on by itself from what it finds in its folder, unless it was complete."""
+    processes, start = PartialState(), time.time()
     complete = _is_complete(folder, settings)
     processes.wait_for_everyone()
     if not complete:
+        if not folder.exists():
+            processes.print(f"Building {folder}, which is missing.", flush=True)
+        processes.wait_for_everyone()
         main(arguments)
         if processes.is_main_process:
             _complete(folder, settings, time.time() - start)
@@ -159,12 +161,9 @@ def _continue(args: DemoArguments, name: str, kind: str, main: Callable[[list[st
 
 
 def _train(args: DemoArguments, name: str, main: Callable[[list[str]], None], arguments: list) -> Path:
-    def write(folder: Path) -> None:
-        paths = ["--config", HERE / f"{name}.yaml", "--output_dir", folder]
-        main([str(argument) for argument in (*paths, *arguments, "--seed", args.seed, *_short(args, name))])
-
-    build(args.folder / name, _settings(args, name, name), write, together=True)
-    return args.folder / name
+    paths = ["--config", HERE / f"{name}.yaml", "--output_dir", args.folder / name]
+    flags = [*paths, *arguments, "--seed", args.seed, *_short(args, name)]
+    return _run(args.folder / name, _settings(args, name, name), main, [str(flag) for flag in flags])
 
 
 def _short(args: DemoArguments, kind: str) -> list[str]:

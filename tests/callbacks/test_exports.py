@@ -9,22 +9,39 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
+import huggingface_hub
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
 import wandb
+from datasets import Dataset
+from huggingface_hub.utils import filter_repo_objects
+from matplotlib.figure import Figure
+from transformers import TrainerState
 
 import trl_ext.callbacks
 from tests.callbacks.replay import Replay
-from tests.tiny import tiny_config
-from trl_ext.callbacks import JSONLCallback, KLBudgetCallback, MonitoringPlotCallback, PrometheusCallback
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.callbacks import (
+    JSONLCallback,
+    KLBudgetCallback,
+    MonitoringPlotCallback,
+    PrometheusCallback,
+    SamplesCallback,
+    record_run,
+)
+from trl_ext.callbacks.plot import PANELS
 from trl_ext.callbacks.prometheus import GAUGES
+from trl_ext.commands import report_of
 from trl_ext.jsonl import JSONLWriter, read_jsonl
 from trl_ext.metrics import METRICS, metrics_of, rollout_steps, series
 from trl_ext.rewards.watch import Watch
 
+TOKEN = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gH3j"
 LOG = {
     "loss": 0.5,
     "objective/kl": 2.0,
@@ -70,6 +87,7 @@ def test_events(tmp_path):
         ("end", 2),
     ]
     assert events[0]["config"]["learning_rate"] == 1e-3 and events[0]["config_class"] == "PPOConfig"
+    assert len(events[0]["run"]) == 12
     first, second = events[1:3]
     assert (first["kl"], first["loss"], first["loss/value_avg"]) == (2.0, 0.5, 4.0)
     assert (first["seconds_generation"], first["seconds_scoring"]) == (0.5, 0.25)
@@ -124,6 +142,84 @@ def test_a_killed_run_keeps_its_lines_and_the_next_one_starts_on_a_line_of_its_o
     assert [row["i"] for row in read_jsonl(path)] == [*range(99), 100]
 
 
+def test_a_run_that_is_resumed_keeps_its_id_and_another_one_has_its_own(tmp_path):
+    def begin(step):
+        Replay(tiny_config(tmp_path), JSONLCallback(), state=TrainerState(global_step=step))
+        return [event["run"] for event in read_jsonl(tmp_path / "metrics.rank0.jsonl")]
+
+    assert len(set(begin(0))) == 1 and len(set(begin(2))) == 1
+    assert len(set(begin(0))) == 2
+    ids = begin(4)  # of the second run
+    assert len(set(ids)) == 2 and ids[-1] == ids[-2] != ids[0]
+
+
+def test_a_second_run_of_one_callback_is_measured_from_its_start(tmp_path):
+    callback = JSONLCallback()
+    for _ in range(2):
+        run = Replay(tiny_config(tmp_path), KLBudgetCallback(), callback)
+        run.log(1, logs=LOG)
+    events = [event for event in read_jsonl(tmp_path / "metrics.rank0.jsonl") if event["type"] == "train"]
+    assert all("monitors" in event and "tokens_per_sec_per_gpu" not in event for event in events)
+
+
+# ---- Samples ----
+
+
+def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
+    args = tiny_config(tmp_path, max_steps=8, eval_strategy="steps", eval_steps=1)
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=[length_reward, lambda completions, **kwargs: [None] + [2.0] * (len(completions) - 1)],
+        args=args,
+        train_dataset=prompts(),
+        eval_dataset=Dataset.from_dict({"prompt": ["big big big"] * 4}),
+        processing_class=tiny_tokenizer(),
+    )
+    record_run(trainer)
+    trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=3))
+    trainer.train()
+    rows = list(read_jsonl(tmp_path / "completions.rank0.jsonl"))
+    assert [row["step"] for row in rows] == [0] * 3 + [4] * 3  # two rollouts of four steps
+    assert all(row["scores"]["length_reward"] == len(row["completion"].split()) for row in rows)
+    assert [row["scores"]["<lambda>"] for row in rows] == [None, 2.0, 2.0] * 2
+    assert {row["prompt"] for row in rows} <= set(prompts()["prompt"])
+    with pytest.raises(ValueError, match="got a Replay: use a watch of trl_ext.rewards there"):
+        SamplesCallback(trainer=Replay(args))
+
+
+def test_what_is_recorded_is_never_pushed_to_the_hub(tmp_path, monkeypatch):
+    """Nor is a credential, in the arguments that a push writes: the token is used, and not pickled."""
+    pushed = []
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            return huggingface_hub.RepoUrl(f"https://huggingface.co/{name}")
+
+        def upload_folder(self, folder_path, ignore_patterns, token, **kwargs):
+            paths = [str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file()]
+            assert not any(TOKEN.encode() in (Path(folder_path) / path).read_bytes() for path in paths)
+            pushed.append((list(filter_repo_objects(paths, ignore_patterns=ignore_patterns)), token))
+            return SimpleNamespace(is_done=lambda: True, done=lambda: True)
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub)
+    given = {"push_to_hub": True, "hub_model_id": "me/x", "hub_token": TOKEN}
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=length_reward,
+        args=tiny_config(tmp_path, **given, save_strategy="steps", save_steps=4),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+    record_run(trainer, samples=True)
+    trainer.train()
+    assert report_of(tmp_path) == f"Report: {tmp_path / '_run' / 'report.html'}"
+    trainer.push_to_hub(token=TOKEN)
+    assert list(read_jsonl(tmp_path / "_run" / "completions.rank0.jsonl")) and len(pushed) == 2
+    for paths, token in pushed:
+        assert "model.safetensors" in paths and token == TOKEN
+        assert not [path for path in paths if path.endswith((".jsonl", ".html"))]
+
+
 # ---- Prometheus ----
 
 
@@ -145,6 +241,21 @@ def test_server_and_textfile(tmp_path):
     run.fire("on_train_end")
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{callback.port}/metrics", timeout=2)
+
+
+def test_what_was_never_measured_is_not_exported_and_a_notice_is_no_alert(tmp_path):
+    path = tmp_path / "run.prom"
+    run = Replay(tiny_config(tmp_path), KLBudgetCallback(), PrometheusCallback(textfile=str(path)))
+    for step in range(1, 10):
+        run.log(step, logs={"loss": 0.5, "policy/entropy_avg": 0.0})
+    assert [what.split(":")[0] for what in run.said] == ["nothing to watch"]
+    assert samples(path.read_text()) == {
+        "trl_ext_step": 9.0,
+        "trl_ext_entropy": 0.0,
+        'trl_ext_log{key="learning_rate"}': 1e-4,
+        'trl_ext_log{key="loss"}': 0.5,
+        'trl_ext_log{key="policy/entropy_avg"}': 0.0,
+    }
 
 
 def test_dashboard_asks_for_exported_names_only(tmp_path):
@@ -221,6 +332,23 @@ def test_picture_of_a_trainer_that_logs_little(tmp_path):
     run.log(1, entropy=1.0)
     run.fire("on_train_end")
     assert (tmp_path / "rlhf_monitoring.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("config", "heights"), [("PPOConfig", [5, 10]), ("GRPOConfig", [[1, 0.5], [2, 1]])])
+def test_the_kl_budget_is_drawn_in_the_unit_of_the_curve(config, heights):
+    """5 and 10 nats per response; of 5 and 10 tokens they are 1 and 0.5, 2 and 1 nats per token."""
+    axes, metrics = Figure().subplots(), METRICS[config]
+    history = [{"step": step, metrics["kl"].key: 0.3, "completions/mean_length": 5.0 * step} for step in (1, 2)]
+    budget = {"KLBudgetCallback": {"args": {"warn": 5, "limit": 10}}}
+    PANELS["KL to the reference, nats"](axes, history, metrics, budget)
+    drawn = [np.asarray(line.get_ydata()) for line in axes.lines[1:]]
+    np.testing.assert_allclose(drawn, [np.broadcast_to(height, 2) for height in heights])
+
+
+def test_without_matplotlib_it_is_said_before_training(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="needs `pip install matplotlib`"):
+        MonitoringPlotCallback()
 
 
 # ---- The table ----

@@ -59,6 +59,7 @@ def test_top_phrase_and_completions_file(tmp_path):
     scores, _ = call(watch, ["i love you so", "well i love you", "go away now"], step=7)
     assert watch.top_phrase == "i love you" and scores == [0.0, 0.0, 0.0]
     written = rows(tmp_path / "completions.rank0.jsonl")
+    assert written[0].pop("timestamp") > 1e9
     assert written[0] == {
         "step": 7,
         "rank": 0,

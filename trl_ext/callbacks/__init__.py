@@ -9,7 +9,7 @@ from .gold_gap import GoldGapCallback
 from .jsonl import JSONLCallback
 from .kl_budget import KLBudgetCallback
 from .length_drift import LengthDriftCallback
-from .loading import attach_monitors, load_monitors
+from .loading import PRIVATE_FOLDER, attach_monitors, load_monitors, record_run
 from .monitor import Finding, MonitorCallback
 from .not_finite import NotFiniteCallback
 from .plot import MonitoringPlotCallback
@@ -17,6 +17,7 @@ from .prometheus import PrometheusCallback
 from .repetition import RepetitionCallback
 from .reward_disagreement import RewardDisagreementCallback
 from .reward_drift import RewardDriftCallback
+from .samples import SamplesCallback
 from .value_health import ValueHealthCallback
 
 __all__ = [
@@ -34,14 +35,17 @@ __all__ = [
     "MonitorCallback",
     "MonitoringPlotCallback",
     "NotFiniteCallback",
+    "PRIVATE_FOLDER",
     "PrometheusCallback",
     "RepetitionCallback",
     "RewardDisagreementCallback",
     "RewardDriftCallback",
+    "SamplesCallback",
     "ValueHealthCallback",
     "WandbSink",
     "WebhookSink",
     "attach_monitors",
     "load_monitors",
+    "record_run",
     "request_kl_scale",
 ]

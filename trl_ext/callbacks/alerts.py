@@ -13,6 +13,7 @@ from typing import Any, Literal
 from transformers.utils import logging
 
 from ..jsonl import JSONLWriter, finite
+from ..redaction import redacted
 
 logger = logging.get_logger(__name__)
 RUNBOOK = "docs/runbook.md"
@@ -44,6 +45,11 @@ class Alert:
         shown = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items() if number is not None)
         what = f"{self.what} ({shown})" if shown else self.what
         return f"{self.monitor}, step {self.step}: {what}. {self.advice} See {self.runbook}."
+
+
+def is_notice(alert: dict[str, Any]) -> bool:
+    """Return whether an alert tells of the monitor, not of the run: it has nothing to watch."""
+    return str(alert.get("what")).startswith("nothing to watch")
 
 
 class LogSink:
@@ -104,7 +110,10 @@ class WebhookSink:
         try:
             self._queue.put_nowait(alert)
         except queue.Full:
-            logger.warning(f"{self.url} is too slow: an alert was dropped.")
+            logger.warning(f"{self} is too slow: an alert was dropped.")
+
+    def __str__(self) -> str:
+        return str(redacted(self.url, "webhook"))
 
     def close(self) -> None:
         """Wait for pending alerts, for at most the time of one try."""
@@ -118,7 +127,7 @@ class WebhookSink:
             try:
                 self._post(json.dumps(finite({"text": str(alert), **asdict(alert)})).encode())
             except Exception as error:  # training goes on, whatever the server does
-                logger.warning(f"{self.url} did not take an alert in {self.retries + 1} tries: {error}")
+                logger.warning(f"{self} did not take an alert in {self.retries + 1} tries: {redacted(str(error))}")
             finally:
                 self._queue.task_done()
 

@@ -1,16 +1,19 @@
 """A file of all that a run logs."""
 
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from ..jsonl import JSONLWriter
+from ..jsonl import JSONLWriter, read_jsonl
 from ..metrics import is_training_log, metrics_of
+from ..redaction import redacted
 from ..rewards.watch import Watch
 from .monitor import REGISTRY
 
@@ -22,9 +25,10 @@ class JSONLCallback(TrainerCallback):
     """
     Append the run's events to `metrics.rank{r}.jsonl`, one JSON object a line. `kill -9` loses at most the last line.
 
-    Each event has `timestamp`, `rank`, `step` and `type`: `begin` (with the configuration), `train`, `eval`, `save` or
-    `end`. `train`, `eval` and `end` have all numbers of the log under `logs`. `train` adds, as far as they can be
-    measured, `kl`, the losses, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`,
+    Each event has `timestamp`, `rank`, `step` and `type`: `begin` (with the run's id and its configuration, without
+    credentials), `train`, `eval`, `save` or `end`. A run that is resumed keeps its id; in a folder with several runs
+    the last id counts. `train`, `eval` and `end` have all numbers of the log under `logs`. `train` adds, as far as
+    they can be measured, `kl`, the losses, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`,
     `seconds_generation`, `seconds_scoring` and `seconds_update`; the first `train` also has the monitors' arguments.
     Watches of `trl_ext.rewards` without a folder of their own write to the same folder.
 
@@ -44,7 +48,12 @@ class JSONLCallback(TrainerCallback):
         Watch.default_folder = str(folder)
         if self._writer is None:
             self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
-        self._event("begin", state, config=args.to_sanitized_dict(), config_class=type(args).__name__)
+        self._introduced, self._tokens = False, None
+        run = uuid.uuid4().hex[:12]
+        if state.global_step and self._writer.path.is_file():  # resumed
+            run = [run, *(event["run"] for event in read_jsonl(self._writer.path) if "run" in event)][-1]
+        run = broadcast_object_list([run])[0] if PartialState().num_processes > 1 else run
+        self._event("begin", state, run=run, config=redacted(args.to_dict()), config_class=type(args).__name__)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None:

@@ -17,6 +17,7 @@ from ..control import kl_scale_is_pending, request_kl_scale, take_kl_scale
 from ..halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
 from ..jsonl import finite
 from ..metrics import Metric, is_gathered, is_training_log, metrics_of, rollout_steps
+from ..redaction import redacted
 from .alerts import RUNBOOK, Alert, Level, check_sinks, make_sinks
 
 logger = logging.get_logger(__name__)
@@ -103,7 +104,7 @@ class MonitorCallback(Halting, TrainerCallback):
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments that JSON can hold."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)}
+        return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
     def _deciding(self) -> dict[str, Any]:
         """Return those that decide whether a run goes on."""
@@ -407,6 +408,7 @@ class MonitorCallback(Halting, TrainerCallback):
             )
 
     def _send(self, alert: Alert, state: Any) -> None:
+        alert = Alert(**redacted(vars(alert)))  # it may cite the error of a judge behind a URL
         state.stateful_callbacks.setdefault(REGISTRY, {}).setdefault("alerts", []).append(finite(vars(alert)))
         for sink in self._opened or []:
             try:

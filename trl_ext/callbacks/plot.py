@@ -1,5 +1,6 @@
 """One picture of a run."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,8 @@ class MonitoringPlotCallback(TrainerCallback):
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"`steps` must be 1 or more, got {self.steps}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ImportError("MonitoringPlotCallback needs `pip install matplotlib`")
         self._drawn = 0
 
     def on_log(self, args, state, control, **kwargs):
@@ -80,7 +83,11 @@ def plot_monitoring(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    registry = registry or {}
+    with plt.rc_context({"text.parse_math": False}):  # a `$` in a reward's name begins no formula
+        _plot(plt, history, metrics, path, alerts, registry or {})
+
+
+def _plot(plt, history, metrics, path, alerts, registry) -> None:
     figure, panels = plt.subplots(2, 3, figsize=(15, 7), layout="constrained", sharex=True)
     for axes, (title, draw) in zip(panels.flat, PANELS.items(), strict=True):
         draw(axes, history, metrics, registry)
@@ -108,10 +115,18 @@ def draw_alerts(axes, alerts) -> None:
         axes.plot(alert["step"], 0.02, "^", color=colour, transform=axes.get_xaxis_transform(), clip_on=False)
 
 
-def _line(axes, history, key: str | None, label: str, **style) -> None:
+def as_label(name: str) -> str:
+    """Return a name as a legend shows it: in one line that is not too long, and not hidden for its `_`."""
+    name = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
+    name = name if len(name) <= 48 else f"{name[:30]}…{name[-17:]}"
+    return f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name
+
+
+def draw_line(axes, history, key: str | None, label: str, **style) -> None:
     steps, values = series(history, key)
     if steps:
-        axes.plot(steps, values, label=label, **{"marker": ".", "markersize": 3, **style})
+        dots = {"marker": ".", "markersize": 3 if len(steps) > 1 else 8}
+        axes.plot(steps, values, label=as_label(label), **{**dots, **style})
 
 
 def _bound(axes, registry, monitor: str, argument: str, style: str = "--") -> None:
@@ -126,13 +141,13 @@ def _key(metrics: dict[str, Metric], quantity: str) -> str | None:
 
 def _scores(axes, history, metrics, registry) -> None:
     steps, means = series(history, _key(metrics, "reward"))
-    _line(axes, history, _key(metrics, "reward"), "mean")
+    draw_line(axes, history, _key(metrics, "reward"), "mean")
     stds = dict(zip(*series(history, _key(metrics, "reward_std")), strict=True))
     if steps and all(step in stds for step in steps):
         low, high = ([m + sign * stds[s] for s, m in zip(steps, means, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, alpha=0.2, label="± σ of single scores")
     for key in sorted({key for log in history for key in log if key.startswith("score_watch/") and "/q" in key}):
-        _line(axes, history, key, key.removeprefix("score_watch/"), color="tab:gray", linewidth=0.8, markersize=0)
+        draw_line(axes, history, key, key.removeprefix("score_watch/"), color="tab:gray", linewidth=0.8, markersize=0)
     drift = registry.get("RewardDriftCallback")
     if drift:
         memory = drift.get("attributes", {}).get("memory", {})
@@ -145,27 +160,37 @@ def _scores(axes, history, metrics, registry) -> None:
 
 
 def _kl(axes, history, metrics, registry) -> None:
-    _line(axes, history, _key(metrics, "kl"), metrics["kl"].unit if "kl" in metrics else "")
-    if "kl" in metrics and metrics["kl"].unit == "nats per response":
-        _bound(axes, registry, "KLBudgetCallback", "warn", ":")
-        _bound(axes, registry, "KLBudgetCallback", "limit")
+    draw_line(axes, history, _key(metrics, "kl"), metrics["kl"].unit if "kl" in metrics else "")
+    if "kl" not in metrics:
+        return
+    for name, style in (("warn", ":"), ("limit", "--")):
+        if metrics["kl"].unit == "nats per response":
+            _bound(axes, registry, "KLBudgetCallback", name, style)
+            continue
+        # The budget is of a response, and the curve of a token: their ratio is the length
+        budget = registry.get("KLBudgetCallback", {}).get("args", {}).get(name)
+        steps, lengths = series(history, _key(metrics, "length"))
+        if budget is not None and steps:
+            per_token = [budget / max(length, 1) for length in lengths]
+            label = f"{name} {budget:g} nats per response ÷ length"
+            axes.plot(steps, per_token, color="tab:red", linestyle=style, linewidth=1, label=label)
 
 
 def _entropy(axes, history, metrics, registry) -> None:
-    _line(axes, history, _key(metrics, "entropy"), "nats per token")
+    draw_line(axes, history, _key(metrics, "entropy"), "nats per token")
     _bound(axes, registry, "EntropyFloorCallback", "floor")
 
 
 def _clip(axes, history, metrics, registry) -> None:
-    _line(axes, history, _key(metrics, "clip_fraction"), "share clipped")
+    draw_line(axes, history, _key(metrics, "clip_fraction"), "share clipped")
     _bound(axes, registry, "ClipFractionCallback", "limit")
 
 
 def _critic(axes, history, metrics, registry) -> None:
-    _line(axes, history, _key(metrics, "explained_variance"), "explained variance")
+    draw_line(axes, history, _key(metrics, "explained_variance"), "explained variance")
     if axes.lines:
         twin = axes.twinx()
-        _line(twin, history, _key(metrics, "value_loss"), "value loss", color="tab:green", linewidth=0.8)
+        draw_line(twin, history, _key(metrics, "value_loss"), "value loss", color="tab:green", linewidth=0.8)
         twin.set_ylabel("value loss", color="tab:green")
         _bound(axes, registry, "ValueHealthCallback", "explained_variance")
 
@@ -173,7 +198,7 @@ def _critic(axes, history, metrics, registry) -> None:
 def _lengths(axes, history, metrics, registry) -> None:
     for name in ("mean", "min", "max"):
         style = {} if name == "mean" else {"linewidth": 0.8, "alpha": 0.6}
-        _line(axes, history, f"completions/{name}_length", name, **style)
+        draw_line(axes, history, f"completions/{name}_length", name, **style)
 
 
 PANELS: dict[str, Callable] = {

@@ -7,11 +7,13 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..metrics import is_training_log, metrics_of
+from .alerts import is_notice
 from .monitor import alerts_of
 
 logger = logging.get_logger(__name__)
 
 GAUGES = {
+    "step": "Optimizer steps",
     "kl": "KL to the reference, in the trainer's unit (trl_ext.metrics)",
     "entropy": "Entropy, nats per token",
     "clip_fraction": "Share of clipped updates",
@@ -30,7 +32,8 @@ class PrometheusCallback(TrainerCallback):
     Export the run to Prometheus from the main process, by HTTP or a file for the node exporter's textfile collector.
 
     It exports the gauges `trl_ext_kl`, `trl_ext_entropy`, …, the gauge `trl_ext_log{key=…}` for every logged number,
-    and the counter `trl_ext_alerts_total{monitor=…}`. It needs `prometheus-client`.
+    and the counter `trl_ext_alerts_total{monitor=…}`. What was never measured is not exported. It needs
+    `prometheus-client`.
 
     Args:
         port: of the HTTP server. 0 takes a free port, None starts no server.
@@ -52,8 +55,8 @@ class PrometheusCallback(TrainerCallback):
         except ImportError as error:
             raise ImportError("PrometheusCallback needs `pip install prometheus-client`") from error
         self.registry = CollectorRegistry()
-        self._gauges = {k: Gauge(f"trl_ext_{k}", text, registry=self.registry) for k, text in GAUGES.items()}
-        self._step = Gauge("trl_ext_step", "Optimizer steps", registry=self.registry)
+        self._gauges: dict[str, Any] = {}  # made when first measured: a new gauge would export 0
+        self._gauge = Gauge
         self._log = Gauge("trl_ext_log", "Every number that is logged", ["key"], registry=self.registry)
         self._alerts = Counter("trl_ext_alerts", "Alerts of the monitors", ["monitor"], registry=self.registry)
         self._counted = 0
@@ -73,15 +76,20 @@ class PrometheusCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None or not state.is_world_process_zero:
             return
-        self._step.set(state.global_step)
+        self._set("step", state.global_step)
         for key, value in logs.items():
             if isinstance(value, (int, float)):
-                self._log.labels(key=key).set(value)
+                self._log.labels(key=_label(key)).set(value)
         if is_training_log(logs):
             for name, metric in metrics_of(args).items():
-                if name in self._gauges and isinstance(logs.get(metric.key), (int, float)):
-                    self._gauges[name].set(logs[metric.key])
+                if name in GAUGES and isinstance(logs.get(metric.key), (int, float)):
+                    self._set(name, logs[metric.key])
         self._export(state)
+
+    def _set(self, name: str, value: float) -> None:
+        if name not in self._gauges:
+            self._gauges[name] = self._gauge(f"trl_ext_{name}", GAUGES[name], registry=self.registry)
+        self._gauges[name].set(value)
 
     def on_train_end(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
@@ -94,7 +102,8 @@ class PrometheusCallback(TrainerCallback):
     def _export(self, state: Any) -> None:
         alerts = alerts_of(state)
         for alert in alerts[self._counted :]:
-            self._alerts.labels(monitor=alert["monitor"]).inc()
+            if not is_notice(alert):
+                self._alerts.labels(monitor=_label(alert["monitor"])).inc()
         self._counted = len(alerts)
         if self.textfile is None:
             return
@@ -105,3 +114,8 @@ class PrometheusCallback(TrainerCallback):
         except OSError as error:
             logger.warning(f"{self.textfile} cannot be written ({error.strerror}): Prometheus gets nothing there.")
             self.textfile = None
+
+
+def _label(text: str) -> str:
+    """Return the text without what ends a line, and halves of surrogate pairs, which UTF-8 cannot hold."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -4,24 +4,35 @@
 
 RUN_DIR is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallback) or else from the newest
 `trainer_state.json`; alerts from `alerts.jsonl`; score histograms and samples from `completions.rank*.jsonl`, which
-the watches of `trl_ext.rewards` write; the configuration from JSONLCallback's first line.
+SamplesCallback and the watches of `trl_ext.rewards` write; the configuration from JSONLCallback's first line. Of a
+folder with several runs the last one is shown; steps that were done again after a resume count once.
 """
 
 import argparse
+import hashlib
 import html
+import importlib.util
 import io
 import json
+import math
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
+from ..callbacks import PRIVATE_FOLDER
+from ..callbacks.alerts import RUNBOOK, is_notice
 from ..callbacks.monitor import REGISTRY
-from ..callbacks.plot import PANELS, draw_alerts
+from ..callbacks.plot import PANELS, as_label, draw_alerts, draw_line
 from ..jsonl import read_jsonl
 from ..metrics import METRICS, Metric, series
+from ..redaction import redacted
 
 PHASES = ("first third", "second third", "last third")
 COLOURS = ("tab:blue", "tab:orange", "tab:red")
@@ -59,36 +70,49 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     registry: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)  # of JSONLCallback
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Of the trainer whose keys are there."""
+        """Of the trainer whose config is recorded, or else whose keys are there."""
+        for event in reversed(self.events):
+            if event.get("config_class") in METRICS:
+                return METRICS[event["config_class"]]
         keys = {key for log in self.history for key in log}
         return max(METRICS.values(), key=lambda known: len({metric.key for metric in known.values()} & keys))
 
     @property
     def last_step(self) -> int:
-        return max((row["step"] for row in (*self.history, *self.samples)), default=0)
+        return int(max((row["step"] for row in (*self.history, *self.samples)), default=0))
 
 
 def read_run(folder: Path) -> Run:
     """Read an output directory; raise where there is nothing of a run."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give the output directory of a run")
-    states = sorted(folder.glob("**/trainer_state.json"), key=lambda path: path.stat().st_mtime)
-    state = json.loads(states[-1].read_text()) if states else {}
+    private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
+    source = private if private.is_dir() else folder
+    lines = source / "metrics.rank0.jsonl"
+    events = [event for event in read_jsonl(lines) if _is_step(event.get("step"))] if lines.is_file() else []
+    begins = _begins(events)
+    events = _of_this_run(events, begins)
+    since = begins[0].get("timestamp", 0) if begins else 0
+    states = [path for path in folder.glob("**/trainer_state.json") if path.stat().st_mtime >= since]
+    state = json.loads(max(states, key=lambda path: path.stat().st_mtime).read_text()) if states else {}
     registry = (state.get("stateful_callbacks") or {}).get(REGISTRY, {})
     run = Run(folder, state.get("log_history", []), alerts=registry.get("alerts", []), registry=registry)
-    if (folder / "metrics.rank0.jsonl").is_file():
-        events = list(read_jsonl(folder / "metrics.rank0.jsonl"))
+    if events:
+        run.events = events
         run.history = [{**event["logs"], "step": event["step"]} for event in events if "logs" in event]
         known: dict[str, Any] = next((event["monitors"] for event in reversed(events) if "monitors" in event), {})
         run.registry = {**{name: {"args": args} for name, args in known.items()}, **run.registry}
-        run.config = next((event["config"] for event in reversed(events) if event.get("type") == "begin"), {})
+        run.config = redacted(next((e["config"] for e in reversed(events) if e.get("type") == "begin"), {}))
     if (folder / "alerts.jsonl").is_file():
         run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
-    run.samples = [row for path in sorted(folder.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
-    run.samples = sorted((row for row in run.samples if row.get("step") is not None), key=lambda row: row["step"])
+    run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if _is_step(alert.get("step"))])
+    rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
+    rows = [row for row in rows if _is_step(row.get("step")) and isinstance(row.get("scores"), dict)]
+    run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
     if not (run.history or run.samples):
         raise ValueError(
             f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
@@ -97,16 +121,49 @@ def read_run(folder: Path) -> Run:
     return run
 
 
+def _is_step(step: Any) -> bool:
+    return isinstance(step, (int, float)) and math.isfinite(step)
+
+
+def _is_score(score: Any) -> bool:
+    return isinstance(score, (int, float)) and abs(score) < 1e100  # what a histogram can have as a bound; no NaN
+
+
+def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first lines of the last run and of its continuations."""
+    begins = [event for event in events if event.get("type") == "begin"]
+    starts = [i for i, begin in enumerate(begins) if begin["step"] == 0]  # older files have no id
+    run = begins[-1].get("run") if begins else None
+    return [begin for begin in begins if begin.get("run") == run] if run else begins[starts[-1] if starts else 0 :]
+
+
+def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out rows of earlier runs, and of steps that were done again since the run was resumed before them."""
+    times = [(begin.get("timestamp", -math.inf), begin["step"]) for begin in begins]
+
+    def is_kept(row: dict[str, Any]) -> bool:
+        at = row.get("timestamp", math.inf)
+        return at >= times[0][0] and not any(at < resumed and row["step"] > step for resumed, step in times)
+
+    return [row for row in rows if is_kept(row)] if times else rows
+
+
 def page(run: Run) -> str:
     """The HTML."""
+    generates = bool(run.samples) or "length" in run.metrics
+    curves = '<p class="none">No curves: <code>pip install matplotlib</code>, which draws them.</p>'
+    if can_draw := importlib.util.find_spec("matplotlib") is not None:
+        curves = f'<div class="charts">{"".join(_curves(run))}</div>'
     parts = [
         f"<h1>{_text(run.folder.resolve().name)}</h1>",
+        _heading(run),
         _tiles(run),
         "<h2>Alerts</h2>" + _alerts(run),
-        '<h2>Curves</h2><div class="charts">' + "".join(_curves(run)) + "</div>",
-        "<h2>Scores by phase</h2>" + _histograms(run),
-        "<h2>Samples over time</h2>" + _samples(run),
+        f"<h2>Curves</h2>{curves}",
+        "<h2>Scores by phase</h2>" + _histograms(run) if generates and can_draw else "",
+        "<h2>Samples over time</h2>" + _samples(run) if generates else "",
         "<h2>Configuration</h2>" + _config(run),
+        _runbook(run),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{_text(run.folder.name)}'
     head = f"<head>{head}</title><style>{STYLE}</style></head>"
@@ -114,15 +171,33 @@ def page(run: Run) -> str:
 
 
 def _text(value: Any) -> str:
-    return html.escape(str(value))
+    # HTML has no such characters, and UTF-8 no half of a surrogate pair
+    shown = re.sub("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", str(value))
+    return html.escape(shown)
 
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else "–" if value is None else _text(value)
 
 
+def _heading(run: Run) -> str:
+    begins = [event for event in run.events if event.get("type") == "begin"]
+    if not begins:
+        return ""
+    parts = [str(begins[-1].get("config_class", "")), f"run {begins[-1].get('run', 'without an id')}"]
+    if _is_step(begins[0].get("timestamp")):
+        parts.append(f"begun {datetime.fromtimestamp(begins[0]['timestamp'], UTC):%Y-%m-%d %H:%M} UTC")
+    parts += [f"resumed at step {begin['step']}" for begin in begins[1:]]
+    if not any(event.get("type") == "end" for event in run.events[run.events.index(begins[-1]) :]):
+        parts.append("its end is not recorded: it runs, or was killed")
+    return f'<p class="none">{_text(", ".join(filter(None, parts)))}</p>'
+
+
 def _tiles(run: Run) -> str:
-    tiles = {"steps": str(run.last_step), "alerts": str(len(run.alerts))}
+    notices = sum(map(is_notice, run.alerts))
+    tiles = {"steps": str(run.last_step), "alerts": str(len(run.alerts) - notices)}
+    if notices:
+        tiles["notices of monitors"] = str(notices)
     for name in ("reward", "kl", "entropy", "length"):
         metric = run.metrics.get(name)
         values = series(run.history, metric.key)[1] if metric else []
@@ -140,16 +215,51 @@ def _alerts(run: Run) -> str:
         return '<p class="none">None.</p>'
     rows = ""
     for alert in run.alerts:
-        style = "warn" if alert["action"] == "warn" else "act"
+        style = "warn" if alert.get("action") == "warn" else "act"
+        action = "notice" if is_notice(alert) else alert.get("action")
         rows += (
             f'<tr><td class="number">{_text(alert["step"])}</td>'
-            f'<td class="short {style}">{_text(alert["action"])}</td>'
-            f'<td class="short">{_text(alert["monitor"])}</td><td>{_text(alert["what"])}</td>'
-            f'<td class="number">{_number(alert["value"])}</td><td class="number">{_number(alert["bound"])}</td>'
-            f"<td>{_text(alert['advice'])} ({_text(alert['runbook'])})</td></tr>"
+            f'<td class="short {style}">{_text(action)}</td>'
+            f'<td class="short">{_text(alert.get("monitor"))}</td><td>{_text(alert.get("what"))}</td>'
+            f'<td class="number">{_number(alert.get("value"))}</td>'
+            f'<td class="number">{_number(alert.get("bound"))}</td>'
+            f"<td>{_text(alert.get('advice'))} {_runbook_link(alert)}</td></tr>"
         )
     head = "".join(f"<th>{name}</th>" for name in ("step", "action", "monitor", "what", "value", "bound", "advice"))
     return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+
+
+def _runbook_link(alert: dict[str, Any]) -> str:
+    section = str(alert.get("runbook")).partition("#")[2]
+    if section not in _runbook_sections():
+        return f"({_text(alert.get('runbook'))})"
+    return f'<a href="#runbook-{_text(section)}">What to do</a>'
+
+
+def _runbook_sections() -> dict[str, list[str]]:
+    """Lines of each section of the runbook; none where the package was installed without the documentation."""
+    path = Path(__file__).parents[2] / RUNBOOK
+    parts = path.read_text(encoding="utf-8").split("\n## ")[1:] if path.is_file() else []
+    return {part.splitlines()[0].strip(): part.splitlines()[1:] for part in parts}
+
+
+def _runbook(run: Run) -> str:
+    """What the alerts refer to, within the page, so that the links work wherever it is taken."""
+    wanted = {str(alert.get("runbook")).partition("#")[2] for alert in run.alerts}
+    sections = ""
+    for name, lines in _runbook_sections().items():
+        rows = [line.strip(" |").split(" | ") for line in lines if line.startswith("|") and not line.startswith("|--")]
+        if name in wanted and rows:
+            table = "".join(f"<tr>{''.join(f'<td>{_prose(cell)}</td>' for cell in row)}</tr>" for row in rows)
+            sections += (
+                f'<h3 id="runbook-{_text(name)}">{_text(name)}</h3><div class="wide"><table>{table}</table></div>'
+            )
+    return f"<h2>What to do</h2>{sections}" if sections else ""
+
+
+def _prose(markdown: str) -> str:
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", _text(markdown))
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", re.sub(r"`([^`]+)`", r"<code>\1</code>", text))
 
 
 def _curves(run: Run) -> list[str]:
@@ -169,9 +279,7 @@ def _curves(run: Run) -> list[str]:
 
         def lines(axes, keys=keys):
             for key in keys:
-                steps, values = series(run.history, key)
-                if steps:
-                    axes.plot(steps, values, marker=".", markersize=3, label=key)
+                draw_line(axes, run.history, key, key)
 
         charts.append(_chart(title, lines, run.alerts))
     return [chart for chart in charts if chart]
@@ -185,14 +293,17 @@ def _chart(title: str, draw: Callable, alerts: list[dict[str, Any]] = (), xlabel
     import matplotlib.pyplot as plt
 
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": title, "legend.framealpha": 0}
-    with plt.rc_context({**style, "font.size": 9}):
+    salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
+    style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
+    # A `$` in a name begins no formula; and a browser has letters that matplotlib's font lacks
+    with plt.rc_context({**style, "font.size": 9, "text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure, axes = plt.subplots(figsize=(5.2, 3.1), layout="constrained")
         draw(axes)
         drawn = bool(axes.lines or axes.collections or axes.patches)
         if drawn:
             draw_alerts(axes, alerts)
-            axes.set(title=title, xlabel=xlabel)
+            axes.set(title=as_label(title), xlabel=xlabel)
             axes.grid(alpha=0.25)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize="small")
@@ -200,10 +311,13 @@ def _chart(title: str, draw: Callable, alerts: list[dict[str, Any]] = (), xlabel
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
         plt.close(figure)
     body = svg.getvalue()
-    body = body[body.index("<svg") :].replace(INK, "currentColor")
-    # Ids are of one drawing, and the page has many
-    salt = re.sub(r"\W", "", title)
-    body = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{salt}-", body)
+    body = body[body.index("<svg") :]
+
+    # Colours, and ids, which are of one drawing, while the page has many; within tags, since names are text
+    def in_page(tag: re.Match) -> str:
+        return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{salt}-", tag[0].replace(INK, "currentColor"))
+
+    body = re.sub(r"<[^>]*>", in_page, body)
     return f"<figure>{body}</figure>" if drawn else ""
 
 
@@ -214,13 +328,10 @@ def _phases(run: Run) -> list[list[dict[str, Any]]]:
 
 def _histograms(run: Run) -> str:
     phases = _phases(run)
-    names = sorted({n for row in run.samples for n, s in row["scores"].items() if isinstance(s, (int, float))})
+    names = sorted({n for row in run.samples for n, s in row["scores"].items() if _is_score(s)})
     charts = []
     for name in names:
-        parts = [
-            [row["scores"][name] for row in rows if isinstance(row["scores"].get(name), (int, float))]
-            for rows in phases
-        ]
+        parts = [[float(row["scores"][name]) for row in rows if _is_score(row["scores"].get(name))] for rows in phases]
         low, high = min(map(min, filter(None, parts))), max(map(max, filter(None, parts)))
 
         def draw(axes, parts=parts, low=low, high=high):
@@ -232,18 +343,19 @@ def _histograms(run: Run) -> str:
 
         charts.append(_chart(f"{name}: density of single scores", draw, xlabel="score"))
     if not charts:
-        return '<p class="none">No single scores: wrap a reward in <code>score_watch</code>, or add a gold judge.</p>'
+        return '<p class="none">No single scores: <code>SamplesCallback</code> records some.</p>'
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
 def _samples(run: Run) -> str:
     if not run.samples:
-        return '<p class="none">No completions: add a watch of <code>trl_ext.rewards</code>.</p>'
+        return '<p class="none">No completions: <code>SamplesCallback</code> records some.</p>'
     rows = []
     for label, phase in zip(PHASES, _phases(run), strict=True):
         merged: dict[tuple, dict[str, Any]] = {}
         for row in phase:  # several watches write the same completion
-            merged.setdefault((row["step"], row["prompt"], row["completion"]), {}).update(row["scores"])
+            texts = str(row.get("prompt")), str(row.get("completion"))
+            merged.setdefault((row["step"], *texts), {}).update(row["scores"])
         spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
         for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
             shown = ", ".join(f"{name} {_number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
@@ -257,9 +369,41 @@ def _samples(run: Run) -> str:
 
 def _config(run: Run) -> str:
     if not run.config:
-        return '<p class="none">Not recorded: JSONLCallback does.</p>'
+        return '<p class="none">Not recorded: <code>JSONLCallback</code> does.</p>'
     rows = "".join(f"<tr><td>{_text(k)}</td><td>{_text(v)}</td></tr>" for k, v in sorted(run.config.items()))
     return f"<details><summary>{len(run.config)} settings</summary><table>{rows}</table></details>"
+
+
+def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
+    """Write the page of the run in `folder`, as `report.html` beside what it shows unless `output` says otherwise."""
+    folder = Path(folder)
+    text, private = page(read_run(folder)), folder / PRIVATE_FOLDER
+    output = Path(output) if output else (private if private.is_dir() else folder) / "report.html"
+    temporary = output.with_name(f"{output.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(output)
+    return output
+
+
+def report_of(folder: str | Path, was_trained: bool = True) -> str:
+    """
+    Write the page at the end of a script, on the main process, and say in a few words where it is.
+
+    A page that cannot be written ends nothing: the words say why.
+
+    Args:
+        folder: output directory of the run.
+        was_trained: False where the run was complete already: its page stays as it is.
+    """
+    if not PartialState().is_main_process:
+        return ""
+    if not was_trained:
+        found = sorted(Path(folder).glob("report.html")) + sorted(Path(folder).glob(f"{PRIVATE_FOLDER}/report.html"))
+        return f"Report: {found[-1]}" if found else "No report: nothing was trained"
+    try:
+        return f"Report: {write_report(folder)}"
+    except Exception as error:  # the model is what the run was for
+        return f"No report: {' '.join(str(error).split())}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -270,13 +414,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="where to write; report.html in RUN_DIR by default")
     args = parser.parse_args(arguments)
     try:
-        text = page(read_run(args.run_dir))
-        output = args.output or args.run_dir / "report.html"
-        output.write_text(text, encoding="utf-8")
+        print(write_report(args.run_dir, args.output))
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(output)
 
 
 if __name__ == "__main__":

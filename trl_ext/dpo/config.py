@@ -6,6 +6,7 @@ from typing import Literal
 
 import trl
 
+from ..redaction import HidesCredentials
 from ..settings import check_settings
 
 WITHOUT_BETA = {"sft"}
@@ -40,7 +41,7 @@ _ONLY_WITH = {  # name: (setting, the value without which it does nothing)
 
 
 @dataclass
-class DPOConfig(trl.DPOConfig):
+class DPOConfig(HidesCredentials, trl.DPOConfig):
     r"""
     Configuration of [`DPOTrainer`].
 

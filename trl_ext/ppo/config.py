@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trl import RLOOConfig
 
+from ..redaction import HidesCredentials
 from ..settings import check_settings
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
@@ -106,7 +107,7 @@ _ONLY_WITH = {  # name: (the setting without which it does nothing, its value)
 
 
 @dataclass
-class PPOConfig(RLOOConfig):
+class PPOConfig(HidesCredentials, RLOOConfig):
     r"""
     Configuration of [`PPOTrainer`].
 
@@ -448,11 +449,6 @@ class PPOConfig(RLOOConfig):
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
-
-    def to_dict(self) -> dict[str, Any]:
-        # TrainingArguments hides every field that ends in `_token`, also where it holds no secret
-        shown = {"stop_token": self.stop_token} | ({} if self.hub_token else {"hub_token": self.hub_token})
-        return super().to_dict() | shown
 
     @property
     def batch_size(self) -> int:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.trainer_callback import ProgressCallback
 
 from ..models.generation import forked_rng
 from ..temporarily import temporarily
@@ -61,6 +62,13 @@ def greedy(trainer: Any) -> Iterator[None]:
         decoding = temporarily(trainer, generation_config=greedy_config(trainer.generation_config))
     with decoding, temporarily(trainer, num_generations_eval=1):
         yield
+
+
+def end_progress(trainer: Any) -> None:
+    """End the progress bar of a pass over the evaluation data: the next pass has as many batches again."""
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ProgressCallback):
+            callback.on_predict(trainer.args, trainer.state, trainer.control)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from . import gradients
 from .accumulator import global_moments
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
-from .evaluation import EvaluationPass, greedy, untouched_rng
+from .evaluation import EvaluationPass, end_progress, greedy, untouched_rng
 from .inputs import check_evaluation_batch, check_inputs, check_prompt_lengths, migrate, with_prompts
 from .kl_controller import KLController
 from .kl_stop import ApproxKLStop
@@ -588,6 +588,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 output = evaluate(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
             if self.args.eval_greedy:
+                end_progress(self)
                 with self._evaluating(EvaluationPass(len(dataset), is_greedy=True)), greedy(self):
                     with temporarily(self.args, dataloader_persistent_workers=False):  # else that of the first pass
                         loader = self.get_eval_dataloader(dataset)

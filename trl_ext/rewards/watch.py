@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ class Watch:
     Base class of reward functions that measure completions and reward nothing. Give them weight 0.
 
     Args:
-        folder: of `completions.rank{r}.jsonl`, to which each completion is appended as one line: step, rank, prompt,
-            completion, scores. None is the folder of [`~trl_ext.callbacks.JSONLCallback`], and without that callback
-            nothing is written.
+        folder: of `completions.rank{r}.jsonl`, to which each completion is appended as one line: timestamp, step,
+            rank, prompt, completion, scores. None is the folder of [`~trl_ext.callbacks.JSONLCallback`], and without
+            that callback nothing is written.
         score: of each completion. With None this function takes no part in the reward. Where no other function scores,
             TRL needs 0.0.
     """
@@ -45,18 +46,17 @@ class Watch:
 
     def write_completions(self, prompts: list, completions: list, scores: list[Any], trainer_state: Any) -> None:
         """Append completions and their scores to `completions.rank{r}.jsonl`."""
-        step, rank = getattr(trainer_state, "global_step", None), PartialState().process_index
+        step = getattr(trainer_state, "global_step", None)
+        self.write_rows(prompts, completions, [{self.__name__: score} for score in scores], step)
+
+    def write_rows(self, prompts: list, completions: list, scores: list[dict[str, Any]], step: int | None) -> None:
+        """Append completions to `completions.rank{r}.jsonl`, each with its scores by name."""
+        head = {"timestamp": time.time(), "step": step, "rank": PartialState().process_index}
         self.write(
             "completions",
             [
-                {
-                    "step": step,
-                    "rank": rank,
-                    "prompt": text_of(prompt),
-                    "completion": text_of(completion),
-                    "scores": {self.__name__: score},
-                }
-                for prompt, completion, score in zip(prompts, completions, scores, strict=True)
+                {**head, "prompt": text_of(prompt), "completion": text_of(completion), "scores": named}
+                for prompt, completion, named in zip(prompts, completions, scores, strict=True)
             ],
         )
 

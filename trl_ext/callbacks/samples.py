@@ -1,0 +1,50 @@
+"""A few completions of each rollout, with their scores."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..metrics import rollout_steps
+from ..rewards.watch import Watch
+
+
+@dataclass(eq=False, kw_only=True)
+class SamplesCallback(TrainerCallback):
+    """
+    Append the first completions of each rollout, with every reward function's score, to `completions.rank0.jsonl`.
+
+    Args:
+        trainer: a [`PPOTrainer`] or `trl.RLOOTrainer`, whose table of completions is read.
+        per_rollout: completions that are kept of a rollout of all processes. A thousand rollouts with 8 completions of
+            1 kB each take 8 MB.
+        folder: of the file. The default is that of [`JSONLCallback`].
+    """
+
+    trainer: Any
+    per_rollout: int = 8
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.trainer, "_logs"):
+            raise ValueError(
+                f"`SamplesCallback` reads what PPOTrainer and RLOOTrainer keep of a rollout; got a "
+                f"{type(self.trainer).__name__}: use a watch of trl_ext.rewards there"
+            )
+        if self.per_rollout < 1:
+            raise ValueError(f"`per_rollout` must be 1 or more, got {self.per_rollout}")
+        self._watch = Watch(self.folder)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
+        if not state.is_world_process_zero or (state.global_step - 1) % rollout_steps(args):
+            return
+        table, size = self.trainer._logs, args.generation_batch_size
+        prompts, completions = ([*table[name]][-size:][: self.per_rollout] for name in ("prompt", "completion"))
+        scores = {name: [*values][-size:][: self.per_rollout] for name, values in table["rewards"].items()}
+        rows = [
+            {name: None if math.isnan(values[i]) else values[i] for name, values in scores.items()}
+            for i in range(len(prompts))
+        ]
+        self._watch.write_rows(prompts, completions, rows, state.global_step - 1)

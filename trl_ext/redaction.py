@@ -1,0 +1,144 @@
+"""Keep credentials out of what a run writes: known by the name of a setting, or by the shape of a text."""
+
+import re
+from typing import Any
+
+HIDDEN = "<redacted>"
+
+# The last words of a name, as in `hub_token`, `HF_TOKEN`, `X-Api-Key` and `dbPassword`
+_CREDENTIAL = re.compile(
+    r"(^|_)(token|jwt|bearer|auth|authorization|cookie|dsn|sig|signature|(secret|password|passwd|passphrase|pwd"
+    r"|credential|(api|access|secret|private|account|auth|signing|encryption)_?key)s?)$"
+)
+# Words before `token` with which it is no credential: a part of a text, or a unit
+_TEXT_TOKEN = re.compile(
+    r"(^|_)(eos|bos|pad|unk|sep|cls|mask|stop|start|end|eot|boi|eoi|image|video|audio|special|per|first|last|next|new)"
+    r"_token$"
+)
+_WEBHOOK = re.compile(r"(^|_)(sinks?|(web)?hooks?(_ur[il]s?)?)$")
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\"'<>]+", re.I)
+_PAIR = re.compile(
+    r"""(?P<name>[\w.-]+)(?P<is>["']?\s*[=:]\s*["']?)(?P<value>((bearer|basic|token)\s+)?[^\s"',;&#})\]<]+)""", re.I
+)
+_SHAPES = re.compile(
+    r"(?<![A-Za-z0-9])("
+    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}"  # Hugging Face
+    r"|sk-(?=[\w-]*\d)[\w-]{16,}|sk_(live|test)_\w{16,}"  # OpenAI, Anthropic, Stripe and others
+    r"|wandb_v\d_\w{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|bot\d{6,}:[\w-]{20,}"  # Slack, Telegram
+    r"|(AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"  # Amazon, Google
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # JSON web tokens
+    r"|(?<=bearer )(?=\S*\d)[\w.~+/=-]{12,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(-----END [A-Z ]*PRIVATE KEY-----|$)"
+    r")",
+    re.I | re.S,
+)
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """
+    Return `value` with each credential in it replaced by `<redacted>`.
+
+    Hidden are the values of names such as `token`, `password` or `api_key`, in mappings and in texts like
+    `token=...`; user and password of a URL, the path of a webhook's URL, credentials in a URL's query; and what looks
+    like a token (`hf_...`, `sk-...`). `eos_token` and the like name a part of a text, and stay.
+
+    Args:
+        value: text, or a list, tuple or mapping of values. Other objects are returned as they are.
+        name: what the value is called.
+    """
+    words = _words(name)
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    if _is_credential(words):
+        return HIDDEN
+    if isinstance(value, str):
+        return _redacted_text(value, _WEBHOOK.search(words) is not None)
+    if isinstance(value, dict):
+        return {redacted(key): redacted(item, str(key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(redacted(item, name) for item in value)
+    return value
+
+
+def without_credentials(value: Any) -> Any:
+    """
+    Return `value` redacted, and without the settings that hold a credential: with another one it is the same run.
+
+    A mapping that held nothing else becomes None, as if it had not been given.
+    """
+    if not isinstance(value, dict):
+        return redacted(value)
+    kept = {key: item for key, item in value.items() if not _holds_credential(key)}
+    return {redacted(k): without_credentials(v) for k, v in kept.items()} if kept or not value else None
+
+
+class HidesCredentials:
+    """Mixin of `TrainingArguments`: `to_dict`, which W&B, TensorBoard and the like are given, has no credentials."""
+
+    def to_dict(self) -> dict[str, Any]:
+        settings = super().to_dict()  # type: ignore[misc]
+        # TrainingArguments hides every field that ends in `_token`, also where it holds no secret
+        return redacted({**settings, **{name: getattr(self, name) for name in settings if name.endswith("_token")}})
+
+
+class _PickledAs(str):
+    """A text that works as it is, and of which a file gets another one."""
+
+    shown: str
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return str, (self.shown,)
+
+
+def pickled_without_credentials(args: Any) -> dict[str, Any]:
+    """Return the attributes with which `args` is pickled without a credential; its token still works for a push."""
+    changed: dict[str, Any] = {}
+    for name, value in vars(args).items():
+        shown = redacted(value, name)
+        if shown is value or shown == value:
+            continue
+        changed[name] = shown
+        if isinstance(value, str):
+            changed[name] = _PickledAs(value)
+            changed[name].shown = shown
+    return changed
+
+
+def _words(name: str) -> str:
+    return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).strip("_").lower()
+
+
+def _is_credential(words: str) -> bool:
+    return _CREDENTIAL.search(words) is not None and not _TEXT_TOKEN.search(words)
+
+
+def _holds_credential(name: Any) -> bool:
+    words = _words(str(name))
+    return _is_credential(words) or _WEBHOOK.search(words) is not None
+
+
+def _redacted_text(text: str, is_webhook: bool = False) -> str:
+    text = _URL.sub(lambda match: _redacted_url(match[0], is_webhook), text)
+    return _SHAPES.sub(HIDDEN, _PAIR.sub(_redacted_pair, text))
+
+
+def _redacted_pair(match: re.Match) -> str:
+    is_number = re.fullmatch(r"[\d.]{1,5}%?", match["value"])  # as in "nats per token: 3"
+    hide = _is_credential(_words(match["name"])) and not is_number
+    return f"{match['name']}{match['is']}{HIDDEN}" if hide else match[0]
+
+
+def _redacted_url(url: str, is_webhook: bool) -> str:
+    scheme, rest = url.split("://", 1)
+    place, slash, path = rest.partition("/")
+    user, at, host = place.rpartition("@")
+    if at and (":" in user or scheme.lower().startswith("http")):
+        user = HIDDEN
+    if is_webhook or re.search(r"(^|\.)hooks?\.|webhook", host, re.I) or re.search(r"(^|/)(web)?hooks?/", path, re.I):
+        path = HIDDEN if path else ""
+        host = host.split("?")[0]
+    # In a query `key` and `code` are credentials, too
+    path = re.sub(r"(?<=[?&;])(key|code|[\w.-]*[-_]key)=[^&;#]+", rf"\1={HIDDEN}", path, flags=re.I)
+    return f"{scheme}://{user}{at}{host}{slash}{path}"

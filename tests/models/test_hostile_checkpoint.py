@@ -1,4 +1,4 @@
-"""Whatever a checkpoint's generation_config.json says, field by field, everyone here samples as from one that is silent."""
+"""Whatever a checkpoint's generation_config.json says, everyone here samples as from one that says nothing."""
 
 import json
 
@@ -91,7 +91,12 @@ HOSTILE = {  # of each field of `GenerationConfig`, a value that changes what `g
 }
 # What names tokens of the model rather than how to draw them, and what is bookkeeping
 READ = {"bos_token_id", "eos_token_id", "transformers_version", "_from_model_config"}
-CANNOT_BE_LOADED = {"compile_config", "do_sample"}  # from a file, the latter beside `num_return_sequences`
+CONTRADICTIONS = {
+    "compile_config",
+    "do_sample",
+    "use_cache",
+    "max_cache_len",
+}  # which no file may have beside the rest
 IDS = [[6, 7, 8], [9]] * 8
 
 
@@ -133,7 +138,7 @@ def test_no_field_of_the_checkpoint_changes_a_sample_or_a_rollout(subtests):
 def folders(tmp_path_factory):
     """A checkpoint with a generation_config.json that says nothing, and one that says everything."""
     folder = tmp_path_factory.mktemp("models")
-    said = {name: value for name, value in HOSTILE.items() if name not in CANNOT_BE_LOADED}
+    said = {name: value for name, value in HOSTILE.items() if name not in CONTRADICTIONS}
     for name, settings in (("plain", {}), ("hostile", said)):
         tiny_llama().save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
@@ -184,3 +189,17 @@ def test_everyone_who_samples_gives_the_same_with_either(answers, folders, tmp_p
     if isinstance(plain, torch.Tensor):
         plain, hostile = plain.tolist(), hostile.tolist()
     assert hostile == plain
+
+
+@pytest.mark.parametrize("what", ["PPO", "DPO"])
+def test_a_config_that_could_not_be_saved_is_refused_before_training(what, tmp_path):
+    model = tiny_llama()
+    model.generation_config.temperature = 0.6
+    with pytest.raises(ValueError, match="would not save this model.*`temperature`.*do_sample = True"):
+        if what == "DPO":
+            make_dpo_trainer(tmp_path, model)
+        else:
+            arguments = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
+            PPOTrainer(model, length_reward, tiny_config(tmp_path), **arguments)
+    model.generation_config.do_sample = True
+    make_dpo_trainer(tmp_path, model).save_model()

@@ -20,6 +20,7 @@ from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
 from ..models.adapters import adapter_facts, quantization_of
+from ..models.generation import check_savable
 from ..models.identity import weights_identity
 from ..models.weights import unpatched_copy
 from ..temporarily import temporarily
@@ -122,6 +123,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             quantization_config=quantization_config,
             peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
         )
+        check_savable(self.model)
         if args.distribution_shift_samples:
             check_shift_is_possible(self)
         pairs_per_batch = args.per_device_train_batch_size * args.world_size

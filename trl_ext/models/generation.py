@@ -35,6 +35,25 @@ def neutral_generation(model: Any) -> Iterator[None]:
         yield
 
 
+def check_savable(model: Any) -> None:
+    """
+    Raise a `ValueError` if transformers would refuse to save the model's generation config.
+
+    It says so only when it saves a config that was changed since it was loaded, as trainers do: after the training.
+    """
+    config = getattr(base_model_of(model), "generation_config", None)
+    if config is None or hasattr(model, "peft_config"):  # an adapter is saved without it
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(
+            "transformers would not save this model, since its generation_config.json contradicts itself "
+            f"({' '.join(str(error).split())[:300]}): correct the file, or pass a model whose `generation_config` is "
+            "(`model.generation_config.do_sample = True` is what a `temperature` or `top_p` needs)."
+        ) from error
+
+
 def forked_rng(device: torch.device) -> AbstractContextManager:
     """Leave torch's global generators, the CPU's and the device's, as they were."""
     devices = [device] if device.type not in ("cpu", "mps") else []

@@ -26,6 +26,7 @@ from ..models.actor_critic import LogprobForward
 from ..models.adapter_guard import AdapterGuard
 from ..models.adapters import adapter_facts, quantization_of
 from ..models.files import load_roles, one_adapter, save_critic, weights_of, without_base
+from ..models.generation import check_savable
 from ..models.identity import weights_identity
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
@@ -185,6 +186,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
             )
         policy = self.model
+        check_savable(policy)
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
         self._adapt_rloo(policy)

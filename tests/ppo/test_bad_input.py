@@ -167,6 +167,7 @@ def test_models_and_tokenizers(subtests, tmp_path):
             lambda m: {"config": {"use_ref_model": False, "kl_coef": 0}, "ref_model": tiny_llama()},
             "`use_ref_model=False`",
         ),
+        (lambda m: {"config": {"stop_token_id": 29}}, "`stop_token_id=29` is none of the policy's 29 tokens"),
         (
             lambda m: {"config": {"reward_weights": [1.0, 2.0]}},
             r"reward weights \(2\) must match number of reward functions",

@@ -244,6 +244,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.epsilon_low = args.cliprange
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
+            if not 0 <= args.stop_token_id < (vocabulary := vocabulary_of(policy)):
+                raise ValueError(
+                    f"`stop_token_id={args.stop_token_id}` is none of the policy's {vocabulary} tokens, so that nothing "
+                    "would end by it: use one, or leave it out."
+                )
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
             if self.use_vllm:
                 vllm = self.vllm_generation

@@ -120,6 +120,26 @@ def test_datasets(subtests, tmp_path):
                     build(train_dataset=prompts(), eval_dataset={"first": prompts(), "second": dataset})
 
 
+@pytest.mark.parametrize("whose", ["the policy's tokenizer", "the tokenizer of reward model 'reward_model_0'"])
+def test_messages_need_a_chat_template(tmp_path, whose):
+    without = tiny_tokenizer()
+    without.chat_template = None
+    tokenizer, other = (without, tiny_tokenizer()) if "policy" in whose else (tiny_tokenizer(), without)
+    arguments = {
+        "processing_class": tokenizer,
+        "reward_funcs": tiny_reward_model(tiny_llama()),
+        "reward_processing_classes": [other],
+    }
+    messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "the cat"}]] * 8})
+    text = Dataset.from_dict({"prompt": ["the cat"] * 8})
+    make(tmp_path, train_dataset=text, **arguments)
+    for name, datasets in (("train", (messages, text)), ("eval", (text, messages))):
+        with pytest.raises(
+            ValueError, match=f"the prompts of the {name} dataset are messages, but {whose} .* no chat"
+        ):
+            make(tmp_path, train_dataset=datasets[0], eval_dataset=datasets[1], **arguments)
+
+
 def test_a_missing_column_is_named(subtests, tmp_path):
     for config, column in [
         ({"reward_normalization": "group", "reward_group_column": "subject"}, "subject"),

@@ -32,6 +32,7 @@ from .inputs import (
     check_arguments,
     check_dataset,
     check_evaluation,
+    check_template,
     name_row,
     take_columns,
     wanted_columns,
@@ -99,6 +100,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         train_dataset = check_dataset(train_dataset, "train", args, self._pair_columns)
         if eval_dataset is not None:
             eval_dataset = check_evaluation(eval_dataset, args, self._pair_columns)
+        check_template(model, args, processing_class, train_dataset, eval_dataset)
         is_full = isinstance(model, nn.Module) and peft_config is None and not is_peft_model(model)
         if (
             ref_model is None

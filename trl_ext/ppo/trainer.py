@@ -38,7 +38,14 @@ from .accumulator import global_moments
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
 from .evaluation import EvaluationPass, greedy, untouched_rng
-from .inputs import check_evaluation_batch, check_inputs, check_prompt_lengths, migrate, with_prompts
+from .inputs import (
+    check_evaluation_batch,
+    check_inputs,
+    check_prompt_lengths,
+    check_templates,
+    migrate,
+    with_prompts,
+)
 from .kl_controller import KLController
 from .kl_stop import ApproxKLStop
 from .metrics import RLOO_ONLY_METRICS, PPOMetrics
@@ -227,15 +234,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
 
-        check_prompt_lengths(
-            self._measure_prompts,
-            self._loader.policy,
-            self.max_completion_length,
-            [
-                ("train", train_dataset),
-                *(eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}).items(),
-            ],
-        )
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+        datasets = [("train", train_dataset), *evals.items()]
+        check_templates(self._tokenizer, rewards, datasets)
+        check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
         self.accelerator.print(schedule(self))
 
     def _adapt_rloo(self, policy: Any) -> None:
@@ -246,8 +248,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if args.stop_token_id is not None:
             if not 0 <= args.stop_token_id < (vocabulary := vocabulary_of(policy)):
                 raise ValueError(
-                    f"`stop_token_id={args.stop_token_id}` is none of the policy's {vocabulary} tokens, so that nothing "
-                    "would end by it: use one, or leave it out."
+                    f"`stop_token_id={args.stop_token_id}` is none of the policy's {vocabulary} tokens, so that "
+                    "nothing would end by it: use one, or leave it out."
                 )
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
             if self.use_vllm:

@@ -20,6 +20,7 @@ from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
 from ..models.adapters import adapter_facts, quantization_of
+from ..models.card import without_none
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
 from ..models.weights import unpatched_copy
@@ -360,6 +361,11 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         """What has a state to go on from, by its setting."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            without_none(self.args.output_dir, get_config_model_id(self.model.config))
 
     # ---- Mistakes ----
 

@@ -4,11 +4,13 @@ import copy
 import math
 import os
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -25,6 +27,7 @@ from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards,
 from ..models.actor_critic import LogprobForward
 from ..models.adapter_guard import AdapterGuard
 from ..models.adapters import adapter_facts, quantization_of
+from ..models.card import without_none
 from ..models.files import load_roles, one_adapter, save_critic, weights_of, without_base
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
@@ -569,6 +572,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.evaluated(rollout, rows, passing.prefix)
+        passing.keep(rollout, rows, self._tokenizer)
         return {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids")}
 
     def evaluation_loop(
@@ -599,6 +603,46 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
+    def generate_completions(self, sampling: bool = False) -> pd.DataFrame:
+        """
+        Answer the evaluation prompts greedily, and show the answers with their scores, in W&B too (TRL 1.12's method).
+
+        Args:
+            sampling: as in TRL 1.12, whether to stop after the first batch.
+
+        Returns:
+            The columns `query`, `model response` and `score`, on every process.
+        """
+        if self.eval_dataset is None:
+            raise ValueError("`generate_completions` answers the evaluation prompts: pass an `eval_dataset`.")
+        table: list[dict[str, Any]] = []
+        datasets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        for dataset in datasets:
+            if sampling:
+                first = self.args.per_device_eval_batch_size * self.accelerator.num_processes
+                dataset = dataset.select(range(min(first, len(dataset))))
+            passing = EvaluationPass(len(dataset), is_greedy=True, table=table)
+            unseen = {**self._metrics, "eval": defaultdict(list)}
+            with (
+                untouched_rng(self.accelerator, self.args.seed),
+                self.metrics.untimed(),
+                self._evaluating(passing),
+                greedy(self),
+                temporarily(self, _metrics=unseen),
+            ):
+                with temporarily(self.args, dataloader_persistent_workers=False):
+                    loader = self.get_eval_dataloader(dataset)
+                super().evaluation_loop(loader, "Completions")
+        self.metrics.start_evaluation()
+        frame = pd.DataFrame(table)
+        self.accelerator.print(frame.head().to_string())
+        if "wandb" in self.args.report_to and self.is_world_process_zero():
+            import wandb
+
+            if wandb.run is not None:
+                wandb.log({"completions": wandb.Table(dataframe=frame)})
+        return frame
+
     @contextmanager
     def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:
         self._evaluation = passing
@@ -621,6 +665,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
         super().log(logs, start_time)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            without_none(self.args.output_dir, get_config_model_id(self.model.config))
 
     # ---- Checkpoints ----
 

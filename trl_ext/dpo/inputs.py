@@ -73,7 +73,8 @@ def check_template(model: Any, args: DPOConfig, processing_class: Any, train_dat
     """Raise if there are messages that the tokenizer has no chat template for."""
     evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *evals.items()]:
-        texts = next(iter(dataset or ()), {}).get("chosen")  # TRL, too, takes all rows for what the first is
+        first: dict[str, Any] = next(iter(dataset or ()), {})  # TRL, too, takes all rows for what the first is
+        texts = first.get("chosen")
         if isinstance(texts, list):
             if processing_class is None:  # as TRL loads it
                 path = model if isinstance(model, str) else get_config_model_id(model.config)

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -603,7 +602,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
-    def generate_completions(self, sampling: bool = False) -> pd.DataFrame:
+    def generate_completions(self, sampling: bool = False) -> Dataset:
         """
         Answer the evaluation prompts greedily, and show the answers with their scores, in W&B too (TRL 1.12's method).
 
@@ -611,7 +610,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             sampling: as in TRL 1.12, whether to stop after the first batch.
 
         Returns:
-            The columns `query`, `model response` and `score`, on every process.
+            Rows with `query`, `model response` and `score`, on every process.
         """
         if self.eval_dataset is None:
             raise ValueError("`generate_completions` answers the evaluation prompts: pass an `eval_dataset`.")
@@ -634,14 +633,14 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                     loader = self.get_eval_dataloader(dataset)
                 super().evaluation_loop(loader, "Completions")
         self.metrics.start_evaluation()
-        frame = pd.DataFrame(table)
-        self.accelerator.print(frame.head().to_string())
+        completions = Dataset.from_list(table)
+        self.accelerator.print(completions.to_pandas().head().to_string())
         if "wandb" in self.args.report_to and self.is_world_process_zero():
             import wandb
 
             if wandb.run is not None:
-                wandb.log({"completions": wandb.Table(dataframe=frame)})
-        return frame
+                wandb.log({"completions": wandb.Table(dataframe=completions.to_pandas())})
+        return completions
 
     @contextmanager
     def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:

@@ -27,6 +27,7 @@ from trl_ext.arguments import DataArguments, ModelArguments
 from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.data import check_texts, usable_pairs
 from trl_ext.evaluation import centring_shift, plot_margins, reward_model_report
+from trl_ext.models import keep_unpacked
 
 
 @dataclass
@@ -159,6 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=peft_config,
             run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
         )
+    keep_unpacked(trainer.model)
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
         head = head_of(trainer.model)

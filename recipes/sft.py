@@ -14,6 +14,7 @@ from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.arguments import DataArguments, ModelArguments
 from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.data import check_texts
+from trl_ext.models import keep_unpacked
 
 # What SFTTrainer reads: rows need all columns of one of these
 COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
             run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
         )
+    keep_unpacked(trainer.model)
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already

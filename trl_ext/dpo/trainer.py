@@ -19,11 +19,12 @@ from transformers.trainer_utils import TrainOutput
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
+from ..models.adapter_guard import AdapterGuard
 from ..models.adapters import adapter_facts, quantization_of
 from ..models.card import without_none
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
-from ..models.weights import unpatched_copy
+from ..models.weights import keep_unpacked, unpatched_copy
 from ..temporarily import temporarily
 from ..upstream import check_contract, get_config_model_id, use_adapter
 from .beta_controller import BetaController
@@ -127,6 +128,10 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
         )
         check_savable(self.model)
+        if is_peft_model(self.model):
+            self.add_callback(AdapterGuard())
+        for trained_or_run in filter(None, (self.model, self.ref_model)):
+            keep_unpacked(trained_or_run)
         if args.distribution_shift_samples:
             check_shift_is_possible(self)
         pairs_per_batch = args.per_device_train_batch_size * args.world_size

@@ -32,7 +32,7 @@ from ..models.generation import check_savable
 from ..models.identity import weights_identity
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
-from ..models.weights import base_model_of, disable_dropout, vocabulary_of
+from ..models.weights import base_model_of, disable_dropout, keep_unpacked, vocabulary_of
 from ..temporarily import temporarily
 from ..upstream import RepeatSampler, check_contract, get_config_model_id
 from . import gradients
@@ -217,6 +217,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         actor_critic, self._critic_origin = make_actor_critic(
             self._loader, rewards, heads, value_model, critic_peft_config
         )
+        for trained_or_run in (actor_critic, self.ref_model, *rewards.functions):
+            if isinstance(trained_or_run, nn.Module):
+                keep_unpacked(trained_or_run)
         if args.disable_dropout:
             disable_dropout(actor_critic)
             rewards.disable_dropout()

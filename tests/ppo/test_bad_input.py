@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, ProcessorMixin
 
 from tests.ppo.worker import collected, rows_of
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
+from trl_ext.rewards.model import ModelReward
 
 
 def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, config=None, **kwargs):
@@ -198,6 +200,25 @@ def test_models_and_tokenizers(subtests, tmp_path):
             model = tiny_llama()
             with pytest.raises(ValueError, match=message):
                 make(tmp_path, model=model, **build(model))
+
+
+@pytest.mark.parametrize("what", ["a path", "an adapter", "ModelReward"])
+def test_a_reward_model_without_a_head_is_refused(tmp_path, what):
+    model, path = tiny_llama(), str(tmp_path / "sft")
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    if what == "an adapter":
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(r=2, task_type="CAUSAL_LM"))
+        model.save_pretrained(path := str(tmp_path / "adapter"))
+        tiny_tokenizer().save_pretrained(path)
+    with pytest.raises(ValueError, match="no weights for score.weight, so .* random|has no `score` head"):
+        if what == "ModelReward":
+            ModelReward.from_pretrained(path, tiny_tokenizer(), [2], 4, torch.device("cpu"))
+        make(tmp_path, reward_funcs=path)
+    if what == "a path":  # whoever passes an object knows what it is
+        make(tmp_path, reward_funcs=AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))
+        tiny_reward_model(tiny_llama()).save_pretrained(path)
+        assert make(tmp_path, reward_funcs=path).reward_func_names == ["sft"]
 
 
 def two_labels():

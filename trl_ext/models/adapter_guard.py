@@ -86,8 +86,8 @@ class AdapterGuard(TrainerCallback):
         if zero and state.is_world_process_zero:
             warnings.warn(
                 f"{len(zero)} of {len(trained)} LoRA matrices B are all zero after {state.global_step} steps, as they "
-                f"began, so that their layers have learned nothing ({zero[0]}): no gradient reached them, the rate was "
-                "0 or too small for their dtype, or they were frozen.",
+                f"began, so that their layers have learned nothing ({zero[0]}): no gradient reached them, the rate "
+                "was 0 or too small for their dtype, or they were frozen.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -58,7 +58,7 @@ def keep_unpacked(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | None = None) -> Any:

@@ -60,6 +60,7 @@ from .roles import (
     check_base,
     check_roles,
     check_tokenizer,
+    load_rewards,
     make_actor_critic,
     make_reference,
     prepare_base,
@@ -179,6 +180,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 "critic its own parameter group there, or drop `critic_learning_rate`."
             )
         reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
+        if len(reward_processing_classes) == len(reward_funcs):  # else RLOO says what is wrong
+            load_rewards(reward_funcs, reward_processing_classes, args)
 
         with _as_rloo_reads(args):
             super().__init__(

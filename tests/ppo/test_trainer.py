@@ -245,6 +245,9 @@ def test_schedule_is_printed(tmp_path, capsys):
         "reference: frozen copy; rewards: length_reward",
     ):
         assert part in printed
+    assert "rounded" not in printed
+    make(tmp_path, max_steps=-1, total_episodes=10)
+    assert "16 episodes (`total_episodes` 10, rounded up to whole rollouts);" in capsys.readouterr().out
 
 
 def test_model_card(tmp_path):

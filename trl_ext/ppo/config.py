@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trl import RLOOConfig
 
 from ..nearest import did_you_mean
-from ..settings import check_settings
+from ..settings import check_settings, resolve_bf16
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -247,7 +247,7 @@ class PPOConfig(RLOOConfig):
 
     > [!NOTE]
     > Defaults that differ from `RLOOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
-    > `num_generations` 1, `normalize_advantages` True.
+    > `num_generations` 1, `normalize_advantages` True, `bf16` False on a CPU.
     """
 
     if TYPE_CHECKING:  # set here, declared by parents that mypy reads as Any
@@ -351,6 +351,7 @@ class PPOConfig(RLOOConfig):
 
     def __post_init__(self):
         self.num_generations = 1 if self.num_generations is None else self.num_generations
+        resolve_bf16(self)
         self._resolve_aliases()
         self._refuse()
         self._check_values()

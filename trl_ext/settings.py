@@ -9,7 +9,7 @@ import torch
 
 def resolve_bf16(config: Any) -> None:
     """
-    Set `bf16` where it is left open: on a GPU as TRL does, which trains in bfloat16 unless `fp16` is set; off on a CPU.
+    Set `bf16` where it is left open: off on a CPU, and on a GPU as TRL does, on unless `fp16` is set.
 
     Raises:
         ValueError: it is asked for, there is no GPU, and nobody has said that a CPU will do.

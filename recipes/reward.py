@@ -29,6 +29,7 @@ from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.commands import report_of
 from trl_ext.data import check_texts, usable_pairs
 from trl_ext.evaluation import centring_shift, plot_margins, reward_model_report
+from trl_ext.models import keep_unpacked
 
 
 @dataclass
@@ -165,6 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=peft_config,
             resume_anyway=script_args.resume_anyway,
         )
+    keep_unpacked(trainer.model)
     architectures = AutoConfig.from_pretrained(model_args.model_name_or_path).architectures or [""]
     if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
         head = head_of(trainer.model)

@@ -16,6 +16,7 @@ from trl_ext.callbacks import record_run
 from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.commands import report_of
 from trl_ext.data import check_texts
+from trl_ext.models import keep_unpacked
 
 # What SFTTrainer reads: rows need all columns of one of these
 COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
@@ -78,6 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
             resume_anyway=script_args.resume_anyway,
         )
     record_run(trainer)
+    keep_unpacked(trainer.model)
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already

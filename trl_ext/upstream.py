@@ -74,6 +74,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_save_rng_state": "output_dir",
         "_set_signature_columns_if_needed": "",
         "_tokenize_prompts": "prompts",
+        "create_model_card": "...",
         "create_optimizer": "model",
         "create_scheduler": "...",
         "evaluation_loop": "dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix",
@@ -97,6 +98,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_save_checkpoint": "model, trial",
         "_set_signature_columns_if_needed": "",
         "compute_ref_log_probs": "model, inputs",
+        "create_model_card": "...",
         "create_scheduler": "...",
         "evaluate": "eval_dataset, ...",
         "train": "resume_from_checkpoint, ...",
@@ -124,6 +126,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
     "trl.generation.vllm_generation.VLLMGeneration": "generation_kwargs temperature",
+    "bitsandbytes.nn.Linear4bit": "support_avx512bf16_for_cpu",
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",
 }
 

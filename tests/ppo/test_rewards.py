@@ -407,6 +407,21 @@ def test_truncated_answers_that_are_masked_take_no_part(tmp_path):
     assert trainer.reward_normalizer.running[0] == rollout.ended.sum()
 
 
+@pytest.mark.parametrize("pad", ["<pad>", "</s>"])
+def test_a_row_cut_off_at_a_pad_is_not_finished(tmp_path, pad):
+    """TRL takes it for finished; where the pad token is EOS, it is."""
+    trainer = make(tmp_path, length_reward, mask_truncated_completions=True, max_steps=1)
+    trainer._tokenizer.pad_token = pad
+    trainer._generate_single_turn = lambda *_: [[6, 7, 0], [6, 0, 2], [6, 7, 8], [0]] * 2
+    rollouts = collected(trainer)
+    trainer.train()
+    (rollout,) = rollouts
+    finished = [False, True, False, False] * 2
+    assert rollout.ended.tolist() == rollout.valid.tolist() == rollout.mask.any(1).tolist() == finished
+    log = trainer.state.log_history[0]
+    assert (log["completions/clipped_ratio"], log["val/num_eos_tokens"], log["objective/num_unscored"]) == (0.75, 2, 6)
+
+
 # ---- The order of the reward ----
 
 

@@ -17,7 +17,7 @@ from peft import (
 )
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, find_adapter_config_file, is_deepspeed_zero3_enabled
 from .adapter_switch import CRITIC, POLICY, REFERENCE
@@ -232,6 +232,16 @@ def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
     model = model.merge_and_unload()
     model.config.name_or_path = model.name_or_path = path
     return model
+
+
+def check_head(path: str) -> None:
+    """Raise if neither an adapter nor its base has the head of a sequence classifier: it would be a random one."""
+    if any(key.startswith(_HEAD) for key in load_peft_weights(path, device="cpu")):
+        return
+    config = PeftConfig.from_pretrained(path)
+    base = AutoConfig.from_pretrained(config.base_model_name_or_path, revision=config.revision)
+    if "CausalLM" in (base.architectures or [""])[0]:
+        raise ValueError(f"{path} has no `score` head: it is no sequence classifier that was saved as an adapter.")
 
 
 # ---- One base for a reward model that was trained as an adapter ----

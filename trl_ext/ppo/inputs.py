@@ -9,9 +9,11 @@ from torch import nn
 from transformers import DataCollatorWithPadding, ProcessorMixin
 
 from ..data import check_texts
+from ..models.generation import check_chat_template
 from ..models.weights import base_model_of
 from ..upstream import get_config_model_id, is_vllm_available
 from .config import PPOConfig
+from .rewards import AdapterReward
 
 
 def migrate(model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator):
@@ -200,6 +202,21 @@ def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         rows = [{**row, "prompt": text} for row, text in zip(rows, texts, strict=True)]
     return rows, token_ids
+
+
+def check_templates(tokenizer: Any, rewards: Any, datasets: list[tuple[str, Dataset | None]]) -> None:
+    """Raise if there are messages that the policy's tokenizer, or a reward model's, has no chat template for."""
+    for name, dataset in datasets:
+        if dataset is None or "prompt" not in dataset.column_names:
+            continue
+        prompts, what = dataset["prompt"], f"the prompts of the {name} dataset"
+        if "input_ids" not in dataset.column_names:
+            check_chat_template(tokenizer, prompts, "the policy's tokenizer", what)
+        for reward, reward_tokenizer, reward_name in zip(
+            rewards.functions, rewards.tokenizers, rewards.names, strict=True
+        ):
+            if isinstance(reward, (AdapterReward, nn.Module)):
+                check_chat_template(reward_tokenizer, prompts, f"the tokenizer of reward model '{reward_name}'", what)
 
 
 def check_prompt_lengths(

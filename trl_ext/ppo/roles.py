@@ -18,6 +18,7 @@ from ..models.adapters import (
     add_reward,
     base_fingerprint,
     check_config,
+    check_head,
     check_modules,
     copy_adapter,
     is_adapter,
@@ -31,7 +32,7 @@ from ..models.classifier import AdapterClassifier, check_critic, critic_from_pol
 from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
 from ..models.loading import Loader
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
-from ..rewards.model import ModelReward, logits_of, same_tokenizer
+from ..rewards.model import ModelReward, load_reward_model, logits_of, same_tokenizer
 from ..sources import source_identity
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
@@ -77,6 +78,19 @@ def check_roles(
                 "a base of its own: pass `peft_config`, or use 'auto'."
             )
     return [AdapterReward(reward) if is_adapter(reward) else reward for reward in reward_funcs]
+
+
+def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
+    """Put the reward models that are paths, and their tokenizers, into the lists, as RLOO would, but no new head."""
+    kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    if args.world_size > 1 or args.deepspeed_plugin is not None:
+        kwargs["device_map"] = None
+    named = {name: kwargs.get(name) for name in ("revision", "trust_remote_code")}
+    for i, path in enumerate(reward_funcs):
+        if isinstance(path, str):
+            reward_funcs[i] = load_reward_model(path, **kwargs)
+            if tokenizers[i] is None:
+                tokenizers[i] = AutoTokenizer.from_pretrained(path, **named)
 
 
 def check_tokenizer(policy: Any, tokenizer: Any) -> None:
@@ -208,6 +222,7 @@ class Rewards:
                 continue
             if share == "always":
                 raise ValueError(f"`share_reward_base='always'`, but {reward.path} cannot share the base: {reason}.")
+            check_head(reward.path)
             loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
             self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads

@@ -17,20 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import get_peft_config
-
-from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
+from trl_ext import StrictTrlParser
 from trl_ext.arguments import ModelArguments, PromptArguments
-from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, differences, fingerprint
-from trl_ext.data import check_texts
-from trl_ext.evaluation import bootstrap_interval
-from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
-from trl_ext.rewards import ModelReward, load_reward
+from trl_ext.model_names import check_model
 
 
 @dataclass
@@ -72,6 +61,8 @@ def answer(
     Returns:
         `{"completion", "ids", "prompt_ids", "finished"}` of each.
     """
+    from trl_ext.models import answer_texts, prompt_token_ids, sample
+
     prompts = [row["prompt"] for row in rows for _ in range(number)]
     prompt_ids = prompt_token_ids(tokenizer, prompts)
     answers = sample(
@@ -145,6 +136,10 @@ def write(path: Path, text: str) -> None:
 
 def check_settings(folder: Path, settings: dict) -> None:
     """Raise what differs if the rounds in `folder` were begun with other settings; note them if there are none yet."""
+    from accelerate import PartialState
+
+    from trl_ext.checkpoints import differences
+
     path = folder / "online_dpo_settings.json"
     if not path.is_file():
         if PartialState().is_main_process:
@@ -157,12 +152,35 @@ def check_settings(folder: Path, settings: dict) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelArguments), without_arguments=__doc__)
+    parser = StrictTrlParser(
+        (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__
+    )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if model_args.load_in_4bit or model_args.load_in_8bit or training_args.push_to_hub:
         parser.error("`load_in_4bit`, `load_in_8bit` and `push_to_hub` are not supported here: leave them unset")
     if training_args.resume_from_checkpoint is not None:
         parser.error("`resume_from_checkpoint` is not supported here: leave it unset, rounds go on by themselves")
+    if training_args.eval_strategy != "no":
+        parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
+    with parser.one_line_errors():
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
+
+    # These take seconds to import: what was mistyped has been refused by now
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import get_peft_config
+
+    from trl_ext import DPOTrainer, load_dataset_split
+    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
+    from trl_ext.data import check_chat_template, check_texts
+    from trl_ext.evaluation import bootstrap_interval
+    from trl_ext.models import eos_token_ids
+    from trl_ext.rewards import ModelReward, load_reward
+
     processes, output_dir = PartialState(), Path(training_args.output_dir)
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
     settings = {**vars(script_args), **vars(model_args), "per_device_eval_batch_size": size}
@@ -170,15 +188,17 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 2. Data and rewards
     load = {"config": script_args.dataset_config, "columns": ("prompt",)}
+    start = model_args.model_name_or_path
+    tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
         check_settings(output_dir, fingerprint(training_args, **settings))
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
         held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
             check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
+            check_chat_template(dataset, f"the split {split!r}", start, **tokenizer_kwargs)
         held_out = held_out.to_list()
-        start = model_args.model_name_or_path
-        tokenizer = AutoTokenizer.from_pretrained(start, revision=model_args.model_revision)
+        tokenizer = AutoTokenizer.from_pretrained(start, **tokenizer_kwargs)
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
         rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []]
         if path := script_args.reward_model_name_or_path:

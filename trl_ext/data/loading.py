@@ -76,6 +76,8 @@ def held_out_rows(
             raise ValueError(f"{error}; `eval_size` cuts rows to evaluate on from the training split") from error
     if eval_size == 0:
         return train, None
+    if eval_size >= len(train):
+        raise ValueError(f"`eval_size` {eval_size} leaves none of the {len(train)} rows to train on: lower it")
     parts = train.train_test_split(eval_size, seed=seed)
     return parts["train"], parts["test"]
 

@@ -134,19 +134,13 @@ def write(path: Path, text: str) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def check_settings(folder: Path, settings: dict) -> None:
-    """Raise what differs if the rounds in `folder` were begun with other settings; note them if there are none yet."""
-    from accelerate import PartialState
-
+def check_settings(path: Path, settings: dict) -> None:
+    """Raise what differs if the rounds beside the file `path` were begun with other settings."""
     from trl_ext.checkpoints import differences
 
-    path = folder / "online_dpo_settings.json"
-    if not path.is_file():
-        if PartialState().is_main_process:
-            write(path, json.dumps(settings, indent=2))
-    elif different := differences(json.loads(path.read_text()), settings):
+    if path.is_file() and (different := differences(json.loads(path.read_text()), settings)):
         raise ValueError(
-            f"{folder} was begun with other settings ({'; '.join(different)}): choose another `output_dir`"
+            f"{path.parent} was begun with other settings ({'; '.join(different)}): choose another `output_dir`"
         )
 
 
@@ -191,7 +185,8 @@ def main(arguments: list[str] | None = None) -> None:
     start = model_args.model_name_or_path
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
-        check_settings(output_dir, fingerprint(training_args, **settings))
+        settings = fingerprint(training_args, **settings)
+        check_settings(output_dir / "online_dpo_settings.json", settings)
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
         held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
@@ -242,6 +237,8 @@ def main(arguments: list[str] | None = None) -> None:
             processes.wait_for_everyone()
         return json.loads((folder / "round.json").read_text())
 
+    if processes.is_main_process:  # not before: what was refused may be corrected
+        write(output_dir / "online_dpo_settings.json", json.dumps(settings, indent=2))
     policy: str | Path = start
     history = [measure(policy, output_dir / "round-0", 0, {})]
     processes.print(f"Before training: {history[0]['held_out']}")

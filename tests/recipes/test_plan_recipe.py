@@ -100,6 +100,7 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
             assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(subtests, folder, capsys):
     for stage in ("sft", "ppo"):
         with subtests.test(stage=stage):

@@ -8,11 +8,14 @@ from datasets import Dataset
 _TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
+def is_messages(value: Any) -> bool:
+    """Return whether the value is a list of one or more messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
+
 def is_text(value: Any) -> bool:
     """Return whether the value is a text, which may be empty, or one or more messages."""
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(message, dict) and "role" in message for message in value)
-    return isinstance(value, str)
+    return isinstance(value, str) or is_messages(value)
 
 
 def has_content(answer: Any) -> bool:
@@ -66,7 +69,7 @@ def check_chat_template(dataset: Dataset, name: str, tokenizer_name: str, **kwar
         ValueError: there are messages, but the tokenizer has no chat template.
     """
     columns = [column for column in _TEXTS if column in dataset.column_names]
-    messages = [column for column in columns if len(dataset) and isinstance(dataset[0][column], list)]
+    messages = [column for column in columns if len(dataset) and is_messages(dataset[0][column])]
     if not messages:
         return
     from transformers import AutoTokenizer

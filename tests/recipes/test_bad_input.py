@@ -112,6 +112,7 @@ def refusal(folder, tmp_path, capsys, monkeypatch):
     return refusal
 
 
+@pytest.mark.slow
 def test_broken_data(subtests, folder, refusal):
     cases = {name: message for name, (_, message) in FILES.items()} | OTHERS
     for recipe in RECIPES:

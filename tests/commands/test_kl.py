@@ -117,4 +117,4 @@ def test_mistakes_are_answered_in_one_line(subtests, folders, capsys):
             assert error.startswith("python -m trl_ext.commands.kl: error: ") and message in error
     with pytest.raises(SystemExit, match="2"):
         main([str(folders / "a"), str(folders / "c"), "--prompts", str(folders / "prompts.txt")])
-    assert f"`B` {folders}/c: there is no such folder; did you mean " in capsys.readouterr().err
+    assert f"`B` {folders}/c: there is no such folder" in capsys.readouterr().err

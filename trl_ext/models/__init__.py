@@ -1,6 +1,7 @@
 from .actor_critic import ActorCritic
 from .adapters import save_base_fingerprint
 from .generation import answer_texts, completion_logprobs, eos_token_ids, prompt_token_ids, sample
+from .identity import path_identity, tokenizer_identity
 from .weights import keep_unpacked
 
 __all__ = [
@@ -9,7 +10,9 @@ __all__ = [
     "completion_logprobs",
     "eos_token_ids",
     "keep_unpacked",
+    "path_identity",
     "prompt_token_ids",
     "sample",
     "save_base_fingerprint",
+    "tokenizer_identity",
 ]

@@ -12,6 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..marker import file_hash
 from .weights import base_model_of, whole
 
 
@@ -36,6 +37,21 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
         return None
     config = try_to_load_from_cache(path, "config.json", revision=revision)
     return f"{path}@{Path(config).parent.name}" if isinstance(config, str) else None
+
+
+def path_identity(path: str, revision: str | None = None) -> str:
+    """
+    Say which model lies under a path, without loading it.
+
+    Returns:
+        `name@commit` for a model of the hub, `xxh3:…` of the files of weights and configuration for a folder.
+    """
+    if identity := hub_identity(path, revision):
+        return identity
+    patterns = ("*.safetensors", "pytorch_model*.bin", "config.json", "adapter_config.json")
+    files = {file.name: file_hash(file) for pattern in patterns for file in Path(path).glob(pattern)}
+    text = json.dumps(files, sort_keys=True)
+    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
 
 
 def weights_hash(module: Any) -> str:

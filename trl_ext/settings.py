@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import torch
-
 
 def resolve_bf16(config: Any) -> None:
     """
@@ -14,6 +12,8 @@ def resolve_bf16(config: Any) -> None:
     Raises:
         ValueError: it is asked for, there is no GPU, and nobody has said that a CPU will do.
     """
+    import torch  # here: what was mistyped is refused before it
+
     no_gpu = not torch.accelerator.is_available()
     if config.bf16 is None:
         config.bf16 = not (config.fp16 or config.use_cpu or no_gpu)

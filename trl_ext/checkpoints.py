@@ -268,8 +268,10 @@ class ResumableRun:
             group.update({name: value for name, value in given.items() if name != "lr"})
             if before:  # the schedule's factor of this step is kept
                 group["lr"] *= given["initial_lr"] / before
-        if hasattr(self.lr_scheduler, "base_lrs"):  # type: ignore[attr-defined]
-            self.lr_scheduler.base_lrs = [given["initial_lr"] for given in self._given]  # type: ignore[attr-defined]
+        scheduler = self.lr_scheduler.state_dict()  # type: ignore[attr-defined]
+        if "base_lrs" in scheduler:
+            rates = {"base_lrs": [given["initial_lr"] for given in self._given], "_last_lr": [g["lr"] for g in groups]}
+            self.lr_scheduler.load_state_dict(scheduler | rates)  # type: ignore[attr-defined]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if rolled_back(self.state):

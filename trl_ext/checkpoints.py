@@ -264,13 +264,13 @@ class ResumableRun:
         if checkpoint is None or not self._differences(checkpoint) or len(groups) != len(self._given):
             return
         for group, given in zip(groups, self._given, strict=True):
-            before = group.get("initial_lr")
+            before, now = group.get("initial_lr"), given.get("initial_lr")
             group.update({name: value for name, value in given.items() if name != "lr"})
-            if before:  # the schedule's factor of this step is kept
-                group["lr"] *= given["initial_lr"] / before
+            if before and now is not None:  # the schedule's factor of this step is kept
+                group["lr"] *= now / before
         scheduler = self.lr_scheduler.state_dict()  # type: ignore[attr-defined]
-        if "base_lrs" in scheduler:
-            rates = {"base_lrs": [given["initial_lr"] for given in self._given], "_last_lr": [g["lr"] for g in groups]}
+        if "base_lrs" in scheduler and all("initial_lr" in group for group in groups):
+            rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
             self.lr_scheduler.load_state_dict(scheduler | rates)  # type: ignore[attr-defined]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

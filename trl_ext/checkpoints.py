@@ -341,12 +341,14 @@ class ResumableRun:
         if checkpoint is None or not self._is_changed or len(groups) != len(self._given):
             return
         for group, given in zip(groups, self._given, strict=True):
-            before = group.get("initial_lr")
+            before, now = group.get("initial_lr"), given.get("initial_lr")
             group.update({name: value for name, value in given.items() if name != "lr"})
-            if before:  # the schedule's factor of this step is kept
-                group["lr"] *= given["initial_lr"] / before
-        if hasattr(self.lr_scheduler, "base_lrs"):  # type: ignore[attr-defined]
-            self.lr_scheduler.base_lrs = [given["initial_lr"] for given in self._given]  # type: ignore[attr-defined]
+            if before and now is not None:  # the schedule's factor of this step is kept
+                group["lr"] *= now / before
+        scheduler = self.lr_scheduler.state_dict()  # type: ignore[attr-defined]
+        if "base_lrs" in scheduler and all("initial_lr" in group for group in groups):
+            rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
+            self.lr_scheduler.load_state_dict(scheduler | rates)  # type: ignore[attr-defined]
 
     # Both write training_args.bin
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

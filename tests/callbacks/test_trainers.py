@@ -184,6 +184,30 @@ def test_the_canary_of_a_ppo_run_stays_out_of_the_record_of_its_rollouts(tmp_pat
     assert len(differences[0]) == 2 and differences[1] == differences[0]
 
 
+def test_a_ppo_run_that_learns_nothing_has_a_win_rate_of_one_half(tmp_path):
+    """Each evaluation draws the same answers; the greedy ones beside them are compared with none."""
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=[length_reward, GoldJudgeReward(gold)],
+        args=tiny_config(
+            tmp_path,
+            learning_rate=0.0,
+            reward_weights=[1.0, 0.0],
+            eval_strategy="steps",
+            eval_steps=2,
+            eval_on_start=True,
+        ),
+        train_dataset=prompts(16),
+        eval_dataset=prompts(8, seed=1).add_column("held_out", [True] * 8),
+        processing_class=tiny_tokenizer(),
+        callbacks=[GoldGapCallback(action="stop")],
+    )
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "eval_rewards/gold_judge/mean" in log]
+    assert [log.get("eval_gold/win_rate") for log in logs] == [None, 0.5, 0.5] and trainer.state.global_step == 4
+    assert all(log["eval_greedy/rewards/gold_judge/mean"] != log["eval_rewards/gold_judge/mean"] for log in logs)
+
+
 # ---- State ----
 
 
@@ -257,11 +281,9 @@ def test_rollback_names_the_last_good_checkpoint(model, tmp_path):
     trainer = sft(model, tmp_path, callback, **warmup, max_grad_norm=1e-9)
     trainer.train()
     alert = alerts_of(trainer.state)[-1]
-    good = alert["step"] - 1
-    assert (
-        trainer.state.global_step == alert["step"]
-        and f"--resume_from_checkpoint {tmp_path}/checkpoint-{good}`" in (alert["advice"])
-    )
+    good = alert["step"] - 2  # the numbers of a step are of the weights before it: those bad ones are the last step's
+    assert trainer.state.global_step == alert["step"]
+    assert f"it goes on from {tmp_path}/checkpoint-{good}. " in alert["advice"]
 
 
 def test_raise_kl_that_no_trainer_reads_is_said_once(model, tmp_path):

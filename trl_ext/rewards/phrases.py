@@ -73,5 +73,5 @@ def _pattern(phrase: str) -> str:
     words = _composed(phrase, "").split()
     within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
     begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))
-    start, end = rf"(?<!{_WORD})" if begins else "", rf"(?!{_HIDDEN}*{_WORD})" if ends else ""
+    start, end = rf"(?<!{_WORD})" if begins else "", rf"(?!{_WORD})" if ends else ""
     return start + rf"(?:\s|{_HIDDEN})+".join(within) + end

@@ -122,6 +122,34 @@ def test_datasets(subtests, tmp_path):
                     build(train_dataset=prompts(), eval_dataset={"first": prompts(), "second": dataset})
 
 
+def test_rows_that_are_no_prompts_are_named(subtests, tmp_path):
+    def chat(**message):
+        return {"prompt": [[{"role": "user", "content": "the cat"}]] * 7 + [[message]]}
+
+    ids = "row 7: `input_ids` must be a list of token ids below 29, the policy's vocabulary, got "
+    for rows, message in [
+        ({"prompt": ["a"] * 7 + [None]}, "must hold text or messages, but 1 of 8 rows do not .*row 7, with None"),
+        ({"prompt": [3] * 8}, "8 of 8 rows do not .* row 0, with 3"),
+        ({"prompt": [b"cat"] * 8}, "8 of 8 rows do not .* row 0, with b'cat'"),
+        ({"prompt": ["a"] * 7 + ["  "]}, r"1 of 8 prompts .* are empty \(the first is row 7\)"),
+        (chat(role="user", content=None), "row 7: a message of the prompt must have a `role` and a `content`"),
+        (chat(role=None, content="a"), "row 7: a message of the prompt must have a `role`"),
+        ({"prompt": [[{"role": "user"}]] * 8}, "row 0: a message of the prompt must have a `role` and a `content`"),
+        ({"input_ids": [[6]] * 7 + [None]}, f"{ids}None"),
+        ({"input_ids": [[6]] * 7 + [[6, None]]}, ids),
+        ({"input_ids": [[6]] * 7 + [[29]]}, rf"{ids}\[29\]"),
+        ({"input_ids": [[6]] * 7 + [[-1]]}, rf"{ids}\[-1\]"),
+        ({"input_ids": [[6.5]] * 8}, r"`input_ids` must be .*, got \[6.5\]"),
+        ({"input_ids": [["a"]] * 8}, r"`input_ids` must be .*, got \['a'\]"),
+        ({"input_ids": [6] * 8}, "`input_ids` must be .*, got 6"),
+        ({"input_ids": [[6, 7]] * 8, "attention_mask": [[1]] * 8}, "`attention_mask` has 1 entries, `input_ids` 2"),
+    ]:
+        with subtests.test(rows=rows), pytest.raises(ValueError, match=message):
+            make(tmp_path, train_dataset=Dataset.from_dict(rows))
+    padding = {"input_ids": [[99, 6]] * 8, "attention_mask": [[0, 1]] * 8}  # is masked, whatever it is
+    make(tmp_path, train_dataset=Dataset.from_dict(padding), config={"max_steps": 1}).train()
+
+
 @pytest.mark.parametrize("whose", ["the policy's tokenizer", "the tokenizer of reward model 'reward_model_0'"])
 def test_messages_need_a_chat_template(tmp_path, whose):
     without = tiny_tokenizer()

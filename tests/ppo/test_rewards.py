@@ -300,6 +300,19 @@ MISTAKES = {  # what it returns -> the message, and what the error was
         "returned '2' for completion 1; return a float, or None",
         TypeError,
     ),
+    **{
+        type(value).__name__: (lambda c, v=value: [v] * len(c), f"returned .*{kind}.* for completion 0; return", error)
+        for value, kind, error in [
+            ({"a": 1}, "a", TypeError),
+            ((1.0,), "1.0", TypeError),
+            (1j, "1j", TypeError),
+            (b"1", "b'1'", TypeError),
+            (torch.ones(2), "tensor", TypeError),
+            (np.ones(1), "array", TypeError),
+            (10**400, "1000", TypeError),
+            (np.float32("nan"), "nan", ValueError),
+        ]
+    },
     "nested": (lambda c: torch.ones(len(c), 1), r"\[1.0\] for completion 0", TypeError),
     "number": (lambda c: 1.0, "must return a list with one float or None per completion, got float", TypeError),
     "scalar tensor": (lambda c: torch.tensor(1.0), "must return a list .* got float", TypeError),

@@ -129,6 +129,10 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "num_ppo_epochs": (">= 1", lambda x: x >= 1),
     "per_device_eval_batch_size": (">= 1", lambda x: x >= 1),
     "per_device_train_batch_size": (">= 1", lambda x: x >= 1),
+    "reward_weights": (
+        "a list of finite numbers",
+        lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x),
+    ),
     "temperature": ("> 0", lambda x: x > 0),
     "total_episodes": (">= 1", lambda x: x >= 1),
     "vf_coef": (">= 0", lambda x: x >= 0),

@@ -46,6 +46,7 @@ STYLE = """
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; max-width: 75rem;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+a { color: inherit; }
 .tiles, .charts { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); }
 .charts { grid-template-columns: repeat(auto-fill, minmax(22rem, 1fr)); }
 .tile { background: var(--soft); border-radius: .5rem; padding: .6rem .8rem; }
@@ -54,7 +55,11 @@ figure { margin: 0; background: var(--soft); border-radius: .5rem; padding: .4re
 svg { width: 100%; height: auto; display: block; }
 table { border-collapse: collapse; width: 100%; } td, th { border-top: 1px solid var(--line); padding: .35rem .6rem;
   text-align: left; vertical-align: top; overflow-wrap: break-word; }
-th, td.short { white-space: nowrap; }
+th, td.short { white-space: nowrap; } td.short { max-width: 16rem; overflow: hidden; text-overflow: ellipsis; }
+td { overflow-wrap: anywhere; }
+@media (max-width: 44rem) { .wide td { display: block; border: 0; padding: .1rem 0; max-width: none; }
+  .wide th { display: none; } .wide tr { display: block; border-top: 1px solid var(--line); padding: .4rem 0; }
+  .wide td[data-name]::before { content: attr(data-name) ": "; opacity: .7; } }
 .act { color: var(--red); font-weight: 600; } .warn { color: var(--amber); } .none { opacity: .7; }
 td.number { white-space: nowrap; font-variant-numeric: tabular-nums; } .wide { overflow-x: auto; }
 """
@@ -210,29 +215,41 @@ def _tiles(run: Run) -> str:
     )
 
 
+def _table(classes: dict[str, str], rows: list[list[str]]) -> str:
+    """A table of HTML cells, whose columns have these names and classes; on a narrow page each cell says its name."""
+    head = "".join(f"<th>{name}</th>" for name in classes)
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td class="{style}" data-name="{name}">{cell}</td>'
+            for (name, style), cell in zip(classes.items(), row, strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
 def _alerts(run: Run) -> str:
     if not run.alerts:
         return '<p class="none">None.</p>'
-    rows = ""
+    rows = []
     for alert in run.alerts:
         style = "warn" if alert.get("action") == "warn" else "act"
         action = "notice" if is_notice(alert) else alert.get("action")
-        rows += (
-            f'<tr><td class="number">{_text(alert["step"])}</td>'
-            f'<td class="short {style}">{_text(action)}</td>'
-            f'<td class="short">{_text(alert.get("monitor"))}</td><td>{_text(alert.get("what"))}</td>'
-            f'<td class="number">{_number(alert.get("value"))}</td>'
-            f'<td class="number">{_number(alert.get("bound"))}</td>'
-            f"<td>{_text(alert.get('advice'))} {_runbook_link(alert)}</td></tr>"
-        )
-    head = "".join(f"<th>{name}</th>" for name in ("step", "action", "monitor", "what", "value", "bound", "advice"))
-    return f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+        what, advice = (_text(str(alert.get(name))[:800]) for name in ("what", "advice"))
+        numbers = (_number(alert.get(name)) for name in ("value", "bound"))
+        shown = f'<span class="{style}">{_text(action)}</span>'
+        link = f"{advice} {_runbook_link(alert)}"
+        rows.append([_text(alert["step"]), shown, _text(alert.get("monitor")), what, *numbers, link])
+    columns = {"step": "number", "action": "short", "monitor": "short", "what": ""}
+    return _table({**columns, "value": "number", "bound": "number", "advice": ""}, rows)
 
 
 def _runbook_link(alert: dict[str, Any]) -> str:
     section = str(alert.get("runbook")).partition("#")[2]
     if section not in _runbook_sections():
-        return f"({_text(alert.get('runbook'))})"
+        return f"({_text(str(alert.get('runbook'))[:200])})"
     return f'<a href="#runbook-{_text(section)}">What to do</a>'
 
 
@@ -272,7 +289,11 @@ def _curves(run: Run) -> list[str]:
         "reward functions, mean": re.compile(r"rewards/.+/mean"),
         "evaluation, mean": re.compile(r"eval_(rewards/.+/mean|objective/scores|reward|gold/.+)"),
         "repetition": re.compile(r"repetition/.+"),
-        "loss": re.compile(r"loss|eval_loss|grad_norm"),
+        "loss": re.compile(r"(eval_)?loss"),
+        "accuracy": re.compile(r"(eval_)?(mean_token_accuracy|accuracy|rewards/accuracies)"),
+        "margin": re.compile(r"(eval_)?(margin|rewards/(margins|chosen|rejected))"),
+        "β": re.compile(r"beta(/.+)?"),
+        "gradient norm": re.compile(r"grad_norm(/.+)?"),
     }
     for title, pattern in groups.items():
         keys = sorted({key for log in run.history for key in log if pattern.fullmatch(key)})
@@ -359,12 +380,8 @@ def _samples(run: Run) -> str:
         spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
         for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
             shown = ", ".join(f"{name} {_number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
-            rows.append(
-                f'<tr><td class="short">{label}</td><td class="number">{_text(step)}</td>'
-                f"<td>{_text(prompt[:400])}</td><td>{_text(completion[:800])}</td><td>{_text(shown)}</td></tr>"
-            )
-    head = "".join(f"<th>{name}</th>" for name in ("phase", "step", "prompt", "completion", "scores"))
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+            rows.append([label, _text(step), _text(prompt[:400]), _text(completion[:800]), _text(shown[:400])])
+    return _table({"phase": "short", "step": "number", "prompt": "", "completion": "", "scores": ""}, rows)
 
 
 def _config(run: Run) -> str:

@@ -390,7 +390,7 @@ class MonitorCallback(Halting, TrainerCallback):
         best = state.best_model_checkpoint
         if best is not None and not rollback.is_before(best):
             state.best_model_checkpoint = rollback.checkpoint  # what `load_best_model_at_end` loads
-        sentence = rollback.sentence(output_dir)
+        sentence = rollback.sentence(output_dir, "ended it")
         announce_rollback(state, sentence)
         if error is not None:
             return f"The rollback could not be written ({error}): go back to {rollback.checkpoint} by hand."

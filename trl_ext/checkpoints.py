@@ -128,7 +128,8 @@ class ResumableRun:
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
     refused with their names, unless `resume_anyway` is set. A run that is complete, or that a monitor stopped, is
-    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed.
+    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed, unless
+    `resume_from_checkpoint=False` says to begin anew all the same.
 
     Args:
         run_facts: what else must be equal for a run to go on, beside the trainer's arguments: JSON by name.
@@ -182,7 +183,7 @@ class ResumableRun:
         is_same = not self._differences(checkpoint)
         stops = [stop for callback in halting if (stop := callback.stop_that_holds(self.args, state))]
         if is_same and (stops or state.global_step >= state.max_steps):
-            end = stops[0] if stops else f"Training is complete, at step {state.global_step}"
+            end = "; ".join(stops) if stops else f"Training is complete, at step {state.global_step}"
             if is_deepspeed_zero3_enabled():
                 raise CannotResume(
                     f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."

@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,10 @@ def dpo(model, folder, *callbacks, **kwargs):
     pairs = {"prompt": ["the cat"] * 16, "chosen": [" sat on the mat"] * 16, "rejected": [" flew over"] * 16}
     common = {**ON_CPU, "per_device_train_batch_size": 4, "gradient_checkpointing": False}
     args = OurDPOConfig(str(folder), **common | EVERY | kwargs)
-    return DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(pairs), callbacks=list(callbacks))
+    data = Dataset.from_dict(pairs)
+    return DPOTrainer(
+        model, args=args, train_dataset=data, eval_dataset=data.select(range(4)), callbacks=list(callbacks)
+    )
 
 
 def ppo(model, folder, *callbacks, **kwargs):
@@ -194,9 +198,19 @@ def end_of(trainer, train):
     return trainer.state.global_step
 
 
-@pytest.mark.parametrize("build", [stock_sft, resumable_sft, dpo, ppo])
-@pytest.mark.parametrize("action", ["warn", "save", "raise_kl", "stop", "rollback"])
-@pytest.mark.parametrize("monitor", MONITORS, ids=lambda cls: cls.__name__)
+ACTIONS = ["warn", "save", "raise_kl", "stop", "rollback"]
+# Every monitor with every action in a stock trainer, every monitor that ends a run of PPO, one monitor everywhere
+CASES = [
+    *product(MONITORS, ACTIONS, [stock_sft]),
+    *product(MONITORS, ["stop", "rollback"], [ppo]),
+    *product([KLBudgetCallback], ["warn", "save", "raise_kl"], [ppo]),
+    *product([KLBudgetCallback], ACTIONS, [resumable_sft, dpo]),
+]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "action", "build"), CASES, ids=[f"{m.__name__}-{a}-{build.__name__}" for m, a, build in CASES]
+)
 def test_an_action_holds_after_the_same_command_again(monitor, action, build, model, tmp_path):
     """
     Uninterrupted, and killed before the bad step and resumed: the same actions at the same step, once. Then the same
@@ -235,6 +249,23 @@ def test_an_action_holds_after_the_same_command_again(monitor, action, build, mo
                 torch.testing.assert_close(weights(trainer), weights(saved), rtol=0, atol=0)
                 assert alerts_of(trainer.state)[-1]["what"] == "the run was ended before"
             assert checkpoints(folder) == before
+
+
+@pytest.mark.parametrize(("action", "left"), [("save", [2, 7]), ("stop", [2, 6]), ("rollback", [2])])
+def test_a_checkpoint_that_is_not_the_best_is_saved_all_the_same(action, left, model, tmp_path):
+    """`save_strategy="best"` decides after an evaluation's alerts, so that the next step saves, or the end."""
+    trainer = run_of(
+        stock_sft,
+        GoldGapCallback,
+        action,
+        model,
+        tmp_path,
+        save_strategy="best",
+        metric_for_best_model="eval_rewards/gold_judge/mean",
+        greater_is_better=True,
+    )
+    trainer.train()
+    assert checkpoints(tmp_path) == left and trainer.state.best_metric == 1.0
 
 
 # ---- What was changed since ----

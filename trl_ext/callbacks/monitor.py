@@ -96,7 +96,7 @@ class MonitorCallback(Halting, TrainerCallback):
         self._has_trained = False
         self._is_training = False
         self._is_held = False  # this run was ended before, and nothing has changed
-        self._owes_save = False  # a stop has no checkpoint yet
+        self._owes_save = False  # `save` or `stop` has no checkpoint yet: `save_strategy="best"` may refuse it one
 
     # ---- State ----
 
@@ -211,12 +211,12 @@ class MonitorCallback(Halting, TrainerCallback):
             forget_rollback(args.output_dir)
 
     def _ask_again(self, state: Any, control: Any) -> None:
-        """Ask again for what ends a run: transformers forgets it as a step begins, and saves as an epoch ends."""
+        """Ask again for what was asked for: transformers forgets it as a step begins, and saves as an epoch ends."""
         if self._is_held or rolled_back(state):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = control.should_log = False
         elif self._owes_save:
-            control.should_training_stop = control.should_save = True
+            control.should_save = True
 
     # ---- Reading ----
 
@@ -356,7 +356,7 @@ class MonitorCallback(Halting, TrainerCallback):
     def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
         match action:
             case "save":
-                control.should_save = not rolled_back(state)
+                control.should_save = self._owes_save = not rolled_back(state)
             case "stop":
                 control.should_training_stop = True
                 control.should_save = self._owes_save = not rolled_back(state)

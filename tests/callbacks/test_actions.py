@@ -28,7 +28,7 @@ from trl_ext.callbacks import (
     RewardDriftCallback,
     ValueHealthCallback,
 )
-from trl_ext.callbacks.monitor import alerts_of
+from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 from trl_ext.checkpoints import ResumableRun, RolledBack, checkpoint_to_resume
 from trl_ext.halts import RECORD
 
@@ -283,6 +283,8 @@ def test_a_monitor_of_other_settings_decides_anew_after_a_stop(build, model, tmp
         trainer = with_kl(build, model, tmp_path, stopping(limit=limit))
         again(trainer)
         assert trainer.state.global_step == end
+        memory = trainer.state.stateful_callbacks[REGISTRY]["KLBudgetCallback"]["attributes"]["memory"]
+        assert ("stopped" in memory) == (end < STEPS)
 
 
 @pytest.mark.parametrize("build", [resumable_sft, dpo, ppo])
@@ -394,10 +396,11 @@ def test_power_that_is_lost_in_a_rollback_loses_nothing(build, model, tmp_path):
 
 
 def test_another_run_of_one_trainer_knows_nothing_of_the_last(model, tmp_path):
-    trainer = with_kl(stock_sft, model, tmp_path, stopping())
-    for _ in range(2):
-        trainer.train()
-        assert trainer.state.global_step == BAD and [a["step"] for a in alerts_of(trainer.state)] == [BAD]
+    for action, end in (("stop", BAD), ("warn", STEPS)):
+        trainer = with_kl(stock_sft, model, tmp_path / action, stopping(action))
+        for _ in range(2):
+            trainer.train()
+            assert trainer.state.global_step == end and [a["step"] for a in alerts_of(trainer.state)] == [BAD]
 
 
 def test_an_evaluation_after_training_ends_nothing(model, tmp_path):

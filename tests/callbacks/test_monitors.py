@@ -156,20 +156,23 @@ def test_not_finite_acts(subtests, tmp_path):
 
 def test_a_rollback_goes_back_to_weights_that_were_measured(subtests, tmp_path):
     """The KL that step 9 logs is of the answers drawn at step 8, and what was drawn at step 4 was the last good."""
-    for args, kept in (
-        (tiny_config(tmp_path / "ppo"), [1, 2, 3, 4]),
-        (config(SFTConfig, tmp_path / "every step"), [1, 2, 3, 4, 5, 6, 7]),
-        (config(SFTConfig, tmp_path / "every third", logging_steps=3), [1, 2, 3]),
+    kl, entropy = KLBudgetCallback, EntropyFloorCallback
+    for name, args, monitor, calm, bad, kept in (
+        ("rollouts", tiny_config(tmp_path / "1"), kl, {KL: 0.0}, {KL: 99.0}, 4),
+        ("steps", tiny_config(tmp_path / "2"), entropy, {"policy/entropy_avg": 2.0}, {"policy/entropy_avg": 0.0}, 7),
+        ("no rollouts", config(SFTConfig, tmp_path / "3"), entropy, {"entropy": 2.0}, {"entropy": 0.0}, 7),
+        ("logs", config(SFTConfig, tmp_path / "4", logging_steps=3), kl, {KL: 0.0}, {KL: 99.0}, 3),
     ):
-        with subtests.test(args=type(args)):
-            folder = Path(args.output_dir)
-            run = Replay(args, KLBudgetCallback(keys={"kl": KL}, action="rollback", sinks=["log"]))
+        with subtests.test(name):
+            folder, kept = Path(args.output_dir), [*range(1, kept + 1)]
+            settings = {"keys": {"kl": KL}} if monitor is kl else {"steps": 1}
+            run = Replay(args, monitor(action="rollback", sinks=["log"], **settings))
             for step in range(1, 9):
                 (folder / f"checkpoint-{step}").mkdir(parents=True)
                 if step % args.logging_steps == 0:
-                    run.log(step, logs={KL: 0.0} if step in (1, 5) or "every" in str(folder) else {"loss": 1.0})
+                    run.log(step, logs=calm if name != "rollouts" or step in (1, 5) else {"loss": 1.0})
             assert run.said == []
-            run.log(9, logs={KL: 99.0})
+            run.log(9, logs=bad)
             assert sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")) == kept
             assert len([*folder.glob("rolled_back-9-checkpoint-*")]) == 8 - len(kept)
             assert f"it goes on from {folder / f'checkpoint-{kept[-1]}'}." in run.alerts[-1]["advice"]

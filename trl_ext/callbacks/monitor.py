@@ -228,8 +228,9 @@ class MonitorCallback(Halting, TrainerCallback):
         if logs is not None and is_training_log(logs):
             self._begin(args, state, logs)
             self._check_kl_request(state)
-            # The numbers of this log are of the weights from the last log, or the last rollout, on
-            start = max(0, self.step - max(self._logging_steps, rollout_steps(args)))
+            # The numbers of this log are of the weights since the last log, or since the last rollout
+            window = rollout_steps(args) if self.memory.get("reads_rollouts") else 1
+            start = max(0, self.step - max(self._logging_steps, window))
             reads_logs = type(self).watch is not MonitorCallback.watch
             self._handle(self.watch(logs), state, control, good_step=start if reads_logs else None)
 
@@ -288,6 +289,8 @@ class MonitorCallback(Halting, TrainerCallback):
                 level="alert",
             )
             return None
+        if next((metric.cadence for metric in self._known.values() if metric.key == key), "rollout") == "rollout":
+            self.memory["reads_rollouts"] = True
         return float(value)
 
     def _note(self, what: str, advice: str, level: Level = "notice") -> None:

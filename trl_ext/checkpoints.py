@@ -290,6 +290,7 @@ class ResumableRun:
         if self.args.should_save:
             if not self.args.save_only_model:  # there is nothing to resume from
                 write_marker(checkpoint, self._settings, self.accelerator.num_processes)
+                forget_rollback(run_dir)
             rotate_checkpoints(
                 output_dir=run_dir,
                 save_total_limit=self.args.save_total_limit,

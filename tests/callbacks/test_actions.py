@@ -350,6 +350,7 @@ def test_anew_all_the_same(model, tmp_path):
         ({"save_strategy": "epoch"}, [4], None),  # four steps an epoch: step 6 lies within one
         ({"save_steps": 1}, [1, 2, 3, 4], None),  # the loss of step 6 is of the weights of step 5
         ({"max_steps": BAD}, [2, 4], None),  # saved at the end, too
+        ({"save_total_limit": 1}, [4], None),  # a save would remove the good one
         ({"save_strategy": "best", "save_total_limit": 1}, [2], 2),
         ({"save_steps": 2, "load_best_model_at_end": True}, [2, 4], 2),
         ({"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}, [2], 2),
@@ -369,7 +370,7 @@ def test_no_save_keeps_a_step_that_is_rolled_back(kwargs, left, best, build, mod
     numbers = Numbers(*numbers)
     trainer = build(model, tmp_path, numbers, *monitors, **kwargs)
     assert end_of(trainer, anew) in (BAD, "rolled back")
-    assert checkpoints(tmp_path) == left
+    assert checkpoints(tmp_path) == left and not [*tmp_path.glob(f"*checkpoint-{BAD}")]
     if best:
         assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     if kwargs.get("load_best_model_at_end"):

@@ -146,15 +146,14 @@ class MonitorCallback(Halting, TrainerCallback):
     def stop_that_holds(self, args, state):
         memory = state.stateful_callbacks.get(REGISTRY, {}).get(type(self).__name__, {}).get("attributes", {})
         stopped = memory.get("memory", {}).get("stopped")
-        if not stopped or (stopped["arguments"], stopped["settings"]) != (
-            self._deciding(),
-            digest(self._settings(args)),
-        ):
+        if not stopped or stopped["arguments"] != self._deciding():
+            return None
+        if stopped["settings"] != digest(self._settings(args)):
             return None
         return (
             f"{type(self).__name__} stopped this run at step {stopped['step']} ({stopped['what']}), and nothing has "
-            "been changed since. To go on, change the monitor's arguments or remove it; to start anew, choose another "
-            "`output_dir`"
+            "been changed since (to go on, change the monitor's arguments or remove it; to start anew, choose another "
+            "`output_dir`)"
         )
 
     def rollback_that_holds(self, args, rollback, is_resumed):

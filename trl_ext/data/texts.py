@@ -9,8 +9,13 @@ from datasets import Dataset
 def is_text(value: Any) -> bool:
     """Return whether the value is a text, which may be empty, or one or more messages."""
     if isinstance(value, list):
-        return bool(value) and all(isinstance(message, dict) and "role" in message for message in value)
+        return bool(value) and all(isinstance(message, dict) and _is_message(message) for message in value)
     return isinstance(value, str)
+
+
+def _is_message(message: dict[str, Any]) -> bool:
+    says = isinstance(message.get("content"), (str, list)) or message.get("tool_calls")
+    return isinstance(message.get("role"), str) and bool(says)
 
 
 def has_content(answer: Any) -> bool:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from peft import LoraConfig
 from trl import DPOConfig as TRLConfig
 
 from tests.dpo.worker import DRIFT, NORMALIZED, broken_weight, make_trainer, pairs
@@ -66,6 +67,16 @@ def test_pairs_whose_answers_are_cut_away_are_counted(tmp_path, capsys):
     rows = [*pairs(7), {**pairs()[7], "prompt": "the " * 20}]
     make_trainer(tmp_path, trainer_kwargs={"train_dataset": Dataset.from_list(rows)}, max_length=20)
     assert "1 of 8 pairs have no token of an answer within `max_length=20`: left out." in capsys.readouterr().out
+
+
+def test_an_adapter_that_rounds_its_steps_away_stops_the_run(tmp_path):
+    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")}
+    trainer = make_trainer(tmp_path, trainer_kwargs=lora, learning_rate=1e-6, optim="sgd")
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.full_like(parameter, 0.5, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"The policy's adapter \(torch.bfloat16\) had a gradient .* at step 1"):
+        trainer.train()
 
 
 def test_a_model_and_a_tokenizer_that_cannot_be_right(subtests, tmp_path):

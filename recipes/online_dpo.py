@@ -26,9 +26,8 @@ from trl import get_peft_config
 
 from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
 from trl_ext.arguments import ModelArguments, PromptArguments
-from trl_ext.callbacks import record_run
 from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, differences, fingerprint
-from trl_ext.commands import report_of
+from trl_ext.commands import record_run, report_of
 from trl_ext.data import check_texts
 from trl_ext.evaluation import bootstrap_interval
 from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample

@@ -24,9 +24,8 @@ from trl import RewardTrainer, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split, save_base_fingerprint
 from trl_ext.arguments import DataArguments, ModelArguments, RewardConfig
-from trl_ext.callbacks import record_run
 from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
-from trl_ext.commands import report_of
+from trl_ext.commands import record_run, report_of
 from trl_ext.data import check_texts, usable_pairs
 from trl_ext.evaluation import centring_shift, plot_margins, reward_model_report
 

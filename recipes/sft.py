@@ -12,9 +12,8 @@ from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.arguments import DataArguments, ModelArguments, SFTConfig
-from trl_ext.callbacks import record_run
 from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
-from trl_ext.commands import report_of
+from trl_ext.commands import record_run, report_of
 from trl_ext.data import check_texts
 
 # What SFTTrainer reads: rows need all columns of one of these

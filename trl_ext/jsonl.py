@@ -43,7 +43,7 @@ class JSONLWriter:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 torn = _ends_in_mid_line(self.path)
-                # Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's own escape
+                # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
                 self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
                 if torn:
                     self._file.write("\n")

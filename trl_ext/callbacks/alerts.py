@@ -42,7 +42,7 @@ class Alert:
 
 def is_notice(alert: dict[str, Any]) -> bool:
     """Return whether an alert tells of the monitor, not of the run: it has nothing to watch."""
-    return str(alert.get("what")).startswith("nothing to watch")
+    return alert.get("level") == "notice" or str(alert.get("what")).startswith("nothing to watch")
 
 
 class LogSink:

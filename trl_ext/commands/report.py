@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from transformers import TrainerCallback
 
-from ..callbacks import PRIVATE_FOLDER
+from ..callbacks import JSONLCallback, SamplesCallback
 from ..callbacks.alerts import RUNBOOK, is_notice
+from ..callbacks.jsonl import PRIVATE_FOLDER
 from ..callbacks.monitor import REGISTRY
 from ..callbacks.plot import PANELS, as_label, draw_alerts, draw_line
 from ..jsonl import read_jsonl
@@ -404,7 +406,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
 
 def report_of(folder: str | Path, was_trained: bool = True) -> str:
     """
-    Write the page at the end of a script, on the main process, and say in a few words where it is.
+    Write the page at the end of a script, with its last evaluation, and say in a few words where it is.
 
     A page that cannot be written ends nothing: the words say why.
 
@@ -421,6 +423,28 @@ def report_of(folder: str | Path, was_trained: bool = True) -> str:
         return f"Report: {write_report(folder)}"
     except Exception as error:  # the model is what the run was for
         return f"No report: {' '.join(str(error).split())}"
+
+
+class ReportCallback(TrainerCallback):
+    """Write the page when training ends, whatever ended it."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        report_of(args.output_dir)
+
+
+def record_run(trainer: Any, samples: bool = False) -> None:
+    """
+    Have a run record what the page shows, unless it does already, and write the page when training ends.
+
+    Args:
+        trainer: any Trainer.
+        samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
+    """
+    if not any(isinstance(callback, JSONLCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(JSONLCallback())
+    if samples:
+        trainer.add_callback(SamplesCallback(trainer=trainer))
+    trainer.add_callback(ReportCallback())
 
 
 def main(arguments: list[str] | None = None) -> None:

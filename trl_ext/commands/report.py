@@ -311,17 +311,16 @@ def _curves(run: Run) -> list[str]:
 def _chart(title: str, draw: Callable, alerts: list[dict[str, Any]] = (), xlabel: str = "optimizer step") -> str:  # type: ignore[assignment]
     """A drawing as an SVG in the page's colours; "" if nothing was drawn."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
     style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
     # A `$` in a name begins no formula; and a browser has letters that matplotlib's font lacks
-    with plt.rc_context({**style, "font.size": 9, "text.parse_math": False}), warnings.catch_warnings():
+    with matplotlib.rc_context({**style, "font.size": 9, "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure, axes = plt.subplots(figsize=(5.2, 3.1), layout="constrained")
+        figure = Figure(figsize=(5.2, 3.1), layout="constrained")
+        axes = figure.subplots()
         draw(axes)
         drawn = bool(axes.lines or axes.collections or axes.patches)
         if drawn:
@@ -332,7 +331,6 @@ def _chart(title: str, draw: Callable, alerts: list[dict[str, Any]] = (), xlabel
                 axes.legend(fontsize="small")
         svg = io.StringIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-        plt.close(figure)
     body = svg.getvalue()
     body = body[body.index("<svg") :]
 

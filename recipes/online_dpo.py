@@ -169,9 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.callbacks import record_run
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
-    from trl_ext.commands import report_of
+    from trl_ext.commands import record_run, report_of
     from trl_ext.data import check_chat_template, check_texts, rows_identity
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, path_identity, tokenizer_identity

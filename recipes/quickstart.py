@@ -15,8 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trl_ext import PPOConfig, PPOTrainer
-from trl_ext.callbacks import record_run
-from trl_ext.commands import report_of
+from trl_ext.commands import record_run, report_of
 
 COLOURS = "red green blue yellow".split()
 WORDS = "the a cat dog bird sky sea tree sat ran saw is was and near over".split()

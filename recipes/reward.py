@@ -57,9 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.callbacks import record_run
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-    from trl_ext.commands import report_of
+    from trl_ext.commands import record_run, report_of
     from trl_ext.data import check_chat_template, check_texts, held_out_rows, usable_pairs
     from trl_ext.evaluation import centre_and_report, head_of
     from trl_ext.models import keep_unpacked

@@ -53,9 +53,8 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split
-    from trl_ext.callbacks import record_run
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-    from trl_ext.commands import report_of
+    from trl_ext.commands import record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.models import keep_unpacked
     from trl_ext.resumable import ResumableSFTTrainer

@@ -32,11 +32,10 @@ from trl_ext.callbacks import (
     MonitoringPlotCallback,
     PrometheusCallback,
     SamplesCallback,
-    record_run,
 )
 from trl_ext.callbacks.plot import PANELS
 from trl_ext.callbacks.prometheus import GAUGES
-from trl_ext.commands import report_of
+from trl_ext.commands import record_run, report_of
 from trl_ext.jsonl import JSONLWriter, read_jsonl
 from trl_ext.metrics import METRICS, metrics_of, rollout_steps, series
 from trl_ext.rewards.watch import Watch

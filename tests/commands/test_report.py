@@ -10,7 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.callbacks.replay import Replay
-from tests.tiny import tiny_config
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer
 from trl_ext.callbacks import (
     Alert,
     JSONLCallback,
@@ -19,7 +20,7 @@ from trl_ext.callbacks import (
     PrometheusCallback,
 )
 from trl_ext.callbacks.monitor import REGISTRY
-from trl_ext.commands.report import main, page, read_run, report_of
+from trl_ext.commands.report import main, page, read_run, record_run, report_of
 from trl_ext.jsonl import read_jsonl
 from trl_ext.metrics import series
 from trl_ext.rewards.watch import Watch
@@ -204,6 +205,23 @@ def test_report_at_the_end_of_a_script(run_dir, tmp_path_factory):
     assert report_of(run_dir, was_trained=False) == f"Report: {run_dir / 'report.html'}"
     assert (run_dir / "report.html").stat().st_mtime_ns == before
     assert report_of(nothing).startswith(f"No report: {nothing} has neither metrics.rank0.jsonl")
+
+
+def test_a_run_that_a_monitor_stopped_has_its_page(tmp_path, monkeypatch):
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=length_reward,
+        args=tiny_config(tmp_path, max_steps=40, learning_rate=0.1),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+        callbacks=[KLBudgetCallback(warn=0.01, limit=0.01, action="stop")],
+    )
+    record_run(trainer, samples=True)
+    trainer.train()
+    assert trainer.state.global_step < 40
+    text = (tmp_path / "report.html").read_text()
+    assert "the KL is over its budget" in text and "length_reward: density of single scores" in text
+    assert text.count("<tr>") > 8  # alerts, and samples of the rollouts until then
 
 
 HOSTILE = [

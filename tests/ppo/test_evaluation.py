@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -254,3 +255,22 @@ def test_an_evaluation_that_raised_leaves_the_next_one_alone(tmp_path):
     with pytest.raises(RuntimeError, match="once"):
         trainer.evaluate()
     assert trainer.evaluate()["eval_objective/scores"] == 1.0
+
+
+def test_each_pass_has_a_progress_bar_of_its_own(tmp_path, monkeypatch):
+    bars = []
+
+    class Bar(SimpleNamespace):
+        def __init__(self, total, **kwargs):
+            super().__init__(total=total, done=0, closed=False)
+            bars.append(self)
+
+        def update(self, number):
+            self.done += number
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
+    make(tmp_path, disable_tqdm=False).evaluate()
+    assert [(bar.total, bar.done, bar.closed) for bar in bars] == [(3, 3, True)] * 2  # 9 prompts in batches of 4

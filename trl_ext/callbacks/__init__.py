@@ -9,7 +9,7 @@ from .gold_gap import GoldGapCallback
 from .jsonl import JSONLCallback
 from .kl_budget import KLBudgetCallback
 from .length_drift import LengthDriftCallback
-from .loading import PRIVATE_FOLDER, attach_monitors, load_monitors, record_run
+from .loading import attach_monitors, load_monitors
 from .monitor import Finding, MonitorCallback
 from .not_finite import NotFiniteCallback
 from .plot import MonitoringPlotCallback
@@ -35,7 +35,6 @@ __all__ = [
     "MonitorCallback",
     "MonitoringPlotCallback",
     "NotFiniteCallback",
-    "PRIVATE_FOLDER",
     "PrometheusCallback",
     "RepetitionCallback",
     "RewardDisagreementCallback",
@@ -46,6 +45,5 @@ __all__ = [
     "WebhookSink",
     "attach_monitors",
     "load_monitors",
-    "record_run",
     "request_kl_scale",
 ]

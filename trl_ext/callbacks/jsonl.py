@@ -19,6 +19,8 @@ from .monitor import REGISTRY
 
 PHASES = {"time/generate": "seconds_generation", "time/score": "seconds_scoring", "time/update": "seconds_update"}
 
+PRIVATE_FOLDER = "_run"  # a Trainer uploads nothing whose name begins with an underscore
+
 
 @dataclass(eq=False, kw_only=True)
 class JSONLCallback(TrainerCallback):
@@ -33,7 +35,8 @@ class JSONLCallback(TrainerCallback):
     Watches of `trl_ext.rewards` without a folder of their own write to the same folder.
 
     Args:
-        folder: of the file. The default is the output directory.
+        folder: of the file. The default is the output directory; with `push_to_hub` its folder `_run`, which
+            transformers does not upload.
     """
 
     folder: str | None = None
@@ -44,7 +47,7 @@ class JSONLCallback(TrainerCallback):
         self._tokens: tuple[float, float] | None = None  # tokens so far, and the time in seconds
 
     def on_train_begin(self, args, state, control, **kwargs):
-        folder = self.folder or args.output_dir
+        folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)
         Watch.default_folder = str(folder)
         if self._writer is None:
             self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")

@@ -3,17 +3,12 @@
 import ast
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..nearest import did_you_mean
 from .canary import CanaryCallback
-from .jsonl import JSONLCallback
-from .samples import SamplesCallback
-
-PRIVATE_FOLDER = "_run"  # a Trainer uploads nothing whose name begins with an underscore
 
 
 def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
@@ -37,24 +32,6 @@ def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
         if isinstance(monitor, CanaryCallback):
             monitor.trainer = trainer
         trainer.add_callback(monitor)
-
-
-def record_run(trainer: Any, samples: bool = False) -> None:
-    """
-    Have a run record what `python -m trl_ext.commands.report` shows: JSON lines, unless they are written already.
-
-    With `push_to_hub` they go to the folder `_run` of the output directory, which transformers does not upload.
-
-    Args:
-        trainer: any Trainer.
-        samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
-    """
-    args = trainer.args
-    if not any(isinstance(callback, JSONLCallback) for callback in trainer.callback_handler.callbacks):
-        folder = str(Path(args.output_dir) / PRIVATE_FOLDER) if args.push_to_hub else None
-        trainer.add_callback(JSONLCallback(folder=folder))
-    if samples:
-        trainer.add_callback(SamplesCallback(trainer=trainer))
 
 
 def _load(entry: str, known: dict[str, Any]) -> TrainerCallback:

@@ -80,15 +80,15 @@ def plot_monitoring(
     """
     import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context({"text.parse_math": False}):  # a `$` in a reward's name begins no formula
-        _plot(plt, history, metrics, path, alerts, registry or {})
+    with matplotlib.rc_context({"text.parse_math": False}):  # a `$` in a reward's name begins no formula
+        _plot(history, metrics, path, alerts, registry or {})
 
 
-def _plot(plt, history, metrics, path, alerts, registry) -> None:
-    figure, panels = plt.subplots(2, 3, figsize=(15, 7), layout="constrained", sharex=True)
+def _plot(history, metrics, path, alerts, registry) -> None:
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
+
+    figure = Figure(figsize=(15, 7), layout="constrained")
+    panels = figure.subplots(2, 3, sharex=True)
     for axes, (title, draw) in zip(panels.flat, PANELS.items(), strict=True):
         draw(axes, history, metrics, registry)
         axes.set_title(title)
@@ -104,7 +104,6 @@ def _plot(plt, history, metrics, path, alerts, registry) -> None:
     figure.suptitle(legend, fontsize="medium")
     temporary = path.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=100)
-    plt.close(figure)
     temporary.replace(path)
 
 

@@ -13,26 +13,23 @@ import hashlib
 import html
 import importlib.util
 import io
-import json
-import math
 import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from transformers import TrainerCallback
 
-from ..callbacks import PRIVATE_FOLDER
+from ..callbacks import JSONLCallback, SamplesCallback
 from ..callbacks.alerts import RUNBOOK, is_notice
-from ..callbacks.monitor import REGISTRY
+from ..callbacks.jsonl import PRIVATE_FOLDER
 from ..callbacks.plot import PANELS, as_label, draw_alerts, draw_line
-from ..jsonl import read_jsonl
-from ..metrics import METRICS, Metric, series
-from ..redaction import redacted
+from ..metrics import series
+from .recorded import Run, is_finite, read_run
 
 PHASES = ("first third", "second third", "last third")
 COLOURS = ("tab:blue", "tab:orange", "tab:red")
@@ -48,7 +45,7 @@ body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sa
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 a { color: inherit; }
 .tiles, .charts { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); }
-.charts { grid-template-columns: repeat(auto-fill, minmax(22rem, 1fr)); }
+.charts { grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); }
 .tile { background: var(--soft); border-radius: .5rem; padding: .6rem .8rem; }
 .tile b { display: block; font-size: 1.2rem; }
 figure { margin: 0; background: var(--soft); border-radius: .5rem; padding: .4rem; color: var(--ink); }
@@ -65,92 +62,8 @@ td.number { white-space: nowrap; font-variant-numeric: tabular-nums; } .wide { o
 """
 
 
-@dataclass
-class Run:
-    """What a run left behind."""
-
-    folder: Path
-    history: list[dict[str, Any]]
-    alerts: list[dict[str, Any]] = field(default_factory=list)
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    registry: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)  # of JSONLCallback
-
-    @property
-    def metrics(self) -> dict[str, Metric]:
-        """Of the trainer whose config is recorded, or else whose keys are there."""
-        for event in reversed(self.events):
-            if event.get("config_class") in METRICS:
-                return METRICS[event["config_class"]]
-        keys = {key for log in self.history for key in log}
-        return max(METRICS.values(), key=lambda known: len({metric.key for metric in known.values()} & keys))
-
-    @property
-    def last_step(self) -> int:
-        return int(max((row["step"] for row in (*self.history, *self.samples)), default=0))
-
-
-def read_run(folder: Path) -> Run:
-    """Read an output directory; raise where there is nothing of a run."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give the output directory of a run")
-    private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
-    source = private if private.is_dir() else folder
-    lines = source / "metrics.rank0.jsonl"
-    events = [event for event in read_jsonl(lines) if _is_step(event.get("step"))] if lines.is_file() else []
-    begins = _begins(events)
-    events = _of_this_run(events, begins)
-    since = begins[0].get("timestamp", 0) if begins else 0
-    states = [path for path in folder.glob("**/trainer_state.json") if path.stat().st_mtime >= since]
-    state = json.loads(max(states, key=lambda path: path.stat().st_mtime).read_text()) if states else {}
-    registry = (state.get("stateful_callbacks") or {}).get(REGISTRY, {})
-    run = Run(folder, state.get("log_history", []), alerts=registry.get("alerts", []), registry=registry)
-    if events:
-        run.events = events
-        run.history = [{**event["logs"], "step": event["step"]} for event in events if "logs" in event]
-        known: dict[str, Any] = next((event["monitors"] for event in reversed(events) if "monitors" in event), {})
-        run.registry = {**{name: {"args": args} for name, args in known.items()}, **run.registry}
-        run.config = redacted(next((e["config"] for e in reversed(events) if e.get("type") == "begin"), {}))
-    if (folder / "alerts.jsonl").is_file():
-        run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
-    run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if _is_step(alert.get("step"))])
-    rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
-    rows = [row for row in rows if _is_step(row.get("step")) and isinstance(row.get("scores"), dict)]
-    run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
-    if not (run.history or run.samples):
-        raise ValueError(
-            f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
-            "JSONLCallback to the script, or give the folder that a checkpoint is in"
-        )
-    return run
-
-
-def _is_step(step: Any) -> bool:
-    return isinstance(step, (int, float)) and math.isfinite(step)
-
-
 def _is_score(score: Any) -> bool:
     return isinstance(score, (int, float)) and abs(score) < 1e100  # what a histogram can have as a bound; no NaN
-
-
-def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first lines of the last run and of its continuations."""
-    begins = [event for event in events if event.get("type") == "begin"]
-    starts = [i for i, begin in enumerate(begins) if begin["step"] == 0]  # older files have no id
-    run = begins[-1].get("run") if begins else None
-    return [begin for begin in begins if begin.get("run") == run] if run else begins[starts[-1] if starts else 0 :]
-
-
-def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out rows of earlier runs, and of steps that were done again since the run was resumed before them."""
-    times = [(begin.get("timestamp", -math.inf), begin["step"]) for begin in begins]
-
-    def is_kept(row: dict[str, Any]) -> bool:
-        at = row.get("timestamp", math.inf)
-        return at >= times[0][0] and not any(at < resumed and row["step"] > step for resumed, step in times)
-
-    return [row for row in rows if is_kept(row)] if times else rows
 
 
 def page(run: Run) -> str:
@@ -190,7 +103,7 @@ def _heading(run: Run) -> str:
     if not begins:
         return ""
     parts = [str(begins[-1].get("config_class", "")), f"run {begins[-1].get('run', 'without an id')}"]
-    if _is_step(begins[0].get("timestamp")):
+    if is_finite(begins[0].get("timestamp")):
         parts.append(f"begun {datetime.fromtimestamp(begins[0]['timestamp'], UTC):%Y-%m-%d %H:%M} UTC")
     parts += [f"resumed at step {begin['step']}" for begin in begins[1:]]
     if not any(event.get("type") == "end" for event in run.events[run.events.index(begins[-1]) :]):
@@ -309,17 +222,16 @@ def _curves(run: Run) -> list[str]:
 def _chart(title: str, draw: Callable, alerts: list[dict[str, Any]] = (), xlabel: str = "optimizer step") -> str:  # type: ignore[assignment]
     """A drawing as an SVG in the page's colours; "" if nothing was drawn."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
     style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
     # A `$` in a name begins no formula; and a browser has letters that matplotlib's font lacks
-    with plt.rc_context({**style, "font.size": 9, "text.parse_math": False}), warnings.catch_warnings():
+    with matplotlib.rc_context({**style, "font.size": 9, "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure, axes = plt.subplots(figsize=(5.2, 3.1), layout="constrained")
+        figure = Figure(figsize=(5.2, 3.1), layout="constrained")
+        axes = figure.subplots()
         draw(axes)
         drawn = bool(axes.lines or axes.collections or axes.patches)
         if drawn:
@@ -330,7 +242,6 @@ def _chart(title: str, draw: Callable, alerts: list[dict[str, Any]] = (), xlabel
                 axes.legend(fontsize="small")
         svg = io.StringIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-        plt.close(figure)
     body = svg.getvalue()
     body = body[body.index("<svg") :]
 
@@ -404,7 +315,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
 
 def report_of(folder: str | Path, was_trained: bool = True) -> str:
     """
-    Write the page at the end of a script, on the main process, and say in a few words where it is.
+    Write the page at the end of a script, with its last evaluation, and say in a few words where it is.
 
     A page that cannot be written ends nothing: the words say why.
 
@@ -421,6 +332,28 @@ def report_of(folder: str | Path, was_trained: bool = True) -> str:
         return f"Report: {write_report(folder)}"
     except Exception as error:  # the model is what the run was for
         return f"No report: {' '.join(str(error).split())}"
+
+
+class ReportCallback(TrainerCallback):
+    """Write the page when training ends, whatever ended it."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        report_of(args.output_dir)
+
+
+def record_run(trainer: Any, samples: bool = False) -> None:
+    """
+    Have a run record what the page shows, unless it does already, and write the page when training ends.
+
+    Args:
+        trainer: any Trainer.
+        samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
+    """
+    if not any(isinstance(callback, JSONLCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(JSONLCallback())
+    if samples:
+        trainer.add_callback(SamplesCallback(trainer=trainer))
+    trainer.add_callback(ReportCallback())
 
 
 def main(arguments: list[str] | None = None) -> None:

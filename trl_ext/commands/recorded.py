@@ -1,0 +1,97 @@
+"""What a run left behind in its folder: its curves, alerts, samples and settings, of the last run that was there."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..callbacks.jsonl import PRIVATE_FOLDER
+from ..callbacks.monitor import REGISTRY
+from ..jsonl import read_jsonl
+from ..metrics import METRICS, Metric
+from ..redaction import redacted
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+    history: list[dict[str, Any]]
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    registry: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)  # of JSONLCallback
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """Of the trainer whose config is recorded, or else whose keys are there."""
+        for event in reversed(self.events):
+            if event.get("config_class") in METRICS:
+                return METRICS[event["config_class"]]
+        keys = {key for log in self.history for key in log}
+        return max(METRICS.values(), key=lambda known: len({metric.key for metric in known.values()} & keys))
+
+    @property
+    def last_step(self) -> int:
+        return int(max((row["step"] for row in (*self.history, *self.samples)), default=0))
+
+
+def read_run(folder: Path) -> Run:
+    """Read an output directory; raise where there is nothing of a run."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give the output directory of a run")
+    private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
+    source = private if private.is_dir() else folder
+    lines = source / "metrics.rank0.jsonl"
+    events = [event for event in read_jsonl(lines) if is_finite(event.get("step"))] if lines.is_file() else []
+    begins = _begins(events)
+    events = _of_this_run(events, begins)
+    since = begins[0]["timestamp"] if begins and is_finite(begins[0].get("timestamp")) else 0
+    states = [path for path in folder.glob("**/trainer_state.json") if path.stat().st_mtime >= since]
+    state = json.loads(max(states, key=lambda path: path.stat().st_mtime).read_text()) if states else {}
+    registry = (state.get("stateful_callbacks") or {}).get(REGISTRY, {})
+    run = Run(folder, state.get("log_history", []), alerts=registry.get("alerts", []), registry=registry)
+    if events:
+        run.events = events
+        run.history = [{**event["logs"], "step": event["step"]} for event in events if "logs" in event]
+        known: dict[str, Any] = next((event["monitors"] for event in reversed(events) if "monitors" in event), {})
+        run.registry = {**{name: {"args": args} for name, args in known.items()}, **run.registry}
+        run.config = redacted(next((e["config"] for e in reversed(events) if e.get("type") == "begin"), {}))
+    if (folder / "alerts.jsonl").is_file():
+        run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
+    run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
+    rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
+    rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
+    run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
+    if not (run.history or run.samples):
+        raise ValueError(
+            f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
+            "JSONLCallback to the script, or give the folder that a checkpoint is in"
+        )
+    return run
+
+
+def is_finite(number: Any) -> bool:
+    return isinstance(number, (int, float)) and math.isfinite(number)
+
+
+def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first lines of the last run and of its continuations."""
+    begins = [event for event in events if event.get("type") == "begin"]
+    starts = [i for i, begin in enumerate(begins) if begin["step"] == 0]  # older files have no id
+    run = begins[-1].get("run") if begins else None
+    return [begin for begin in begins if begin.get("run") == run] if run else begins[starts[-1] if starts else 0 :]
+
+
+def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out rows of earlier runs, and of steps that were done again since the run was resumed before them."""
+    times = [(b["timestamp"] if is_finite(b.get("timestamp")) else -math.inf, b["step"]) for b in begins]
+
+    def is_kept(row: dict[str, Any]) -> bool:
+        at = row["timestamp"] if is_finite(row.get("timestamp")) else math.inf
+        return at >= times[0][0] and not any(at < resumed and row["step"] > step for resumed, step in times)
+
+    return [row for row in rows if is_kept(row)] if times else rows

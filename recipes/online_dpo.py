@@ -20,6 +20,7 @@ from typing import Any
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import ModelArguments, PromptArguments
 from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir
 
 
 @dataclass
@@ -158,6 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
     with parser.one_line_errors():
         check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_output_dir(training_args.output_dir)
         check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
 
     # These take seconds to import: what was mistyped has been refused by now
@@ -183,6 +185,11 @@ def main(arguments: list[str] | None = None) -> None:
     # 2. Data and rewards
     load = {"config": script_args.dataset_config, "columns": ("prompt",)}
     start = model_args.model_name_or_path
+    if (output_dir / f"round-{script_args.num_rounds + 1}" / "round.json").is_file():
+        parser.error(
+            f"`num_rounds` is {script_args.num_rounds}, but {output_dir} has more: raise it, or choose another "
+            "`output_dir`"
+        )
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
         settings = fingerprint(training_args, **settings)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import transformers
@@ -119,6 +120,26 @@ def test_broken_data(subtests, folder, refusal):
         for name, message in cases.items():
             with subtests.test(recipe=recipe.__name__, data=name):
                 assert re.search(message, refusal(recipe, dataset_name=folder / name))
+
+
+def test_where_nothing_can_be_written(subtests, folder, tmp_path, refusal):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "finished").mkdir()
+    (tmp_path / "finished" / "train_results.json").write_text("{}")
+    for recipe in RECIPES:
+        for value, message in [
+            (tmp_path / "file" / "out", f"{tmp_path}/file is no folder, choose another"),
+            (Path("/proc/out/out"), "cannot be written (No such file or directory): choose another"),
+            (
+                tmp_path / "finished",
+                "holds a finished run without checkpoints: choose another, or write over it by `resume",
+            ),
+        ]:
+            if recipe is generate and value.name == "finished":
+                continue
+            with subtests.test(recipe=recipe.__name__, value=value):
+                name = "output_file" if recipe is generate else "output_dir"
+                assert message in refusal(recipe, **{name: value / "x" if recipe is generate else value})
 
 
 def test_messages_without_a_chat_template(subtests, folder, refusal):

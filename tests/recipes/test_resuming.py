@@ -40,7 +40,7 @@ def recipe(request, inputs, tmp_path_factory):
     name = request.param.__name__.rpartition(".")[2]
     folder = tmp_path_factory.mktemp(name)
     config, data, own = {
-        "sft": ("sft", "sft", STEPS),
+        "sft": ("sft", "sft", (*STEPS, "--eval_size", "8")),
         "reward": ("reward", "preferences", STEPS),
         "dpo": ("dpo", "preferences", STEPS),
         # Two rollouts of two minibatches
@@ -85,7 +85,10 @@ def test_an_interrupted_run_goes_on_to_the_same_model(recipe, capsys):
 def test_a_complete_run_is_not_trained_again(recipe, capsys):
     run, folder = recipe
     weights, results = load_file(folder / "model.safetensors"), (folder / "train_results.json").read_text()
+    written = {path: path.stat().st_mtime_ns for path in folder.glob("*.*") if path.suffix in (".json", ".png")}
     run("--logging_steps", "3")
+    kept = {name for name in ("eval_results.json", "reward_report.json", "margins.png") if (folder / name).exists()}
+    assert kept and all((folder / name).stat().st_mtime_ns == written[folder / name] for name in kept)
     assert f"Training is complete, at step 4: loading {folder / 'checkpoint-4'}." in capsys.readouterr().out
     assert (folder / "train_results.json").read_text() == results
     assert_close(load_file(folder / "model.safetensors"), weights, rtol=0, atol=0)

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser((DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
         check_model("ref_model_name_or_path", script_args.ref_model_name_or_path)
 

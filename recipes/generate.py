@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(GenerateArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", args.model_name_or_path, args.revision)
+        check_model("model_name_or_path", args.model_name_or_path, args.revision, tokenizer=True)
         if args.output_file:
             check_output_dir(Path(args.output_file).parent)
         prompts = load_prompts(args)

@@ -158,9 +158,9 @@ def main(arguments: list[str] | None = None) -> None:
     if training_args.eval_strategy != "no":
         parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir)
-        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
+        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path, tokenizer=True)
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

@@ -76,10 +76,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser((PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
         for role in ("reward_model", "value_model", "ref_model"):
-            check_model(f"{role}_name_or_path", getattr(script_args, f"{role}_name_or_path"))
+            name = f"{role}_name_or_path"
+            check_model(name, getattr(script_args, name), tokenizer=role == "reward_model")
 
     # These take seconds to import: what was mistyped has been refused by now
     from transformers import AutoTokenizer

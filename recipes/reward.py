@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
         parser.error("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
 
     # These take seconds to import: what was mistyped has been refused by now

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser((SFTScriptArguments, "trl.SFTConfig", ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
 
     # These take seconds to import: what was mistyped has been refused by now

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,12 @@ def folder(tmp_path_factory):
         tokenizer.save_pretrained(folder / name)
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text('{"a": ')
+    for name, lacks in (("no tokenizer", "tokenizer*"), ("no weights", "*.safetensors"), ("cut weights", "")):
+        shutil.copytree(folder / "model", folder / name)
+        for file in (folder / name).glob(lacks) if lacks else ():
+            file.unlink()
+    whole = (folder / "model" / "model.safetensors").read_bytes()
+    (folder / "cut weights" / "model.safetensors").write_bytes(whole[:-400])
     (folder / "run" / "checkpoint-3").mkdir(parents=True)
     (folder / "run" / "checkpoint-3" / "config.json").write_text("{}")
     return folder
@@ -149,6 +156,12 @@ def test_messages_without_a_chat_template(subtests, folder, refusal):
             assert "no chat template" in error
 
 
+def test_a_model_without_a_tokenizer(subtests, folder, refusal):
+    for recipe in RECIPES:
+        with subtests.test(recipe=recipe.__name__):
+            assert "has no tokenizer: save it there" in refusal(recipe, model_name_or_path=folder / "no tokenizer")
+
+
 def test_wrong_paths_of_models(subtests, folder, refusal):
     names = {
         ppo: ["model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "ref_model_name_or_path"],
@@ -164,6 +177,8 @@ def test_wrong_paths_of_models(subtests, folder, refusal):
                 (folder / "good", "is a folder without a model: it has no config.json"),
                 (folder / "run", f"it has no config.json; did you mean {folder}/run/checkpoint-3?"),
                 (folder / "broken", "config.json is no JSON"),
+                (folder / "no weights", "has no weights: there is neither"),
+                (folder / "cut weights", "model.safetensors is broken (Error while deserializing header"),
                 (folder / "data.docx", "is a file: give the folder that it lies in"),
             ]:
                 with subtests.test(recipe=recipe.__name__, name=name, value=value):

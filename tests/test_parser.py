@@ -128,6 +128,10 @@ def test_unknown_or_abbreviated_flag_names_the_nearest(subtests, refusal):
             assert f"unknown flag {flag.split('=')[0]!r}; did you mean --learning_rate?" in line
 
 
+def test_the_beginning_of_a_name_is_completed(refusal):
+    assert "unknown flag '--learn'; did you mean --learning_rate?" in refusal("rate: 1.0", "--learn", "1")
+
+
 def test_stray_value_is_refused(subtests, refusal):
     for yaml, flags in [("rate: 1.0", ["--name", "one", "two"]), ("epochs: 1\nweights: [1.0, 2.0]", ["two"])]:
         with subtests.test(yaml=yaml):

@@ -218,7 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     def load_policy(path: str | Path) -> Any:
         revision = {"revision": model_args.model_revision} if path == start else {}
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs, **revision)
+        with parser.one_line_errors():
+            return AutoModelForCausalLM.from_pretrained(path, **kwargs, **revision)
 
     def sampled(path: str | Path, rows: list[dict], number: int, seed: int) -> tuple[list, list, list]:
         """This process' share of the rows, with its answers and scores, gathered."""
@@ -272,14 +273,15 @@ def main(arguments: list[str] | None = None) -> None:
             whole = (
                 peft_config is None or script_args.keep_reference
             )  # else the reference is the model without adapter
-            trainer = DPOTrainer(
-                model=load_policy(policy),
-                ref_model=load_policy(start if script_args.keep_reference else policy) if whole else None,
-                args=args,
-                train_dataset=Dataset.from_list(pairs),
-                processing_class=tokenizer,
-                peft_config=peft_config,
-            )
+            with parser.one_line_errors():
+                trainer = DPOTrainer(
+                    model=load_policy(policy),
+                    ref_model=load_policy(start if script_args.keep_reference else policy) if whole else None,
+                    args=args,
+                    train_dataset=Dataset.from_list(pairs),
+                    processing_class=tokenizer,
+                    peft_config=peft_config,
+                )
             with parser.one_line_errors(CannotResume):
                 trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
             # 5. Save

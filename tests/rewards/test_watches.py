@@ -55,6 +55,17 @@ def test_repetition():
     }
 
 
+def test_repetition_in_text_without_spaces():
+    _, logged = call(RepetitionWatch(n=2, corpus=["我很爱你"], copied_words=3), ["好好好", "我很爱 you"])
+    # 好好 twice; 我很, 很爱, 爱 you: 4 different of 5; 好好 stood there before in 1 of 2; 我很爱 is copied
+    assert logged == {
+        "repetition/distinct_2": 4 / 5,
+        "repetition/repeated": (1 / 2) / 2,
+        "repetition/top_phrase_share": 1 / 2,
+        "repetition/copied_share": 1 / 2,
+    }
+
+
 def test_top_phrase_and_completions_file(tmp_path):
     watch = RepetitionWatch(folder=tmp_path, score=0.0)
     scores, _ = call(watch, ["i love you so", "well i love you", "go away now"], step=7)

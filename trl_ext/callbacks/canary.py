@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..jsonl import JSONLWriter
 from ..rewards.repetition import RepetitionWatch
-from ..rewards.watch import numbers_of
+from ..rewards.watch import numbers_of, words_of
 from .generation import generate_answers
 from .monitor import Finding, MonitorCallback, on_main_process
 
@@ -99,7 +99,7 @@ class CanaryCallback(MonitorCallback):
                 yield Finding("the canary's score fell", now["score"], bound, advice, first["score"])
 
     def _measure(self, answers: list[str]) -> dict[str, float]:
-        measured: dict[str, float] = {"length": fmean(len(answer.split()) for answer in answers)}
+        measured: dict[str, float] = {"length": fmean(len(words_of(answer)) for answer in answers)}
         found: dict[str, float] = {}
         RepetitionWatch()(self.prompts or [], answers, log_metric=found.__setitem__)
         measured["phrase"] = found["repetition/top_phrase_share"]

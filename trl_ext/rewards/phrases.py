@@ -7,11 +7,10 @@ from typing import Any
 import regex
 from accelerate import PartialState
 
-from .watch import Watch, log_to, text_of
+from .watch import UNSPACED, Watch, log_to, text_of
 
 # Letters, digits and marks that make up words; in scripts without spaces there is no telling where a word ends
-_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
-_WORD = rf"[[\p{{L}}\p{{N}}\p{{M}}]--[{_UNSPACED}]]"
+_WORD = rf"[[\p{{L}}\p{{N}}\p{{M}}]--[{UNSPACED}]]"
 _HIDDEN = r"\p{Cf}"  # zero-width spaces and joiners, soft hyphens
 
 

@@ -5,12 +5,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .watch import Watch, log_to, text_of
+from .watch import Watch, log_to, text_of, words_of
 
 
 class RepetitionWatch(Watch):
     """
     Log how much completions repeat themselves, each other and a corpus, by n-grams of words.
+
+    In scripts without spaces, such as Chinese, Japanese and Thai, each character counts as a word.
 
     - `repetition/distinct_{n}`: different n-grams of the batch ÷ all n-grams of the batch (Li et al. 2016, 1510.03055)
     - `repetition/repeated`: n-grams that occurred in their completion before ÷ all its n-grams, mean over completions
@@ -35,13 +37,13 @@ class RepetitionWatch(Watch):
         super().__init__(**kwargs)
         self.n = n
         self.copied_words = copied_words
-        self.corpus = {_digest(gram) for text in corpus for gram in ngrams(text.split(), copied_words)}
+        self.corpus = {_digest(gram) for text in corpus for gram in ngrams(words_of(text), copied_words)}
         self.top_phrase = ""
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        words = [text_of(completion).split() for completion in completions]
+        words = [words_of(text_of(completion)) for completion in completions]
         grams = [ngrams(row, self.n) for row in words]
         total, different = sum(map(len, grams)), len({gram for row in grams for gram in row})
         repeated = [1 - len(set(row)) / len(row) if row else 0.0 for row in grams]

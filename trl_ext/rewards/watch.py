@@ -7,9 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import regex
 from accelerate import PartialState
 
 from ..jsonl import JSONLWriter
+
+# Scripts that put no spaces between words
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
+_UNSPACED_OR_RUN = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text; in scripts without spaces each character counts as one."""
+    return [part for word in text.split() for part in _UNSPACED_OR_RUN.findall(word)]
 
 
 def text_of(completion: Any) -> str:

@@ -3,56 +3,53 @@
     accelerate launch recipes/dpo.py --config recipes/demo/dpo.yaml --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
---help lists them all. Beside the model this writes how it does on the held-out pairs: `eval_results.json`. The same
+see --help. Beside the model this writes how it does on the held-out pairs: `eval_results.json`. The same
 command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass, field
 
-from transformers import AutoModelForCausalLM
-from trl import get_peft_config, get_quantization_config
-
-from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
-from trl_ext.arguments import DataArguments, ModelArguments
-from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-from trl_ext.commands import record_run, report_of
-from trl_ext.data import held_out_rows, usable_pairs
+from trl_ext import StrictTrlParser
+from trl_ext.arguments import HeldOutArguments, ModelArguments
+from trl_ext.model_names import check_model
 
 
 @dataclass
-class DPOScriptArguments(DataArguments):
+class DPOScriptArguments(HeldOutArguments):
     """What `DPOConfig` and `ModelConfig` do not say: the data and the reference."""
 
     ref_model_name_or_path: str | None = field(
         default=None, metadata={"help": "Reference model; the model before training if unset."}
     )
-    eval_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Pairs to cut from the training split and evaluate on, for data without `dataset_test_split`. "
-            "0 switches evaluation off."
-        },
-    )
     drop_unusable_pairs: bool = field(
         default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.eval_size is not None and self.eval_size < 0:
-            raise ValueError(f"`eval_size` must be 0 or more, got {self.eval_size}")
-
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((DPOScriptArguments, DPOConfig, ModelArguments), without_arguments=__doc__)
+    parser = StrictTrlParser((DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
+    with parser.one_line_errors():
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("ref_model_name_or_path", script_args.ref_model_name_or_path)
+
+    # These take seconds to import: what was mistyped has been refused by now
+    from transformers import AutoModelForCausalLM
+    from trl import get_peft_config, get_quantization_config
+
+    from trl_ext import DPOTrainer, load_dataset_split
+    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.commands import record_run, report_of
+    from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
 
     # 2. Data
     def load(split: str):
         dataset = load_dataset_split(
             script_args.dataset_name, split, config=script_args.dataset_config, columns=("chosen", "rejected")
         )
+        tokenizer = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
+        check_chat_template(dataset, f"the split {split!r}", model_args.model_name_or_path, **tokenizer)
         return usable_pairs(dataset, f"the split {split!r}", script_args.drop_unusable_pairs)
 
     with parser.one_line_errors():
@@ -70,7 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
     reference = None
     with parser.one_line_errors():
         if script_args.ref_model_name_or_path:
-            kwargs = {name: value for name, value in training_args.model_init_kwargs.items() if name != "revision"}
+            kwargs = {"trust_remote_code": training_args.trust_remote_code, **training_args.model_init_kwargs}
+            kwargs.pop("revision")  # the policy's
             reference = AutoModelForCausalLM.from_pretrained(script_args.ref_model_name_or_path, **kwargs)
         trainer = DPOTrainer(
             model=model_args.model_name_or_path,

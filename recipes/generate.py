@@ -9,20 +9,13 @@ not on the number of processes. A single `--prompt` is answered on the terminal 
 """
 
 import json
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.data import check_texts
-from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
+from trl_ext import StrictTrlParser
+from trl_ext.model_names import check_model
 
 
 @dataclass
@@ -70,6 +63,9 @@ class GenerateArguments:
 
 def load_prompts(args: GenerateArguments) -> list[Any]:
     """The prompts, each text or messages."""
+    from trl_ext import load_dataset_split
+    from trl_ext.data import check_texts
+
     if args.prompt is not None:
         prompts: list[Any] = [args.prompt]
     else:
@@ -89,21 +85,28 @@ def load_prompts(args: GenerateArguments) -> list[Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser(GenerateArguments)
-    if not (sys.argv[1:] if arguments is None else arguments):
-        parser.exit(2, __doc__)
+    parser = StrictTrlParser(GenerateArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
+    with parser.one_line_errors():
+        check_model("model_name_or_path", args.model_name_or_path, args.revision)
+        prompts = load_prompts(args)
+
+    # These take seconds to import: what was mistyped has been refused by now
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
+
     # Without a GPU and `cpu`, each of several processes would take itself for the only one, and write the file
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available() or None)
 
-    # 2. Data and model
-    try:
-        prompts = load_prompts(args)
+    # 2. Model
+    with parser.one_line_errors():
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.revision)
         prompt_ids = prompt_token_ids(tokenizer, prompts)
         model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, revision=args.revision, dtype=args.dtype)
-    except (ValueError, OSError) as error:  # FileNotFoundError, too
-        parser.error(str(error))
     model = model.eval().to(state.device)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(map(len, prompt_ids))

@@ -11,13 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-
 from trl_ext import StrictTrlParser
-
-KINDS: dict[str, Any] = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_CLS": AutoModelForSequenceClassification}
+from trl_ext.model_names import check_model
 
 
 @dataclass
@@ -37,16 +32,20 @@ class MergeArguments:
             raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
 
 
-def load(args: MergeArguments) -> tuple[PeftModel, Any, Any]:
+def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     """The adapter on its base, its tokenizer, the merged model's class; raises a `ValueError` if they do not fit."""
+    from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    kinds: dict[str, Any] = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_CLS": AutoModelForSequenceClassification}
     try:
         config = PeftConfig.from_pretrained(args.adapter)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"`adapter` {args.adapter} is no adapter that PEFT can read: {error}") from error
-    kind = KINDS.get(config.task_type or "CAUSAL_LM")
+    kind = kinds.get(config.task_type or "CAUSAL_LM")
     if kind is None or config.is_prompt_learning or config.is_adaption_prompt:
         what = f"a {PeftType(config.peft_type).value} adapter of task type {config.task_type}"
-        raise ValueError(f"{args.adapter} is {what}: only weights of {' and '.join(KINDS)} models can be merged")
+        raise ValueError(f"{args.adapter} is {what}: only weights of {' and '.join(kinds)} models can be merged")
 
     base, kwargs = args.base_model or config.base_model_name_or_path or "", {}
     if not args.base_model and config.revision:
@@ -79,18 +78,26 @@ def load(args: MergeArguments) -> tuple[PeftModel, Any, Any]:
     return model.eval(), tokenizer, kind
 
 
-@torch.no_grad()
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser(MergeArguments, description=__doc__)
+    parser = StrictTrlParser(MergeArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
-    with parser.one_line_errors(ValueError):
+    with parser.one_line_errors():
+        check_model("base_model", args.base_model)
+        if args.base_model is None:  # else the adapter may name one that is elsewhere
+            check_model("adapter", args.adapter)
+
+    # These take seconds to import: what was mistyped has been refused by now
+    import torch
+
+    with parser.one_line_errors():
         model, tokenizer, kind = load(args)
 
     # 2. What the merged model must give
     vocabulary = model.config.get_text_config().vocab_size
     input_ids = torch.randint(vocabulary, (1, 32), generator=torch.Generator().manual_seed(0))
-    expected = model(input_ids=input_ids.to(model.device)).logits
+    with torch.no_grad():
+        expected = model(input_ids=input_ids.to(model.device)).logits
 
     # 3. Merge and save
     merged = model.merge_and_unload(safe_merge=True)
@@ -99,7 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 4. Check what was written
     written = kind.from_pretrained(args.output_dir, dtype=merged.dtype).eval()
-    difference = (written(input_ids=input_ids).logits - expected.cpu()).abs().max().item()
+    with torch.no_grad():
+        difference = (written(input_ids=input_ids).logits - expected.cpu()).abs().max().item()
     allowed = max(1e-4, 8 * torch.finfo(merged.dtype).eps) * max(1.0, expected.abs().max().item())
     print(f"{args.output_dir}: {merged.dtype}, logits differ from the adapter model's by up to {difference:.1e}")
     if not difference <= allowed:

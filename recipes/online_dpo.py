@@ -17,21 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import get_peft_config
-
-from trl_ext import DPOConfig, DPOTrainer, StrictTrlParser, load_dataset_split
+from trl_ext import StrictTrlParser
 from trl_ext.arguments import ModelArguments, PromptArguments
-from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, differences, fingerprint
-from trl_ext.commands import record_run, report_of
-from trl_ext.data import check_texts
-from trl_ext.evaluation import bootstrap_interval
-from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
-from trl_ext.rewards import ModelReward, load_reward
+from trl_ext.model_names import check_model
 
 
 @dataclass
@@ -73,6 +61,8 @@ def answer(
     Returns:
         `{"completion", "ids", "prompt_ids", "finished"}` of each.
     """
+    from trl_ext.models import answer_texts, prompt_token_ids, sample
+
     prompts = [row["prompt"] for row in rows for _ in range(number)]
     prompt_ids = prompt_token_ids(tokenizer, prompts)
     answers = sample(
@@ -144,47 +134,83 @@ def write(path: Path, text: str) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
-def check_settings(folder: Path, settings: dict) -> None:
-    """Raise what differs if the rounds in `folder` were begun with other settings; note them if there are none yet."""
-    path = folder / "online_dpo_settings.json"
-    if not path.is_file():
-        if PartialState().is_main_process:
-            write(path, json.dumps(settings, indent=2))
-    elif different := differences(json.loads(path.read_text()), settings):
+def check_settings(path: Path, settings: dict) -> None:
+    """Raise what differs if the rounds beside the file `path` were begun with other settings."""
+    from trl_ext.checkpoints import differences
+
+    if path.is_file() and (different := differences(json.loads(path.read_text()), settings)):
         raise ValueError(
-            f"{folder} was begun with other settings ({'; '.join(different)}): choose another `output_dir`"
+            f"{path.parent} was begun with other settings ({'; '.join(different)}): choose another `output_dir`"
         )
 
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelArguments), without_arguments=__doc__)
+    parser = StrictTrlParser(
+        (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__
+    )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if model_args.load_in_4bit or model_args.load_in_8bit or training_args.push_to_hub:
         parser.error("`load_in_4bit`, `load_in_8bit` and `push_to_hub` are not supported here: leave them unset")
     if training_args.resume_from_checkpoint is not None:
         parser.error("`resume_from_checkpoint` is not supported here: leave it unset, rounds go on by themselves")
+    if training_args.eval_strategy != "no":
+        parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
+    with parser.one_line_errors():
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
+
+    # These take seconds to import: what was mistyped has been refused by now
+    import torch
+    from accelerate import PartialState
+    from accelerate.utils import gather_object
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import get_peft_config
+
+    from trl_ext import DPOTrainer, load_dataset_split
+    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
+    from trl_ext.commands import record_run, report_of
+    from trl_ext.data import check_chat_template, check_texts, rows_identity
+    from trl_ext.evaluation import bootstrap_interval
+    from trl_ext.models import eos_token_ids, path_identity, tokenizer_identity
+    from trl_ext.rewards import ModelReward, load_reward, source_identity
+
     processes, output_dir = PartialState(), Path(training_args.output_dir)
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
     settings = {**vars(script_args), **vars(model_args), "per_device_eval_batch_size": size}
     del settings["num_rounds"]  # more of them go on
+    for name in ("dataset_name", "model_name_or_path", "reward_model_name_or_path", "reward_funcs"):
+        del settings[name]  # what they hold counts, see below
 
     # 2. Data and rewards
     load = {"config": script_args.dataset_config, "columns": ("prompt",)}
+    start = model_args.model_name_or_path
+    tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
-        check_settings(output_dir, fingerprint(training_args, **settings))
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
         held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
             check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
-        held_out = held_out.to_list()
-        start = model_args.model_name_or_path
-        tokenizer = AutoTokenizer.from_pretrained(start, revision=model_args.model_revision)
+            check_chat_template(dataset, f"the split {split!r}", start, **tokenizer_kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(start, **tokenizer_kwargs)
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
         rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []]
         if path := script_args.reward_model_name_or_path:
             rewards.insert(0, ModelReward.from_pretrained(path, tokenizer, ends, size, training_args.device))
-    names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
+        names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
+        settings |= {
+            "train_data": rows_identity(train),
+            "held_out_data": rows_identity(held_out),
+            "model": path_identity(start, model_args.model_revision),
+            "tokenizer": tokenizer_identity(tokenizer),
+        }
+        for name, reward in zip(names, rewards, strict=True):
+            is_model = isinstance(reward, ModelReward) and path
+            settings[f"reward {name}"] = path_identity(path) if is_model else source_identity(reward)
+        settings = fingerprint(training_args, **settings)
+        check_settings(output_dir / "online_dpo_settings.json", settings)
+    held_out = held_out.to_list()
     weights = script_args.reward_weights or [1.0] * len(rewards)
 
     # 3. Rounds
@@ -223,6 +249,8 @@ def main(arguments: list[str] | None = None) -> None:
             processes.wait_for_everyone()
         return json.loads((folder / "round.json").read_text())
 
+    if processes.is_main_process:  # not before: what was refused may be corrected
+        write(output_dir / "online_dpo_settings.json", json.dumps(settings, indent=2))
     policy: str | Path = start
     history = [measure(policy, output_dir / "round-0", 0, {})]
     processes.print(f"Before training: {history[0]['held_out']}")
@@ -260,13 +288,13 @@ def main(arguments: list[str] | None = None) -> None:
             record_run(trainer)
             with parser.one_line_errors(CannotResume):
                 result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+            processes.print(report_of(folder, was_trained=bool(result.metrics)))
             # 5. Save
             if peft_config is None:
                 trainer.save_model()
             elif processes.is_main_process:  # the next round begins with a whole model
                 trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-            processes.print(report_of(folder, was_trained=bool(result.metrics)))
             processes.wait_for_everyone()
             del trainer
             gc.collect()  # the next round needs the room

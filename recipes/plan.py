@@ -1,34 +1,49 @@
-"""Say what a run takes before it is started: memory per GPU and role, batches, disk; and what will not work.
+"""Say what a run takes before it is started: memory per GPU and role, time, batches, disk; and what will not work.
 
     python -m recipes.plan --config recipes/qwen2.5-0.5b/ppo.yaml --accelerate accelerate_configs/single_gpu.yaml
 
 Further flags override the recipe's file, as in the recipe itself. No weights are loaded and nothing is allocated: the
 passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is followed
-back to the one on the hub. Not counted: the CUDA context (some 0.5 GiB) and what the allocator cannot use.
+back to the one on the hub. Then it says on which GPUs the run fits, one and eight of them, and about how long it takes
+there. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the allocator cannot use.
 """
 
 import argparse
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from trl import RewardConfig, SFTConfig, get_peft_config
 
 from recipes import dpo, ppo, reward, sft
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
-from trl_ext.arguments import ModelArguments
-from trl_ext.planning import GIB, Job, Layout, Plan, known_not_to_work, known_to_go_wrong, plan
+from trl_ext.arguments import ClassifierArguments, ModelArguments
+from trl_ext.model_names import check_model, is_cached
+from trl_ext.planning import (
+    GIB,
+    GPUS,
+    Efficiency,
+    Job,
+    Layout,
+    Plan,
+    examples,
+    hours,
+    known_not_to_work,
+    known_to_go_wrong,
+    plan,
+)
 
-ARGUMENTS: dict[str, tuple[type, type]] = {
-    "sft": (sft.SFTScriptArguments, SFTConfig),
-    "reward": (reward.RewardScriptArguments, RewardConfig),
-    "ppo": (ppo.PPOScriptArguments, PPOConfig),
-    "dpo": (dpo.DPOScriptArguments, DPOConfig),
+ARGUMENTS: dict[str, tuple[type, type, type]] = {
+    "sft": (sft.SFTScriptArguments, SFTConfig, ModelArguments),
+    "reward": (reward.RewardScriptArguments, RewardConfig, ClassifierArguments),
+    "ppo": (ppo.PPOScriptArguments, PPOConfig, ModelArguments),
+    "dpo": (dpo.DPOScriptArguments, DPOConfig, ModelArguments),
 }
 PROG = "python -m recipes.plan"
 
@@ -39,8 +54,15 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config", required=True, help="A recipe's YAML.")
     parser.add_argument("--accelerate", help="accelerate's YAML; one process on one GPU if unset.")
     parser.add_argument("--stage", choices=tuple(ARGUMENTS), help="If the file's name does not begin so.")
-    parser.add_argument("--prompt_length", type=int, help="Tokens of a prompt; if unset the recipe's, or 512.")
+    parser.add_argument(
+        "--prompt_length", type=int, help="Tokens of a prompt; if unset measured, else the recipe's, or 512."
+    )
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
+    parser.add_argument("--mfu", type=float, default=0.35, help="Assumed part of a GPU's operations that passes use.")
+    parser.add_argument(
+        "--bandwidth_use", type=float, default=0.6, help="Assumed part of its bandwidth in generation."
+    )
+    parser.add_argument("--layer_ms", type=float, default=0.8, help="Assumed ms of Python a layer and token.")
     parser.add_argument("--score_range", type=float, nargs=2, help="Lowest and highest score of the rewards.")
     return parser.parse_known_args(arguments)
 
@@ -99,6 +121,28 @@ def make_job(
     )
 
 
+def local_split(name: str, split: str) -> Any:
+    """The split, or None if the data is not on this machine."""
+    return load_dataset_split(name, split, columns=()) if Path(name).exists() else None
+
+
+def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
+    """Longest and mean number of tokens of what a pass reads: PPO's prompts, the others' texts; of 2,000 rows."""
+
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else " ".join(str(message["content"]) for message in value)
+
+    columns = {"ppo": [["prompt"]], "sft": [["prompt", "completion"], ["messages"], ["text"]]}
+    pairs = [["prompt", "chosen"], ["chosen"]]
+    found = next((names for names in columns.get(stage, pairs) if {*names} <= {*dataset.column_names}), None)
+    if found is None or not len(dataset):
+        return None
+    rows = dataset.select(range(min(len(dataset), 2000)))
+    texts = ["".join(text(row[name]) for name in found) for row in rows]
+    lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
+    return max(lengths), sum(lengths) / len(lengths)
+
+
 def check_columns(stage: str, dataset: Any, name: str, args: Any) -> None:
     """Raise which columns the recipe needs, and which were found."""
     if stage == "sft":
@@ -114,13 +158,7 @@ def what_the_data_says(
 ) -> tuple[int | None, str | None]:
     """Preference pairs to train on, and which prompts SFT and PPO share; as far as the data is on this machine."""
 
-    def load(name: str, split: str):
-        if Path(name).exists():
-            with contextlib.suppress(ValueError, FileNotFoundError):
-                return load_dataset_split(name, split, columns=())
-        return None
-
-    mine = load(script_args.dataset_name, script_args.dataset_train_split)
+    mine = local_split(script_args.dataset_name, script_args.dataset_train_split)
     if mine is not None:
         check_columns(stage, mine, script_args.dataset_name, args)
     if stage in ("reward", "dpo"):
@@ -129,7 +167,7 @@ def what_the_data_says(
     if maker is None:
         return None, None
     theirs_split = maker.get("dataset_train_split", "train")
-    theirs = load(maker["dataset_name"], theirs_split)
+    theirs = local_split(maker["dataset_name"], theirs_split)
     if mine is not None and theirs is not None and "prompt" in theirs.column_names:
         common = {str(prompt) for prompt in mine["prompt"]} & {str(prompt) for prompt in theirs["prompt"]}
         return None, f"{len(common)} of PPO's {len(mine)} prompts are SFT's, too" if common else None
@@ -176,7 +214,47 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] = AutoConfig.from_pretrained) -> None:
+def time_of(number: float) -> str:
+    """Hours as min, h or days."""
+    unit, size = ("min", 1 / 60) if number < 1 else ("h", 1) if number < 48 else ("days", 24)
+    return f"{number / size:.{0 if number / size >= 10 else 1}f} {unit}"
+
+
+def verdicts(
+    runs: list[tuple[Job, Plan]], efficiency: Efficiency, rows: int | None, tokens: float | None
+) -> list[str]:
+    """On which GPUs the run fits, and how long it takes there: a column for each way to spread it."""
+    counts = [examples(job, result, rows) for job, result in runs]
+    unit = "" if counts[0] else " per 10,000 examples"
+    lines = ["", f"{'fits, and takes about' + unit:<44}".rstrip(), f"{'':18}"]
+    for job, result in runs:
+        title = "1 GPU" if job.layout.processes == 1 else f"{job.layout.processes} GPUs, {job.layout.mode}"
+        lines[-1] += f"{title}, {result.peak / GIB:.1f} GiB each".ljust(30)
+    lines[-1] = lines[-1].rstrip()
+    for gpu in GPUS:
+        line = f"  {gpu.memory:>3} GB {gpu.name:<9}"
+        for (job, result), count in zip(runs, counts, strict=True):
+            is_colocated = job.stage == "ppo" and job.args.use_vllm and job.args.vllm_mode == "colocate"
+            share = job.args.vllm_gpu_memory_utilization if is_colocated else 0.0
+            needed = result.peak / GIB + 0.5 + share * gpu.memory
+            if needed > gpu.memory:
+                verdict = "no"
+            else:
+                took = time_of(hours(job, result, gpu, efficiency, count or 10_000, tokens))
+                verdict = f"{'yes' if needed <= 0.9 * gpu.memory else 'just'}, {took}"
+            line += f"  {verdict:<28}"
+        lines.append(line.rstrip())
+    lines += [
+        "  (`just`: less than a tenth of the memory is to spare. Times are computed from the vendors' peak rates, not",
+        f"  measured on these GPUs: {efficiency.mfu:.0%} of the operations in passes (`--mfu`), "
+        f"{efficiency.bandwidth:.0%} of the bandwidth (`--bandwidth_use`) and",
+        f"  {efficiency.layer_ms:g} ms a layer and token (`--layer_ms`) in generation, to full length; without "
+        "evaluation and loading.)",
+    ]
+    return lines
+
+
+def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] | None = None) -> None:
     # 1. Set-up: the recipe's own parser, and so its own checks
     if not (sys.argv[1:] if arguments is None else arguments):
         print(__doc__, file=sys.stderr)
@@ -188,36 +266,65 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] =
         parser.error(f"{options.config} does not begin by sft, reward, ppo or dpo: give `--stage`")
     with parser.one_line_errors():
         layout = Layout.read(options.accelerate) if options.accelerate else Layout()
-    script_arguments, config = ARGUMENTS[stage]
+    script_arguments, config, model_arguments = ARGUMENTS[stage]
     planned = type(config.__name__, (config,), {"world_size": layout.processes})  # as where it will run
-    parser = StrictTrlParser((script_arguments, planned, ModelArguments), prog=PROG)
+    parser = StrictTrlParser((script_arguments, planned, model_arguments), prog=PROG)
     # The machine that plans need not have the GPU that runs
     on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
     script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
-    for name in ("prompt_length", "gpu_memory"):
-        if (value := getattr(options, name)) is not None and value <= 0:
+    for name in ("prompt_length", "gpu_memory", "mfu", "bandwidth_use"):
+        if (value := getattr(options, name)) is not None and not value > 0:
             parser.error(f"`--{name}` must be more than 0, got {value}")
+    for name in ("mfu", "bandwidth_use"):
+        if (value := getattr(options, name)) > 1:
+            parser.error(f"`--{name}` is a part of what the GPU can do, so at most 1, got {value}")
     folder = Path(options.config).parent
-    prompt_length = options.prompt_length or getattr(script_args, "max_prompt_length", None) or 512
 
     def load(name: str) -> Any:
-        try:
+        if load_config is not None:
             return load_config(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"the configuration of {name} cannot be read: {error} (Without a network, a folder {name}/ here that "
-                "holds its config.json will do.)"
+        try:
+            check_model("model", name)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{error} (To plan without the hub, a folder {name}/ here that holds its config.json will do.)"
             ) from error
+        return AutoConfig.from_pretrained(name, local_files_only=is_cached(name))
 
-    # 2. Job
+    # 2. Data and job
     with parser.one_line_errors():
-        job = make_job(stage, script_args, args, model_args, folder, layout, prompt_length, load)
         pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
+        data = local_split(script_args.dataset_name, script_args.dataset_train_split)
+        tokens = None
+        name, _ = origin(model_args.model_name_or_path, folder)
+        if data is not None and (Path(name).exists() or is_cached(name)):
+            with contextlib.suppress(OSError, ValueError):  # there is a configuration, but no tokenizer
+                tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
+                tokens = measured_tokens(stage, data, tokenizer)
+        limit = getattr(script_args, "max_prompt_length", None)
+        longest = options.prompt_length or min(*(tokens or (limit or 512,))[:1], limit or 10**9)
+        job = make_job(stage, script_args, args, model_args, folder, layout, longest, load)
     if reasons := known_not_to_work(job):
         parser.error("this cannot work: " + "; ".join(reasons))
 
     # 3. Plan and warn
-    print(report(plan(job), job, options.gpu_memory))
+    result = plan(job)
+    print(report(result, job, options.gpu_memory))
+    if tokens:
+        what = "prompts" if stage == "ppo" else "texts"
+        print(f"{what} have up to {tokens[0]} tokens, {tokens[1]:.0f} on average, in {script_args.dataset_name}")
+    elif stage == "ppo" and not options.prompt_length:
+        print(f"not measured: the prompts are taken to have {longest} tokens (`--prompt_length`)")
+    runs = [(job, result)]
+    # Quantised weights are not sharded
+    for other in (Layout(), Layout("ddp" if job.bits else "fsdp2", processes=8)):
+        spread = replace(job, layout=other)
+        if other.processes != layout.processes and not known_not_to_work(spread):
+            runs.append((spread, plan(spread)))
+    runs.sort(key=lambda run: run[0].layout.processes)
+    length = tokens and tokens[1] + (args.max_completion_length if stage == "ppo" else 0)
+    efficiency = Efficiency(options.mfu, options.bandwidth_use, options.layer_ms)
+    print("\n".join(verdicts(runs, efficiency, data and len(data), length)))
     if stage in ("reward", "dpo") and pairs is None:
         print("not checked, since the dataset is no local file: how many preference pairs there are")
     for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):

@@ -3,40 +3,27 @@
     accelerate launch recipes/ppo.py --config recipes/tinystories/ppo.yaml --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
-reward: `reward_model_name_or_path`, `reward_funcs`, or both. Flags override the file; --help lists them all. The same
+reward: `reward_model_name_or_path`, `reward_funcs`, or both. Flags override the file; see --help. The same
 command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accelerate import PartialState
-from datasets import Dataset
-from transformers import AutoTokenizer
-from trl import get_peft_config, get_quantization_config
+from trl_ext import StrictTrlParser
+from trl_ext.arguments import HeldOutArguments, ModelArguments, PromptArguments
+from trl_ext.model_names import check_model
 
-from trl_ext import PPOConfig, PPOTrainer, StrictTrlParser, load_dataset_split
-from trl_ext.arguments import ModelArguments, PromptArguments
-from trl_ext.callbacks import attach_monitors, load_monitors
-from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-from trl_ext.commands import record_run, report_of
-from trl_ext.data import held_out_rows
-from trl_ext.rewards import load_reward
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 @dataclass
-class PPOScriptArguments(PromptArguments):
+class PPOScriptArguments(PromptArguments, HeldOutArguments):
     """What `PPOConfig` and `ModelConfig` do not say: the data and where rewards and values come from."""
 
     eval_dataset_name: str | None = field(
         default=None, metadata={"help": "Dataset to evaluate on; `dataset_name` if unset."}
-    )
-    eval_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Prompts to cut from the training split and evaluate on, for data without `dataset_test_split`. "
-            "0 switches evaluation off."
-        },
     )
     max_prompt_length: int | None = field(
         default=None,
@@ -60,14 +47,13 @@ class PPOScriptArguments(PromptArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.eval_size is not None and (self.eval_size < 0 or self.eval_dataset_name):
-            raise ValueError(f"`eval_size` must be 0 or more, and without `eval_dataset_name`; got {self.eval_size}")
         if self.max_prompt_length is not None and self.max_prompt_length < 1:
             raise ValueError(f"`max_prompt_length` must be 1 or more, got {self.max_prompt_length}")
 
 
-def without_long_prompts(dataset: Dataset, tokenizer: Any, longest: int) -> Dataset:
+def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "Dataset":
     """The rows whose prompt has up to `longest` tokens, as the trainer counts them."""
+    from accelerate import PartialState
 
     def length(row: dict[str, Any]) -> int:
         prompt = row.get("prompt")
@@ -86,8 +72,24 @@ def without_long_prompts(dataset: Dataset, tokenizer: Any, longest: int) -> Data
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((PPOScriptArguments, PPOConfig, ModelArguments), without_arguments=__doc__)
+    parser = StrictTrlParser((PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
+    with parser.one_line_errors():
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        for role in ("reward_model", "value_model", "ref_model"):
+            check_model(f"{role}_name_or_path", getattr(script_args, f"{role}_name_or_path"))
+
+    # These take seconds to import: what was mistyped has been refused by now
+    from transformers import AutoTokenizer
+    from trl import get_peft_config, get_quantization_config
+
+    from trl_ext import PPOTrainer, load_dataset_split
+    from trl_ext.callbacks import attach_monitors, load_monitors
+    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.commands import record_run, report_of
+    from trl_ext.data import check_chat_template, held_out_rows
+    from trl_ext.rewards import load_reward
+
     with parser.one_line_errors():
         rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
         monitors = load_monitors(script_args.monitors)
@@ -98,21 +100,24 @@ def main(arguments: list[str] | None = None) -> None:
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
 
     # 3. Data; the trainer checks the columns
-    load = {"config": script_args.dataset_config, "columns": ()}
+    tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
+
+    def load(name: str, split: str) -> "Dataset":
+        config = script_args.dataset_config if name == script_args.dataset_name else None
+        dataset = load_dataset_split(name, split, config=config, columns=())
+        check_chat_template(dataset, f"dataset {name!r}", model_args.model_name_or_path, **tokenizer_kwargs)
+        return dataset
+
     eval_name = script_args.eval_dataset_name or script_args.dataset_name
     with parser.one_line_errors():
         train_dataset, eval_dataset = held_out_rows(
-            load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load),
-            lambda: load_dataset_split(eval_name, script_args.dataset_test_split, **load),
+            load(script_args.dataset_name, script_args.dataset_train_split),
+            lambda: load(eval_name, script_args.dataset_test_split),
             script_args.eval_size,
             training_args.seed,
         )
         if longest := script_args.max_prompt_length:
-            tokenizer = AutoTokenizer.from_pretrained(
-                model_args.model_name_or_path,
-                revision=model_args.model_revision,
-                trust_remote_code=training_args.trust_remote_code,
-            )
+            tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs)
             train_dataset = without_long_prompts(train_dataset, tokenizer, longest)
             eval_dataset = eval_dataset and without_long_prompts(eval_dataset, tokenizer, longest)
     if eval_dataset is None:

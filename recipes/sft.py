@@ -2,40 +2,37 @@
 
     accelerate launch recipes/sft.py --config recipes/demo/sft.yaml --model_name_or_path PATH_OR_HUB_NAME
 
-Needed, in the configuration file or as flags: a model and a dataset. Flags override the file; --help lists them all.
+Needed, in the configuration file or as flags: a model and a dataset. Flags override the file; see --help.
 The same command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass, field
 
-from trl import SFTTrainer, get_peft_config, get_quantization_config
-
-from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.arguments import DataArguments, ModelArguments, SFTConfig
-from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
-from trl_ext.commands import record_run, report_of
-from trl_ext.data import check_texts
+from trl_ext import StrictTrlParser
+from trl_ext.arguments import HeldOutArguments, ModelArguments
+from trl_ext.model_names import check_model
 
 # What SFTTrainer reads: rows need all columns of one of these
 COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
 
 
 @dataclass
-class SFTScriptArguments(DataArguments):
+class SFTScriptArguments(HeldOutArguments):
     """What `SFTConfig` and `ModelConfig` do not say: the data."""
 
     eval_dataset_name: str | None = field(
         default=None, metadata={"help": "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."}
     )
-
-
-class ResumableSFTTrainer(ResumableRun, SFTTrainer):
-    """TRL's, which goes on only from a complete checkpoint of the same run."""
+    resume_anyway: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
+    )
 
 
 def check_columns(dataset, name: str, text_field: str = "text") -> None:
     """Raise what is missing or no text, and what was found, before a model is loaded."""
     needed = [tuple(text_field if column == "text" else column for column in columns) for columns in COLUMNS]
+    from trl_ext.data import check_texts
+
     found = next((columns for columns in needed if set(columns) <= set(dataset.column_names)), None)
     if found is None:
         choices = ", or ".join(" and ".join(map(repr, columns)) for columns in needed)
@@ -45,22 +42,49 @@ def check_columns(dataset, name: str, text_field: str = "text") -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((SFTScriptArguments, SFTConfig, ModelArguments), without_arguments=__doc__)
+    parser = StrictTrlParser(
+        (SFTScriptArguments, "trl_ext.resumable.SFTConfig", ModelArguments), without_arguments=__doc__
+    )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
+    with parser.one_line_errors():
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+
+    # These take seconds to import: what was mistyped has been refused by now
+    from trl import get_peft_config, get_quantization_config
+
+    from trl_ext import load_dataset_split
+    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.commands import record_run, report_of
+    from trl_ext.data import check_chat_template, held_out_rows
+    from trl_ext.models import keep_unpacked
+    from trl_ext.resumable import ResumableSFTTrainer
 
     # 2. Model: the trainer loads it, and the tokenizer, from the path
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
 
     # 3. Data
-    load = {"config": script_args.dataset_config, "columns": ()}
+    def load(name: str, split: str):
+        config = script_args.dataset_config if name == script_args.dataset_name else None
+        dataset = load_dataset_split(name, split, config=config, columns=())
+        check_columns(dataset, name, training_args.dataset_text_field)
+        if training_args.chat_template_path is None:
+            tokenizer = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
+            check_chat_template(dataset, f"dataset {name!r}", model_args.model_name_or_path, **tokenizer)
+        return dataset
+
     eval_dataset = None
     with parser.one_line_errors():
-        train_dataset = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
-        check_columns(train_dataset, script_args.dataset_name, training_args.dataset_text_field)
-        if training_args.eval_strategy != "no":
+        train_dataset = load(script_args.dataset_name, script_args.dataset_train_split)
+        if training_args.eval_strategy != "no" or script_args.eval_dataset_name or script_args.eval_size:
             eval_name = script_args.eval_dataset_name or script_args.dataset_name
-            eval_dataset = load_dataset_split(eval_name, script_args.dataset_test_split, **load)
-            check_columns(eval_dataset, eval_name, training_args.dataset_text_field)
+            train_dataset, eval_dataset = held_out_rows(
+                train_dataset,
+                lambda: load(eval_name, script_args.dataset_test_split),
+                script_args.eval_size,
+                training_args.seed,
+            )
+    if eval_dataset is None:
+        training_args.eval_strategy = "no"
 
     # 4. Train
     with parser.one_line_errors():
@@ -71,8 +95,9 @@ def main(arguments: list[str] | None = None) -> None:
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
-            run_facts={**vars(model_args), "dataset_name": script_args.dataset_name},
+            resume_anyway=script_args.resume_anyway,
         )
+    keep_unpacked(trainer.model)
     record_run(trainer)
     with parser.one_line_errors(CannotResume):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))

@@ -86,6 +86,8 @@ def test_recipes_import_public_names_only():
         "trl_ext",
         "trl_ext.arguments",
         "trl_ext.checkpoints",
+        "trl_ext.model_names",
+        "trl_ext.resumable",
         *(f"trl_ext.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")),
     }
     for path in sources("recipes"):

@@ -1,13 +1,16 @@
 import os
-from dataclasses import dataclass, field
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError
 from typing import Literal
 
 import pytest
 from transformers import SchedulerType
-from trl import RLOOConfig
+from trl import RewardConfig, RLOOConfig, SFTConfig
 
-from trl_ext import StrictTrlParser
+from trl_ext import DPOConfig, PPOConfig, StrictTrlParser
+from trl_ext.fields import field_names
 
 
 @dataclass
@@ -226,3 +229,46 @@ def test_deepspeed_that_is_not_there(subtests, capsys):
             with pytest.raises(SystemExit, match="2"):
                 StrictTrlParser(Sharded).parse_args_and_config(["--what", what])
             assert message in capsys.readouterr().err
+
+
+def test_fields_are_read_from_the_source_as_they_are():
+    configs = {"trl": (SFTConfig, RewardConfig), "trl_ext": (PPOConfig, DPOConfig)}
+    for package, kinds in configs.items():
+        for kind in kinds:
+            assert field_names(f"{package}.{kind.__name__}") == {f.name for f in fields(kind)}
+    assert field_names("trl.NoConfig") is None and field_names("no_package.Config") is None
+
+
+def test_what_is_mistyped_is_refused_before_a_config_is_imported(subtests, tmp_path):
+    (tmp_path / "wrong.yaml").write_text("learnin_rate: 1")
+    for given, message in [
+        (["--learnin-rate", "1"], "unknown flag '--learnin-rate'; did you mean --learning_rate"),
+        (["--config", f"{tmp_path}/wrong.yaml"], "unknown key 'learnin_rate' in the configuration file; did you mean"),
+        (["--config", f"{tmp_path}/wrong.yml"], f"did you mean {tmp_path}/wrong.yaml?"),
+        (["--output_dir", "x"], "no dataset: give `dataset_name`"),
+        (["--dataset_name", "x", "--lora_r", "x"], "argument --lora_r/--lora-r: invalid int value: 'x'"),
+    ]:
+        with subtests.test(given=given):
+            code = (
+                "import sys\nfrom trl_ext import StrictTrlParser\nfrom trl_ext.arguments import DataArguments as D\n"
+                "from trl_ext.arguments import ModelArguments as M\n"
+                "try: StrictTrlParser((D, 'trl_ext.PPOConfig', M)).parse_args_and_config(sys.argv[1:])\n"
+                "finally: assert 'torch' not in sys.modules"
+            )
+            run = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+            assert run.returncode == 2 and message in run.stderr and len(run.stderr.splitlines()) == 1
+
+
+def test_help_describes_ours_and_names_the_rest(capsys):
+    def help_of(*given):
+        with pytest.raises(SystemExit, match="0"):
+            StrictTrlParser((Needed, "trl_ext.PPOConfig")).parse_args_and_config(["--help", *given])
+        return capsys.readouterr().out
+
+    text = help_of()
+    assert text.index("--path str") < text.index("--kl_coef float") < text.index("Inherited from trl.RLOOConfig")
+    assert "  --seed " not in text and "use_cpu" in text and len(text.splitlines()) < 200
+    everything = help_of("all")
+    names = {f.name for f in fields(PPOConfig)}
+    assert all(f"  --{name} " in everything for name in names)
+    assert [line.split()[0] for line in help_of("kl_t").splitlines() if line.startswith("  --")] == ["--kl_target"]

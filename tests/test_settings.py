@@ -1,12 +1,15 @@
 """One check of a configuration's values, on a dataclass of its own."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
+import torch
 from transformers import HfArgumentParser
 
-from trl_ext.settings import check_settings
+from trl_ext import DPOConfig, PPOConfig
+from trl_ext.settings import check_settings, resolve_bf16
 
 
 @dataclass
@@ -43,3 +46,19 @@ def test_what_cannot_is_named(subtests):
             with pytest.raises(ValueError) as error:
                 check(**given)
             assert message in str(error.value)
+
+
+@pytest.mark.parametrize("config", [PPOConfig, DPOConfig])
+def test_bf16_is_off_on_a_cpu_unless_it_is_asked_for(config, tmp_path, monkeypatch):
+    def made(**kwargs):
+        return config(str(tmp_path), report_to="none", **kwargs).bf16
+
+    assert [made(use_cpu=True, bf16=given) for given in (None, False, True)] == [False, False, True]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert [made(bf16=given) for given in (None, False)] == [False, False]
+    with pytest.raises(ValueError, match="`bf16=True`, but there is no GPU: set `bf16=False`"):
+        made(bf16=True)
+    args = SimpleNamespace(bf16=None, fp16=False, use_cpu=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    resolve_bf16(args)
+    assert args.bf16  # as in TRL

@@ -2,24 +2,32 @@
 
 import json
 import os
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from datasets import Dataset
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from .data.identity import rows_identity
+from .halts import Halting, Rollback, forget_rollback, rolled_back
+from .marker import MARKER, IncompleteCheckpoint, check_files, read_marker, write_marker
+from .models.adapters import adapter_facts, quantization_of
+from .models.identity import config_identity, tokenizer_identity, weights_identity
 from .redaction import pickled_without_credentials, without_credentials
+from .sources import source_identity
 from .temporarily import temporarily
-from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints, sort_checkpoints
-
-MARKER = "trl_ext_complete.json"  # written last: a checkpoint without it was interrupted
+from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints
 
 # Fields that may differ between a run and its continuation: they change what is shown, kept or how fast it goes
 _MAY_DIFFER = (
-    "dataloader_",
+    "dataloader_num",
+    "dataloader_pe",
+    "dataloader_pi",
+    "dataloader_pre",
     "dataset_num_proc",
     "ddp_",
     "debug",
@@ -28,13 +36,10 @@ _MAY_DIFFER = (
     "do_",
     "enable_jit",
     "eval_",
-    "greater_is_better",
     "hub_",
-    "load_best",
     "local_rank",
     "log_",
     "logging_",
-    "metric_for",
     "num_completions_to_print",
     "num_generations_eval",
     "num_sample_generations",
@@ -60,33 +65,37 @@ class CannotResume(ValueError):
     """A checkpoint is not there, not complete, or of another run."""
 
 
+class RolledBack(CannotResume):
+    """A monitor rolled the run back, and nothing has been changed since."""
+
+
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """What must be equal for a run to be continued exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**config, **facts}), default=str))
 
 
-def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> None:
-    temporary = Path(checkpoint) / f"{MARKER}.tmp"
-    # The time is kept within: a copied folder's files have the time of the copy
-    marker = {"written_ns": time.time_ns(), "processes": processes, "configuration": contents}
-    temporary.write_text(json.dumps(marker, indent=2))
-    os.replace(temporary, Path(checkpoint) / MARKER)
-
-
-def read_marker(checkpoint: str) -> dict[str, Any] | None:
-    """`configuration`, `processes` and `written_ns` of a complete checkpoint, None for one that was not finished."""
-    marker = Path(checkpoint) / MARKER
-    return json.loads(marker.read_text()) if marker.is_file() else None
-
-
-def newest_complete(output_dir: str) -> tuple[str | None, list[str]]:
-    """The complete checkpoint in `output_dir` that was finished last, and those that are not complete."""
-    if not any(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")):
-        return None, []
-    markers = {checkpoint: read_marker(checkpoint) for checkpoint in sort_checkpoints(output_dir)}
-    complete = {checkpoint: marker["written_ns"] for checkpoint, marker in markers.items() if marker is not None}
-    return max(complete, key=complete.__getitem__, default=None), [c for c in markers if c not in complete]
+def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
+    """The complete checkpoint in `output_dir` that was finished last, and why those beside it were not taken."""
+    finished: list[tuple[int, str, dict]] = []
+    skipped: dict[str, str] = {}
+    rollback = Rollback.read(output_dir)
+    for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        if not path.name.rpartition("-")[2].isdigit():
+            continue
+        try:
+            marker = read_marker(str(path))
+            if rollback is None or not rollback.excludes(str(path), marker["written_ns"]):
+                finished.append((marker["written_ns"], str(path), marker))
+        except IncompleteCheckpoint as reason:
+            skipped[str(path)] = str(reason)
+    for _, checkpoint, marker in sorted(finished, reverse=True):
+        try:
+            check_files(checkpoint, marker)
+            return checkpoint, skipped
+        except IncompleteCheckpoint as reason:
+            skipped[checkpoint] = str(reason)
+    return None, skipped
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -95,12 +104,44 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 def newest_checkpoint(output_dir: str) -> str | None:
     """The complete checkpoint in `output_dir` that was finished last, if there is one; says which ones it skips."""
+    return _on_first_process(_newest_checkpoint, output_dir)
+
+
+def _newest_checkpoint(output_dir: str) -> str | None:
     checkpoint, skipped = newest_complete(output_dir)
-    for path in skipped:
-        PartialState().print(
-            f"Skipping {path}: it is not complete (interrupted while it was written, or `save_only_model`)."
-        )
+    for path, reason in sorted(skipped.items()):
+        print(f"Skipping {path}: it is not complete: {reason}.")
     return checkpoint
+
+
+def _checked_marker(checkpoint: str) -> dict[str, Any]:
+    """Return the marker of a checkpoint that was asked for; raise if it is not there as it was written."""
+    if not os.path.isdir(checkpoint):
+        raise CannotResume(f"{checkpoint} is no folder, so there is nothing to resume from: check the path.")
+    try:
+        marker = read_marker(checkpoint)
+        check_files(checkpoint, marker)
+    except IncompleteCheckpoint as reason:
+        raise CannotResume(
+            f"{checkpoint} is not a complete checkpoint: {reason}. Pass another one, or `True` for the newest "
+            "complete one."
+        ) from None
+    return marker
+
+
+def _on_first_process(find: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on the first process; all return its result, or raise its CannotResume."""
+    found: list[Any] = [None]
+    if PartialState().is_main_process:
+        try:
+            found[0] = find(*args)
+        except CannotResume as error:
+            found[0] = error
+    if PartialState().num_processes > 1:
+        broadcast_object_list(found)
+    if isinstance(found[0], CannotResume):
+        raise found[0]
+    return found[0]
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
@@ -121,29 +162,76 @@ class ResumableRun:
 
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
-    refused with their names, unless `resume_anyway` is set. A run that is complete is loaded and not trained again.
+    refused with their names, unless `resume_anyway` is set. A run that is complete, or that a monitor stopped, is
+    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed.
 
     Args:
-        run_facts: what else must be equal for a run to go on, beside the trainer's arguments: JSON by name.
-        *args, **kwargs: the trainer's own.
+        model, *args, **kwargs: the trainer's own.
+        run_facts: what else must be equal for a run to go on: JSON by name. Known by themselves are the trainer's
+            arguments, the weights, configuration and adapters of the model, the tokenizer and the training data.
+        resume_anyway: go on from a run of other settings all the same; also a field of PPOConfig and DPOConfig.
     """
 
     args: Any
     accelerator: Any
     state: Any
+    model: Any
+    optimizer: Any
+    processing_class: Any
+    data_collator: Any
     train_dataset: Any
 
-    def __init__(self, *args: Any, run_facts: dict[str, Any] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        model: Any = None,
+        *args: Any,
+        run_facts: dict[str, Any] | None = None,
+        resume_anyway: bool = False,
+        **kwargs: Any,
+    ):
         self._given_facts = run_facts or {}
+        self._facts: dict[str, Any] = {}  # about what was passed in
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
-        super().__init__(*args, **kwargs)
+        self._model_path = model if isinstance(model, str) else None
+        self._resume_anyway = resume_anyway
+        self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
+        self._is_changed = False  # this run goes on from one of other settings
+        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
 
     # ---- What a trainer adds ----
 
+    @property
+    def _given_model(self) -> Any:
+        """The model that was passed in, with its adapters."""
+        return self.accelerator.unwrap_model(self.model)
+
     def _run_facts(self) -> dict[str, Any]:
-        """What must be equal for a run to go on exactly, beside its arguments; JSON."""
-        rows = {"train_rows": len(self.train_dataset)} if hasattr(self.train_dataset, "__len__") else {}
-        return {**rows, **self._given_facts}
+        """
+        What must be equal for a run to go on exactly, beside its arguments; JSON.
+
+        It is called once, before the first step. Every process must call it; that of the first one counts.
+        """
+        model = self._given_model
+        revision = (getattr(self.args, "model_init_kwargs", None) or {}).get("revision")
+        facts: dict[str, Any] = {
+            "model": weights_identity(model, self._model_path, revision),
+            "model_config": config_identity(model),
+            "dtype": str(model.dtype),
+            "quantization": quantization_of(model),
+            "tokenizer": tokenizer_identity(self.processing_class),
+            "data_collator": source_identity(self.data_collator),
+            "processes": self.accelerator.num_processes,
+        }
+        if hasattr(model, "peft_config"):
+            facts |= adapter_facts(model)
+        if self.optimizer is not None:  # it was passed in
+            facts["optimizer"] = type(self.optimizer).__qualname__
+        return {**facts, **self._given_facts}
+
+    def _data_facts(self) -> dict[str, Any]:
+        """Which rows are trained on; of a stream nothing is known."""
+        data = self.train_dataset
+        return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
@@ -160,60 +248,107 @@ class ResumableRun:
     # ---- Training ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        facts = [self._run_facts()]
+        if not self._facts:  # later, training has changed what was passed in
+            self._facts = self._run_facts()
+        facts = [{**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})}]
         broadcast_object_list(facts)  # FSDP may load weights on the first process alone
         self._settings = fingerprint(self.args, **facts[0])
-        checkpoint = self._find_checkpoint(resume_from_checkpoint)
-        if checkpoint is None:
-            return super().train(**kwargs)  # type: ignore[misc]
+        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
+        for callback in halting:
+            callback.run_facts = facts[0]
+        self._check_rollback(resume_from_checkpoint, halting)
+        found = _on_first_process(self._find_checkpoint, resume_from_checkpoint)
+        if found is None:
+            self._is_changed = False
+            return self._unless_rolled_back(super().train(**kwargs))  # type: ignore[misc]
+        checkpoint, is_same = found
+        self._is_changed = not is_same
         state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
-        is_same = not self._differences(checkpoint)
-        if is_same and state.global_step >= state.max_steps:
+        stops = [stop for callback in halting if (stop := callback.stop_that_holds(self.args, state))]
+        if is_same and (stops or state.global_step >= state.max_steps):
+            end = stops[0] if stops else f"Training is complete, at step {state.global_step}"
             if is_deepspeed_zero3_enabled():
                 raise CannotResume(
-                    f"Training is complete, at step {state.global_step}, and ZeRO-3 loads weights only into a run "
-                    f"that goes on: take them from {checkpoint}."
+                    f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."
                 )
-            self.accelerator.print(f"Training is complete, at step {state.global_step}: loading {checkpoint}.")
+            self.accelerator.print(f"{end}: loading {checkpoint}.")
             self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
             self._load_own_state(checkpoint)
             self.state = state
             if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                _on_first_process(_checked_marker, state.best_model_checkpoint)
                 self._load_best_model()  # type: ignore[attr-defined]
             return TrainOutput(state.global_step, float("nan"), {})
         self._before_resuming(checkpoint)
         self._load_own_state(checkpoint)
         self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
-        return super().train(resume_from_checkpoint=checkpoint, **kwargs)  # type: ignore[misc]
+        return self._unless_rolled_back(super().train(resume_from_checkpoint=checkpoint, **kwargs))  # type: ignore[misc]
 
-    def _find_checkpoint(self, resume: str | bool | None) -> str | None:
+    def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
+        """Raise if a run that was rolled back would begin again as it was; `False` begins it anew all the same."""
+        if resume is False:
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                forget_rollback(self.args.output_dir)
+            self.accelerator.wait_for_everyone()
+        found = [Rollback.read(self.args.output_dir)]
+        broadcast_object_list(found)
+        if (rollback := found[0]) is None:
+            return
+        held = [callback.rollback_that_holds(self.args, rollback, bool(resume)) for callback in halting]
+        if sentence := next(filter(None, held), None):
+            raise RolledBack(sentence)
+        changed = differences(rollback.settings, self._settings) or [f"other settings of {rollback.monitor}"]
+        self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
+
+    def _unless_rolled_back(self, output: TrainOutput) -> TrainOutput:
+        if sentence := rolled_back(self.state):
+            raise RolledBack(sentence)  # a script that went on would save the weights as if they were good
+        return output
+
+    def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
+        """On the first process: the checkpoint to go on from, if any, and whether its run had these settings."""
         if resume is None or resume is False:
             return None
-        checkpoint = newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
+        checkpoint = _newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
         if checkpoint is None:
             raise CannotResume(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
-        if not os.path.isdir(checkpoint):
-            raise CannotResume(f"{checkpoint} is no folder, so there is nothing to resume from: check the path.")
-        marker = read_marker(checkpoint)
-        if marker is None:
-            raise CannotResume(
-                f"{checkpoint} is not a complete checkpoint (it has no {MARKER}): it was interrupted while it was "
-                "written, or trl_ext did not write it. Pass another one, or `True` for the newest complete one."
-            )
+        marker = _checked_marker(checkpoint)
         self._check_marker(checkpoint, marker)
-        different = self._differences(checkpoint)
-        if different and not getattr(self.args, "resume_anyway", False):
-            way_out = ", or set `resume_anyway=True` to go on from it all the same"
+        different = differences(marker["configuration"], self._settings)
+        rollback = Rollback.read(self.args.output_dir)  # changing a setting is what it asks for
+        may_differ = rollback is not None and rollback.is_before(checkpoint)
+        if different and not (may_differ or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
             raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
-                "was written with, or choose another `output_dir` to start anew"
-                f"{way_out if hasattr(self.args, 'resume_anyway') else ''}."
+                "was written with, or choose another `output_dir` to start anew, or set `resume_anyway=True` to go "
+                "on from it all the same."
             )
-        return checkpoint
+        if different:
+            print(f"Going on from {checkpoint} with other settings: {'; '.join(different)}.")
+        return checkpoint, not different
 
-    def _differences(self, checkpoint: str) -> list[str]:
-        written = (read_marker(checkpoint) or {}).get("configuration", {})
-        return differences(without_credentials(written) or {}, self._settings)
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
+        groups = self.optimizer.param_groups
+        self._given = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        groups = self.optimizer.param_groups
+        if checkpoint is None or not self._is_changed or len(groups) != len(self._given):
+            return
+        for group, given in zip(groups, self._given, strict=True):
+            before, now = group.get("initial_lr"), given.get("initial_lr")
+            group.update({name: value for name, value in given.items() if name != "lr"})
+            if before and now is not None:  # the schedule's factor of this step is kept
+                group["lr"] *= now / before
+        scheduler = self.lr_scheduler.state_dict()  # type: ignore[attr-defined]
+        if "base_lrs" in scheduler and all("initial_lr" in group for group in groups):
+            rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
+            self.lr_scheduler.load_state_dict(scheduler | rates)  # type: ignore[attr-defined]
 
     # Both write training_args.bin
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -225,6 +360,8 @@ class ResumableRun:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if rolled_back(self.state):
+            return
         run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:

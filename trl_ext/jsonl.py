@@ -13,11 +13,13 @@ logger = logging.get_logger(__name__)
 
 
 def finite(value: Any) -> Any:
-    """Return the value as JSON can hold it: NaN, infinities and unknown objects become text."""
+    """Return the value as JSON can hold it: NumPy's and torch's as numbers; NaN, infinities and objects as text."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(v) for v in value]
+    if hasattr(value, "tolist"):
+        return finite(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

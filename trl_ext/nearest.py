@@ -1,10 +1,26 @@
 """What somebody who mistyped a name may have meant."""
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of an error message: `; did you mean A or B?` with the nearest of `names`, nothing if none is near."""
     nearest = difflib.get_close_matches(name, sorted(names))
     return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def near_path(path: str | os.PathLike[str]) -> str:
+    """The same, of a path that does not exist: its first part that is not there against what is there instead."""
+    path, rest = Path(path).expanduser(), Path()
+    while not path.parent.is_dir():
+        path, rest = path.parent, path.name / rest
+    try:
+        nearest = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)))
+    except OSError:  # a folder that may not be read
+        return ""
+    near = [path.parent / name / rest for name in nearest]
+    near = [found for found in near if found.exists()] or [path.parent / name for name in nearest]
+    return f"; did you mean {' or '.join(map(str, near))}?" if near else ""

@@ -4,16 +4,21 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
+from shutil import get_terminal_size
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from trl import TrlParser
 
-from .nearest import did_you_mean
+from .fields import field_names
+from .nearest import did_you_mean, near_path
 from .redaction import redacted
 
 _WRONG_INPUT = (ValueError, OSError, ImportError, yaml.YAMLError, argparse.ArgumentError)
@@ -24,17 +29,26 @@ class StrictTrlParser(TrlParser):
 
     A `key: value` of the YAML file that `--config` names stands for the flag `--key=value`, so argparse checks its
     type and choices; the command line overrides it. Unknown keys and flags are refused with the nearest valid names.
-    Flags cannot be abbreviated. `env:` in the file sets environment variables, as in TRL.
+    Flags cannot be abbreviated. `env:` in the file sets environment variables, as in TRL. `--help` describes what is
+    the script's own and names the rest, `--help all` describes all, `--help WORD` what has the word in its name.
 
     Args:
-        dataclass_types: dataclass, or dataclasses, whose fields are the arguments.
+        dataclass_types: dataclass, or dataclasses, whose fields are the arguments. One that takes seconds to import
+            is better named, `"trl_ext.PPOConfig"`: a mistyped name is then refused at once.
         without_arguments: what to print if there is no argument at all; if unset, the fields' defaults are taken.
         **kwargs: passed to `argparse.ArgumentParser`.
     """
 
     def __init__(self, dataclass_types: Any = None, without_arguments: str | None = None, **kwargs: Any) -> None:
-        super().__init__(dataclass_types, **{"allow_abbrev": False, **kwargs})
+        several = isinstance(dataclass_types, Iterable) and not isinstance(dataclass_types, str)
+        self._given = list(dataclass_types) if several else [dataclass_types] if dataclass_types else []
+        self._kwargs = {"allow_abbrev": False, "description": without_arguments, **kwargs}
         self.without_arguments = without_arguments
+        self._take([kind for kind in self._given if not isinstance(kind, str)])
+
+    def _take(self, kinds: list[type]) -> None:
+        """Have the flags of these dataclasses, and no others."""
+        super().__init__(kinds, **self._kwargs)
         self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
         # Not `field.type`: HfArgumentParser overwrites it with a simplified type
         hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
@@ -52,22 +66,55 @@ class StrictTrlParser(TrlParser):
         args = list(sys.argv[1:] if args is None else args)
         if not args and self.without_arguments is not None:
             self.exit(2, self.without_arguments)
+        if asked := {"-h", "--help"} & {*args}:
+            self._take(self._imported())
+            after = args[args.index(asked.pop()) + 1 :]
+            print(self.help(after[0] if after and not after[0].startswith("-") else None), end="")
+            self.exit()
         files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         files.add_argument("--config", action="append", default=[])
         with self.one_line_errors():
             given, args = files.parse_known_args(args)
             if len(given.config) > 1:
                 raise ValueError("--config was given more than once; one file is read, so merge the files")
-            flags = [flag for path in given.config for flag in self._flags_of(path)]
-            return self.parse_args_into_dataclasses([*flags, *args], look_for_args_file=False)
+            nodes, config = _read(given.config[0]) if given.config else ({}, {})
+            self._check_names(config, args)
+            if any(isinstance(kind, str) for kind in self._given):
+                self._check_early(nodes, config, args)
+                self._take(self._imported())
+            return self.parse_args_into_dataclasses([*self._flags(nodes, config), *args], look_for_args_file=False)
+
+    def _imported(self) -> list[type]:
+        return [
+            getattr(import_module(kind.rpartition(".")[0]), kind.rpartition(".")[2]) if isinstance(kind, str) else kind
+            for kind in self._given
+        ]
+
+    def _check_names(self, config: dict[str, Any], args: list[str]) -> None:
+        """Refuse unknown keys and flags, also of dataclasses that are not imported yet."""
+        known: set[str] = set()
+        for kind in self._given:
+            names = field_names(kind) if isinstance(kind, str) else {field.name for field in fields(kind)}
+            if names is None:
+                return  # the whole parser will say it
+            known |= names
+        for key in config:
+            self._check_key(key, known)
+        for flag in (arg.split("=", 1)[0] for arg in args if arg.startswith("--")):
+            if not {name := flag[2:].replace("-", "_"), name.removeprefix("no_")} & known:
+                self._refuse_flag(flag, known)
+
+    def _check_early(self, nodes: dict[str, yaml.Node], config: dict[str, Any], args: list[str]) -> None:
+        """Refuse what the dataclasses that are imported refuse, before the others are."""
+        mine = {key: value for key, value in config.items() if key in self._fields}
+        namespace, _ = super().parse_known_args([*self._flags(nodes, mine), *args])
+        for kind in self.dataclass_types:
+            kind(**{field.name: getattr(namespace, field.name) for field in fields(kind) if field.init})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         namespace, remaining = super().parse_known_args(args, namespace)
         for flag in (arg.split("=", 1)[0] for arg in remaining if arg.startswith("-")):
-            # Every option also exists with hyphens; one spelling is enough in a suggestion
-            options = [option for option in self._option_string_actions if "-" not in option[2:]]
-            nearest = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), [*options, "--config"])
-            self.error(f"unknown flag {flag!r}{nearest or '; --help lists the valid ones'}")
+            self._refuse_flag(flag, self._fields)
         if remaining:
             self.error(f"stray value {remaining[0]!r}: a flag before it takes fewer values; quote a value with spaces")
         return namespace, remaining
@@ -82,6 +129,8 @@ class StrictTrlParser(TrlParser):
             what = str(error)
             if isinstance(error, ImportError) and "deepspeed" in what.lower():
                 what = "DeepSpeed is asked for, but not installed: `pip install 'trl-ext[deepspeed]'`"
+            elif "support bf16" in what:
+                what = "`bf16` needs a GPU that has it: on a CPU add `--use_cpu true --bf16 false`"
             elif "existing deepspeed config" in what:
                 what += f"; the working directory is {Path.cwd()}, give an absolute path or start from the right one"
             self.error(what)
@@ -91,23 +140,22 @@ class StrictTrlParser(TrlParser):
         print(f"{self.prog}: error: {redacted(' '.join(message.split()))}", file=sys.stderr)
         sys.exit(2)
 
-    def _flags_of(self, path: str) -> list[str]:
+    def _refuse_flag(self, flag: str, names: Iterable[str]) -> NoReturn:
+        flags = [f"--{name}" for name in (*names, "config")]
+        nearest = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), flags)
+        self.error(f"unknown flag {flag!r}{nearest or '; `--help all` lists the valid ones'}")
+
+    def _check_key(self, key: str, names: Iterable[str]) -> None:
+        if key not in names:
+            nearest = did_you_mean(key, names) or "; `--help all` lists the valid ones"
+            raise ValueError(f"unknown key {key!r} in the configuration file{nearest}")
+
+    def _flags(self, nodes: dict[str, yaml.Node], config: dict[str, Any]) -> list[str]:
         """The file as flags; what no flag can say (null, a mapping, `on`) becomes its field's default instead."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"--config {path}: there is no such file; the working directory is {Path.cwd()}")
-        with open(path, encoding="utf-8") as file:
-            loader = _NoRepeatedKeys(file)
-            root = loader.get_single_node()
-            config = loader.construct_document(root) if root else None
-        if not isinstance(config, dict) or not isinstance(config.get("env", {}), dict):
-            raise ValueError(f"{path} must be a mapping of names to values, and so must `env` in it")
-        os.environ.update({name: str(value) for name, value in config.pop("env", {}).items()})
         lists, scalars = [], []
-        for key, node in ((key.value, node) for key, node in root.value if key.value != "env"):
-            if key not in self._fields:
-                nearest = did_you_mean(key, self._fields) or "; --help lists the valid ones"
-                raise ValueError(f"unknown key {key!r} in the configuration file{nearest}")
-            value, (action, types) = config[key], self._fields[key]
+        for key, value in config.items():
+            self._check_key(key, self._fields)
+            (action, types), node = self._fields[key], nodes[key]
             if isinstance(value, list) and value and action.nargs not in (None, "?"):
                 lists += [f"--{key}", *(str(item.value) for item in node.value)]
             elif type(value) in {NoneType, bool, dict, list} & {get_origin(kind) or kind for kind in types}:
@@ -118,6 +166,91 @@ class StrictTrlParser(TrlParser):
             else:
                 raise ValueError(f"{key!r} in the configuration file must not be {value!r}")
         return [*lists, *scalars]  # in this order no list takes a value of the command line for its own
+
+    # ---- Help ----
+
+    def format_help(self) -> str:
+        return self.help()
+
+    def help(self, asked: str | None = None) -> str:
+        """
+        What each flag is for: of the script's own and the config's own, and the inherited ones by name.
+
+        Args:
+            asked: `"all"` describes the inherited ones, too; another word, those alone that have it in their names.
+        """
+        width = min(get_terminal_size().columns, 120)
+        lines = [f"usage: {self.prog} [--config FILE.yaml] [--FLAG VALUE ...]", "", (self.description or "").strip()]
+        for title, names, is_own in self._groups():
+            if asked not in (None, "all"):
+                names, is_own = [name for name in names if asked in name], True
+            if names:
+                lines += ["", f"{title}:"]
+            if is_own or asked == "all":
+                lines += [line for name in names for line in self._described(name, width, asked not in (None, "all"))]
+            else:
+                lines += textwrap.wrap(", ".join(names), width, initial_indent="  ", subsequent_indent="  ")
+        if asked is None:
+            lines += ["", "`--help all` describes them all, `--help WORD` those with WORD in their names."]
+        return "\n".join(lines) + "\n"
+
+    def _groups(self) -> Iterator[tuple[str, list[str], bool]]:
+        """Title, names, and whether they are the script's or its config's own, the inherited ones last."""
+        inherited: list[tuple[str, list[str], bool]] = []
+        seen: set[str] = set()
+        for given, kind in zip(self._given, self.dataclass_types, strict=False):
+            mine: list[str] = []
+            for cls in kind.__mro__:
+                names = [name for name in vars(cls).get("__annotations__", {}) if name in self._fields.keys() - seen]
+                seen.update(names)
+                if isinstance(given, str) and cls is not kind:
+                    inherited.append((f"Inherited from {cls.__module__.split('.')[0]}.{cls.__name__}", names, False))
+                else:
+                    mine += names
+            yield kind.__name__, mine, True
+        yield from inherited
+
+    def _described(self, name: str, width: int, in_full: bool) -> list[str]:
+        action, types = self._fields[name]
+        known = action.choices and "|".join(map(str, action.choices))
+        kinds = [getattr(kind, "__name__", str(kind)) for kind in types if kind is not NoneType]
+        value = known if known and len(known) < 40 else " or ".join(kinds)
+        text = " ".join((action.help or "").replace("%%", "%").split())
+        if not in_full:
+            text = re.split(r"(?<!e\.g\.)(?<!i\.e\.)(?<=\.) ", text)[0]
+        if known and known != value and in_full:
+            text += f" One of {known.replace('|', ', ')}."
+        if action.required:
+            text += " (required)"
+        elif action.default is not None:
+            text += f" ({getattr(action.default, 'value', action.default)})"
+        head = f"  --{name} {value}"
+        lines = textwrap.wrap(text, width, initial_indent=" " * 40, subsequent_indent=" " * 40)
+        if lines and len(head) < 39:
+            return [head.ljust(40) + lines[0][40:], *lines[1:]]
+        return [head, *lines]
+
+
+def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
+    """The file's nodes, which keep what is written, and its values, each by name; its `env` is set."""
+    if Path(path).is_dir() or not Path(path).exists():
+        nearest = near_path(path)
+        raise FileNotFoundError(
+            f"--config {path}: there is no such file{nearest}; the working directory is {Path.cwd()}"
+        )
+    with open(path, encoding="utf-8") as file:
+        try:
+            loader = _NoRepeatedKeys(file)
+            root = loader.get_single_node()
+            config = loader.construct_document(root) if root else None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--config {path} is no text: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("env", {}), dict):
+        raise ValueError(f"{path} must be a mapping of names to values, and so must `env` in it")
+    os.environ.update({name: str(value) for name, value in config.pop("env", {}).items()})
+    # Keys as they are written: YAML takes `on` for true
+    nodes = {key.value: node for key, node in root.value if key.value != "env"}
+    return nodes, dict(zip(nodes, config.values(), strict=True))
 
 
 class _NoRepeatedKeys(yaml.SafeLoader):

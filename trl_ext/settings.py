@@ -5,6 +5,25 @@ from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
+def resolve_bf16(config: Any) -> None:
+    """
+    Set `bf16` where it is left open: off on a CPU, and on a GPU as TRL does, on unless `fp16` is set.
+
+    Raises:
+        ValueError: it is asked for, there is no GPU, and nobody has said that a CPU will do.
+    """
+    import torch  # here: what was mistyped is refused before it
+
+    no_gpu = not torch.accelerator.is_available()
+    if config.bf16 is None:
+        config.bf16 = not (config.fp16 or config.use_cpu or no_gpu)
+    elif config.bf16 and no_gpu and not config.use_cpu:
+        raise ValueError(
+            "`bf16=True`, but there is no GPU: set `bf16=False` to train on the CPU in float32, or `use_cpu=True` if "
+            "you do want bfloat16 there."
+        )
+
+
 def check_settings(
     config: Any,
     ranges: Mapping[str, tuple[str, Callable[[Any], bool]]],

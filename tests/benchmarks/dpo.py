@@ -1,6 +1,7 @@
 """What the ways to choose β give on the demo's world, where the true quality of an answer is known; what they cost.
 
-    python -m tests.benchmarks.dpo demo   # 6 settings × {0 %, 25 %} flipped labels × 5 seeds: some 40 minutes
+    python -m tests.benchmarks.dpo demo   # 7 settings × {0 %, 25 %} flipped labels × 5 seeds: some 45 minutes
+    python -m tests.benchmarks.dpo demo --settings beta_dpo "beta_dpo, moments first" --baseline beta_dpo
     python -m tests.benchmarks.dpo real --model PATH --pairs FILE.jsonl
     python -m tests.benchmarks.dpo time
 
@@ -18,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 import trl
@@ -28,6 +30,9 @@ from recipes import dpo
 from recipes.demo.measure import measure
 from recipes.demo.stages import HERE, DemoArguments, sft_stage, use_one_thread
 from trl_ext import DPOConfig, DPOTrainer
+from trl_ext.dpo import trainer as dpo_trainer
+from trl_ext.dpo.beta_controller import BetaController
+from trl_ext.dpo.pairs import Pairs
 
 FOLDER = Path("outputs/benchmarks/dpo")
 DRIFT = ["--beta_controller", "drift", "--drift_target", "2.0"]
@@ -39,7 +44,8 @@ SETTINGS = {
     "drift": DRIFT,
     "drift, horizon 500": [*DRIFT, "--drift_horizon", "500"],
 }
-BASELINE = "fixed 0.1"
+AS_AUTHORS = "beta_dpo, moments first"
+SETTINGS[AS_AUTHORS] = SETTINGS["beta_dpo"]
 FLIPPED = (0.0, 0.25)
 COLUMNS = {
     "accuracy": ("held-out accuracy", ".3f"),
@@ -51,6 +57,21 @@ COLUMNS = {
     "beta": ("β at the end", ".3f"),
 }
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # 97.5 %
+
+
+class AuthorsMoments(BetaController):
+    """As in the code of 2407.08639: M₀ and σ move with a batch before they weigh it, and σ starts at 0."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.margin_std = 0.0
+
+    def draw(self, pairs: Pairs) -> torch.Tensor | None:
+        super()._update_moments(pairs.chosen.double() - pairs.rejected.double())
+        return super().draw(pairs)
+
+    def _update_moments(self, margins: torch.Tensor) -> None:
+        pass  # `draw` has moved them
 
 
 def cached(path: Path, compute: Callable[[], dict]) -> dict:
@@ -80,13 +101,15 @@ def flip(source: Path, target: Path, share: float, seed: int) -> Path:
     return target
 
 
-def demo_run(args: DemoArguments, flipped: float, options: list[str]) -> dict:
+def demo_run(args: DemoArguments, flipped: float, name: str) -> dict:
     sft, work, start = sft_stage(args), args.folder / "run", time.time()
     shutil.rmtree(work, ignore_errors=True)
     data = flip(args.folder / "world" / "preferences", work / "data", flipped, args.seed)
     paths = ["--config", HERE / "dpo.yaml", "--model_name_or_path", sft, "--dataset_name", data]
     paths += ["--output_dir", work / "model", "--seed", args.seed, "--disable_tqdm", "true"]
-    dpo.main([*map(str, paths), *options])
+    controller = AuthorsMoments if name == AS_AUTHORS else BetaController
+    with mock.patch.object(dpo_trainer, "BetaController", controller):
+        dpo.main([*map(str, paths), *SETTINGS[name]])
     seconds = time.time() - start
     logs = json.loads((work / "model" / "eval_results.json").read_text())
     tokenizer, reference = AutoTokenizer.from_pretrained(sft), AutoModelForCausalLM.from_pretrained(sft)
@@ -106,14 +129,14 @@ def demo_run(args: DemoArguments, flipped: float, options: list[str]) -> dict:
     }
 
 
-def demo(seeds: int, settings: list[str]) -> None:
+def demo(seeds: int, settings: list[str], baseline: str) -> None:
     results: dict[tuple[float, str], list[dict]] = {}
     for name, seed, flipped in itertools.product(settings, range(seeds), FLIPPED):
         # Annotators that never slip: the flips are the only noise
         args = DemoArguments(seed, str(FOLDER), planted_share=0.0, label_noise=0.0)
         path = args.folder / f"{name.replace(', ', '-').replace(' ', '-')} {flipped:g}.json"
         known = path.is_file()
-        result = cached(path, lambda a=args, f=flipped, o=SETTINGS[name]: demo_run(a, f, o))
+        result = cached(path, lambda a=args, f=flipped, n=name: demo_run(a, f, n))
         results.setdefault((flipped, name), []).append(result)
         if not known:
             print(f"seed {seed}, {flipped:.0%} flipped, {name}: {result}", flush=True)
@@ -126,11 +149,11 @@ def demo(seeds: int, settings: list[str]) -> None:
             runs = results[flipped, name]
             cells = [mean_interval([run[key] for run in runs], form) for key, (_, form) in COLUMNS.items()]
             print(f"| {name} | {' | '.join(cells)} |")
-        print(f"\nMinus {BASELINE}, seed by seed:\n\n| setting | accuracy | gold | KL, nats | drift, nats |")
+        print(f"\nMinus {baseline}, seed by seed:\n\n| setting | accuracy | gold | KL, nats | drift, nats |")
         print("|---|---|---|---|---|")
         for name in settings:
-            if name != BASELINE:
-                pairs = list(zip(results[flipped, name], results[flipped, BASELINE], strict=True))
+            if name != baseline:
+                pairs = list(zip(results[flipped, name], results[flipped, baseline], strict=True))
                 cells = [
                     mean_interval([a[key] - b[key] for a, b in pairs], "+.3f")
                     for key in ("accuracy", "gold", "kl", "drift")
@@ -255,6 +278,7 @@ def main() -> None:
     parser.add_argument("part", choices=["demo", "real", "time"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=[*SETTINGS])
+    parser.add_argument("--baseline", choices=SETTINGS, default="fixed 0.1", help="one of the settings")
     parser.add_argument("--model")
     parser.add_argument("--pairs", type=Path)
     parser.add_argument("--repeats", type=int, default=20)
@@ -262,7 +286,7 @@ def main() -> None:
     use_one_thread()
     match args.part:
         case "demo":
-            demo(args.seeds, args.settings)
+            demo(args.seeds, args.settings, args.baseline)
         case "real":
             if not (args.model and args.pairs):
                 parser.error("real needs --model and --pairs")

@@ -36,5 +36,9 @@ class Replay:
         return alerts_of(self.state)
 
     @property
+    def notices(self):
+        return [notice["what"] for notice in alerts_of(self.state, "notice")]
+
+    @property
     def said(self):
         return [alert["what"] for alert in self.alerts]

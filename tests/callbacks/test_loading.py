@@ -42,7 +42,7 @@ def test_mistakes_are_answered(subtests):
         ("klbudget", "unknown monitor 'klbudget'; there are CanaryCallback, "),
         ("MonitorCallback", "unknown monitor 'MonitorCallback'; did you mean MonitoringPlotCallback"),
         ("KLBudgetCallback(limt=3)", "KLBudgetCallback has no argument 'limt'; did you mean limit"),
-        ("KLBudgetCallback(limit=3)", "`warn` must be above 0 and at most `limit`, got 5.0 and 3"),
+        ("KLBudgetCallback(limit=3, warn=5.0)", "`warn` must be above 0 and at most `limit`, got 5.0 and 3"),
         ("KLBudgetCallback(3)", r"write `Name` or `Name\(argument=value, …\)`"),
         ("KLBudgetCallback(limit=__import__('os'))", "values as in Python"),
         ("os.system", "cannot be read"),
@@ -70,7 +70,7 @@ def test_shipped_recipe_trains_with_all_of_its_monitors(tmp_path, monkeypatch):
     assert "eval_gold/win_rate" in evaluations[1] and (tmp_path / "run" / "rlhf_monitoring.png").exists()
     newest = max((tmp_path / "run").glob("checkpoint-*/trainer_state.json"), key=lambda path: path.stat().st_mtime)
     state = TrainerState.load_from_json(str(newest))
-    blind = {alert["monitor"] for alert in alerts_of(state) if "nothing to watch" in alert["what"]}
+    blind = {alert["monitor"] for alert in alerts_of(state, "notice") if "nothing to watch" in alert["what"]}
     # The random model always scores 0, and constant returns have no variance to explain
     assert state.best_metric is not None and blind <= {"ValueHealthCallback"}
 

@@ -77,22 +77,26 @@ def test_per_token_kl_is_multiplied_by_the_mean_length(subtests, tmp_path):
             run.log(1, logs={"kl": 0.0, "completions/mean_length": 250.0})
             run.log(2, logs={"kl": 0.05})
             (alert,) = run.alerts
-            assert (
-                alert["value"] == pytest.approx(12.5) and "approximate: mean per token × mean length" in alert["what"]
-            )
+            assert alert["value"] == pytest.approx(12.5)
+            assert "approximate: mean per token × mean length" in alert["what"]
+            assert "nats per response: 12.5, bound 10; per token: 0.05, bound 0.04." in alert["advice"]
 
 
 def test_kto_kl_is_not_used(tmp_path):
     run = Replay(config(KTOConfig, tmp_path), KLBudgetCallback())
     for step in range(1, 9):
         run.log(step, logs={"kl": 1000.0})
-    assert run.said == ["nothing to watch: this trainer logs no such key"]
+    assert run.notices == ["nothing to watch: this trainer logs no such key"] and run.said == []
 
 
 def test_another_key(tmp_path):
     run = Replay(config(SFTConfig, tmp_path), KLBudgetCallback(keys={"kl": "my/kl"}))
     run.log(1, logs={"my/kl": 11.0})
     assert "the KL is over its budget" in run.said
+
+
+def test_the_warning_follows_the_limit():
+    assert [KLBudgetCallback(**given).warn for given in ({}, {"limit": 3}, {"limit": 3, "warn": 1})] == [5, 1.5, 1]
 
 
 # ---- What counts as a value ----
@@ -103,10 +107,10 @@ def test_missing_for_a_whole_rollout_is_said_once(ppo):
     run.log(1, logs={KL: 0.0})
     for step in range(2, 7):  # 4 steps a rollout and one of a log: absent until step 6
         run.log(step, loss=1.0)
-        assert run.said == []
+        assert run.notices == []
     for step in range(7, 20):
         run.log(step, logs={KL: None})
-    assert run.said == ["nothing to watch: the key 'objective/kl' was in no log since step 1"]
+    assert run.notices == ["nothing to watch: the key 'objective/kl' was in no log since step 1"] and run.said == []
 
 
 def test_logs_of_evaluations_and_of_the_end_feed_no_window(ppo):
@@ -117,18 +121,31 @@ def test_logs_of_evaluations_and_of_the_end_feed_no_window(ppo):
 
 
 def test_a_number_that_is_not_finite_is_an_alert_and_no_value(subtests, ppo):
-    for value in [math.nan, math.inf]:
+    for value in [math.nan, math.inf, -math.inf]:
         with subtests.test(value=value):
             run = Replay(ppo, KLBudgetCallback(action="stop"))
             run.log(1, logs={KL: value})
-            assert run.said == ["`objective/kl` is not finite"] and not run.control.should_training_stop
+            over = ["the KL is over its budget"] if value == math.inf else []  # as every number above the limit
+            assert run.said == [*over, "`objective/kl` is not finite"]
+            assert run.control.should_training_stop == bool(over)
             json.dumps(run.state.stateful_callbacks, allow_nan=False)
 
 
-def test_not_finite_acts(subtests, ppo):
+def test_infinite_is_above_every_bound(subtests, ppo):
+    for monitor, key in [
+        (ValueHealthCallback(action="stop"), "loss/value_avg"),
+        (RewardDisagreementCallback(action="stop"), "rewards/two/disagreement"),
+    ]:
+        with subtests.test(monitor=monitor):
+            run = Replay(ppo, monitor)
+            run.log(1, logs={key: math.inf})
+            assert run.said[0].endswith("grew") and run.control.should_training_stop
+
+
+def test_not_finite_acts(subtests, tmp_path):
     for key in ["grad_norm", "loss"]:
         with subtests.test(key=key):
-            run = Replay(ppo, NotFiniteCallback())
+            run = Replay(tiny_config(tmp_path / key), NotFiniteCallback())
             run.log(1, logs={"grad_norm": 1.0, "loss": 2.0})
             assert run.alerts == []
             run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: math.nan})
@@ -315,9 +332,21 @@ def test_losing_against_the_start_policy(ppo):
 def test_gold_that_is_not_there_is_said(ppo):
     run = Replay(ppo, GoldGapCallback(gold="eval_rewards/judge/mean"))
     run.evaluate(0, {"eval_objective/scores": 1.0})  # it may be in the evaluation of another data set
-    assert run.said == []
+    assert run.notices == []
     run.evaluate(8, {"eval_objective/scores": 1.0})
-    assert run.said == ["nothing to watch: `eval_rewards/judge/mean` is not in the evaluation"]
+    assert run.notices == ["nothing to watch: `eval_rewards/judge/mean` is not in the evaluation"]
+
+
+def test_gold_without_an_evaluation_says_so_once(tmp_path, subtests):
+    for strategy, expected in [
+        ("no", ["nothing to watch: `eval_strategy` is 'no', so nothing is evaluated"]),
+        ("steps", []),
+    ]:
+        with subtests.test(strategy=strategy):
+            run = Replay(config(SFTConfig, tmp_path, eval_strategy=strategy), GoldGapCallback())
+            run.log(1, loss=1.0)
+            run.log(200, loss=1.0)
+            assert run.notices == expected and run.said == []
 
 
 def test_a_request_to_scale_the_kl_coefficient_is_answered_once():

@@ -13,6 +13,7 @@ from trl import RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from tests.tiny import ON_CPU, length_reward, prompts
 from trl_ext.callbacks import CanaryCallback, GoldGapCallback, JSONLCallback, KLBudgetCallback
 from trl_ext.callbacks.monitor import alerts_of
+from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.rewards import GoldJudgeReward, repetition_watch
 
 COMMON = {
@@ -34,9 +35,22 @@ class RankLocal(TrainerCallback):
         logs["mine"] = self.values[PartialState().process_index]
 
 
-def sft(folder, model, *callbacks, **kwargs):
+class FromStep4(RankLocal):
+    """Adds it from step 4 on, and 0 before."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs["mine"] = 0.0
+        if state.global_step >= 4:
+            super().on_log(args, state, control, logs, **kwargs)
+
+
+class ResumableSFTTrainer(ResumableRun, SFTTrainer):
+    pass
+
+
+def sft(folder, model, *callbacks, cls=SFTTrainer, **kwargs):
     rows = {"prompt": ["the cat", "a dog"] * 8, "completion": [" sat on the mat"] * 16}
-    trainer = SFTTrainer(
+    trainer = cls(
         model=model,
         args=SFTConfig(str(folder), **COMMON | kwargs),
         train_dataset=Dataset.from_dict(rows),
@@ -67,6 +81,26 @@ def stops_by_a_number_of_one_process(folder, model):
         monitor = KLBudgetCallback(keys={"kl": "mine"}, tolerance=99, action="stop")
         results.append(outcome(sft(where, model, RankLocal(values), monitor), where))
     return results
+
+
+def same_command_again(folder, model, cls, action):
+    """Process 0 sees a number over the limit at step 4. Then the same command again, and with another setting."""
+    ends = []
+    for kwargs in ({}, {}, {"max_grad_norm": 0.5}):
+        monitor = KLBudgetCallback(keys={"kl": "mine"}, tolerance=99, action=action)
+        numbers = FromStep4((50.0, 5.0) if len(ends) < 2 else (0.0, 0.0))
+        saving = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
+        trainer = sft(folder, model, numbers, monitor, cls=cls, **saving | kwargs)
+        again = checkpoint_to_resume(trainer.args) if cls is ResumableSFTTrainer else bool(ends)
+        try:
+            trainer.train(resume_from_checkpoint=again)
+            ends.append(trainer.state.global_step)
+        except CannotResume as error:
+            ends.append(type(error).__name__)
+        PartialState().wait_for_everyone()
+        ends[-1] = (ends[-1], sorted(path.name for path in Path(folder).glob("checkpoint-*")))
+        PartialState().wait_for_everyone()
+    return ends
 
 
 def canary(folder, model):
@@ -108,6 +142,11 @@ def main(folder):
         "local": stops_by_a_number_of_one_process(folder / "local", model),
         "canary": canary(folder / "canary", model),
         "rloo": rloo(folder / "rloo", model),
+        "again": {
+            (cls.__name__, action): same_command_again(folder / f"{cls.__name__} {action}", model, cls, action)
+            for cls in (SFTTrainer, ResumableSFTTrainer)
+            for action in ("stop", "rollback")
+        },
     }
     torch.save(results, folder / f"process {PartialState().process_index}.pt")
 

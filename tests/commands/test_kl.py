@@ -106,7 +106,7 @@ def test_mistakes_are_answered_in_one_line(subtests, folders, capsys):
         (["--prompts", "absent.txt"], "absent.txt"),
         (["--prompts", "PROMPTS", "--temperature", "0"], "--temperature must be above 0"),
         (["--prompts", "PROMPTS", "--num_prompts", "0"], "1 or more"),
-        (["--prompts", "CHAT"], "the tokenizer has no chat template"),
+        (["--prompts", "CHAT"], "has no chat template: pass an instruct model's"),
     ]:
         with subtests.test(arguments=arguments):
             files = {"PROMPTS": str(folders / "prompts.txt"), "CHAT": str(folders / "chat.jsonl")}
@@ -115,3 +115,6 @@ def test_mistakes_are_answered_in_one_line(subtests, folders, capsys):
                 main([str(folders / "without template"), str(folders / "b"), *arguments])
             *_, error = capsys.readouterr().err.splitlines()  # before it, the progress of loading
             assert error.startswith("python -m trl_ext.commands.kl: error: ") and message in error
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folders / "a"), str(folders / "c"), "--prompts", str(folders / "prompts.txt")])
+    assert f"`B` {folders}/c: there is no such folder" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict
 from trl import DPOConfig as TRLConfig
 
 from tests.dpo.worker import DRIFT, NORMALIZED, broken_weight, make_trainer, pairs
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_llama, tiny_tokenizer
 from trl_ext import DPOTrainer
 
 
@@ -43,6 +43,20 @@ def test_rows_and_columns_are_named(subtests, tmp_path):
     ]:
         with subtests.test(message=message), pytest.raises(ValueError, match=message):
             make_trainer(tmp_path, trainer_kwargs={"train_dataset": data}, **options)
+
+
+@pytest.mark.parametrize("from_path", [False, True])
+def test_messages_need_a_chat_template(tmp_path, from_path):
+    tokenizer, model = tiny_tokenizer(), tiny_llama()
+    tokenizer.chat_template = None
+    if from_path:
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        model, tokenizer = str(tmp_path / "model"), None
+    say = [[{"role": "user", "content": "the"}, {"role": "assistant", "content": word}] for word in ("cat", "dog")]
+    data = Dataset.from_dict({"chosen": say[:1] * 8, "rejected": say[1:] * 8})
+    with pytest.raises(ValueError, match="answers of the train dataset are messages, but .* has no chat template"):
+        make_trainer(tmp_path, model, {"train_dataset": data, "processing_class": tokenizer})
 
 
 def test_evaluation_data_are_checked_too(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -223,6 +224,19 @@ def test_an_optimizer_that_steps_on_other_tensors_stops_the_run(part, tmp_path):
         RuntimeError, match=f"The {part} .*at step 1, but none of its weights changed: .*other tensors"
     ):
         trainer.train()
+
+
+def test_matrices_that_are_zero_after_training_are_told_once(tmp_path):
+    trainer = lora_trainer(tmp_path, learning_rate=1e-2, max_steps=2)
+    names = [name for name, _ in trainer.model.named_parameters() if "lora_B.default" in name]
+    frozen = trainer.model.get_parameter(names[0])
+    frozen.data.zero_()
+    frozen.register_hook(torch.zeros_like)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    (told,) = [str(w.message) for w in caught if "are all zero" in str(w.message)]
+    assert told.startswith("1 of ") and "LoRA matrices B are all zero after 2 steps" in told and names[0] in told
 
 
 @pytest.mark.slow

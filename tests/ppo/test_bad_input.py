@@ -5,11 +5,13 @@ import copy
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, ProcessorMixin
 
 from tests.ppo.worker import collected, rows_of
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
+from trl_ext.rewards.model import ModelReward
 
 
 def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, config=None, **kwargs):
@@ -120,6 +122,54 @@ def test_datasets(subtests, tmp_path):
                     build(train_dataset=prompts(), eval_dataset={"first": prompts(), "second": dataset})
 
 
+def test_rows_that_are_no_prompts_are_named(subtests, tmp_path):
+    def chat(**message):
+        return {"prompt": [[{"role": "user", "content": "the cat"}]] * 7 + [[message]]}
+
+    ids = "row 7: `input_ids` must be a list of token ids below 29, the policy's vocabulary, got "
+    for rows, message in [
+        ({"prompt": ["a"] * 7 + [None]}, "must hold text or messages, but 1 of 8 rows do not .*row 7, with None"),
+        ({"prompt": [3] * 8}, "8 of 8 rows do not .* row 0, with 3"),
+        ({"prompt": [b"cat"] * 8}, "8 of 8 rows do not .* row 0, with b'cat'"),
+        ({"prompt": ["a"] * 7 + ["  "]}, r"1 of 8 prompts .* are empty \(the first is row 7\)"),
+        (chat(role="user", content=None), "row 7: a message of the prompt must have a `role` and a `content`"),
+        (chat(role=None, content="a"), "row 7: a message of the prompt must have a `role`"),
+        ({"prompt": [[{"role": "user"}]] * 8}, "row 0: a message of the prompt must have a `role` and a `content`"),
+        ({"input_ids": [[6]] * 7 + [None]}, f"{ids}None"),
+        ({"input_ids": [[6]] * 7 + [[6, None]]}, ids),
+        ({"input_ids": [[6]] * 7 + [[29]]}, rf"{ids}\[29\]"),
+        ({"input_ids": [[6]] * 7 + [[-1]]}, rf"{ids}\[-1\]"),
+        ({"input_ids": [[6.5]] * 8}, r"`input_ids` must be .*, got \[6.5\]"),
+        ({"input_ids": [["a"]] * 8}, r"`input_ids` must be .*, got \['a'\]"),
+        ({"input_ids": [6] * 8}, "`input_ids` must be .*, got 6"),
+        ({"input_ids": [[6, 7]] * 8, "attention_mask": [[1]] * 8}, "`attention_mask` has 1 entries, `input_ids` 2"),
+    ]:
+        with subtests.test(rows=rows), pytest.raises(ValueError, match=message):
+            make(tmp_path, train_dataset=Dataset.from_dict(rows))
+    padding = {"input_ids": [[99, 6]] * 8, "attention_mask": [[0, 1]] * 8}  # is masked, whatever it is
+    make(tmp_path, train_dataset=Dataset.from_dict(padding), config={"max_steps": 1}).train()
+
+
+@pytest.mark.parametrize("whose", ["the policy's tokenizer", "the tokenizer of reward model 'reward_model_0'"])
+def test_messages_need_a_chat_template(tmp_path, whose):
+    without = tiny_tokenizer()
+    without.chat_template = None
+    tokenizer, other = (without, tiny_tokenizer()) if "policy" in whose else (tiny_tokenizer(), without)
+    arguments = {
+        "processing_class": tokenizer,
+        "reward_funcs": tiny_reward_model(tiny_llama()),
+        "reward_processing_classes": [other],
+    }
+    messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "the cat"}]] * 8})
+    text = Dataset.from_dict({"prompt": ["the cat"] * 8})
+    make(tmp_path, train_dataset=text, **arguments)
+    for name, datasets in (("train", (messages, text)), ("eval", (text, messages))):
+        with pytest.raises(
+            ValueError, match=f"the prompts of the {name} dataset are messages, but {whose} .* no chat"
+        ):
+            make(tmp_path, train_dataset=datasets[0], eval_dataset=datasets[1], **arguments)
+
+
 def test_a_missing_column_is_named(subtests, tmp_path):
     for config, column in [
         ({"reward_normalization": "group", "reward_group_column": "subject"}, "subject"),
@@ -167,6 +217,7 @@ def test_models_and_tokenizers(subtests, tmp_path):
             lambda m: {"config": {"use_ref_model": False, "kl_coef": 0}, "ref_model": tiny_llama()},
             "`use_ref_model=False`",
         ),
+        (lambda m: {"config": {"stop_token_id": 29}}, "`stop_token_id=29` is none of the policy's 29 tokens"),
         (
             lambda m: {"config": {"reward_weights": [1.0, 2.0]}},
             r"reward weights \(2\) must match number of reward functions",
@@ -177,6 +228,25 @@ def test_models_and_tokenizers(subtests, tmp_path):
             model = tiny_llama()
             with pytest.raises(ValueError, match=message):
                 make(tmp_path, model=model, **build(model))
+
+
+@pytest.mark.parametrize("what", ["a path", "an adapter", "ModelReward"])
+def test_a_reward_model_without_a_head_is_refused(tmp_path, what):
+    model, path = tiny_llama(), str(tmp_path / "sft")
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    if what == "an adapter":
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(path), LoraConfig(r=2, task_type="CAUSAL_LM"))
+        model.save_pretrained(path := str(tmp_path / "adapter"))
+        tiny_tokenizer().save_pretrained(path)
+    with pytest.raises(ValueError, match="no weights for score.weight, so .* random|has no `score` head"):
+        if what == "ModelReward":
+            ModelReward.from_pretrained(path, tiny_tokenizer(), [2], 4, torch.device("cpu"))
+        make(tmp_path, reward_funcs=path)
+    if what == "a path":  # whoever passes an object knows what it is
+        make(tmp_path, reward_funcs=AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))
+        tiny_reward_model(tiny_llama()).save_pretrained(path)
+        assert make(tmp_path, reward_funcs=path).reward_func_names == ["sft"]
 
 
 def two_labels():

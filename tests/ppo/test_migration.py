@@ -90,6 +90,24 @@ def test_a_call_written_for_trl_112_runs(tmp_path, with_peft):
     assert log["completions/max_length"] <= 5
     assert "eval_objective/scores" in trainer.state.log_history[-2]
     trainer.save_model(args.output_dir)
+    assert len(trainer.generate_completions()) == 4
+
+
+def test_generate_completions_is_the_greedy_evaluation_and_leaves_no_trace(tmp_path, capsys):
+    arguments = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
+    args = tiny_config(tmp_path, per_device_eval_batch_size=4)
+    trainer = PPOTrainer(tiny_llama(), length_reward, args, eval_dataset=prompts(6, seed=3), **arguments)
+    before = torch.get_rng_state()
+    table = trainer.generate_completions()
+    assert torch.equal(torch.get_rng_state(), before) and not trainer._metrics["eval"]
+    assert sorted(table["query"]) == sorted(prompts(6, seed=3)["prompt"])
+    assert list(table["score"]) == length_reward(table["model response"])
+    assert sum(table["score"]) / 6 == trainer.evaluate()["eval_greedy/objective/scores"]
+    assert trainer.generate_completions(sampling=True).shape == (4, 3)  # the first batch
+    shown = capsys.readouterr().out
+    assert all(column in shown for column in ("query", "model response", "score"))
+    with pytest.raises(ValueError, match="pass an `eval_dataset`"):
+        PPOTrainer(tiny_llama(), length_reward, args, **arguments).generate_completions()
 
 
 def test_the_paths_of_the_config_are_used_where_no_model_is_given(tmp_path):

@@ -23,7 +23,7 @@ from tests.ppo.worker import (
     weights,
 )
 from tests.tiny import prompts, tiny_llama
-from trl_ext.checkpoints import MARKER
+from trl_ext.marker import MARKER
 
 
 def assert_same_end(actual, expected):
@@ -82,9 +82,10 @@ def test_a_reference_that_has_moved_is_resumed_from_where_it_was(tmp_path):
     resumed = trained(tmp_path / "resumed", str(tmp_path / "checkpoint-5"), **config)
     assert_same_end(end_state(resumed), end_state(uninterrupted))
     assert_same_end(resumed.ref_model.state_dict(), uninterrupted.ref_model.state_dict())
-    shutil.rmtree(tmp_path / "checkpoint-5" / "reference")
+
+    trained(tmp_path / "still", save_strategy="steps", save_steps=5, **config | {"sync_ref_model": False})
     with pytest.raises(ValueError, match="reference that `sync_ref_model=True` has moved is not known"):
-        trained(tmp_path / "again", str(tmp_path / "checkpoint-5"), **config)
+        trained(tmp_path / "again", str(tmp_path / "still" / "checkpoint-5"), resume_anyway=True, **config)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_another_configuration_is_refused_by_name(subtests, completed):
             ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
             ({"seed": 7}, "seed: 42 → 7"),
             ({"rows": 24}, "train_rows: 16 → 24"),
-            ({"model": tiny_llama(seed=9)}, "policy: 'xxh3:"),
+            ({"model": tiny_llama(seed=9)}, "model: 'xxh3:"),
             ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'xxh3:"),
         ]:
             with subtests.test(message=message, by_path=by_path):

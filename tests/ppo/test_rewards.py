@@ -300,6 +300,19 @@ MISTAKES = {  # what it returns -> the message, and what the error was
         "returned '2' for completion 1; return a float, or None",
         TypeError,
     ),
+    **{
+        type(value).__name__: (lambda c, v=value: [v] * len(c), f"returned .*{kind}.* for completion 0; return", error)
+        for value, kind, error in [
+            ({"a": 1}, "a", TypeError),
+            ((1.0,), "1.0", TypeError),
+            (1j, "1j", TypeError),
+            (b"1", "b'1'", TypeError),
+            (torch.ones(2), "tensor", TypeError),
+            (np.ones(1), "array", TypeError),
+            (10**400, "1000", TypeError),
+            (np.float32("nan"), "nan", ValueError),
+        ]
+    },
     "nested": (lambda c: torch.ones(len(c), 1), r"\[1.0\] for completion 0", TypeError),
     "number": (lambda c: 1.0, "must return a list with one float or None per completion, got float", TypeError),
     "scalar tensor": (lambda c: torch.tensor(1.0), "must return a list .* got float", TypeError),
@@ -405,6 +418,21 @@ def test_truncated_answers_that_are_masked_take_no_part(tmp_path):
     (rollout,) = rollouts
     assert rollout.valid.tolist() == rollout.ended.tolist() and 0 < rollout.ended.sum() < 8
     assert trainer.reward_normalizer.running[0] == rollout.ended.sum()
+
+
+@pytest.mark.parametrize("pad", ["<pad>", "</s>"])
+def test_a_row_cut_off_at_a_pad_is_not_finished(tmp_path, pad):
+    """TRL takes it for finished; where the pad token is EOS, it is."""
+    trainer = make(tmp_path, length_reward, mask_truncated_completions=True, max_steps=1)
+    trainer._tokenizer.pad_token = pad
+    trainer._generate_single_turn = lambda *_: [[6, 7, 0], [6, 0, 2], [6, 7, 8], [0]] * 2
+    rollouts = collected(trainer)
+    trainer.train()
+    (rollout,) = rollouts
+    finished = [False, True, False, False] * 2
+    assert rollout.ended.tolist() == rollout.valid.tolist() == rollout.mask.any(1).tolist() == finished
+    log = trainer.state.log_history[0]
+    assert (log["completions/clipped_ratio"], log["val/num_eos_tokens"], log["objective/num_unscored"]) == (0.75, 2, 6)
 
 
 # ---- The order of the reward ----

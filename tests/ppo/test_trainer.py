@@ -7,9 +7,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM, TrainerCallback
 
+from tests.dpo.worker import config as dpo_config
+from tests.dpo.worker import pairs
 from tests.ppo.worker import rows_of
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext import PPOTrainer
+from trl_ext import DPOTrainer, PPOTrainer
 
 
 def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, callbacks=None, **config):
@@ -243,6 +245,9 @@ def test_schedule_is_printed(tmp_path, capsys):
         "reference: frozen copy; rewards: length_reward",
     ):
         assert part in printed
+    assert "rounded" not in printed
+    make(tmp_path, max_steps=-1, total_episodes=10)
+    assert "16 episodes (`total_episodes` 10, rounded up to whole rollouts);" in capsys.readouterr().out
 
 
 def test_model_card(tmp_path):
@@ -252,6 +257,22 @@ def test_model_card(tmp_path):
     for part in ("# Model Card for my-ppo-model", "PPO", "1909.08593", "ziegler2019fine-tuning", "trl-ext"):
         assert part in card
     assert "RLOO" not in card and str(tmp_path) not in card
+
+
+@pytest.mark.parametrize("base", ["local", "in memory"])
+def test_a_model_card_names_no_none(tmp_path, base):
+    tiny_llama().save_pretrained(tmp_path / "my-sft")
+    model = str(tmp_path / "my-sft") if base == "local" else tiny_llama()
+    arguments = {"model": model, "processing_class": tiny_tokenizer(), "train_dataset": prompts()}
+    trainers = [
+        PPOTrainer(args=tiny_config(tmp_path / "mine"), reward_funcs=length_reward, **arguments),
+        DPOTrainer(args=dpo_config(tmp_path / "mine"), **arguments | {"train_dataset": pairs()}),
+    ]
+    for trainer in trainers:
+        trainer.create_model_card()
+        card = (tmp_path / "mine" / "README.md").read_text()
+        assert "None" not in card and "# Model Card for mine" in card and 'model="mine"' in card
+        assert ("fine-tuned version of `my-sft`, a local model." if base == "local" else "a fine-tuned model.") in card
 
 
 def test_saved_policy_is_a_plain_model(tmp_path):

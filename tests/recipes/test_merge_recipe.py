@@ -125,7 +125,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(run, tmp_path, capsys):
     adapter, new = folder / "adapter", tmp_path / "new"
     assert f"`adapter` {base} is no adapter that PEFT can read: Can't find" in refused(capsys, base, new)
     message = refused(capsys, adapter, new, "--base_model", str(tmp_path / "absent"))
-    assert f"base '{tmp_path / 'absent'}' cannot be found, give `base_model`: " in message
+    assert f"`base_model` {tmp_path / 'absent'}: there is no such folder" in message
     assert f"`output_dir` {base} exists and is not empty: choose another" in refused(capsys, adapter, base)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     get_peft_model(tiny_llama(), config).save_pretrained(tmp_path / "prompt")

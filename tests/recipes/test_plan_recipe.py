@@ -7,7 +7,7 @@ import yaml
 
 from recipes.plan import main, origin, what_the_data_says
 from tests.recipes.real_models import config_of
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_llama, tiny_tokenizer
 
 HEAD = {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 2}
 
@@ -17,6 +17,7 @@ def folder(tmp_path_factory):
     """Two recipes, one of which makes what the other starts from, and the hub's model: here a folder with a config."""
     folder = tmp_path_factory.mktemp("plan")
     tiny_llama().config.save_pretrained(folder / "hub")
+    tiny_tokenizer().save_pretrained(folder / "hub")
     rows = "".join(f'{{"prompt": "p{i}", "completion": "c", "chosen": "a", "rejected": "b"}}\n' for i in range(8))
     (folder / "data.jsonl").write_text(rows)
     (folder / "wrong.jsonl").write_text('{"question": "q"}\n')
@@ -88,7 +89,7 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
         ("sft", ["--dataset_name", "{folder}/wrong.jsonl"], "has the columns ['question'], but needs 'messages', or"),
         ("reward", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'chosen' and 'rejected'"),
         ("ppo", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt' or 'input_ids'"),
-        ("sft", ["--model_name_or_path", "./absent"], "the configuration of ./absent cannot be read"),
+        ("sft", ["--model_name_or_path", "./absent"], "`model` ./absent: there is no such folder in "),
         ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
         ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),
         ("zero3", [], "does not begin by sft, reward, ppo or dpo: give `--stage`"),
@@ -97,6 +98,18 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
             with pytest.raises(SystemExit, match="2"):
                 run(folder, stage, capsys, *(flag.format(folder=folder) for flag in flags))
             assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(subtests, folder, capsys):
+    for stage in ("sft", "ppo"):
+        with subtests.test(stage=stage):
+            text = run(folder, stage, capsys)
+            rows = re.findall(r"^ +(\d+) GB .*yes, [\d.]+ min +yes, [\d.]+ min$", text, re.MULTILINE)
+            assert [int(row) for row in rows] == [12, 16, 24, 40, 48, 80, 141, 180]
+            assert "not\n  measured on these GPUs: 35% of the operations" in text
+            assert f"{'prompts' if stage == 'ppo' else 'texts'} have up to 1 tokens, 1 on average" in text
+    assert "no" not in run(folder, "sft", capsys, "--mfu", "1").split("12 GB")[1].split("\n")[0]
 
 
 def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):

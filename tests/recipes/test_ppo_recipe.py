@@ -71,7 +71,7 @@ def test_missing_arguments_are_named(subtests, monkeypatch, capsys):
     [
         ('{"question": "a"}', [], "The train dataset needs a column `prompt` (text or messages) or `input_ids`"),
         ('{"prompt": "a"}\n{"prompt": null}', [], "'prompt' must hold text or messages, but 1 of 2 rows do not"),
-        ('{"prompt": "a"}', ["--eval_size", "5"], "test_size=5"),
+        ('{"prompt": "a"}', ["--eval_size", "5"], "`eval_size` 5 leaves none of the 1 rows to train on"),
         ('{"prompt": "a"}', ["--use_vllm", "true"], "vLLM is not installed: `pip install 'trl-ext[vllm]'`"),
         (
             '{"prompt": "a"}',
@@ -88,7 +88,16 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(rows, more, message, tmp
         pytest.skip("DeepSpeed is installed")
     (tmp_path / "data.jsonl").write_text(rows)
     given = ["--dataset_name", str(tmp_path / "data.jsonl"), "--eval_size", "0", "--output_dir", str(tmp_path / "out")]
-    given += ["--model_name_or_path", "absent", "--reward_funcs", "tests.tiny.length_reward", "--use_cpu", "true"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")  # it is not read
+    given += [
+        "--model_name_or_path",
+        str(tmp_path / "model"),
+        "--reward_funcs",
+        "tests.tiny.length_reward",
+        "--use_cpu",
+        "true",
+    ]
     with pytest.raises(SystemExit, match="2"):
         main([*given, "--bf16", "false", "--report_to", "none", *more])
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -103,9 +112,10 @@ def test_eval_size_0_switches_evaluation_off(monkeypatch, tmp_path):
         assert eval_dataset is None and args.eval_strategy == "no"
         raise Built
 
-    monkeypatch.setattr("recipes.ppo.PPOTrainer", build)
+    monkeypatch.setattr("trl_ext.ppo.PPOTrainer", build)
+    (tmp_path / "config.json").write_text("{}")
     config = ["--config", "recipes/tinystories/ppo.yaml", "--eval_size", "0"]  # the file sets `eval_strategy: steps`
-    flags = ["--model_name_or_path", "x", "--use_cpu", "true", "--output_dir", str(tmp_path)]
+    flags = ["--model_name_or_path", str(tmp_path), "--use_cpu", "true", "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["ppo.py", *config, *flags])
     with pytest.raises(Built):
         main()

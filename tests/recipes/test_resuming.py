@@ -1,69 +1,33 @@
 """The same command again: an interrupted run, one with other settings, and one that is complete."""
 
-import json
+import random
 import re
-from pathlib import Path
+import shutil
 
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from recipes import dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
-from recipes.demo.world import make_world
-from trl_ext.checkpoints import MARKER
+from tests.recipes.small_runs import RECIPES, arguments, make_inputs
+from tests.test_any_change import DAMAGES
+from trl_ext.marker import MARKER
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
-SHORT = ["--warmup_steps", "0", "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2"]
-STEPS = ("--max_steps", "4")
-SHORT += ["--per_device_train_batch_size", "8", "--disable_tqdm", "true", "--use_cpu", "true"]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    world = make_world(0, demonstrations=64, pairs=64, prompts=32, held_out=16)
-    for name in world:
-        (folder / name).mkdir()
-        for split, rows in world[name].items():
-            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    make_model(tokenizer, 0).save_pretrained(folder / "model")
-    return folder
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.fixture(scope="module", params=[sft, reward, dpo, ppo], ids=["sft", "reward", "dpo", "ppo"])
+@pytest.fixture(scope="module", params=RECIPES)
 def recipe(request, inputs, tmp_path_factory):
     """`run(*flags)` does the same again, in a folder where it was done once, which comes with it."""
-    name = request.param.__name__.rpartition(".")[2]
-    folder = tmp_path_factory.mktemp(name)
-    config, data, own = {
-        "sft": ("sft", "sft", STEPS),
-        "reward": ("reward", "preferences", STEPS),
-        "dpo": ("dpo", "preferences", STEPS),
-        # Two rollouts of two minibatches
-        "ppo": (
-            "unguarded",
-            "prompts",
-            ("--total_episodes", "32", "--num_ppo_epochs", "1", "--num_mini_batches", "2"),
-        ),
-    }[name]
-    own += ("--max_completion_length", "8", "--reward_weights", "1", "0") if name == "ppo" else ()
+    folder = tmp_path_factory.mktemp(request.param)
 
     def run(*more):
-        request.param.main(
-            [
-                *(
-                    "--config",
-                    str(ROOT / f"recipes/demo/{config}.yaml"),
-                    "--model_name_or_path",
-                    str(inputs / "model"),
-                ),
-                *("--dataset_name", str(inputs / data), "--output_dir", str(folder), *SHORT, *own, *more),
-            ]
-        )
+        RECIPES[request.param].main([*arguments(request.param, inputs, folder), *more])
 
     run()
     return run, folder
@@ -113,7 +77,7 @@ def test_another_model_cannot_go_on(recipe, inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run("--model_name_or_path", str(tmp_path))
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(r": error: .* belongs to another configuration \((model_name_or_path|policy): ", error)
+    assert re.search(r": error: .* belongs to another configuration \(model: ", error)
 
 
 def test_a_run_may_be_begun_anew(recipe, capsys):
@@ -123,3 +87,24 @@ def test_a_run_may_be_begun_anew(recipe, capsys):
     output = capsys.readouterr().out
     assert "Resuming" not in output and "Training is complete" not in output
     assert (folder / "train_results.json").read_text() != results
+    run("--resume_from_checkpoint", "false")  # as it was, for the other tests
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_is_damaged_the_same_command_ends_with_the_same_model(recipe, seed, capsys):
+    """Go on from an older checkpoint, or start anew, and say what was left out."""
+    run, folder = recipe
+    expected = load_file(folder / "model.safetensors")
+    chance = random.Random(seed)
+    for checkpoint in ("checkpoint-2", "checkpoint-4") if seed % 3 == 0 else ("checkpoint-4",):
+        files = [p for p in sorted((folder / checkpoint).rglob("*")) if p.is_file() and p.name != "README.md"]
+        for path in chance.sample(files, 2):
+            damage = chance.choice(list(DAMAGES))
+            DAMAGES[damage](path, bytearray(path.read_bytes()))
+    if seed % 3 == 1:
+        shutil.rmtree(folder / "checkpoint-2")
+    run()
+    output = capsys.readouterr().out
+    assert f"Skipping {folder / 'checkpoint-4'}: it is not complete: " in output
+    assert ("Resuming" in output) == (seed % 3 == 2)
+    assert_close(load_file(folder / "model.safetensors"), expected, rtol=0, atol=0)

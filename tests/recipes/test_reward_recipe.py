@@ -98,7 +98,7 @@ def test_centring_and_report_hold_where_eos_is_the_pad_token(inputs, tmp_path):
 def test_new_head_has_the_standard_deviation_of_the_n_plus_details(inputs, tmp_path, monkeypatch):
     heads = []
     monkeypatch.setattr(
-        "recipes.reward.ResumableRewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop()
+        "trl_ext.resumable.ResumableRewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop()
     )
     with pytest.raises(_StopError):
         main(arguments(inputs, tmp_path))
@@ -124,7 +124,7 @@ def head_of(trainer):
 def test_a_head_that_was_trained_already_is_kept(inputs, trained, tmp_path, monkeypatch):
     heads = []
     monkeypatch.setattr(
-        "recipes.reward.ResumableRewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop()
+        "trl_ext.resumable.ResumableRewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop()
     )
     with pytest.raises(_StopError):
         main([*arguments(inputs, tmp_path), "--model_name_or_path", str(trained)])
@@ -199,7 +199,9 @@ def test_unusable_pairs_stop_the_recipe_before_a_model_is_loaded(inputs, tmp_pat
     rows[3]["rejected"] = rows[3]["chosen"]
     folder = write(tmp_path / "data", {"train": rows, "test": rows})
     with pytest.raises(SystemExit):
-        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(folder), "--model_name_or_path", "absent"])
+        (tmp_path / "config.json").write_text("{}")  # it is not read
+        model = ["--model_name_or_path", str(tmp_path)]
+        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(folder), *model])
     assert "the split 'train' has 100 pairs, of them 1 with identical answers (rows 3)" in capsys.readouterr().err
 
 

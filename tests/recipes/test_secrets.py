@@ -13,9 +13,10 @@ from recipes import dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext import DPOConfig, PPOConfig
-from trl_ext.arguments import ModelArguments, RewardConfig, SFTConfig
+from trl_ext.arguments import ModelArguments
 from trl_ext.checkpoints import MARKER
 from trl_ext.ppo.config import REFUSED
+from trl_ext.resumable import RewardConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {

@@ -6,6 +6,7 @@ import math
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,6 +150,31 @@ def test_veto():
     assert call(PhraseReviewReward("bad", veto=-1.0), ["so bad", "badly"])[0] == [-1.0, 0.0]
 
 
+def test_phrases_are_found_in_any_script_and_dress(subtests):
+    for phrase, text, is_found in [
+        ("我爱你", "所以我爱你们。", True),  # without spaces there are no words' ends to see
+        ("愛してる", "本当に愛してるよ", True),
+        ("ฉันรัก", "ว่าฉันรักเธอ", True),
+        ("love", "我love你", True),
+        ("i love you", "_i love you_ and **more**", True),
+        ("i love you", "i\u200blove\u200byou", True),  # zero-width spaces, between words and within
+        ("i love you", "I lo\u200bve you", True),
+        ("\u200bi love you", "i love you", True),
+        ("c++", "use c++11", True),
+        ("café", "cafe\u0301", True),
+        ("i love you", "Ｉ　ｌｏｖｅ　ｙｏｕ", True),
+        ("사랑", "나는 사랑 해", True),
+        ("사랑", "사랑해", False),
+        ("c++", "abc++", False),
+        ("love", "glove", False),
+        ("love", "lové", False),
+        ("cat", "a\u200bcat\u200bsat", True),
+        ("कर", "करि", False),  # a vowel sign goes on with the word
+    ]:
+        with subtests.test(phrase=phrase, text=text):
+            assert call(PhraseReviewReward(phrase, veto=-1.0), [text])[0] == [-1.0 if is_found else 0.0]
+
+
 # ---- Gold ----
 
 
@@ -176,6 +202,35 @@ def test_win_rate_against_the_first_evaluation(tmp_path):
     assert call(again, ["5", "5", "5", "5"], step=8, **columns)[1] == {"gold/win_rate": 0.0}
 
 
+@pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor, lambda x: torch.tensor(x).bfloat16(), int])
+def test_numbers_of_any_library_stay_numbers(number, tmp_path):
+    def judge(completions, **kwargs):
+        return [number(float(c)) for c in completions]
+
+    columns = {"held_out": [True] * 3}
+    watch = GoldJudgeReward(judge, folder=tmp_path)
+    assert call(watch, ["1", "2", "3"], **columns)[0] == [1.0, 2.0, 3.0]
+    resumed = GoldJudgeReward(judge, folder=tmp_path)
+    assert call(resumed, ["2", "2", "2"], step=8, **columns)[1] == {"gold/win_rate": 0.5}
+    call(ScoreWatch(judge, folder=tmp_path), ["1", "2", "3"])
+    scores = [score for row in rows(tmp_path / "completions.rank0.jsonl") for score in row["scores"].values()]
+    assert scores == [1, 2, 3, 2, 2, 2, 1, 2, 3]
+
+
+def test_a_row_that_the_judge_gives_no_number_is_left_out(tmp_path):
+    columns = {"held_out": [True] * 2}
+    watch = GoldJudgeReward(lambda completions, **_: [math.nan if c == "?" else float(c) for c in completions])
+    assert call(watch, ["1", "?"], **columns)[0] == [1.0, None]
+    assert call(watch, ["2", "5"], step=8, **columns)[1] == {"gold/win_rate": 1.0}
+
+
+def test_greedy_answers_are_not_compared_with_sampled_ones():
+    watch, columns = GoldJudgeReward(lambda completions, **_: [float(c) for c in completions]), {"held_out": [True]}
+    for step, expected in ((0, {}), (8, {"gold/win_rate": 0.5})):
+        assert call(watch, ["1"], step=step, **columns)[1] == expected
+        assert call(watch, ["9"], step=step, is_greedy=[True], **columns) == ([9.0], {})
+
+
 # ---- Bad input ----
 
 
@@ -192,6 +247,7 @@ def test_bad_arguments(subtests):
         (lambda: ScoreWatch(quality, quantiles=(2,)), ValueError, r"\[0, 1\]"),
         (lambda: PhraseReviewReward([]), ValueError, "one or more texts"),
         (lambda: PhraseReviewReward([" "]), ValueError, "none of them empty"),
+        (lambda: PhraseReviewReward(["\u200b"]), ValueError, "none of them empty"),
         (lambda: GoldJudgeReward(None), TypeError, "must be a reward function"),
     ]:
         with subtests.test(message=message), pytest.raises(error, match=message):
@@ -211,3 +267,13 @@ def test_a_folder_that_cannot_be_written_loses_only_the_file(tmp_path):
     (tmp_path / "file").write_text("")
     scores, logged = call(RepetitionWatch(folder=tmp_path / "file"), ["a b c d"])
     assert scores == [None] and not math.isnan(logged["repetition/repeated"])
+
+
+def test_half_of_a_surrogate_pair_ends_nothing(tmp_path):
+    text = "a \ud83d b"
+    for watch in (
+        RepetitionWatch(folder=tmp_path, corpus=[text], copied_words=2),
+        PhraseReviewReward("b", folder=tmp_path),
+    ):
+        call(watch, [text])
+    assert [row["completion"] for row in rows(tmp_path / "completions.rank0.jsonl")] == [text, text]

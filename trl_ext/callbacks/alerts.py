@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils import logging
 
@@ -17,11 +17,17 @@ from ..redaction import redacted
 
 logger = logging.get_logger(__name__)
 RUNBOOK = "docs/runbook.md"
+Level = Literal["alert", "notice"]
 
 
 @dataclass
 class Alert:
-    """One thing that a monitor found."""
+    """
+    One thing that a monitor found.
+
+    With the level `notice` it is of the monitor itself, as that it has nothing to watch: it is sent like an alert, and
+    not counted among them.
+    """
 
     monitor: str
     what: str
@@ -32,6 +38,7 @@ class Alert:
     advice: str
     action: str
     runbook: str
+    level: Level = "alert"
 
     def __str__(self) -> str:
         numbers = {"value": self.value, "bound": self.bound, "baseline": self.baseline}
@@ -42,7 +49,7 @@ class Alert:
 
 def is_notice(alert: dict[str, Any]) -> bool:
     """Return whether an alert tells of the monitor, not of the run: it has nothing to watch."""
-    return alert.get("level") == "notice" or str(alert.get("what")).startswith("nothing to watch")
+    return alert.get("level") == "notice"
 
 
 class LogSink:
@@ -69,7 +76,7 @@ class WandbSink:
         import wandb
 
         if wandb.run is not None:
-            level = "WARN" if alert.action == "warn" else "ERROR"
+            level = "INFO" if alert.level == "notice" else "WARN" if alert.action == "warn" else "ERROR"
             wandb.alert(title=f"{alert.monitor}: {alert.what}", text=str(alert), level=level)  # type: ignore[attr-defined]
 
 

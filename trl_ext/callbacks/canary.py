@@ -10,6 +10,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..jsonl import JSONLWriter
 from ..rewards.repetition import RepetitionWatch
+from ..rewards.watch import numbers_of
 from .generation import generate_answers
 from .monitor import Finding, MonitorCallback, on_main_process
 
@@ -60,7 +61,7 @@ class CanaryCallback(MonitorCallback):
         if self.trainer is None:
             raise ValueError("`CanaryCallback` needs `trainer=` to generate with")
         super().on_train_begin(args, state, control, **kwargs)
-        self._handle(self._sing(), state, control)
+        self._handle(self._sing(), state, control, good_step=state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
         due = [time.monotonic() - self._last >= 60 * self.minutes]
@@ -68,14 +69,15 @@ class CanaryCallback(MonitorCallback):
             broadcast_object_list(due)  # each process has a clock of its own
         if due[0]:
             self._begin(args, state, {})
-            self._handle(self._sing(), state, control)
+            self._handle(self._sing(), state, control, good_step=state.global_step)
+        super().on_step_end(args, state, control, **kwargs)
 
     def _sing(self):
         self._last = time.monotonic()
         answers = generate_answers(self.trainer, self.prompts or [], self.max_new_tokens)
         now, error = on_main_process(lambda: self._measure(answers))
         if error is not None:
-            yield Finding("the canary's judge failed", None, None, f"{error}.", acts=False)
+            yield Finding("the canary's judge failed", None, None, f"{error}.", acts=False, level="notice")
             return
         first = self.memory.setdefault("first", now)
         advice = "Compare the answers in `canary.jsonl` with the first ones."
@@ -102,7 +104,8 @@ class CanaryCallback(MonitorCallback):
         RepetitionWatch()(self.prompts or [], answers, log_metric=found.__setitem__)
         measured["phrase"] = found["repetition/top_phrase_share"]
         if self.judge is not None:
-            scores = [s for s in self.judge(prompts=self.prompts, completions=answers) if s is not None]
+            scored = numbers_of(self.judge(prompts=self.prompts, completions=answers))
+            scores = [score for score in scored if score is not None]
             mean = fmean(scores)
             measured |= {"score": mean, "sigma": fmean((s - mean) ** 2 for s in scores) ** 0.5}
         rows = [

@@ -1,10 +1,13 @@
 """Gold against proxy: the score of a judge that training never sees, against the reward that it trains on."""
 
+import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from ..metrics import metrics_of
+from ..halts import rolled_back
+from ..metrics import is_training_log, metrics_of
+from ..rewards.watch import numbers_of
 from .generation import generate_answers
 from .monitor import Finding, MonitorCallback, on_main_process
 
@@ -60,13 +63,24 @@ class GoldGapCallback(MonitorCallback):
                     f"`trainer` needs an `eval_dataset` with the column `prompt` to generate answers, got {columns}"
                 )
 
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if args.eval_strategy == "no" and is_training_log(logs or {}) and not {"first", "told"} & self.memory.keys():
+            self.memory["told"] = True
+            advice = "GoldGapCallback reads evaluations: set `eval_strategy`, or remove the monitor."
+            self._note("nothing to watch: `eval_strategy` is 'no', so nothing is evaluated", advice)
+        super().on_log(args, state, control, logs=logs, **kwargs)
+
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         self._begin(args, state, {})
         if metrics is None:
             return
         if self.trainer is not None:
             metrics.update(self._judge())
-        self._handle(self._compare(metrics), state, control)
+        found = list(self._compare(metrics))
+        self._handle(iter(found), state, control, good_step=state.global_step if self._has_measured else None)
+        if rolled_back(state) and args.metric_for_best_model is not None:
+            # transformers asks next whether this step is the best, and would save it with `save_strategy="best"`
+            metrics[f"eval_{args.metric_for_best_model.removeprefix('eval_')}"] = math.nan
 
     def _compare(self, metrics):
         reward = metrics_of(self._args).get("reward")
@@ -74,10 +88,11 @@ class GoldGapCallback(MonitorCallback):
         proxy_key = self.proxy or (f"eval_{reward.key}" if reward else None)
         gold, proxy = self._judged(metrics, gold_key), self._judged(metrics, proxy_key)
         rate = self._number("eval_gold/win_rate", metrics.get("eval_gold/win_rate"))
+        self._has_measured = gold is not None or rate is not None
         first = self.memory.setdefault("first", {})
         if gold is None and "gold" not in first and self.step > self.memory.setdefault("first_step", self.step):
             advice = "Is the gold judge among `reward_funcs`, and the column that marks its rows in `eval_dataset`?"
-            yield Finding(f"nothing to watch: `{gold_key}` is not in the evaluation", None, None, advice, acts=False)
+            self._note(f"nothing to watch: `{gold_key}` is not in the evaluation", advice)
         if gold is not None and proxy is not None:
             (mean, sigma), (proxy_mean, proxy_sigma) = (
                 first.setdefault(name, value) for name, value in (("gold", gold), ("proxy", proxy))
@@ -114,7 +129,7 @@ class GoldGapCallback(MonitorCallback):
         return metrics
 
     def _scores(self, prompts: list, answers: list[str]) -> tuple[dict[str, float], list[float | None]]:
-        scores = self.judge(prompts=prompts, completions=answers)
+        scores = numbers_of(self.judge(prompts=prompts, completions=answers))
         numbers = [score for score in scores if score is not None]
         metrics = {"eval_gold/mean": fmean(numbers), "eval_gold/std": stdev(numbers) if len(numbers) > 1 else 0.0}
         starts = self.memory.get("start_scores")

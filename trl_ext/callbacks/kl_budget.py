@@ -11,10 +11,11 @@ class KLBudgetCallback(MonitorCallback):
     """
     Alert when KL(policy ‖ reference), summed over a response, exceeds its budget.
 
-    A KL logged per token (GRPO, RLOO) is multiplied by the mean length. That is approximate, and the alert says so.
+    A KL logged per token (GRPO, RLOO) is multiplied by the mean length. That is approximate; the alert says so, and
+    gives the bound per token, too.
 
     Args:
-        warn: nats per response above which the monitor warns.
+        warn: nats per response above which the monitor warns. The default is half of `limit`.
         limit: nats per response above which it acts.
         tolerance: nats per response. The first rollout's policy is the reference, so its KL is 0 but for rounding. If
             it is off by more, the reference is wrong. A KL below −`tolerance` at any time means that another policy
@@ -22,29 +23,38 @@ class KLBudgetCallback(MonitorCallback):
         others: see [`MonitorCallback`].
     """
 
-    warn: float = 5.0
+    warn: float | None = None
     limit: float = 10.0
     tolerance: float = 0.5
     runbook = "kl"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.warn = self.limit / 2 if self.warn is None else self.warn
         if not 0 < self.warn <= self.limit:
             raise ValueError(f"`warn` must be above 0 and at most `limit`, got {self.warn} and {self.limit}")
         if not self.tolerance > 0:
             raise ValueError(f"`tolerance` must be above 0 nats, got {self.tolerance}")
 
     def watch(self, logs):
-        kl, unit = self.read("kl"), ""
-        metric = self._known.get("kl")
+        kl, unit, length = self.read("kl"), "", None
+        metric, warn = self._known.get("kl"), self.warn or self.limit
+        if self.is_infinite("kl"):
+            advice = "It is infinite: the policy or the reference gives a token that was drawn a probability of 0."
+            yield Finding("the KL is over its budget", None, self.limit, advice)
         if metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
             length = self.read("length")
-            self.memory["length"] = self.memory.get("length") if length is None else length
-            if kl is None or self.memory["length"] is None:
+            length = self.memory["length"] = self.memory.get("length") if length is None else length
+            if length is None or kl is None:
                 return
-            kl, unit = kl * self.memory["length"], " (approximate: mean per token × mean length)"
+            kl, unit = kl * length, " (approximate: mean per token × mean length)"
         if kl is None:
             return
+
+        def numbers(bound: float) -> str:
+            text = f"In nats per response: {kl:.4g}, bound {bound:.4g}"
+            return text if length is None else f"{text}; per token: {kl / length:.4g}, bound {bound / length:.4g}"
+
         is_first, self.memory["started"] = not self.memory.get("started", False), True
         if is_first and self.step <= rollout_steps(self._args) and abs(kl) > self.tolerance:
             advice = "The policy is still untrained, so the reference is not the model that it started from."
@@ -54,7 +64,7 @@ class KLBudgetCallback(MonitorCallback):
             yield Finding(f"the KL is negative{unit}", kl, -self.tolerance, advice, acts=False)
         if kl > self.limit:
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
-            yield Finding(f"the KL is over its budget{unit}", kl, self.limit, advice)
-        elif kl > self.warn:
+            yield Finding(f"the KL is over its budget{unit}", kl, self.limit, f"{advice} {numbers(self.limit)}.")
+        elif kl > warn:
             advice = "Read completions: far from the reference, a reward model is less reliable."
-            yield Finding(f"the KL nears its budget{unit}", kl, self.warn, advice, acts=False)
+            yield Finding(f"the KL nears its budget{unit}", kl, warn, f"{advice} {numbers(warn)}.", acts=False)

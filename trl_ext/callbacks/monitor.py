@@ -2,9 +2,9 @@
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from accelerate import PartialState
@@ -12,11 +12,13 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..checkpoints import differences, fingerprint
 from ..control import kl_scale_is_pending, request_kl_scale, take_kl_scale
+from ..halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
 from ..jsonl import finite
 from ..metrics import Metric, is_gathered, is_training_log, metrics_of, rollout_steps
 from ..redaction import redacted
-from .alerts import RUNBOOK, Alert, check_sinks, make_sinks
+from .alerts import RUNBOOK, Alert, Level, check_sinks, make_sinks
 
 logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
@@ -24,6 +26,8 @@ Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
 # use their classes' names: with `restore_callback_states_from_checkpoint` transformers would rebuild them from JSON,
 # without `trainer=`, and a monitor added on resume would crash the next save.
 REGISTRY = "trl_ext_monitors"
+# A checkpoint's optimizer brings these, so that a stock trainer which resumes it does not read them anew
+FROM_CHECKPOINT = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 
 
 class Memory(dict):
@@ -40,23 +44,28 @@ class Finding:
     advice: str
     baseline: float | None = None
     acts: bool = True  # True takes the monitor's action, False only warns
+    level: Level = "alert"
 
 
 @dataclass(eq=False, kw_only=True)
-class MonitorCallback(TrainerCallback):
+class MonitorCallback(Halting, TrainerCallback):
     """
     Base class of the monitors. It reads the training logs and raises alerts; a subclass defines `watch(logs)`.
 
     All processes decide alike: where a number differs between processes, that of the main process counts.
 
+    What ended a run holds when the same command runs again, until an argument of the run or of the monitor is changed:
+    our trainers then train no step. A stock trainer cannot begin without one, so that one has a learning rate of 0.
+
     Args:
         action: what an alert does besides being sent. `warn` does nothing more. `save` writes a checkpoint at this
             step. `stop` writes a checkpoint and ends training. `raise_kl` asks the trainer to raise its KL coefficient
             ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does. `rollback` ends training without a
-            checkpoint, and names the command that continues from the last good one.
+            checkpoint, and renames those after the last good one, from which the next run goes on. Our trainers then
+            raise [`~trl_ext.checkpoints.RolledBack`], so that a script does not save the weights as they are.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", a webhook's URL, or
             objects with `send(alert)`. W&B is added if the run reports to it.
-        repeat_steps: optimizer steps before the same alert is raised again.
+        repeat_steps: optimizer steps before the same alert is raised again. `stop` and `rollback` always act.
         kl_factor: factor by which `raise_kl` multiplies the KL coefficient.
         keys: quantity → key of the logs, for trainers and metrics that `trl_ext.metrics` does not know.
     """
@@ -83,7 +92,12 @@ class MonitorCallback(TrainerCallback):
         self._logging_steps = 1
         self._logs: dict[str, Any] = {}
         self._known: dict[str, Metric] = {}
+        self._infinite: dict[str, bool] = {}  # keys of this log whose numbers are not finite: whether they are +∞
         self._opened: list[Any] | None = None
+        self._has_trained = False
+        self._is_training = False
+        self._is_held = False  # this run was ended before, and nothing has changed
+        self._owes_save = False  # a stop has no checkpoint yet
 
     # ---- State ----
 
@@ -92,9 +106,14 @@ class MonitorCallback(TrainerCallback):
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
+    def _deciding(self) -> dict[str, Any]:
+        """Return those that decide whether a run goes on."""
+        return {name: value for name, value in self._arguments().items() if name != "sinks"}
+
     def on_train_begin(self, args, state, control, **kwargs):
         registry = state.stateful_callbacks.setdefault(REGISTRY, {})
         name = type(self).__name__
+        stop = self.stop_that_holds(args, state)
         if name in registry:
             memory = registry[name]["attributes"]["memory"]
             if isinstance(memory, Memory) and memory is not self.memory:
@@ -102,14 +121,103 @@ class MonitorCallback(TrainerCallback):
                     f"There are two {name}s among the callbacks, which would share one memory: remove one."
                 )
             self.memory = Memory(memory)
+        elif self._has_trained:
+            self.memory = Memory()  # another run: what the last one found says nothing of it
+        self._has_trained = self._is_training = True
+        self._is_held = self._owes_save = False
         # The registry holds the memory itself, not a copy, so that each checkpoint saves it as it is by then
         registry[name] = {"args": self._arguments(), "attributes": {"memory": self.memory}}
         self._begin(args, state, {})
+        if not stop:
+            self.memory.pop("stopped", None)
+        if reason := stop or self._rollback_now(args, state):
+            self._is_held = control.should_training_stop = True
+            self._send(self._alert(Finding("the run was ended before", None, None, f"{reason}."), self.action), state)
 
     def on_train_end(self, args, state, control, **kwargs):
+        self._is_training = False
+        if not self._is_held and not rolled_back(state) and args.should_save:
+            forget_rollback(args.output_dir)
         for sink in self._opened or []:
             if hasattr(sink, "close"):
                 sink.close()
+
+    # ---- What ended a run ----
+
+    def stop_that_holds(self, args, state):
+        memory = state.stateful_callbacks.get(REGISTRY, {}).get(type(self).__name__, {}).get("attributes", {})
+        stopped = memory.get("memory", {}).get("stopped")
+        if not stopped or (stopped["arguments"], stopped["settings"]) != (
+            self._deciding(),
+            digest(self._settings(args)),
+        ):
+            return None
+        return (
+            f"{type(self).__name__} stopped this run at step {stopped['step']} ({stopped['what']}), and nothing has "
+            "been changed since. To go on, change the monitor's arguments or remove it; to start anew, choose another "
+            "`output_dir`"
+        )
+
+    def rollback_that_holds(self, args, rollback, is_resumed):
+        if rollback.monitor != type(self).__name__ or rollback.arguments != self._deciding():
+            return None
+        changed = {change.split(":")[0] for change in differences(rollback.settings, self._settings(args))}
+        if not changed:
+            return rollback.sentence(args.output_dir)
+        if is_resumed and self.run_facts is None and changed <= FROM_CHECKPOINT:
+            names = ", ".join(sorted(changed))
+            return rollback.sentence(args.output_dir, f"transformers takes {names} from the checkpoint, as before")
+        return None
+
+    def _rollback_now(self, args: Any, state: Any) -> str | None:
+        """Return why this run must not go on after a rollback, if it must not; else say what it changes."""
+        rollback, error = on_main_process(lambda: Rollback.read(args.output_dir))
+        if error is not None or rollback is None or rollback.monitor != type(self).__name__:
+            return None
+        if state.global_step > rollback.good_step:  # power was lost before all checkpoints were renamed, or in a save
+            left = rollback.set_aside(args.output_dir) if args.should_save else []
+            left, _ = on_main_process(lambda: left)
+            if state.global_step in left:
+                return rollback.sentence(args.output_dir, "this checkpoint is not one to go on from")
+        if held := self.rollback_that_holds(args, rollback, state.global_step > 0):
+            return held
+        if self.run_facts is None and state.is_world_process_zero:  # else the trainer has said so
+            changed = differences(rollback.settings, self._settings(args)) or [f"other settings of {rollback.monitor}"]
+            logger.warning(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
+        return None
+
+    def _settings(self, args: Any) -> dict[str, Any]:
+        return fingerprint(args, **(self.run_facts or {}))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._is_held and "optimizer" in kwargs:
+            for group in kwargs["optimizer"].param_groups:  # the scheduler sets it again
+                group["lr"] = 0.0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._ask_again(state, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        self._ask_again(state, control)
+
+    def on_save(self, args, state, control, **kwargs):
+        self._owes_save = False
+        if not args.should_save:
+            return
+        if rolled_back(state):  # another callback wanted it
+            rollback = Rollback.read(args.output_dir)
+            if rollback is not None:
+                replace(rollback, written_ns=time.time_ns()).set_aside(args.output_dir)
+        elif not self._is_held:
+            forget_rollback(args.output_dir)
+
+    def _ask_again(self, state: Any, control: Any) -> None:
+        """Ask again for what ends a run: transformers forgets it as a step begins, and saves as an epoch ends."""
+        if self._is_held or rolled_back(state):
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = control.should_log = False
+        elif self._owes_save:
+            control.should_training_stop = control.should_save = True
 
     # ---- Reading ----
 
@@ -121,10 +229,14 @@ class MonitorCallback(TrainerCallback):
         if logs is not None and is_training_log(logs):
             self._begin(args, state, logs)
             self._check_kl_request(state)
-            self._handle(self.watch(logs), state, control)
+            # The numbers of this log are of the weights from the last log, or the last rollout, on
+            start = max(0, self.step - max(self._logging_steps, rollout_steps(args)))
+            reads_logs = type(self).watch is not MonitorCallback.watch
+            self._handle(self.watch(logs), state, control, good_step=start if reads_logs else None)
 
     def _begin(self, args: Any, state: Any, logs: dict[str, Any]) -> None:
         self.step, self._args, self._logs, self._known = state.global_step, args, logs, metrics_of(args)
+        self._infinite = {}
         if self._opened is None:
             self._opened = make_sinks(self.sinks, args) if state.is_world_process_zero else []
         # Below 1, `logging_steps` is a share of all steps
@@ -155,6 +267,11 @@ class MonitorCallback(TrainerCallback):
                 )
         return value
 
+    def is_infinite(self, quantity: str) -> bool:
+        """Return whether a quantity is +∞ in this log: above every bound, though no number to keep."""
+        metric = self._known.get(quantity)
+        return self._infinite.get(self.keys.get(quantity) or (metric.key if metric else "")) is True
+
     def logs_in(self, steps: int) -> int:
         """Return how many logs cover this many optimizer steps."""
         return max(1, math.ceil(steps / self._logging_steps))
@@ -165,15 +282,17 @@ class MonitorCallback(TrainerCallback):
         if value is None or isinstance(value, (str, bytes)):
             return None
         if not math.isfinite(value):
+            self._infinite[key] = value == math.inf
             self._note(
                 f"`{key}` is not finite",
                 f"It is {value}: look for NaN in the losses, lower the learning rate, and go back to a checkpoint.",
+                level="alert",
             )
             return None
         return float(value)
 
-    def _note(self, what: str, advice: str) -> None:
-        self.memory.setdefault("notes", []).append([what, advice])
+    def _note(self, what: str, advice: str, level: Level = "notice") -> None:
+        self.memory.setdefault("notes", []).append([what, advice, level])
 
     # ---- Windows ----
 
@@ -194,41 +313,89 @@ class MonitorCallback(TrainerCallback):
 
     # ---- Acting ----
 
-    def _handle(self, findings: Iterator[Finding], state: Any, control: Any) -> None:
+    def _handle(self, findings: Iterator[Finding], state: Any, control: Any, good_step: int | None) -> None:
+        """Raise an alert and act for each finding; if none acts, the weights of `good_step` are known to be good."""
+        if self._is_held:
+            return
         step, good = state.global_step, True
         found = list(findings)
-        for what, advice in self.memory.pop("notes", []):
-            found.append(Finding(what, None, None, advice, acts=False))
+        for what, advice, level in self.memory.pop("notes", []):
+            found.append(Finding(what, None, None, advice, acts=False, level=level))
         raised = self.memory.setdefault("raised", {})
         for finding in found:
             good = good and not finding.acts
-            if finding.what in raised and step - raised[finding.what] < self.repeat_steps:
-                continue
-            raised[finding.what] = step
-            action: Action = self.action if finding.acts else "warn"
+            # An action that ends a run has nothing to end outside of training
+            action: Action = self.action if finding.acts and self._is_training else "warn"
             if action == "raise_kl" and self.memory.get("kl_unheard"):
                 action = "warn"
+            ends = action in ("stop", "rollback")
+            if not ends and finding.what in raised and step - raised[finding.what] < self.repeat_steps:
+                continue
+            raised[finding.what] = step
             advice = finding.advice
             if action == "rollback":
-                advice = f"{advice} {self._rollback_command()}"
-            link = f"{RUNBOOK}#{self.runbook}"
-            name = type(self).__name__
-            numbers = (finding.value, finding.bound, finding.baseline)
-            self._send(Alert(name, finding.what, step, *numbers, advice, action, link), state)
-            self._act(action, state, control)
-        if good:
-            self.memory["good_step"] = step
+                advice = f"{advice} {self._roll_back(finding.what, state)}"
+            self._send(self._alert(replace(finding, advice=advice), action), state)
+            self._act(action, finding.what, state, control)
+        if good and good_step is not None:
+            self.memory["good_step"] = good_step
 
-    def _act(self, action: Action, state: Any, control: Any) -> None:
+    def _alert(self, finding: Finding, action: Action) -> Alert:
+        return Alert(
+            type(self).__name__,
+            finding.what,
+            self.step,
+            finding.value,
+            finding.bound,
+            finding.baseline,
+            finding.advice,
+            action,
+            f"{RUNBOOK}#{self.runbook}",
+            finding.level,
+        )
+
+    def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
         match action:
             case "save":
-                control.should_save = True
+                control.should_save = not rolled_back(state)
             case "stop":
-                control.should_save = control.should_training_stop = True
+                control.should_training_stop = True
+                control.should_save = self._owes_save = not rolled_back(state)
+                settings = digest(self._settings(self._args))
+                stopped = {"step": self.step, "what": what, "arguments": self._deciding(), "settings": settings}
+                self.memory["stopped"] = stopped
             case "rollback":
                 control.should_training_stop = True
+                control.should_save = control.should_evaluate = False
             case "raise_kl":
                 request_kl_scale(state, self.kl_factor)
+
+    def _roll_back(self, what: str, state: Any) -> str:
+        """Have the next run go on from the last good checkpoint, and return what to do."""
+        output_dir, good_step = self._args.output_dir, min(self.memory.get("good_step", -1), self.step - 1)
+        rollback = Rollback(
+            step=self.step,
+            good_step=good_step,
+            checkpoint=None,
+            monitor=type(self).__name__,
+            what=what,
+            arguments=self._deciding(),
+            settings=self._settings(self._args),
+        )
+        rollback.checkpoint, error = on_main_process(lambda: good_checkpoint(output_dir, good_step))
+        if self._args.should_save:
+            try:
+                rollback.write(output_dir)
+            except OSError as failure:
+                error = str(failure)
+        best = state.best_model_checkpoint
+        if best is not None and not rollback.is_before(best):
+            state.best_model_checkpoint = rollback.checkpoint  # what `load_best_model_at_end` loads
+        sentence = rollback.sentence(output_dir)
+        announce_rollback(state, sentence)
+        if error is not None:
+            return f"The rollback could not be written ({error}): go back to {rollback.checkpoint} by hand."
+        return sentence
 
     def _check_kl_request(self, state: Any) -> None:
         """Say once if the trainer did not answer `raise_kl` within a rollout, and only warn from then on."""
@@ -240,24 +407,6 @@ class MonitorCallback(TrainerCallback):
                 "PPOTrainer does. This monitor only warns from here on.",
             )
 
-    def _rollback_command(self) -> str:
-        good = self.memory.get("good_step", -1)
-        steps = [
-            int(p.name.split("-")[1])
-            for p in Path(self._args.output_dir).glob("checkpoint-*")
-            if p.name[11:].isdigit()
-        ]
-        older = [step for step in steps if step <= good]
-        if not older:
-            return (
-                f"There is no checkpoint before step {good + 1} to go back to: start a new run, with other settings."
-            )
-        path = Path(self._args.output_dir) / f"checkpoint-{max(older)}"
-        return (
-            f"Go back by running the same command with `--resume_from_checkpoint {path}`, or by "
-            f"`trainer.train(resume_from_checkpoint={str(path)!r})`, with other settings."
-        )
-
     def _send(self, alert: Alert, state: Any) -> None:
         alert = Alert(**redacted(vars(alert)))  # it may cite the error of a judge behind a URL
         state.stateful_callbacks.setdefault(REGISTRY, {}).setdefault("alerts", []).append(finite(vars(alert)))
@@ -268,9 +417,10 @@ class MonitorCallback(TrainerCallback):
                 logger.warning(f"{type(sink).__name__} could not send an alert: {error}")
 
 
-def alerts_of(state: Any) -> list[dict[str, Any]]:
-    """Return the alerts of all monitors so far, including those from before a resume."""
-    return state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
+def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
+    """Return the alerts of all monitors so far, including those from before a resume; or, of `level`, the notices."""
+    sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
+    return [alert for alert in sent if alert.get("level", "alert") == level]
 
 
 def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:

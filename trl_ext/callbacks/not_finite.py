@@ -1,8 +1,8 @@
 """NaN and infinities."""
 
-import math
 from dataclasses import dataclass
 
+from ..jsonl import finite
 from .monitor import Action, Finding, MonitorCallback
 
 
@@ -20,7 +20,7 @@ class NotFiniteCallback(MonitorCallback):
 
     def watch(self, logs):
         for key in ("grad_norm", "loss"):
-            value = logs.get(key)
-            if isinstance(value, (int, float)) and not math.isfinite(value):
+            value = finite(logs.get(key))  # a text if it is not
+            if isinstance(value, str):
                 advice = f"It is {value}: lower the learning rate, prefer bf16 to fp16, look for empty rows."
                 yield Finding(f"`{key}` is not finite", None, None, advice)

@@ -40,6 +40,9 @@ class ValueHealthCallback(MonitorCallback):
             if len(values) == self.rollouts and mean < self.explained_variance:
                 advice = "Advantages are noise: raise the critic's learning rate, or warm the critic up."
                 yield Finding("the critic explains nothing", mean, self.explained_variance, advice)
+        if self.is_infinite("value_loss"):
+            advice = "The critic diverges: lower its learning rate, or see `reward_normalization`."
+            yield Finding("the value loss grew", None, None, advice)
         if loss is not None:
             size = self.logs_in(self.steps)
             values, first = self.recent("value_loss", loss, size), self.first_mean("value_loss", loss, size)

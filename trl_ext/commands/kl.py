@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..evaluation import bootstrap_interval
 from ..functional import kl_estimate
+from ..model_names import check_model
 from ..models import completion_logprobs, eos_token_ids, prompt_token_ids, sample
 
 
@@ -105,6 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
         prompts = read_prompts(args.prompts, args.split)[: args.num_prompts]
         if not prompts:
             raise ValueError(f"{args.prompts} has no prompts")
+        check_model("A", args.a)
+        check_model("B", args.b)
         policy, reference = load_model(args.a), load_model(args.b)
         tokenizer = AutoTokenizer.from_pretrained(args.a)
         vocabularies = [model.config.get_text_config().vocab_size for model in (policy, reference)]

@@ -1,11 +1,15 @@
 """One split of a dataset, wherever it lies."""
 
+import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, ReadInstruction, load_dataset, load_from_disk
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+from ..nearest import near_path
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -76,26 +80,63 @@ def held_out_rows(
             raise ValueError(f"{error}; `eval_size` cuts rows to evaluate on from the training split") from error
     if eval_size == 0:
         return train, None
+    if eval_size >= len(train):
+        raise ValueError(f"`eval_size` {eval_size} leaves none of the {len(train)} rows to train on: lower it")
     parts = train.train_test_split(eval_size, seed=seed)
     return parts["train"], parts["test"]
 
 
 def _load_splits(path: Path, name: str, config: str | None) -> dict[str, Dataset]:
-    if path.is_file():
-        if path.suffix not in _BUILDERS:
-            raise ValueError(f"dataset file {name!r} ends in {path.suffix!r}; it must end in {', '.join(_BUILDERS)}")
-        return load_dataset(_BUILDERS[path.suffix], data_files=str(path))
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        saved = load_from_disk(str(path))
-        return saved if isinstance(saved, DatasetDict) else {"train": saved}
-    if path.is_dir():
-        return load_dataset(str(path.resolve()), name=config)  # a bare "." has no name to derive a builder from
+    is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    if path.is_file() and path.suffix not in _BUILDERS:
+        raise ValueError(f"dataset file {name!r} ends in {path.suffix!r}; it must end in {', '.join(_BUILDERS)}")
+    if config is not None and (path.is_file() or is_saved):
+        raise ValueError(f"dataset {name!r} is local and has no configurations: leave out {config!r}")
+    if path.exists():
+        try:
+            splits = _load_local(path, config, is_saved)
+        except (ValueError, OSError, DatasetsError, StopIteration) as error:
+            raise ValueError(f"dataset {name!r} cannot be read: {_why(path, error)}") from error
+        for dataset in splits.values():
+            (first, *others) = dataset.column_names or [""]
+            if path.suffix == ".csv" and not others and (found := re.search("[;\t|]", first)):
+                raise ValueError(f"dataset {name!r} separates its columns by {found[0]!r}: save it with commas")
+        return splits
     # A hub name is `name` or `owner/name`; anything else can only have been meant as a path.
     if path.suffix in _BUILDERS or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise FileNotFoundError(f"dataset {name!r}: no such file or folder; the working directory is {Path.cwd()}")
+        raise FileNotFoundError(
+            f"dataset {name!r}: no such file or folder{near_path(path)}; the working directory is {Path.cwd()}"
+        )
     try:
         return load_dataset(name, name=config)
     except (DatasetNotFoundError, ConnectionError) as error:
         raise FileNotFoundError(
-            f"dataset {name!r}: no such file or folder in {Path.cwd()}, and no such dataset on the hub: {error}"
+            f"dataset {name!r}: no such file or folder in {Path.cwd()}{near_path(path)}, and no such dataset on the "
+            f"hub: {error}"
         ) from error
+
+
+def _load_local(path: Path, config: str | None, is_saved: bool) -> dict[str, Dataset]:
+    if path.is_file():
+        return load_dataset(_BUILDERS[path.suffix], data_files=str(path))
+    if is_saved:
+        saved = load_from_disk(str(path))
+        return saved if isinstance(saved, DatasetDict) else {"train": saved}
+    return load_dataset(str(path.resolve()), name=config)  # a bare "." has no name to derive a builder from
+
+
+def _why(path: Path, error: BaseException) -> str:
+    """What is wrong, in terms of the file; else what was raised first."""
+    for file in [path] if path.is_file() else sorted(path.glob("*.json*")):
+        if file.suffix == ".jsonl":
+            with open(file, "rb") as rows:
+                for number, row in enumerate(rows, 1):
+                    try:
+                        json.loads(row.strip() or b"0")
+                    except ValueError:
+                        return f"line {number} of {file.name} is no JSON, {row[:60]!r}"
+    while error.__cause__ or (error.__context__ and not error.__suppress_context__):
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    # What `datasets` raises for files without a row
+    is_empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
+    return "it has no rows" if is_empty else str(error)

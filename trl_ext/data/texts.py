@@ -5,12 +5,17 @@ from typing import Any
 
 from datasets import Dataset
 
+_TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
+
+
+def is_messages(value: Any) -> bool:
+    """Return whether the value is a list of one or more messages."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+
 
 def is_text(value: Any) -> bool:
     """Return whether the value is a text, which may be empty, or one or more messages."""
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(message, dict) and "role" in message for message in value)
-    return isinstance(value, str)
+    return isinstance(value, str) or is_messages(value)
 
 
 def has_content(answer: Any) -> bool:
@@ -49,3 +54,28 @@ def check_texts(dataset: Dataset, columns: Sequence[str], name: str, may_be_empt
                 f"but {len(wrong)} of {len(dataset)} rows do not (the first is row {wrong[0][0]}, with "
                 f"{repr(wrong[0][1])[:80]}): correct them, or leave them out with `Dataset.filter`"
             )
+
+
+def check_chat_template(dataset: Dataset, name: str, tokenizer_name: str, **kwargs: Any) -> None:
+    """Check that messages, if the data has them, can be written as text by this tokenizer.
+
+    Args:
+        dataset: rows, of which the first is looked at.
+        name: what error messages call the dataset.
+        tokenizer_name: a folder or a hub name. It is loaded only if there are messages.
+        **kwargs: for `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        ValueError: there are messages, but the tokenizer has no chat template.
+    """
+    columns = [column for column in _TEXTS if column in dataset.column_names]
+    messages = [column for column in columns if len(dataset) and is_messages(dataset[0][column])]
+    if not messages:
+        return
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(tokenizer_name, **kwargs).chat_template is None:
+        raise ValueError(
+            f"{name}: the column {messages[0]!r} holds messages, but the tokenizer of {tokenizer_name} has no chat "
+            "template to write them as text: start from an instruction-tuned model, or give the data as text"
+        )

@@ -7,7 +7,7 @@ from typing import Literal
 import trl
 
 from ..redaction import HidesCredentials
-from ..settings import check_settings
+from ..settings import check_settings, resolve_bf16
 
 WITHOUT_BETA = {"sft"}
 # These see β as β·Δ only, Δ being the log-ratio margin of the pair
@@ -45,9 +45,9 @@ class DPOConfig(HidesCredentials, trl.DPOConfig):
     r"""
     Configuration of [`DPOTrainer`].
 
-    Every field of [`trl.DPOConfig`] is there and means the same. With the fields below at their defaults, the loss is
-    TRL's to the last bit. A log-ratio is a completion's log-prob under the policy minus under the reference, nats; a
-    pair's margin Δ is the chosen's log-ratio minus the rejected's.
+    Every field of [`trl.DPOConfig`] is there and means the same; only `bf16`, where it is left open, is off on a CPU.
+    With the fields below at their defaults, the loss is TRL's to the last bit. A log-ratio is a completion's log-prob
+    under the policy minus under the reference, nats; a pair's margin Δ is the chosen's log-ratio minus the rejected's.
 
     Parameters:
         > Parameters that move β
@@ -157,6 +157,7 @@ class DPOConfig(HidesCredentials, trl.DPOConfig):
     )
 
     def __post_init__(self):
+        resolve_bf16(self)
         super().__post_init__()
         check_settings(self, _RANGES, _ONLY_WITH)
         self._check_beta()

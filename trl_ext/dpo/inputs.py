@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from transformers import AutoProcessor
 
 from ..data import has_content, is_text
+from ..models.generation import check_chat_template
 from ..upstream import get_config_model_id
 from .config import DPOConfig
 
@@ -65,6 +67,22 @@ def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
         raise TypeError(f"`args` must be a `trl_ext.DPOConfig`, got {type(args).__module__}.{type(args).__name__}.")
     if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
         raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
+
+
+def check_template(model: Any, args: DPOConfig, processing_class: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    """Raise if there are messages that the tokenizer has no chat template for."""
+    evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    for name, dataset in [("train", train_dataset), *evals.items()]:
+        first: dict[str, Any] = next(iter(dataset or ()), {})  # TRL, too, takes all rows for what the first is
+        texts = first.get("chosen")
+        if isinstance(texts, list):
+            if processing_class is None:  # as TRL loads it
+                path = model if isinstance(model, str) else get_config_model_id(model.config)
+                revision = (args.model_init_kwargs or {}).get("revision")
+                processing_class = AutoProcessor.from_pretrained(
+                    path, revision=revision, trust_remote_code=args.trust_remote_code
+                )
+            check_chat_template(processing_class, [texts], "the tokenizer", f"the answers of the {name} dataset")
 
 
 def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from transformers.trainer_utils import TrainOutput
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
-from ..models.adapters import adapter_facts, quantization_of
+from ..models.adapter_guard import AdapterGuard
+from ..models.card import without_none
+from ..models.generation import check_savable
 from ..models.identity import weights_identity
-from ..models.weights import unpatched_copy
+from ..models.weights import keep_unpacked, unpatched_copy
 from ..temporarily import temporarily
 from ..upstream import check_contract, get_config_model_id, use_adapter
 from .beta_controller import BetaController
@@ -31,6 +33,7 @@ from .inputs import (
     check_arguments,
     check_dataset,
     check_evaluation,
+    check_template,
     name_row,
     take_columns,
     wanted_columns,
@@ -93,11 +96,11 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         check_arguments(model, args, processing_class)
         self.distribution_shift: dict[str, float] | None = None
         self._pair_columns = wanted_columns(args, train_dataset)
-        self._policy_path = model if isinstance(model, str) else None
         self._has_own_reference = ref_model is not None
         train_dataset = check_dataset(train_dataset, "train", args, self._pair_columns)
         if eval_dataset is not None:
             eval_dataset = check_evaluation(eval_dataset, args, self._pair_columns)
+        check_template(model, args, processing_class, train_dataset, eval_dataset)
         is_full = isinstance(model, nn.Module) and peft_config is None and not is_peft_model(model)
         if (
             ref_model is None
@@ -122,6 +125,11 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             quantization_config=quantization_config,
             peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
         )
+        check_savable(self.model)
+        if is_peft_model(self.model):
+            self.add_callback(AdapterGuard())
+        for trained_or_run in filter(None, (self.model, self.ref_model)):
+            keep_unpacked(trained_or_run)
         if args.distribution_shift_samples:
             check_shift_is_possible(self)
         pairs_per_batch = args.per_device_train_batch_size * args.world_size
@@ -313,18 +321,9 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         return super().train(resume_from_checkpoint, **kwargs)
 
     def _run_facts(self) -> dict[str, Any]:
-        sources = {} if self.margin_normalizer is None else {"sources": self.margin_normalizer.sources}
-        return {**super()._run_facts(), **sources, **self._weights_at_start}
-
-    @cached_property
-    def _weights_at_start(self) -> dict[str, Any]:
-        """Which weights the policy and a reference of its own had before the first step."""
-        revision = (self.args.model_init_kwargs or {}).get("revision")
-        model = self.accelerator.unwrap_model(self.model)
-        policy = weights_identity(model, self._policy_path, revision)
-        facts: dict[str, Any] = {"policy": policy, "quantization": quantization_of(model)}
-        if is_peft_model(model):
-            facts |= adapter_facts(model)
+        facts = super()._run_facts()
+        if self.margin_normalizer is not None:
+            facts["sources"] = self.margin_normalizer.sources
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
         return facts
@@ -356,6 +355,11 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         """What has a state to go on from, by its setting."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            without_none(self.args.output_dir, get_config_model_id(self.model.config))
 
     # ---- Mistakes ----
 

@@ -1,7 +1,7 @@
-"""Measures of reward models on held-out pairs, and of policies against gold, as pure functions of tensors."""
+"""Measures of reward models on held-out pairs, and of policies against gold; most are functions of tensors."""
 
 from .bootstrap import bootstrap_interval
-from .centring import centring_shift
+from .centring import centre_and_report, centring_shift, head_of
 from .overoptimization import fit_overoptimization, overoptimization_curve
 from .reward_model import (
     accuracy_by_length_gap,
@@ -15,8 +15,10 @@ __all__ = [
     "accuracy_by_length_gap",
     "bootstrap_interval",
     "calibration_error",
+    "centre_and_report",
     "centring_shift",
     "fit_overoptimization",
+    "head_of",
     "overoptimization_curve",
     "pairwise_accuracy",
     "plot_margins",

@@ -1,7 +1,16 @@
-"""Centring the scores of a reward model whose head has no bias."""
+"""Centring the scores of a reward model, also of one whose head has no bias."""
+
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from accelerate.utils import GatheredParameters
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .reward_model import plot_margins, reward_model_report
 
 
 def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -> Tensor:
@@ -32,3 +41,77 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
     mean = reference.detach().double().mean(0)
     shift = torch.linalg.solve(covariance, mean)
     return shift / (shift @ mean)
+
+
+def head_of(model: nn.Module) -> nn.Linear:
+    """The layer of a classifier that gives its one score."""
+    heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
+    if len(heads) != 1:
+        raise ValueError(f"{type(model).__name__} has {len(heads)} trained layers with one output; there must be one")
+    return heads[0]
+
+
+@torch.no_grad()
+def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
+    """(N, D) what the head scores of each row of token ids: of a decoder one token, or what an encoder pools."""
+    model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
+    pad = trainer.processing_class.pad_token_id
+    seen, result = [], []
+    hook = head_of(model).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    for start in range(0, len(rows), size):
+        chunk = {"input_ids": list(rows[start : start + size])}
+        batch = trainer.processing_class.pad(chunk, padding_side="right", return_tensors="pt").to(trainer.args.device)
+        model(**batch)
+        hidden = seen.pop()
+        if hidden.dim() == 3:  # as the classifier: the last that is not padding, so not an EOS that is the pad token
+            positions = torch.arange(hidden.size(1), device=hidden.device)
+            last = (positions * (batch["input_ids"] != pad)).argmax(1)
+            hidden = hidden[torch.arange(len(last)), last]
+        result.append(hidden.double().cpu())
+    hook.remove()
+    return torch.cat(result)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+@torch.no_grad()
+def _subtract(parameter: Tensor, value: Tensor) -> None:
+    value = value.to(parameter.device, parameter.dtype).expand(parameter.shape).contiguous()
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    parameter -= value
+
+
+def centre_and_report(trainer: Any, demonstrations: Dataset, output_dir: Path) -> dict:
+    """Make demonstrations score 0 on average, then measure the model as it will be saved."""
+    head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
+    reference = _features(trainer, demonstrations["chosen_ids"])
+    chosen, rejected = _features(trainer, held_out["chosen_ids"]), _features(trainer, held_out["rejected_ids"])
+    everything = torch.cat([reference, _features(trainer, train["chosen_ids"] + train["rejected_ids"])])
+    gaps = [len(a) - len(b) for a, b in zip(held_out["chosen_ids"], held_out["rejected_ids"], strict=True)]
+
+    def scores(seen: Tensor) -> Tensor:
+        bias = 0 if head.bias is None else _whole(head.bias).item()
+        return seen @ _whole(head.weight)[0].detach().double().cpu() + bias
+
+    if isinstance(trainer.model, FSDPModule):  # else the head is a gathered copy, which is not what will be saved
+        trainer.model.reshard()
+    with GatheredParameters(list(head.parameters()), modifier_rank=0):  # ZeRO-3 leaves them empty
+        mean, margins_before = scores(reference).mean(), scores(chosen) - scores(rejected)
+        if head.bias is not None:
+            _subtract(head.bias, mean)
+        else:
+            _subtract(head.weight, mean * centring_shift(reference, everything))
+        centred = scores(chosen), scores(rejected)
+        margins = centred[0] - centred[1]
+        report = {
+            **reward_model_report(*centred, torch.tensor(gaps)),
+            "demonstrations_mean": scores(reference).mean().item(),
+            "demonstrations_mean_before_centring": mean.item(),
+            "margin_change_by_centring": (margins - margins_before).abs().mean().item(),
+        }
+    if trainer.is_world_process_zero():
+        plot_margins(margins, output_dir / "margins.png")
+    return report

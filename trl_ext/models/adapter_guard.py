@@ -1,5 +1,6 @@
 """A run in which an adapter is not trained stops, instead of ending after days with the weights it began with."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ def _local(tensor: Any) -> Tensor:
 class AdapterGuard(TrainerCallback):
     """
     Raises after the first step in which an adapter or the value head had a gradient and a learning rate, and no weight
-    of it changed.
+    of it changed. Warns after training of LoRA matrices B that are all zero, as they began.
 
     DeepSpeed's engine has no gradients left when callbacks run: there, nothing is watched.
     """
@@ -69,3 +70,24 @@ class AdapterGuard(TrainerCallback):
                 )
         self.watched -= self.due
         self.before = {}
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if {"lora_B", "lora_embedding_B"} & {*(parts := name.split("."))} and {POLICY, CRITIC} & {*parts}
+        }
+        moved = [bool(_local(getattr(p, "ds_tensor", p)).any()) for p in trained.values()]
+        if torch.distributed.is_initialized():  # each process sees its own shard
+            seen = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(seen, moved)
+            moved = [any(flags) for flags in zip(*seen, strict=True)]
+        zero = [name for name, has_moved in zip(trained, moved, strict=True) if not has_moved]
+        if zero and state.is_world_process_zero:
+            warnings.warn(
+                f"{len(zero)} of {len(trained)} LoRA matrices B are all zero after {state.global_step} steps, as they "
+                f"began, so that their layers have learned nothing ({zero[0]}): no gradient reached them, the rate "
+                "was 0 or too small for their dtype, or they were frozen.",
+                UserWarning,
+                stacklevel=2,
+            )

@@ -17,7 +17,7 @@ from peft import (
 )
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, find_adapter_config_file, is_deepspeed_zero3_enabled
 from .adapter_switch import CRITIC, POLICY, REFERENCE
@@ -168,11 +168,13 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """What a run that goes on must have in common with its beginning: settings, and which reference."""
-    settings = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-    facts: dict[str, Any] = {
-        f"adapter {name}": {setting: getattr(config, setting, None) for setting in settings}
-        for name, config in policy.peft_config.items()
-    }
+    # Where it came from, and what PEFT sets by the use that is made of it
+    left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
+    facts: dict[str, Any] = {}
+    for name, config in policy.peft_config.items():
+        settings = {key: value for key, value in config.to_dict().items() if key not in left_out}
+        # Sets have no order
+        facts |= {f"adapter {name} {key}": sorted(v) if isinstance(v, set) else v for key, v in settings.items()}
     if REFERENCE in policy.peft_config:
         reference = get_peft_model_state_dict(policy, adapter_name=REFERENCE)
         facts["reference adapter's weights"] = f"xxh3:{hash_of(reference)}"
@@ -230,6 +232,16 @@ def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
     model = model.merge_and_unload()
     model.config.name_or_path = model.name_or_path = path
     return model
+
+
+def check_head(path: str) -> None:
+    """Raise if neither an adapter nor its base has the head of a sequence classifier: it would be a random one."""
+    if any(key.startswith(_HEAD) for key in load_peft_weights(path, device="cpu")):
+        return
+    config = PeftConfig.from_pretrained(path)
+    base = AutoConfig.from_pretrained(config.base_model_name_or_path, revision=config.revision)
+    if "CausalLM" in (base.architectures or [""])[0]:
+        raise ValueError(f"{path} has no `score` head: it is no sequence classifier that was saved as an adapter.")
 
 
 # ---- One base for a reward model that was trained as an adapter ----

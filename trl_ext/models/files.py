@@ -32,16 +32,13 @@ def save_critic(actor_critic: ActorCritic, folder: str, state_dict: dict[str, Te
         critic.save_pretrained(folder, state_dict=weights)
 
 
-def load_roles(actor_critic: ActorCritic, folder: str) -> None:
-    """Load what is no plain policy: adapters (which the Trainer would load, and freeze), and the critic."""
-    critic, critic_folder = actor_critic.critic, os.path.join(folder, "critic")
+def load_adapters(actor_critic: ActorCritic, folder: str) -> None:
+    """Load the policy's and the critic's adapters, which the Trainer would load one of, and freeze."""
     if actor_critic.adapters is not None:
         load_adapter(actor_critic.policy, POLICY, folder)
     if actor_critic.shares_base:
-        critic.score.load_state_dict(load_adapter(actor_critic.policy, CRITIC, critic_folder))
-    else:
-        saved = type(critic).from_pretrained(critic_folder, dtype=critic.dtype)
-        critic.load_state_dict(saved.state_dict())
+        weights = load_adapter(actor_critic.policy, CRITIC, os.path.join(folder, "critic"))
+        actor_critic.critic.score.load_state_dict(weights)
 
 
 @contextmanager

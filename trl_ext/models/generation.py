@@ -1,7 +1,7 @@
 """Sampling from a causal language model, and the log-probs of answers: once, for trainers, tools and recipes."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -33,6 +33,25 @@ def neutral_generation(model: Any) -> Iterator[None]:
             if vars(module).get("generation_config") is not None:
                 stack.enter_context(temporarily(module, generation_config=GenerationConfig()))
         yield
+
+
+def check_savable(model: Any) -> None:
+    """
+    Raise a `ValueError` if transformers would refuse to save the model's generation config.
+
+    It says so only when it saves a config that was changed since it was loaded, as trainers do: after the training.
+    """
+    config = getattr(base_model_of(model), "generation_config", None)
+    if config is None or hasattr(model, "peft_config"):  # an adapter is saved without it
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(
+            "transformers would not save this model, since its generation_config.json contradicts itself "
+            f"({' '.join(str(error).split())[:300]}): correct the file, or pass a model whose `generation_config` is "
+            "(`model.generation_config.do_sample = True` is what a `temperature` or `top_p` needs)."
+        ) from error
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager:
@@ -69,6 +88,15 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
     return sorted({tokenizer.eos_token_id, *(saved if isinstance(saved, list) else [saved])} - {None})
 
 
+def check_chat_template(tokenizer: Any, texts: Iterable[Any], whose: str, what: str) -> None:
+    """Raise a `ValueError` if there are messages among `texts`, and the tokenizer (or processor) has no template."""
+    if getattr(tokenizer, "chat_template", None) is None and any(isinstance(text, list) for text in texts):
+        raise ValueError(
+            f"{what} are messages, but {whose} ({tokenizer.name_or_path or type(tokenizer).__name__}) has no chat "
+            "template: pass an instruct model's, or set its `chat_template`; or pass text."
+        )
+
+
 def prompt_token_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
     """
     Tokenize prompts.
@@ -83,8 +111,7 @@ def prompt_token_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
     Raises:
         ValueError: there are messages, but no chat template.
     """
-    if tokenizer.chat_template is None and any(not isinstance(prompt, str) for prompt in prompts):
-        raise ValueError("the prompts are messages, but the tokenizer has no chat template: use an instruct model's")
+    check_chat_template(tokenizer, prompts, "the tokenizer", "the prompts")
     return [
         tokenizer(prompt)["input_ids"]
         if isinstance(prompt, str)

@@ -1,5 +1,6 @@
 """Which weights these are: one answer for resuming, and for adapters that want the base they were trained on."""
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..marker import file_hash
 from .weights import base_model_of, whole
 
 
@@ -37,6 +39,21 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
     return f"{path}@{Path(config).parent.name}" if isinstance(config, str) else None
 
 
+def path_identity(path: str, revision: str | None = None) -> str:
+    """
+    Say which model lies under a path, without loading it.
+
+    Returns:
+        `name@commit` for a model of the hub, `xxh3:…` of the files of weights and configuration for a folder.
+    """
+    if identity := hub_identity(path, revision):
+        return identity
+    patterns = ("*.safetensors", "pytorch_model*.bin", "config.json", "adapter_config.json")
+    files = {file.name: file_hash(file) for pattern in patterns for file in Path(path).glob(pattern)}
+    text = json.dumps(files, sort_keys=True)
+    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
+
+
 def weights_hash(module: Any) -> str:
     """
     Hash a module's weights without adapters, as they are after quantisation.
@@ -51,6 +68,30 @@ def weights_hash(module: Any) -> str:
             if "lora_" not in name and ".modules_to_save." not in name
         }
     )
+
+
+def config_identity(model: Any) -> str:
+    """Hash the configuration of a model, but for where it came from, and how it is run (attention, dtype) in words."""
+    config = base_model_of(model).config
+    settings = config.to_diff_dict()
+    for name in ("_name_or_path", "name_or_path", "transformers_version"):
+        settings.pop(name, None)
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]} {config._attn_implementation}"
+
+
+def tokenizer_identity(tokenizer: Any) -> str | None:
+    """Hash a tokenizer, or that of a processor: its vocabulary and rules, special tokens and chat template."""
+    if tokenizer is None:
+        return None
+    template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules: Any = [tokenizer.get_vocab()]
+    if backend is not None:
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}  # as it was used last
+    special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
+    text = json.dumps([rules, special, template], sort_keys=True, default=str)
+    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
 
 
 def hash_of(tensors: dict[str, Any]) -> str:

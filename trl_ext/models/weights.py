@@ -48,6 +48,19 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def keep_unpacked(model: nn.Module) -> None:
+    """
+    Keep 4-bit weights in the layout that gradients pass.
+
+    On a CPU with AVX512-BF16, bitsandbytes packs a layer at its first forward in evaluation mode, for good. What is
+    packed passes no gradient, so that after an evaluation nothing below would learn, and has no room for sizes that
+    are no multiples of 32.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            vars(module)["support_avx512bf16_for_cpu"] = False
+
+
 def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | None = None) -> Any:
     """
     Copy a model without the forward that TRL or accelerate patched onto the instance.

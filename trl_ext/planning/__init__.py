@@ -1,4 +1,5 @@
 from .checks import known_not_to_work, known_to_go_wrong
+from .duration import GPU, GPUS, Efficiency, examples, hours, seconds_per_example
 from .layout import Layout
 from .memory import GIB, kv_cache_bytes, optimizer_bytes, quantized_bytes, share
 from .runs import Job, Plan, Role
@@ -7,19 +8,25 @@ from .stages import plan
 
 __all__ = [
     "GIB",
+    "GPU",
+    "GPUS",
+    "Efficiency",
     "Job",
     "Layout",
     "LiveBytes",
     "Plan",
     "Role",
+    "examples",
     "fake",
     "forward_peak",
+    "hours",
     "known_not_to_work",
     "known_to_go_wrong",
     "kv_cache_bytes",
     "optimizer_bytes",
     "plan",
     "quantized_bytes",
+    "seconds_per_example",
     "share",
     "training_peak",
 ]

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trl import RLOOConfig
 
+from ..nearest import did_you_mean
 from ..redaction import HidesCredentials
-from ..settings import check_settings
+from ..settings import check_settings, resolve_bf16
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -49,22 +50,56 @@ REFUSED = {
     "use_transformers_paged": "see `use_transformers_continuous_batching`",
 }
 
-# `generation_kwargs` that leave the distribution of each token as the policy has it.
+# What `generation_kwargs` may hold without vLLM. These leave the distribution of each token as the policy has it …
 ON_POLICY_GENERATION_KWARGS = {
     "cache_config",
     "cache_implementation",
-    "compile_config",
-    "detokenize",
-    "disable_compile",
-    "include_stop_str_in_output",
+    "max_cache_len",
     "max_time",
     "prefill_chunk_size",
-    "seed",
-    "skip_special_tokens",
-    "stop",
-    "stop_strings",
-    "stop_token_ids",
     "use_cache",
+}
+# … and these do not
+OFF_POLICY_GENERATION_KWARGS = {
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "do_sample",
+    "encoder_no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "exponential_decay_length_penalty",
+    "forced_eos_token_id",
+    "guidance_scale",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "repetition_penalty",
+    "sequence_bias",
+    "suppress_tokens",
+    "temperature",
+    "top_h",
+    "top_k",
+    "top_p",
+    "typical_p",
+    "watermarking_config",
+}
+# vLLM refuses what it does not know by itself; of the rest, these leave the distribution alone
+ON_POLICY_VLLM_KWARGS = {"detokenize", "seed", "skip_special_tokens"}
+
+_ENDS = (
+    "a response ends where the policy draws an EOS, so that its score lands there: set `stop_token_id`, or give the "
+    "model's `generation_config.eos_token_id` a list"
+)
+REFUSED_GENERATION_KWARGS = {
+    **dict.fromkeys(("eos_token_id", "include_stop_str_in_output", "stop", "stop_strings", "stop_token_ids"), _ENDS),
+    **dict.fromkeys(("max_length", "max_new_tokens", "max_tokens"), "set `max_completion_length`"),
+    **dict.fromkeys(("n", "num_return_sequences"), "set `num_generations`"),
+    **dict.fromkeys(("detokenize", "seed", "skip_special_tokens"), "only vLLM reads it"),
+    **dict.fromkeys(("compile_config", "disable_compile"), "TRL switches compilation off in rollouts"),
 }
 
 _RANGES = {  # name: (rule in words, test of a value that is not None)
@@ -94,6 +129,10 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "num_ppo_epochs": (">= 1", lambda x: x >= 1),
     "per_device_eval_batch_size": (">= 1", lambda x: x >= 1),
     "per_device_train_batch_size": (">= 1", lambda x: x >= 1),
+    "reward_weights": (
+        "a list of finite numbers",
+        lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x),
+    ),
     "temperature": ("> 0", lambda x: x > 0),
     "total_episodes": (">= 1", lambda x: x >= 1),
     "vf_coef": (">= 0", lambda x: x >= 0),
@@ -135,7 +174,8 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         allow_off_policy_sampling (`bool`, defaults to `False`):
             Allow `top_k`, `top_p`, `min_p`, `repetition_penalty` and other `generation_kwargs` that make the sampler
             differ from the policy whose log-probs are trained. The difference is logged as
-            `sampling/logprob_difference` (not with vLLM).
+            `sampling/logprob_difference` (not with vLLM). A name in `generation_kwargs` that would do nothing in a
+            rollout is refused, and so are stop strings: a response ends where the policy draws an EOS.
         missing_eos_score (`float`, *optional*):
             Score of a response that does not end by EOS, in place of its own (N+ detail "EOS trick"; −1 there).
         missing_eos_penalty (`float`, *optional*):
@@ -212,7 +252,7 @@ class PPOConfig(HidesCredentials, RLOOConfig):
 
     > [!NOTE]
     > Defaults that differ from `RLOOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
-    > `num_generations` 1, `normalize_advantages` True.
+    > `num_generations` 1, `normalize_advantages` True, `bf16` False on a CPU.
     """
 
     if TYPE_CHECKING:  # set here, declared by parents that mypy reads as Any
@@ -316,6 +356,7 @@ class PPOConfig(HidesCredentials, RLOOConfig):
 
     def __post_init__(self):
         self.num_generations = 1 if self.num_generations is None else self.num_generations
+        resolve_bf16(self)
         self._resolve_aliases()
         self._refuse()
         self._check_values()
@@ -427,8 +468,16 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             )
 
     def _check_sampling(self):
-        kwargs = self.generation_kwargs or {}
-        changed = {name: value for name, value in kwargs.items() if name not in ON_POLICY_GENERATION_KWARGS}
+        kwargs: dict[str, Any] = self.generation_kwargs or {}
+        on_policy = ON_POLICY_VLLM_KWARGS if self.use_vllm else ON_POLICY_GENERATION_KWARGS
+        for name, value in kwargs.items():
+            if name in on_policy or (name in OFF_POLICY_GENERATION_KWARGS and not self.use_vllm):
+                continue
+            if name in REFUSED_GENERATION_KWARGS or not self.use_vllm:
+                reason = REFUSED_GENERATION_KWARGS.get(name, "it would do nothing in a rollout, or break it")
+                known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
+                raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
+        changed = {name: value for name, value in kwargs.items() if name not in on_policy}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
         changed |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
         if changed and not self.allow_off_policy_sampling:

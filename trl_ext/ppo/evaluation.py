@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.trainer_callback import ProgressCallback
 
 from ..models.generation import forked_rng
 from ..temporarily import temporarily
+from .rollout import Rollout
 
 
 @dataclass
@@ -27,10 +28,12 @@ class EvaluationPass:
     Args:
         total: rows in all.
         is_greedy: whether this pass decodes greedily.
+        table: where the answers of all processes are kept, if they are to be shown.
     """
 
     total: int
     is_greedy: bool = False
+    table: list[dict[str, Any]] | None = None
     seen: int = 0
 
     @property
@@ -43,6 +46,23 @@ class EvaluationPass:
         first = self.seen + size * accelerator.process_index
         self.seen += size * accelerator.num_processes
         return first + torch.arange(size, device=accelerator.device) < self.total
+
+    def keep(self, rollout: Rollout, rows: Tensor, tokenizer: Any) -> None:
+        """Keep the texts and the score of each real row, under the names of TRL 1.12's table."""
+        if self.table is None:
+            return
+        real = zip(rollout.prompt_ids, rollout.prompt_mask.bool(), strict=True)
+        drawn = zip(
+            rollout.completion_ids, rollout.lengths.int().tolist(), strict=True
+        )  # a mask may hide truncated ones
+        parts = [[ids[mask].tolist() for ids, mask in real], [ids[:length].tolist() for ids, length in drawn]]
+        texts = [tokenizer.batch_decode(part, skip_special_tokens=True) for part in parts]
+        shown = [
+            {"query": query, "model response": response, "score": score}
+            for query, response, score, is_real in zip(*texts, rollout.scores.tolist(), rows.tolist(), strict=True)
+            if is_real
+        ]
+        self.table += gather_object(shown)
 
 
 def greedy_config(config: GenerationConfig) -> GenerationConfig:

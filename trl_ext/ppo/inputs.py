@@ -1,7 +1,7 @@
 """What the trainer is given: calls written for TRL 1.12, mistakes, and prompts."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -9,9 +9,11 @@ from torch import nn
 from transformers import DataCollatorWithPadding, ProcessorMixin
 
 from ..data import check_texts
-from ..models.weights import base_model_of
+from ..models.generation import check_chat_template
+from ..models.weights import base_model_of, vocabulary_of
 from ..upstream import get_config_model_id, is_vllm_available
 from .config import PPOConfig
+from .rewards import AdapterReward
 
 
 def migrate(model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator):
@@ -121,6 +123,7 @@ def check_inputs(
             )
         if "prompt" in dataset.column_names:
             check_texts(dataset, ("prompt",), f"The {name} dataset")
+            check_messages(dataset["prompt"], name)
         if "prompt_ids" in dataset.column_names:
             raise ValueError(
                 f"The {name} dataset has a column `prompt_ids`, the name under which reward functions are given the "
@@ -152,6 +155,34 @@ def check_inputs(
             f"`reward_normalization={args.reward_normalization!r}` reads the column {column!r}; the train dataset has "
             f"{train_dataset.column_names}."
         )
+
+
+def check_messages(prompts: Iterable[Any], name: str) -> None:
+    """Raise for the first message that no chat template could show."""
+    for row, prompt in enumerate(prompts):
+        for message in prompt if isinstance(prompt, list) else ():
+            says = isinstance(message.get("content"), (str, list)) or message.get("tool_calls")
+            if not isinstance(message["role"], str) or not says:
+                raise ValueError(
+                    f"The {name} dataset, row {row}: a message of the prompt must have a `role` and a `content`, got "
+                    f"{repr(message)[:80]}: correct it, or leave it out with `Dataset.filter`."
+                )
+
+
+def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:
+    """Raise for the first row of `input_ids` that is no list of the policy's tokens, or has a mask of other length."""
+    columns = [column for column in ("input_ids", "attention_mask") if column in dataset.column_names]
+    for row, example in enumerate(dataset.with_format(None).select_columns(columns)):
+        ids, mask = example["input_ids"], example.get("attention_mask")
+        where = f"The {name} dataset, row {row}: "
+        if isinstance(ids, list) and mask is not None and len(mask) != len(ids):
+            raise ValueError(f"{where}`attention_mask` has {len(mask)} entries, `input_ids` {len(ids)}.")
+        real = [i for i, is_real in zip(ids, mask, strict=True) if is_real] if isinstance(ids, list) and mask else ids
+        if not isinstance(real, list) or not all(isinstance(i, int) and 0 <= i < vocabulary for i in real):
+            raise ValueError(
+                f"{where}`input_ids` must be a list of token ids below {vocabulary}, the policy's vocabulary, got "
+                f"{repr(ids)[:80]}."
+            )
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
@@ -202,13 +233,28 @@ def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[
     return rows, token_ids
 
 
+def check_templates(tokenizer: Any, rewards: Any, datasets: list[tuple[str, Dataset | None]]) -> None:
+    """Raise if there are messages that the policy's tokenizer, or a reward model's, has no chat template for."""
+    for name, dataset in datasets:
+        if dataset is None or "prompt" not in dataset.column_names:
+            continue
+        prompts, what = dataset["prompt"], f"the prompts of the {name} dataset"
+        if "input_ids" not in dataset.column_names:
+            check_chat_template(tokenizer, prompts, "the policy's tokenizer", what)
+        for reward, reward_tokenizer, reward_name in zip(
+            rewards.functions, rewards.tokenizers, rewards.names, strict=True
+        ):
+            if isinstance(reward, (AdapterReward, nn.Module)):
+                check_chat_template(reward_tokenizer, prompts, f"the tokenizer of reward model '{reward_name}'", what)
+
+
 def check_prompt_lengths(
     measure: Callable[[list[dict[str, Any]]], list[int]],
     policy: Any,
     max_completion_length: int,
     datasets: list[tuple[str, Dataset | None]],
 ) -> None:
-    """Raise if a prompt is empty, or leaves no room for an answer in the policy's context.
+    """Raise if a prompt is empty, holds what is no token, or leaves no room for an answer in the policy's context.
 
     `measure` returns how many tokens the policy is given for each of some rows.
     """
@@ -216,6 +262,8 @@ def check_prompt_lengths(
     for name, dataset in datasets:
         if dataset is None:
             continue
+        if "input_ids" in dataset.column_names:
+            check_token_ids(dataset, name, vocabulary_of(policy))
         columns = [c for c in ("prompt", "input_ids", "attention_mask") if c in dataset.column_names]
         batches = dataset.select_columns(columns).iter(1000)
         lengths = [

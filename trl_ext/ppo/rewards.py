@@ -58,14 +58,20 @@ class CheckedReward:
             raise TypeError(f"must return a list with one float or None per completion, got {type(rewards).__name__}")
         if len(rewards) != len(prompts):
             raise ValueError(f"returned {len(rewards)} rewards for {len(prompts)} completions; return one for each")
-        for row, reward in enumerate(rewards):
-            if reward is None:
-                continue
-            if isinstance(reward, (str, list)):
-                raise TypeError(f"returned {reward!r} for completion {row}; return a float, or None")
-            if not abs(reward) <= torch.finfo(torch.float32).max:  # NaN, too
-                raise ValueError(f"returned {reward} for completion {row}; return None where it does not apply")
-        return [None if reward is None else float(reward) for reward in rewards]
+        return [None if reward is None else number(reward, row) for row, reward in enumerate(rewards)]
+
+
+def number(reward: Any, row: int) -> float:
+    """Return the reward of completion `row` as a finite float: a number of Python, NumPy or torch."""
+    try:
+        value = None if isinstance(reward, (str, bytes)) else float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        value = None
+    if value is None:
+        raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float, or None")
+    if not abs(value) <= torch.finfo(torch.float32).max:  # NaN, too
+        raise ValueError(f"returned {value} for completion {row}; return None where it does not apply")
+    return value
 
 
 class CheckedAsyncReward(CheckedReward):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
@@ -18,6 +18,7 @@ from ..models.adapters import (
     add_reward,
     base_fingerprint,
     check_config,
+    check_head,
     check_modules,
     copy_adapter,
     is_adapter,
@@ -28,10 +29,11 @@ from ..models.adapters import (
     why_not_shared,
 )
 from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
-from ..models.identity import hub_identity
+from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
 from ..models.loading import Loader
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
-from ..rewards.model import ModelReward, logits_of, same_tokenizer
+from ..rewards.model import ModelReward, load_reward_model, logits_of, same_tokenizer
+from ..sources import source_identity
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
 from .rewards import AdapterReward, Mistakes, checked
@@ -76,6 +78,19 @@ def check_roles(
                 "a base of its own: pass `peft_config`, or use 'auto'."
             )
     return [AdapterReward(reward) if is_adapter(reward) else reward for reward in reward_funcs]
+
+
+def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
+    """Put the reward models that are paths, and their tokenizers, into the lists, as RLOO would, but no new head."""
+    kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    if args.world_size > 1 or args.deepspeed_plugin is not None:
+        kwargs["device_map"] = None
+    named = {name: kwargs.get(name) for name in ("revision", "trust_remote_code")}
+    for i, path in enumerate(reward_funcs):
+        if isinstance(path, str):
+            reward_funcs[i] = load_reward_model(path, **kwargs)
+            if tokenizers[i] is None:
+                tokenizers[i] = AutoTokenizer.from_pretrained(path, **named)
 
 
 def check_tokenizer(policy: Any, tokenizer: Any) -> None:
@@ -159,10 +174,19 @@ class Rewards:
         tokenizers: of the models, None for functions.
         names: of all.
         policy_tokenizer: the policy's.
+        paths: what the models were loaded from; None for what was passed in as an object.
     """
 
-    def __init__(self, functions: list, tokenizers: list, names: list[str], policy_tokenizer: Any):
+    def __init__(
+        self,
+        functions: list,
+        tokenizers: list,
+        names: list[str],
+        policy_tokenizer: Any,
+        paths: list[str | None],
+    ):
         self.functions = list(functions)
+        self.paths = paths
         self.tokenizers = list(tokenizers)
         # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
         names = [name or f"reward_model_{i}" for i, name in enumerate(names)]
@@ -198,9 +222,24 @@ class Rewards:
                 continue
             if share == "always":
                 raise ValueError(f"`share_reward_base='always'`, but {reward.path} cannot share the base: {reason}.")
+            check_head(reward.path)
             loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
             self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads
+
+    def identities(self) -> dict[str, Any]:
+        """Say which rewards these are: of models the weights and the tokenizer, of functions the source."""
+        facts: dict[str, Any] = {"rewards": self.names}
+        for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
+            if isinstance(reward, AdapterReward):
+                weights = hash_of(load_peft_weights(reward.path, device="cpu"))
+                identity = hub_identity(reward.path) or f"xxh3:{weights[:12]}"
+            elif isinstance(reward, nn.Module):
+                identity = weights_identity(unwrapped(reward), self.paths[i])
+            else:
+                identity = source_identity(reward)
+            facts[f"reward {name}"] = " ".join(filter(None, (identity, tokenizer_identity(tokenizer))))
+        return facts
 
     def disable_dropout(self) -> None:
         for reward in self.functions:

@@ -132,6 +132,8 @@ class RolloutRecorder:
         logprobs, *reference = self.passes
         mask, device = output["completion_mask"], logprobs.device
         ended = torch.tensor([ids[-1] in trainer.eos_token_ids for ids in self.completion_ids], device=device)
+        # TRL takes a row that is cut off at a PAD for finished; the policy drew that as it draws any other token
+        takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
         rewards = trainer._local(self.rewards_per_func)
         scores = sequence_scores(
             rewards, trainer.reward_weights, ended, args.missing_eos_score, args.missing_eos_penalty
@@ -146,7 +148,7 @@ class RolloutRecorder:
             values=self.values,
             sampler_logprobs=None if sampler is None else sampler.take(logprobs.size(1)),
             rewards_per_func=rewards,
-            scores=scores.masked_fill(~mask.any(1), torch.nan),
+            scores=scores.masked_fill(~takes_part, torch.nan),
             ended=ended,
             lengths=torch.tensor([len(ids) for ids in self.completion_ids], device=device, dtype=torch.float32),
         )

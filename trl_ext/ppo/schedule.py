@@ -13,6 +13,8 @@ def schedule(trainer: Any) -> str:
     steps_per_rollout = args.num_mini_batches * args.num_ppo_epochs
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rollouts * steps_per_rollout)
     n_rollouts = -(-steps // steps_per_rollout)
+    episodes, asked = n_rollouts * args.batch_size, args.total_episodes
+    rounded = f" (`total_episodes` {asked:,}, rounded up to whole rollouts)" if asked not in (None, episodes) else ""
     policy = size_of(actor_critic.parameters_of("policy"))
     trained = size_of(p for p in actor_critic.parameters_of("policy") if p.requires_grad)
     critic = size_of(actor_critic.parameters_of("critic"))
@@ -22,7 +24,7 @@ def schedule(trainer: Any) -> str:
         f"{args.batch_size:,} episodes = {args.num_mini_batches} minibatches of {args.mini_batch_size:,} "
         f"({args.per_device_train_batch_size} per device × {args.gradient_accumulation_steps} accumulated × "
         f"{args.world_size} processes), passed over {args.num_ppo_epochs} times = {steps_per_rollout} optimizer "
-        f"steps.\n     {n_rollouts:,} rollouts, {steps:,} optimizer steps, {n_rollouts * args.batch_size:,} episodes; "
+        f"steps.\n     {n_rollouts:,} rollouts, {steps:,} optimizer steps, {episodes:,} episodes{rounded}; "
         f"responses of up to {trainer.max_completion_length} tokens, ended by "
         f"{trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids)}.\n"
         f"     policy {policy:,} parameters ({trained:,} trained), critic {critic:,} ({trainer._critic_origin}), "

@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -24,12 +25,14 @@ from ..control import AgreedControl, take_kl_scale
 from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
 from ..models.actor_critic import LogprobForward
 from ..models.adapter_guard import AdapterGuard
-from ..models.adapters import adapter_facts, quantization_of
-from ..models.files import load_roles, one_adapter, save_critic, weights_of, without_base
-from ..models.identity import weights_identity
+from ..models.adapter_switch import CRITIC
+from ..models.card import without_none
+from ..models.files import load_adapters, one_adapter, save_critic, weights_of, without_base
+from ..models.generation import check_savable
+from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
-from ..models.weights import base_model_of, disable_dropout, vocabulary_of
+from ..models.weights import base_model_of, disable_dropout, keep_unpacked, vocabulary_of
 from ..temporarily import temporarily
 from ..upstream import RepeatSampler, check_contract, get_config_model_id
 from . import gradients
@@ -37,7 +40,14 @@ from .accumulator import global_moments
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
 from .evaluation import EvaluationPass, end_progress, greedy, untouched_rng
-from .inputs import check_evaluation_batch, check_inputs, check_prompt_lengths, migrate, with_prompts
+from .inputs import (
+    check_evaluation_batch,
+    check_inputs,
+    check_prompt_lengths,
+    check_templates,
+    migrate,
+    with_prompts,
+)
 from .kl_controller import KLController
 from .kl_stop import ApproxKLStop
 from .metrics import RLOO_ONLY_METRICS, PPOMetrics
@@ -50,6 +60,7 @@ from .roles import (
     check_base,
     check_roles,
     check_tokenizer,
+    load_rewards,
     make_actor_critic,
     make_reference,
     prepare_base,
@@ -169,6 +180,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 "critic its own parameter group there, or drop `critic_learning_rate`."
             )
         reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
+        reward_paths = [reward if isinstance(reward, str) else None for reward in reward_funcs]
+        if len(reward_processing_classes) == len(reward_funcs):  # else RLOO says what is wrong
+            load_rewards(reward_funcs, reward_processing_classes, args)
 
         with _as_rloo_reads(args):
             super().__init__(
@@ -185,6 +199,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
             )
         policy = self.model
+        check_savable(policy)
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
         self._adapt_rloo(policy)
@@ -192,8 +207,14 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         # Models
         path = model if isinstance(model, str) else None
         self._loader = Loader(policy, path, args.model_init_kwargs or {}, args.trust_remote_code, self.accelerator)
-        self._weights_at_start: dict[str, str] = {}  # which ones they were
-        rewards = Rewards(self.reward_funcs, self.reward_processing_classes, self.reward_func_names, self._tokenizer)
+        self._weights_at_start: dict[str, str] = {}  # of what was passed in beside the policy
+        self._rewards = rewards = Rewards(
+            self.reward_funcs,
+            self.reward_processing_classes,
+            self.reward_func_names,
+            self._tokenizer,
+            reward_paths,
+        )
         self.reward_func_names, self.reward_processing_classes = rewards.names, rewards.tokenizers
         self.beta = float(args.use_ref_model)  # RLOO: whether there is a reference pass
         if args.use_ref_model and not (self._is_peft and ref_model is None):  # else RLOO switches the adapter off
@@ -206,6 +227,13 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         actor_critic, self._critic_origin = make_actor_critic(
             self._loader, rewards, heads, value_model, critic_peft_config
         )
+        for trained_or_run in (actor_critic, self.ref_model, *rewards.functions):
+            if isinstance(trained_or_run, nn.Module):
+                keep_unpacked(trained_or_run)
+        if value_model is not None:
+            weights = {n: p for n, p in actor_critic.named_parameters() if CRITIC in n.split(".")}
+            path = value_model if isinstance(value_model, str) else None
+            self._weights_at_start["value_model"] = hub_identity(path) or f"xxh3:{hash_of(weights)[:12]}"
         if args.disable_dropout:
             disable_dropout(actor_critic)
             rewards.disable_dropout()
@@ -225,15 +253,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
 
-        check_prompt_lengths(
-            self._measure_prompts,
-            self._loader.policy,
-            self.max_completion_length,
-            [
-                ("train", train_dataset),
-                *(eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}).items(),
-            ],
-        )
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+        datasets = [("train", train_dataset), *evals.items()]
+        check_templates(self._tokenizer, rewards, datasets)
+        check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
         self.accelerator.print(schedule(self))
 
     def _adapt_rloo(self, policy: Any) -> None:
@@ -242,6 +265,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.epsilon_low = args.cliprange
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
+            if not 0 <= args.stop_token_id < (vocabulary := vocabulary_of(policy)):
+                raise ValueError(
+                    f"`stop_token_id={args.stop_token_id}` is none of the policy's {vocabulary} tokens, so that "
+                    "nothing would end by it: use one, or leave it out."
+                )
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
             if self.use_vllm:
                 vllm = self.vllm_generation
@@ -482,6 +510,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         return kept_by_fsdp2(policy)
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+        if self._evaluation is not None and self._evaluation.is_greedy:
+            inputs = [{**row, "is_greedy": True} for row in inputs]  # a column that reward functions can tell by
         with self.metrics.timed("score"):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._mistakes.raise_everywhere(self.state.global_step)
@@ -560,6 +590,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.evaluated(rollout, rows, passing.prefix)
+        passing.keep(rollout, rows, self._tokenizer)
         return {name: getattr(rollout, name) for name in ("prompt_ids", "prompt_mask", "completion_ids")}
 
     def evaluation_loop(
@@ -591,6 +622,46 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
+    def generate_completions(self, sampling: bool = False) -> Dataset:
+        """
+        Answer the evaluation prompts greedily, and show the answers with their scores, in W&B too (TRL 1.12's method).
+
+        Args:
+            sampling: as in TRL 1.12, whether to stop after the first batch.
+
+        Returns:
+            Rows with `query`, `model response` and `score`, on every process.
+        """
+        if self.eval_dataset is None:
+            raise ValueError("`generate_completions` answers the evaluation prompts: pass an `eval_dataset`.")
+        table: list[dict[str, Any]] = []
+        datasets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        for dataset in datasets:
+            if sampling:
+                first = self.args.per_device_eval_batch_size * self.accelerator.num_processes
+                dataset = dataset.select(range(min(first, len(dataset))))
+            passing = EvaluationPass(len(dataset), is_greedy=True, table=table)
+            unseen = {**self._metrics, "eval": defaultdict(list)}
+            with (
+                untouched_rng(self.accelerator, self.args.seed),
+                self.metrics.untimed(),
+                self._evaluating(passing),
+                greedy(self),
+                temporarily(self, _metrics=unseen),
+            ):
+                with temporarily(self.args, dataloader_persistent_workers=False):
+                    loader = self.get_eval_dataloader(dataset)
+                super().evaluation_loop(loader, "Completions")
+        self.metrics.start_evaluation()
+        completions = Dataset.from_list(table)
+        self.accelerator.print(completions.to_pandas().head().to_string())
+        if "wandb" in self.args.report_to and self.is_world_process_zero():
+            import wandb
+
+            if wandb.run is not None:
+                wandb.log({"completions": wandb.Table(dataframe=completions.to_pandas())})
+        return completions
+
     @contextmanager
     def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:
         self._evaluation = passing
@@ -614,6 +685,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self._metrics["train"].update({name: [number] for name, number in report.items()})
         super().log(logs, start_time)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            without_none(self.args.output_dir, get_config_model_id(self.model.config))
+
     # ---- Checkpoints ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -623,14 +699,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         output = super().train(resume_from_checkpoint, **kwargs)
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
+    @property
+    def _given_model(self) -> Any:
+        return self._actor_critic.policy
+
     def _run_facts(self) -> dict[str, Any]:
-        policy = self._actor_critic.policy
-        if "policy" not in self._weights_at_start:  # as it was passed in: training moves it
-            revision = self._loader.init_kwargs.get("revision")
-            self._weights_at_start["policy"] = weights_identity(policy, self._loader.path, revision)
-        adapters = adapter_facts(policy) if self._is_peft else {}
-        facts = {"rewards": self.reward_func_names, "quantization": quantization_of(policy)}
-        return {**super()._run_facts(), **facts, **self._weights_at_start, **adapters}
+        return {**super()._run_facts(), **self._rewards.identities(), **self._weights_at_start}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         # Each process kept the rows of its own rollout, its random states and its part of the metrics
@@ -669,7 +743,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if not self._is_peft:
             with self._as_policy():
                 super()._load_from_checkpoint(resume_from_checkpoint)
-        load_roles(self._actor_critic, resume_from_checkpoint)
+        self._load_roles(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -678,7 +752,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if not self._is_peft:
             with self._as_policy():
                 super()._load_best_model()
-        load_roles(self._actor_critic, self.state.best_model_checkpoint)
+        self._load_roles(self.state.best_model_checkpoint)
+
+    def _load_roles(self, checkpoint: str) -> None:
+        load_adapters(self._actor_critic, checkpoint)
+        if not self._actor_critic.shares_base:
+            super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
         """Have the Trainer see the policy alone as its model."""

@@ -1,5 +1,6 @@
 """Reward functions with TRL's signature. Most have weight zero and only measure what no callback sees: completions."""
 
+from ..sources import source_identity
 from .gold_judge import GoldJudgeReward
 from .loading import load_reward
 from .model import ModelReward
@@ -16,4 +17,5 @@ __all__ = [
     "load_reward",
     "repetition_watch",
     "score_watch",
+    "source_identity",
 ]

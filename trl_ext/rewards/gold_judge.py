@@ -7,7 +7,7 @@ from typing import Any
 
 from ..jsonl import read_jsonl
 from ..upstream import get_callable_name, is_async_callable
-from .watch import Watch, log_to, text_of
+from .watch import Watch, log_to, numbers_of, text_of
 
 
 class GoldJudgeReward(Watch):
@@ -17,7 +17,8 @@ class GoldJudgeReward(Watch):
     TRL generates the answers, and the trainer logs `eval_rewards/gold_judge/mean` and `/std`. From the second
     evaluation on it also logs `eval_gold/win_rate`, the share of answers that score higher than the first evaluation's
     answer to the same prompt; a tie counts one half. Set `eval_on_start=True` so that the first evaluation measures
-    the start policy.
+    the start policy. Greedy answers of [`~trl_ext.PPOTrainer`]'s evaluation are scored, but not compared with sampled
+    ones.
 
     Args:
         judge: a reward function, not async. It gets the rows to score, with their columns.
@@ -50,7 +51,7 @@ class GoldJudgeReward(Watch):
             return scores
         columns = {k: [v[i] for i in rows] for k, v in kwargs.items() if isinstance(v, list) and len(v) == len(marks)}
         asked, answers = [prompts[i] for i in rows], [completions[i] for i in rows]
-        judged = self.judge(prompts=asked, completions=answers, trainer_state=trainer_state, **columns)
+        judged = numbers_of(self.judge(prompts=asked, completions=answers, trainer_state=trainer_state, **columns))
         if len(judged) != len(rows):
             raise ValueError(
                 f"{get_callable_name(self.judge)} returned {len(judged)} scores for {len(rows)} rows; return one a row"
@@ -59,9 +60,10 @@ class GoldJudgeReward(Watch):
         if self._start_step is None:
             self._start_step = step if step == 0 else self._read_start(step)
         wins: list[float] = []
+        is_greedy = bool(kwargs.get("is_greedy"))
         for prompt, answer, score in zip(asked, answers, judged, strict=True):
             key = json.dumps(prompt, ensure_ascii=False, default=str)
-            if score is None:
+            if score is None or is_greedy:
                 continue
             if step == self._start_step:
                 self._start.setdefault(key, []).append(score)
@@ -83,6 +85,6 @@ class GoldJudgeReward(Watch):
             rows = list(read_jsonl(path))
             for row in rows:
                 if row["run"] == rows[-1]["run"]:  # earlier runs in the same folder wrote to the same file
-                    self._start.setdefault(row["prompt"], []).append(row["score"])
+                    self._start.setdefault(row["prompt"], []).append(float(row["score"]))
                     step = min(step, row["step"])
         return step

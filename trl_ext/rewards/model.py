@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..temporarily import temporarily
 from ..upstream import is_conversational
@@ -20,6 +20,20 @@ def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
     return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
+
+
+def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
+    """Load a sequence classifier of one label; raise a `ValueError` if its head would be new, so random."""
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=1, output_loading_info=True, **kwargs
+    )
+    new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
+    if new:
+        raise ValueError(
+            f"{path} is no reward model: it has no weights for {', '.join(new)}, so that its scores would be random. "
+            "Train one (`recipes/reward.py`), or pass a model object if that is what you want."
+        )
+    return model
 
 
 class ModelReward:
@@ -70,7 +84,7 @@ class ModelReward:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).to(device).eval()
+        model: Any = load_reward_model(path).to(device).eval()
         reward = cls(
             partial(logits_of, model), model.config, tokenizer, policy_tokenizer, eos_token_ids, batch_size, device
         )

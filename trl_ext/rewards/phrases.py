@@ -1,12 +1,18 @@
 """Phrases that are never acceptable, queued for people to review."""
 
-import re
+import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
+import regex
 from accelerate import PartialState
 
 from .watch import Watch, log_to, text_of
+
+# Letters, digits and marks that make up words; in scripts without spaces there is no telling where a word ends
+_UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
+_WORD = rf"[[\p{{L}}\p{{N}}\p{{M}}]--[{_UNSPACED}]]"
+_HIDDEN = r"\p{Cf}"  # zero-width spaces and joiners, soft hyphens
 
 
 class PhraseReviewReward(Watch):
@@ -17,7 +23,8 @@ class PhraseReviewReward(Watch):
     phrases.
 
     Args:
-        phrases: matched as whole words, in any case and with any space between words.
+        phrases: matched as whole words, in any case, with any space between words and any invisible character within.
+            In scripts without spaces, such as Chinese, Japanese and Thai, they are matched within words, too.
         veto: score of a completion with such a phrase; others get 0.0. Give the function a weight then. None scores
             nothing.
         folder, score: see [`Watch`].
@@ -27,18 +34,18 @@ class PhraseReviewReward(Watch):
 
     def __init__(self, phrases: Iterable[str], veto: float | None = None, **kwargs: Any):
         phrases = [phrases] if isinstance(phrases, str) else list(phrases)
-        if not phrases or not all(isinstance(phrase, str) and phrase.strip() for phrase in phrases):
+        if not phrases or not all(isinstance(phrase, str) and _composed(phrase, "").strip() for phrase in phrases):
             raise ValueError(f"`phrases` must be one or more texts, none of them empty; got {phrases}")
         super().__init__(**kwargs)
         self.phrases = phrases
         self.veto = veto
-        joined = "|".join(r"\s+".join(map(re.escape, phrase.split())) for phrase in phrases)
-        self._pattern = re.compile(rf"(?<!\w)(?:{joined})(?!\w)", re.IGNORECASE)
+        joined = "|".join(map(_pattern, phrases))
+        self._pattern = regex.compile(joined, regex.IGNORECASE | regex.VERSION1)
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        found = [self._pattern.findall(text_of(completion)) for completion in completions]
+        found = [self._pattern.findall(_composed(text_of(completion))) for completion in completions]
         log_to(log_metric, {"phrase_review/share": sum(map(bool, found)) / len(found)})
         step, rank = getattr(trainer_state, "global_step", None), PartialState().process_index
         self.write(
@@ -53,3 +60,18 @@ class PhraseReviewReward(Watch):
         if self.veto is None:
             return [self.score] * len(completions)
         return [self.veto if f else 0.0 for f in found]
+
+
+def _composed(text: str, hidden: str | None = None) -> str:
+    """Write each character in one way, as letters with accents, and put `hidden` in place of what is not seen."""
+    text = unicodedata.normalize("NFKC", text)
+    return text if hidden is None else regex.sub(_HIDDEN, hidden, text)
+
+
+def _pattern(phrase: str) -> str:
+    """Return a pattern for a phrase between two words' boundaries, where its first and last characters have any."""
+    words = _composed(phrase, "").split()
+    within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
+    begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))
+    start, end = rf"(?<!{_WORD})" if begins else "", rf"(?!{_WORD})" if ends else ""
+    return start + rf"(?:\s|{_HIDDEN})+".join(within) + end

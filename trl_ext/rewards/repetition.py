@@ -77,7 +77,7 @@ def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
 
 def _digest(gram: tuple[str, ...]) -> bytes:
     """Hash an n-gram to 8 bytes, alike in every process. A whole corpus of n-grams would take too much memory."""
-    return hashlib.blake2b(" ".join(gram).encode(), digest_size=8).digest()
+    return hashlib.blake2b(" ".join(gram).encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 repetition_watch = RepetitionWatch()

@@ -1,5 +1,6 @@
 """What all watches share. A watch is a reward function of weight zero that only measures."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -61,6 +62,12 @@ class Watch:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_writers": {}}  # open files do not pickle
+
+
+def numbers_of(scores: Any) -> list[float | None]:
+    """Return NumPy's, torch's and other numbers as Python's own; None for None and NaN, rows without a score."""
+    numbers = [None if score is None else float(score) for score in scores]
+    return [None if number is None or math.isnan(number) else number for number in numbers]
 
 
 def log_to(log_metric: Callable[[str, float], None] | None, metrics: dict[str, float | None]) -> None:

@@ -1,0 +1,205 @@
+"""Whatever a checkpoint's generation_config.json says, everyone here samples as from one that says nothing."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, GenerationConfig
+from trl import SFTConfig, SFTTrainer
+
+from recipes.generate import main as generate
+from tests.dpo.worker import make_trainer as make_dpo_trainer
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.callbacks.generation import generate_answers
+from trl_ext.commands.kl import load_model, sampled_kl
+from trl_ext.dpo.shift import distribution_shift
+from trl_ext.models import ActorCritic, sample
+
+HOSTILE = {  # of each field of `GenerationConfig`, a value that changes what `generate` gives, or breaks it
+    "assistant_confidence_threshold": 0.9,
+    "assistant_early_exit": 1,
+    "assistant_ensemble_weight": 0.5,
+    "assistant_lookbehind": 1,
+    "bad_words_ids": [[7], [8]],
+    "begin_suppress_tokens": [*range(6, 20)],
+    "cache_config": {"backend": "none"},
+    "cache_implementation": "quantized",
+    "compile_config": {"fullgraph": True},
+    "constraints": ["x"],
+    "continuous_batching_config": {"num_blocks": 1},
+    "decoder_start_token_id": 9,
+    "disable_compile": False,
+    "diversity_penalty": 2.0,
+    "do_sample": False,
+    "dola_layers": "low",
+    "early_stopping": True,
+    "encoder_no_repeat_ngram_size": 1,
+    "encoder_repetition_penalty": 3.0,
+    "epsilon_cutoff": 0.05,
+    "eta_cutoff": 0.05,
+    "exponential_decay_length_penalty": (1, 3.0),
+    "force_words_ids": [[8]],
+    "forced_bos_token_id": 21,
+    "forced_eos_token_id": 21,
+    "guidance_scale": 4.0,
+    "is_assistant": True,
+    "length_penalty": 4.0,
+    "low_memory": True,
+    "max_cache_len": 3,
+    "max_length": 4,
+    "max_matching_ngram_size": 2,
+    "max_new_tokens": 1,
+    "max_time": 0.0,
+    "min_length": 30,
+    "min_new_tokens": 30,
+    "min_p": 0.5,
+    "no_repeat_ngram_size": 1,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "constant",
+    "num_beam_groups": 2,
+    "num_beams": 3,
+    "num_return_sequences": 2,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "output_logits": True,
+    "output_scores": True,
+    "pad_token_id": 9,
+    "penalty_alpha": 0.6,
+    "prefill_chunk_size": 1,
+    "prompt_lookup_num_tokens": 3,
+    "remove_invalid_values": True,
+    "renormalize_logits": True,
+    "repetition_penalty": 5.0,
+    "return_dict_in_generate": True,
+    "sequence_bias": [[[7], 9.0]],
+    "speculation_type": "x",
+    "stop_strings": ["cat", "dog"],
+    "suppress_tokens": [*range(6, 20)],
+    "target_lookbehind": 1,
+    "temperature": 0.1,
+    "token_healing": True,
+    "top_h": 0.1,
+    "top_k": 2,
+    "top_p": 0.1,
+    "typical_p": 0.1,
+    "use_cache": False,
+    "use_mtp": True,
+    "watermarking_config": {"bias": 9.0},
+    "a_setting_of_tomorrow": 3,
+}
+# What names tokens of the model rather than how to draw them, and what is bookkeeping
+READ = {"bos_token_id", "eos_token_id", "transformers_version", "_from_model_config"}
+CONTRADICTIONS = {
+    "compile_config",
+    "do_sample",
+    "use_cache",
+    "max_cache_len",
+}  # which no file may have beside the rest
+IDS = [[6, 7, 8], [9]] * 8
+
+
+def rollout(model):
+    """As TRL asks for one."""
+    asked = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8, "pad_token_id": 0}
+    torch.manual_seed(0)
+    ids, mask = torch.tensor([[0, 0, 9], [6, 7, 8]] * 8), torch.tensor([[0, 0, 1], [1, 1, 1]] * 8)
+    return model.generate(
+        input_ids=ids, attention_mask=mask, generation_config=GenerationConfig(**asked, eos_token_id=[2])
+    )
+
+
+@pytest.mark.slow
+def test_no_field_of_the_checkpoint_changes_a_sample_or_a_rollout(subtests):
+    """Fields that are new in transformers must be named here; half of them do change a plain `generate`."""
+    fields = vars(GenerationConfig()).keys()
+    assert fields <= HOSTILE.keys() | READ, f"give {sorted(fields - HOSTILE.keys() - READ)} a hostile value"
+    model, bites = tiny_llama().eval(), 0
+    actor_critic = ActorCritic(model, tiny_reward_model(model))
+    samples, rolled = sample(model, IDS, [2], max_new_tokens=8, seed=0), rollout(model)
+    for name, value in HOSTILE.items():
+        with subtests.test(name=name):
+            model.generation_config = GenerationConfig()
+            setattr(model.generation_config, name, value)
+            assert sample(model, IDS, [2], max_new_tokens=8, seed=0) == samples
+            assert torch.equal(rollout(actor_critic), rolled)
+            try:
+                bites += not torch.equal(rollout(model), rolled)
+            except Exception:  # of as many kinds as there are fields
+                bites += 1
+    assert bites > 30
+
+
+# ---- All of it at once, in a folder, for everyone who samples ----
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint with a generation_config.json that says nothing, and one that says everything."""
+    folder = tmp_path_factory.mktemp("models")
+    said = {name: value for name, value in HOSTILE.items() if name not in CONTRADICTIONS}
+    for name, settings in (("plain", {}), ("hostile", said)):
+        tiny_llama().save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+        path = folder / name / "generation_config.json"
+        path.write_text(json.dumps({"eos_token_id": [2, 7], "do_sample": True} | settings))
+    return folder / "plain", folder / "hostile"
+
+
+def kl(folder, tmp_path):
+    return torch.cat(sampled_kl(load_model(folder), tiny_llama(seed=1).eval(), tiny_tokenizer(), ["the cat"] * 16, 8))
+
+
+def shift(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = make_dpo_trainer(tmp_path, model, distribution_shift_samples=16)
+    return distribution_shift(trainer, 16)
+
+
+def canary(folder, tmp_path):
+    data = Dataset.from_dict({"prompt": ["the cat"] * 4, "completion": [" sat"] * 4})
+    trainer = SFTTrainer(model=folder, args=SFTConfig(str(tmp_path), **ON_CPU), train_dataset=data)
+    return generate_answers(trainer, ["the cat", "a dog ran"], 8)
+
+
+def recipe(folder, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n' * 8)
+    flags = {"model_name_or_path": folder, "dataset_name": tmp_path / "prompts.jsonl", "use_cpu": "true"}
+    flags |= {"output_file": tmp_path / "answers.jsonl", "max_new_tokens": 8}
+    generate([part for name, value in flags.items() for part in (f"--{name}", str(value))])
+    return (tmp_path / "answers.jsonl").read_text()
+
+
+def rollouts(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    args = tiny_config(tmp_path, max_steps=1)
+    reward = {"reward_funcs": length_reward, "processing_class": tiny_tokenizer()}
+    trainer = PPOTrainer(model=model, args=args, train_dataset=prompts(), **reward)
+    trainer.train()
+    assert trainer.eos_token_ids == [2, 7]
+    return [row["completion_ids"].tolist() for row in trainer._buffered_inputs]
+
+
+@pytest.mark.parametrize("answers", [kl, shift, canary, recipe, rollouts])
+def test_everyone_who_samples_gives_the_same_with_either(answers, folders, tmp_path):
+    for folder in folders:
+        (tmp_path / folder.name).mkdir()
+    plain, hostile = (answers(str(folder), tmp_path / folder.name) for folder in folders)
+    if isinstance(plain, torch.Tensor):
+        plain, hostile = plain.tolist(), hostile.tolist()
+    assert hostile == plain
+
+
+@pytest.mark.parametrize("what", ["PPO", "DPO"])
+def test_a_config_that_could_not_be_saved_is_refused_before_training(what, tmp_path):
+    model = tiny_llama()
+    model.generation_config.temperature = 0.6
+    with pytest.raises(ValueError, match="would not save this model.*`temperature`.*do_sample = True"):
+        if what == "DPO":
+            make_dpo_trainer(tmp_path, model)
+        else:
+            arguments = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
+            PPOTrainer(model, length_reward, tiny_config(tmp_path), **arguments)
+    model.generation_config.do_sample = True
+    make_dpo_trainer(tmp_path, model).save_model()

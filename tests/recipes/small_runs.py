@@ -1,0 +1,107 @@
+"""Runs of the recipes that take seconds; as a script, one that is killed and started again, many times."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+from recipes import dpo, ppo, reward, sft
+from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.world import make_world
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
+
+
+def make_inputs(folder):
+    """A model and data for every recipe."""
+    world = make_world(0, demonstrations=64, pairs=64, prompts=32, held_out=16)
+    for name in world:
+        (folder / name).mkdir(parents=True)
+        for split, rows in world[name].items():
+            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    make_model(tokenizer, 0).save_pretrained(folder / "model")
+    return folder
+
+
+def arguments(name, inputs, output, save_steps=2, steps=4):
+    """The command line of a recipe; of PPO, a rollout is two steps."""
+    config, data = {
+        "sft": ("sft", "sft"),
+        "reward": ("reward", "preferences"),
+        "dpo": ("dpo", "preferences"),
+        "ppo": ("unguarded", "prompts"),
+    }[name]
+    length = ["--max_steps", str(steps)]
+    if name == "ppo":
+        length = ["--total_episodes", str(8 * steps), "--num_ppo_epochs", "1", "--num_mini_batches", "2"]
+        length += ["--max_completion_length", "8", "--reward_weights", "1", "0"]
+    return [
+        *("--config", str(ROOT / f"recipes/demo/{config}.yaml"), "--model_name_or_path", str(inputs / "model")),
+        *("--dataset_name", str(inputs / data), "--output_dir", str(output), "--warmup_steps", "0"),
+        *("--save_strategy", "steps", "--save_steps", str(save_steps), "--save_total_limit", "2"),
+        *("--per_device_train_batch_size", "8", "--disable_tqdm", "true", "--use_cpu", "true", *length),
+    ]
+
+
+def start(name, inputs, output, log):
+    """Run a recipe in a process of its own, forked, since to import takes longer than to train."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        with open(log, "a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            RECIPES[name].main(arguments(name, inputs, output, save_steps=1, steps=8))
+            code = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    finally:
+        os._exit(code)
+
+
+def killed_again_and_again(name, folder, times, seed):
+    """
+    Kill -9 a recipe at random moments and start it again, until it was killed `times` times.
+
+    `run-0` was not killed; a run that ends by itself is followed by another one, in the folder `run-…`.
+    """
+    chance, inputs, log = random.Random(seed), make_inputs(folder / "inputs"), folder / "log.txt"
+    began = time.monotonic()
+    assert ended(start(name, inputs, folder / "run-0", log)), log.read_text()[-3000:]
+    seconds, kills, runs = time.monotonic() - began, 0, 1
+    while kills < times:
+        child = start(name, inputs, folder / f"run-{runs}", log)
+        if ended(child, within=chance.uniform(0, seconds)):
+            runs += 1
+        else:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            kills += 1
+    assert ended(start(name, inputs, folder / f"run-{runs}", log)), log.read_text()[-3000:]
+    lines = log.read_text()
+    resumed, skipped = lines.count("Resuming from"), lines.count("it is not complete")
+    print(f"{name}: killed {kills} times in {runs} runs; went on {resumed} times, left out {skipped} checkpoints")
+
+
+def ended(child, within=600.0):
+    """Whether a process ended, and well, before the time is over."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert status == 0, f"it ended with {status}"
+            return True
+        time.sleep(0.002)
+    return False
+
+
+if __name__ == "__main__":
+    killed_again_and_again(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,150 @@
+"""Broken data and paths, in every recipe: one line, exit status 2, before a model is loaded."""
+
+import json
+import re
+
+import pytest
+import transformers
+from datasets import Dataset
+
+from recipes import dpo, generate, online_dpo, ppo, reward, sft
+from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
+
+RECIPES = [sft, reward, dpo, ppo, online_dpo, generate]
+ROW = {"prompt": "the cat", "completion": "sat", "chosen": "sat", "rejected": "ran"}
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+CHAT = {name: user(text) for name, text in ROW.items()}
+CANNOT = "dataset .* cannot be read: "
+WRONG = "must hold text|columns|holds nothing|without a|has no split"
+# Contents of train.jsonl and test.jsonl, and what is said of them
+FILES = {
+    "empty": ("", CANNOT + "it has no rows"),
+    "blank": ("\n\n", CANNOT + "it has no rows"),
+    "cut": (
+        lines(ROW) + '{"prompt": "a", "comp',
+        CANNOT + 'line 2 of t.*.jsonl is no JSON, b\'{"prompt": "a", "comp\'',
+    ),
+    "no JSON": ("prompt,completion\na,b\n", CANNOT + "line 1 of t.*.jsonl is no JSON, b'prompt,completion"),
+    "numbers": (lines(*[dict.fromkeys(ROW, 3)] * 4), WRONG),
+    "mixed": (lines(ROW, ROW, {name: {"a": 1} for name in ROW}), WRONG),
+    "a null": (lines(ROW, ROW, dict.fromkeys(ROW)), WRONG),
+    "columns": (lines({"question": "a", "answer": "b"}), "column"),
+    "strings in lists": (lines({name: [text] for name, text in ROW.items()}), WRONG),
+    "no text": (b"\xff\xfe\x00\x01" * 9, CANNOT + "line 1 of t.*.jsonl is no JSON"),
+}
+OTHERS = {
+    "semicolon.csv": "separates its columns by ';': save it with commas",
+    "nothing": CANNOT + ".* doesn't contain any data files",
+    "notes": CANNOT + ".*No .* data files found",
+    "data.docx": "ends in '.docx'; it must end in .jsonl",
+    "cut.parquet": CANNOT + "Parquet magic bytes not found",
+    "csv.parquet": CANNOT + "Parquet magic bytes not found",
+    "godo": "no such file or folder; did you mean .*/good\\?",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    for name, (content, _) in FILES.items():
+        (folder / name).mkdir()
+        for split in ("train", "test"):
+            (folder / name / f"{split}.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    for name in ("good", "chat"):
+        (folder / name).mkdir()
+        for split in ("train", "test"):
+            (folder / name / f"{split}.jsonl").write_text(lines(*[CHAT if name == "chat" else ROW] * 8))
+    (folder / "semicolon.csv").write_text("prompt;completion;chosen;rejected\na;b;c;d\n")
+    (folder / "nothing").mkdir()
+    (folder / "notes").mkdir()
+    (folder / "notes" / "notes.docx").write_text("a")
+    (folder / "data.docx").write_text("a")
+    Dataset.from_list([ROW] * 99).to_parquet(folder / "whole.parquet")
+    (folder / "cut.parquet").write_bytes((folder / "whole.parquet").read_bytes()[:-400])
+    (folder / "csv.parquet").write_text("prompt,completion\na,b\n")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    for name, model in (("model", tiny_llama()), ("reward model", tiny_reward_model(tiny_llama()))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text('{"a": ')
+    (folder / "run" / "checkpoint-3").mkdir(parents=True)
+    (folder / "run" / "checkpoint-3" / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def refusal(folder, tmp_path, capsys, monkeypatch):
+    """What a recipe says to some flags; nothing is loaded on the way."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", load)
+
+    def refusal(recipe, **given):
+        flags = {"model_name_or_path": folder / "model", "dataset_name": folder / "good"}
+        if recipe is generate:
+            flags |= {"output_file": tmp_path / "out.jsonl"}
+        else:
+            flags |= {"output_dir": tmp_path / "out", "use_cpu": "true", "bf16": "false", "report_to": "none"}
+        if recipe in (ppo, online_dpo):
+            flags |= {"reward_funcs": "tests.tiny.length_reward"}
+        arguments = [str(part) for name, value in (flags | given).items() for part in (f"--{name}", value)]
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as raised:
+            recipe.main(arguments)
+        assert raised.value.code == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert ": error: " in error
+        return error.partition(": error: ")[2]
+
+    return refusal
+
+
+@pytest.mark.slow
+def test_broken_data(subtests, folder, refusal):
+    cases = {name: message for name, (_, message) in FILES.items()} | OTHERS
+    for recipe in RECIPES:
+        for name, message in cases.items():
+            with subtests.test(recipe=recipe.__name__, data=name):
+                assert re.search(message, refusal(recipe, dataset_name=folder / name))
+
+
+def test_messages_without_a_chat_template(subtests, folder, refusal):
+    for recipe in RECIPES:
+        with subtests.test(recipe=recipe.__name__):
+            error = refusal(recipe, dataset_name=folder / "chat")
+            assert "no chat template" in error
+
+
+def test_wrong_paths_of_models(subtests, folder, refusal):
+    names = {
+        ppo: ["model_name_or_path", "reward_model_name_or_path", "value_model_name_or_path", "ref_model_name_or_path"],
+        dpo: ["model_name_or_path", "ref_model_name_or_path"],
+        online_dpo: ["model_name_or_path", "reward_model_name_or_path"],
+    }
+    for recipe in RECIPES:
+        for name in names.get(recipe, ["model_name_or_path"]):
+            for value, message in [
+                (folder / "modle", f"there is no such folder; did you mean {folder}/model?"),
+                ("some/model", "it is not in the hub's cache, and HF_HUB_OFFLINE forbids to ask the hub"),
+                ("a/b/c", "there is no such folder in "),
+                (folder / "good", "is a folder without a model: it has no config.json"),
+                (folder / "run", f"it has no config.json; did you mean {folder}/run/checkpoint-3?"),
+                (folder / "broken", "config.json is no JSON"),
+                (folder / "data.docx", "is a file: give the folder that it lies in"),
+            ]:
+                with subtests.test(recipe=recipe.__name__, name=name, value=value):
+                    error = refusal(recipe, **{name: value})
+                    assert error.startswith(f"`{name}` {value}") and message in error

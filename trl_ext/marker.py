@@ -1,0 +1,116 @@
+"""What makes a checkpoint complete: a marker, written last, that lists its files."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+MARKER = "trl_ext_complete.json"
+_PIECE, _PIECES = 2**20, 64
+
+
+def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> None:
+    """
+    Note which files a checkpoint has. Call this on one process, when all have written theirs.
+
+    All files are on the disk before the marker is, and the marker before this returns: what has one survives a loss of
+    power.
+    """
+    folder, temporary = Path(checkpoint), Path(checkpoint) / f"{MARKER}.tmp"
+    files = _files_of(folder)
+    for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
+        _flush(path)
+    # The time is kept within: a copied folder's files have the time of the copy
+    marker = {
+        "written_ns": time.time_ns(),
+        "processes": processes,
+        "configuration": contents,
+        "files": {name: [path.stat().st_size, file_hash(path)] for name, path in files.items()},
+    }
+    temporary.write_text(json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
+    _flush(temporary)
+    os.replace(temporary, folder / MARKER)
+    for path in (folder, folder.parent):
+        _flush(path)
+
+
+def read_marker(checkpoint: str) -> dict[str, Any]:
+    """
+    Return `configuration`, `processes`, `written_ns` and `files` of a checkpoint that was finished.
+
+    Raises:
+        IncompleteCheckpoint: it was not, or its marker cannot be read.
+    """
+    path = Path(checkpoint) / MARKER
+    if not path.is_file():
+        raise IncompleteCheckpoint(
+            f"it has no {MARKER}: it was interrupted while it was written, is of `save_only_model`, or trl_ext did "
+            "not write it"
+        )
+    try:
+        marker = json.loads(path.read_text())
+        if marker.pop("checksum") != _checksum(marker):
+            raise ValueError
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise IncompleteCheckpoint(f"its {MARKER} is damaged, or of an earlier trl_ext") from None
+    return marker
+
+
+def check_files(checkpoint: str, marker: dict[str, Any]) -> None:
+    """Raise an IncompleteCheckpoint if a file of a finished checkpoint is not as it was written."""
+    found = _files_of(Path(checkpoint))
+    for name, (size, digest) in marker["files"].items():
+        if name not in found:
+            raise IncompleteCheckpoint(f"{name} is missing")
+        if found[name].stat().st_size != size:
+            raise IncompleteCheckpoint(f"{name} has {found[name].stat().st_size} bytes, {size} were written")
+        if file_hash(found[name]) != digest:
+            raise IncompleteCheckpoint(f"{name} is damaged, or was changed: its checksum is not the one written")
+
+
+class IncompleteCheckpoint(ValueError):
+    """A checkpoint is not as a run wrote it; the message says why, as the end of a sentence."""
+
+
+def file_hash(path: str | os.PathLike[str]) -> str:
+    """
+    Hash a file by its size and content; of more than 64 MiB, by 64 pieces of 1 MiB, evenly spread from start to end.
+
+    So a checkpoint of any size is compared in about a second. It guards against damage, not against anyone.
+    """
+    size = os.path.getsize(path)
+    count = min(_PIECES, -(-size // _PIECE))
+    digest = xxhash.xxh3_128(str(size).encode())
+    with open(path, "rb") as file:
+        for i in range(count):
+            file.seek(i * (size - _PIECE) // (count - 1) if i else 0)  # the last one ends with the file
+            digest.update(file.read(_PIECE))
+    return digest.hexdigest()
+
+
+def _checksum(marker: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(marker, sort_keys=True).encode()).hexdigest()
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The files that a run goes on from, by their names in the folder."""
+    left_out = {MARKER, f"{MARKER}.tmp", "README.md"}
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.relative_to(folder).as_posix() not in left_out
+    }
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder."""
+    if path.is_dir() and os.name == "nt":
+        return  # folders cannot be opened there
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

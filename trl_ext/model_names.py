@@ -1,0 +1,87 @@
+"""Whether there is a model of some name: a folder, or one of the hub; asked before anything is loaded."""
+
+import json
+import os
+from pathlib import Path
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from .nearest import near_path
+
+_CONFIGS = ("config.json", "adapter_config.json")
+
+
+def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str | None = None) -> None:
+    """
+    Check that a model's configuration is there, with one request to the hub at most; None is no model.
+
+    Raises:
+        FileNotFoundError: it is not; the message names the setting, the value, and what to do.
+        ValueError: a configuration that is no JSON.
+    """
+    if name is None:
+        return
+    path, what = Path(name).expanduser(), f"`{setting}` {name}"
+    if path.is_dir():
+        _check_folder(path, what)
+    elif path.exists():
+        raise FileNotFoundError(f"{what} is a file: give the folder that it lies in")
+    elif not is_cached(str(name), revision):
+        _ask_hub(str(name), what, revision)
+
+
+def is_cached(name: str, revision: str | None = None) -> bool:
+    """Return whether the hub's cache has the configuration of this model."""
+    try:
+        return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _CONFIGS)
+    except HFValidationError:
+        return False
+
+
+def _check_folder(path: Path, what: str) -> None:
+    found = [path / file for file in _CONFIGS if (path / file).is_file()]
+    if not found:
+        below = sorted({str(file.parent) for name in _CONFIGS for file in path.glob(f"*/{name}")})
+        hint = f"; did you mean {' or '.join(below[:3])}?" if below else ""
+        raise FileNotFoundError(f"{what} is a folder without a model: it has no config.json{hint}")
+    for file in found:
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{what}: {file.name} is no JSON ({error}): save the model once more") from error
+        if file.name == "adapter_config.json" and len(found) == 1:
+            base = config.get("base_model_name_or_path")
+            check_model(f"base_model_name_or_path` of the adapter `{path}", base, config.get("revision"))
+
+
+def _ask_hub(name: str, what: str, revision: str | None) -> None:
+    is_path = name.startswith((".", "~", os.sep)) or name.count("/") != 1
+    here = f"there is no such folder in {Path.cwd()}" if not os.path.isabs(name) else "there is no such folder"
+    here += near_path(name)
+    try:
+        HfApi().model_info(name, revision=revision, timeout=5)
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{what}: {here}") from error
+    except GatedRepoError as error:
+        raise FileNotFoundError(
+            f"{what} is gated: ask for access at https://huggingface.co/{name}, and log in by `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise FileNotFoundError(f"{what} has no revision {revision!r}: give a branch, tag or commit of it") from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{what}: {here}, and no such model on the hub (for a private one log in by `hf auth login`)"
+        ) from error
+    except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
+        if is_path and not name.replace("-", "").replace(".", "").replace("_", "").isalnum():
+            raise FileNotFoundError(f"{what}: {here}") from error
+        is_off = isinstance(error, OfflineModeIsEnabled)
+        why = "HF_HUB_OFFLINE forbids to ask the hub" if is_off else "the hub cannot be reached"
+        raise FileNotFoundError(f"{what}: {here}; it is not in the hub's cache, and {why}") from error

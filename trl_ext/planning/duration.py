@@ -1,0 +1,147 @@
+"""How long a run takes, from its arithmetic and the bytes that generation reads: an estimate, not a measurement."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .memory import kv_cache_bytes
+from .runs import Job, Plan, Role
+
+
+@dataclass(frozen=True)
+class GPU:
+    """
+    What a vendor says of a GPU.
+
+    Args:
+        name: of a common one.
+        memory: GB, as it is sold.
+        tflops: 10¹² operations a second in bfloat16, without sparsity.
+        bandwidth: 10¹² bytes a second.
+    """
+
+    name: str
+    memory: int
+    tflops: float
+    bandwidth: float
+
+
+GPUS = (
+    GPU("RTX 3060", 12, 51, 0.36),
+    GPU("RTX 4080", 16, 97, 0.72),
+    GPU("RTX 4090", 24, 165, 1.01),
+    GPU("A100", 40, 312, 1.56),
+    GPU("L40S", 48, 362, 0.86),
+    GPU("H100", 80, 989, 3.35),
+    GPU("H200", 141, 989, 4.8),
+    GPU("B200", 180, 2250, 8.0),
+)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """
+    How much of a GPU is used: what the estimate assumes.
+
+    Args:
+        mfu: part of its operations in forward and backward passes.
+        bandwidth: part of its bandwidth while tokens are generated.
+        layer_ms: milliseconds that Python needs for one layer and one generated token, however many rows; without it,
+            small models would be generated from far too fast. vLLM needs a tenth.
+        scaling: part of their speed that several GPUs keep.
+    """
+
+    mfu: float = 0.35
+    bandwidth: float = 0.6
+    layer_ms: float = 0.8
+    scaling: float = 0.9
+
+
+def seconds_per_example(
+    job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, tokens: float | None = None
+) -> dict[str, float]:
+    """
+    Return the seconds that one GPU spends on an example, by phase: a row, a pair, or an episode of PPO.
+
+    A forward pass takes 2 operations a weight and token, and 2 · layers · width · length a token for attention; the
+    backward pass twice that, or once where the weights are frozen; activation checkpointing one more forward pass.
+
+    Args:
+        job, plan: the run, and what is planned for it.
+        gpu, efficiency: what is assumed of the hardware.
+        tokens: of one text; the longest allowed if None.
+    """
+    args = job.args
+    is_ppo, is_pair = job.stage == "ppo", job.stage in ("dpo", "reward")
+    length = tokens or (job.prompt_length + args.max_completion_length if is_ppo else _longest(job))
+    rate = gpu.tflops * 1e12 * efficiency.mfu
+    if job.mixed is None and job.dtype == torch.float32:
+        rate /= 16  # without tensor cores
+
+    def forward(role: Role) -> float:
+        config = job.rewards[0] if role.name == "reward model" and is_ppo and job.rewards else job.policy
+        weights = plan.roles[0].parameters if role.note else role.parameters  # a note: it runs on the policy's base
+        return _forward(config.get_text_config(), weights, length) / rate
+
+    def update(role: Role) -> float:
+        is_frozen = role.trained < plan.roles[0].parameters / 2
+        return forward(role) * ((2 if is_frozen else 3) + bool(args.activation_checkpointing))
+
+    trained = [role for role in plan.roles if role.trained]
+    if not is_ppo:
+        texts = 1 + is_pair
+        has_reference = job.stage == "dpo"  # the precomputed pass is one pass, too
+        return {"update": texts * (update(trained[0]) + has_reference * forward(plan.roles[0]))}
+    local = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
+    return {
+        "generate": _generation(job, plan, gpu, efficiency, rate, local),
+        "score": sum(map(forward, plan.roles)),
+        "update": args.num_ppo_epochs * sum(map(update, trained)),
+    }
+
+
+def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
+    """Return the examples of the whole run; None if that depends on the data's `rows`, which are not known."""
+    args = job.args
+    if job.stage == "ppo":
+        if args.total_episodes:
+            return args.total_episodes
+        if args.max_steps > 0:
+            rollouts = args.max_steps / plan.schedule["optimizer steps per rollout"]
+            return rollouts * plan.schedule["episodes per rollout"]
+        return rows and rows * args.num_train_epochs * args.num_generations
+    if args.max_steps > 0:
+        return args.max_steps * plan.schedule["examples per optimizer step"]
+    return rows and rows * args.num_train_epochs
+
+
+def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, tokens: float | None = None) -> float:
+    """Return the hours of a run of `count` examples, on all GPUs of its layout."""
+    seconds = count * sum(seconds_per_example(job, plan, gpu, efficiency, tokens).values())
+    several = job.layout.processes > 1
+    return seconds / (job.layout.processes * (efficiency.scaling if several else 1)) / 3600
+
+
+def _longest(job: Job) -> int:
+    return job.args.max_length or getattr(job.policy.get_text_config(), "max_position_embeddings", 1024)
+
+
+def _forward(config: Any, weights: int, length: float) -> float:
+    lookups = 0 if getattr(config, "tie_word_embeddings", False) else config.vocab_size * config.hidden_size
+    attention = 2 * config.num_hidden_layers * config.hidden_size * length
+    return length * (2 * max(weights - lookups, 0) + attention)
+
+
+def _generation(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, rate: float, local: int) -> float:
+    config, args, policy = job.policy.get_text_config(), job.args, plan.roles[0]
+    rows = local if args.use_vllm else min(args.local_rollout_forward_batch_size, local)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    seen = int(job.prompt_length + args.max_completion_length / 2)
+    width = job.compute_dtype.itemsize
+    cache = kv_cache_bytes(config.num_hidden_layers, heads, head_dim, rows, seen, width)
+    weights = policy.parameters * (job.bits / 8 if job.bits else width)
+    step = (weights + cache) / (gpu.bandwidth * 1e12 * efficiency.bandwidth)
+    step += config.num_hidden_layers * efficiency.layer_ms / 1000 * (0.1 if args.use_vllm else 1)
+    return args.max_completion_length * step / rows + _forward(config, policy.parameters, job.prompt_length) / rate

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import HeldOutArguments, ModelArguments
 from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir, is_evaluated
 
 
 @dataclass
@@ -31,7 +32,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser((DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+        check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
         check_model("ref_model_name_or_path", script_args.ref_model_name_or_path)
 
     # These take seconds to import: what was mistyped has been refused by now
@@ -90,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 5. Save
     trainer.save_model()
     outcome = ""
-    if eval_dataset is not None:
+    if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir
 
 
 @dataclass
@@ -88,7 +89,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(GenerateArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", args.model_name_or_path, args.revision)
+        check_model("model_name_or_path", args.model_name_or_path, args.revision, tokenizer=True)
+        if args.output_file:
+            check_output_dir(Path(args.output_file).parent)
         prompts = load_prompts(args)
 
     # These take seconds to import: what was mistyped has been refused by now
@@ -121,9 +124,10 @@ def main(arguments: list[str] | None = None) -> None:
     starts = range(0, len(prompts), args.batch_size)
     done = finished = 0
     state.wait_for_everyone()  # until all have seen that there is no such file yet
+    partial = Path(f"{args.output_file}.partial")  # so that what was interrupted is not taken for whole
     if args.output_file and state.is_main_process:
-        Path(args.output_file).parent.mkdir(parents=True, exist_ok=True)
-    with open(args.output_file, "w") if args.output_file and state.is_main_process else nullcontext() as file:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+    with open(partial, "w") if args.output_file and state.is_main_process else nullcontext() as file:
         for first in range(0, len(starts), state.num_processes):
             mine = starts[first + state.process_index :][:1]
             rows: list[dict] = []
@@ -150,6 +154,8 @@ def main(arguments: list[str] | None = None) -> None:
             elif mine and not args.output_file:
                 print(texts[0])
     if args.output_file:
+        if state.is_main_process:
+            partial.rename(args.output_file)
         state.print(f"Answers: {args.output_file}, {done}, of which {finished} ended by EOS")
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir
 
 
 @dataclass
@@ -83,6 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(MergeArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
+        check_output_dir(args.output_dir)
         check_model("base_model", args.base_model)
         if args.base_model is None:  # else the adapter may name one that is elsewhere
             check_model("adapter", args.adapter)

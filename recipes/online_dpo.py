@@ -20,6 +20,7 @@ from typing import Any
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import ModelArguments, PromptArguments
 from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir
 
 
 @dataclass
@@ -157,8 +158,9 @@ def main(arguments: list[str] | None = None) -> None:
     if training_args.eval_strategy != "no":
         parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
-        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+        check_output_dir(training_args.output_dir)
+        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path, tokenizer=True)
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch
@@ -186,6 +188,11 @@ def main(arguments: list[str] | None = None) -> None:
     # 2. Data and rewards
     load = {"config": script_args.dataset_config, "columns": ("prompt",)}
     start = model_args.model_name_or_path
+    if (output_dir / f"round-{script_args.num_rounds + 1}" / "round.json").is_file():
+        parser.error(
+            f"`num_rounds` is {script_args.num_rounds}, but {output_dir} has more: raise it, or choose another "
+            "`output_dir`"
+        )
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
@@ -223,7 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     def load_policy(path: str | Path) -> Any:
         revision = {"revision": model_args.model_revision} if path == start else {}
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs, **revision)
+        with parser.one_line_errors():
+            return AutoModelForCausalLM.from_pretrained(path, **kwargs, **revision)
 
     def sampled(path: str | Path, rows: list[dict], number: int, seed: int) -> tuple[list, list, list]:
         """This process' share of the rows, with its answers and scores, gathered."""
@@ -277,14 +285,15 @@ def main(arguments: list[str] | None = None) -> None:
             whole = (
                 peft_config is None or script_args.keep_reference
             )  # else the reference is the model without adapter
-            trainer = DPOTrainer(
-                model=load_policy(policy),
-                ref_model=load_policy(start if script_args.keep_reference else policy) if whole else None,
-                args=args,
-                train_dataset=Dataset.from_list(pairs),
-                processing_class=tokenizer,
-                peft_config=peft_config,
-            )
+            with parser.one_line_errors():
+                trainer = DPOTrainer(
+                    model=load_policy(policy),
+                    ref_model=load_policy(start if script_args.keep_reference else policy) if whole else None,
+                    args=args,
+                    train_dataset=Dataset.from_list(pairs),
+                    processing_class=tokenizer,
+                    peft_config=peft_config,
+                )
             record_run(trainer)
             with parser.one_line_errors(CannotResume):
                 result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))

@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         if load_config is not None:
             return load_config(name)
         try:
-            check_model("model", name)
+            check_model("model", name, weights=False)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 f"{error} (To plan without the hub, a folder {name}/ here that holds its config.json will do.)"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import HeldOutArguments, ModelArguments, PromptArguments
 from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir, is_evaluated
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,9 +76,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser((PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments), without_arguments=__doc__)
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+        check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
         for role in ("reward_model", "value_model", "ref_model"):
-            check_model(f"{role}_name_or_path", getattr(script_args, f"{role}_name_or_path"))
+            name = f"{role}_name_or_path"
+            check_model(name, getattr(script_args, name), tokenizer=role == "reward_model")
 
     # These take seconds to import: what was mistyped has been refused by now
     from transformers import AutoTokenizer
@@ -147,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 5. Save
     trainer.save_model()
-    if eval_dataset is not None:
+    if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)

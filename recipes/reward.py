@@ -16,6 +16,7 @@ from pathlib import Path
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import ClassifierArguments, HeldOutArguments
 from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir, is_evaluated
 
 
 @dataclass
@@ -48,7 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
         parser.error("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+        check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
 
     # These take seconds to import: what was mistyped has been refused by now
     from accelerate.utils import GatheredParameters
@@ -125,6 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 5. Save
     report = report_of(output_dir, was_trained=bool(result.metrics))
+    if is_evaluated(output_dir, result, "reward_report.json") and any(output_dir.glob("*.safetensors")):
+        return  # it is centred already
     demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
     result = centre_and_report(trainer, demonstrations, output_dir)
     trainer.save_model()

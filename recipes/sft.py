@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import HeldOutArguments, ModelArguments
 from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir, is_evaluated
 
 # What SFTTrainer reads: rows need all columns of one of these
 COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
@@ -47,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+        check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
 
     # These take seconds to import: what was mistyped has been refused by now
     from trl import get_peft_config, get_quantization_config
@@ -106,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 5. Save
     trainer.save_model()
-    if eval_dataset is not None:
+    if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)

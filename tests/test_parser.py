@@ -128,6 +128,10 @@ def test_unknown_or_abbreviated_flag_names_the_nearest(subtests, refusal):
             assert f"unknown flag {flag.split('=')[0]!r}; did you mean --learning_rate?" in line
 
 
+def test_the_beginning_of_a_name_is_completed(refusal):
+    assert "unknown flag '--learn'; did you mean --learning_rate?" in refusal("rate: 1.0", "--learn", "1")
+
+
 def test_stray_value_is_refused(subtests, refusal):
     for yaml, flags in [("rate: 1.0", ["--name", "one", "two"]), ("epochs: 1\nweights: [1.0, 2.0]", ["two"])]:
         with subtests.test(yaml=yaml):
@@ -191,14 +195,16 @@ def test_no_arguments_at_all_print_how_to_run_it(capsys):
 
 def test_env_sets_environment_variables(parse, monkeypatch):
     monkeypatch.delenv("TRL_EXT_TEST", raising=False)
-    parse("env: {TRL_EXT_TEST: 3}")
-    assert os.environ.pop("TRL_EXT_TEST") == "3"
+    parse("env: {TRL_EXT_TEST: 3, 1: null}")
+    assert os.environ.pop("TRL_EXT_TEST") == "3" and os.environ.pop("1") == "None"
 
 
 def test_a_configs_own_check_is_one_line(refusal):
     # 3 is the number of generations, and 1 the batch size that it must divide.
     yaml = "output_dir: out\nnum_generations: 3\nper_device_train_batch_size: 1\nuse_cpu: true\nbf16: false"
     assert "must be divisible by" in refusal(yaml, types=(RLOOConfig,))
+    yaml = "output_dir: out\nuse_cpu: true\nbf16: false\nsave_steps: 1e999"
+    assert "cannot convert float infinity" in refusal(yaml, types=(RLOOConfig,))
 
 
 def test_trl_config_takes_its_own_defaults_from_a_file(parse):

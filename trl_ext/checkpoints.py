@@ -163,7 +163,8 @@ class ResumableRun:
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
     refused with their names, unless `resume_anyway` is set. A run that is complete, or that a monitor stopped, is
-    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed.
+    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed, unless
+    `resume_from_checkpoint=False` says to begin anew all the same.
 
     Args:
         model, *args, **kwargs: the trainer's own.
@@ -266,7 +267,7 @@ class ResumableRun:
         state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
         stops = [stop for callback in halting if (stop := callback.stop_that_holds(self.args, state))]
         if is_same and (stops or state.global_step >= state.max_steps):
-            end = stops[0] if stops else f"Training is complete, at step {state.global_step}"
+            end = "; ".join(stops) if stops else f"Training is complete, at step {state.global_step}"
             if is_deepspeed_zero3_enabled():
                 raise CannotResume(
                     f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."
@@ -375,6 +376,7 @@ class ResumableRun:
         if self.args.should_save:
             if not self.args.save_only_model:  # there is nothing to resume from
                 write_marker(checkpoint, self._settings, self.accelerator.num_processes)
+                forget_rollback(run_dir)
             rotate_checkpoints(
                 output_dir=run_dir,
                 save_total_limit=self.args.save_total_limit,

@@ -12,25 +12,42 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from safetensors import SafetensorError, safe_open
 
 from .nearest import near_path
 
 _CONFIGS = ("config.json", "adapter_config.json")
+_TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 
 
-def check_model(setting: str, name: str | os.PathLike[str] | None, revision: str | None = None) -> None:
+def check_model(
+    setting: str,
+    name: str | os.PathLike[str] | None,
+    revision: str | None = None,
+    *,
+    tokenizer: bool = False,
+    weights: bool = True,
+) -> None:
     """
-    Check that a model's configuration is there, with one request to the hub at most; None is no model.
+    Check that a model is there, with one request to the hub at most. Nothing is loaded.
+
+    Args:
+        setting: what error messages call it.
+        name: a folder or a hub name; None is no model.
+        revision: of a hub model.
+        tokenizer, weights: whether a folder must hold them, too.
 
     Raises:
-        FileNotFoundError: it is not; the message names the setting, the value, and what to do.
-        ValueError: a configuration that is no JSON.
+        FileNotFoundError: it is not there, or a part of it; the message names the setting, the value, and what to do.
+        ValueError: a file that is broken.
     """
     if name is None:
         return
     path, what = Path(name).expanduser(), f"`{setting}` {name}"
     if path.is_dir():
-        _check_folder(path, what)
+        _check_folder(path, what, weights)
+        if tokenizer and not any(file for pattern in _TOKENIZERS for file in path.glob(pattern)):
+            raise FileNotFoundError(f"{what} has no tokenizer: save it there, too, by `tokenizer.save_pretrained`")
     elif path.exists():
         raise FileNotFoundError(f"{what} is a file: give the folder that it lies in")
     elif not is_cached(str(name), revision):
@@ -45,7 +62,7 @@ def is_cached(name: str, revision: str | None = None) -> bool:
         return False
 
 
-def _check_folder(path: Path, what: str) -> None:
+def _check_folder(path: Path, what: str, weights: bool) -> None:
     found = [path / file for file in _CONFIGS if (path / file).is_file()]
     if not found:
         below = sorted({str(file.parent) for name in _CONFIGS for file in path.glob(f"*/{name}")})
@@ -58,7 +75,16 @@ def _check_folder(path: Path, what: str) -> None:
             raise ValueError(f"{what}: {file.name} is no JSON ({error}): save the model once more") from error
         if file.name == "adapter_config.json" and len(found) == 1:
             base = config.get("base_model_name_or_path")
-            check_model(f"base_model_name_or_path` of the adapter `{path}", base, config.get("revision"))
+            setting = f"base_model_name_or_path` of the adapter `{path}"
+            check_model(setting, base, config.get("revision"), weights=weights)
+    if weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise FileNotFoundError(f"{what} has no weights: there is neither a .safetensors nor a .bin file")
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(file, "np"):  # reads the header
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{what}: {file.name} is broken ({error}), so copy or save it once more") from error
 
 
 def _ask_hub(name: str, what: str, revision: str | None) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of an error message: `; did you mean A or B?` with the nearest of `names`, nothing if none is near."""
-    nearest = difflib.get_close_matches(name, sorted(names))
+    known = sorted(names)
+    begun = [longer for longer in known if longer.startswith(name)]
+    nearest = begun[:4] or difflib.get_close_matches(name, known)
     return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
 
 

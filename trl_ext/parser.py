@@ -73,7 +73,7 @@ class StrictTrlParser(TrlParser):
             self.exit()
         files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         files.add_argument("--config", action="append", default=[])
-        with self.one_line_errors():
+        with self.one_line_errors(*_WRONG_INPUT, ArithmeticError, TypeError):  # what configs raise of odd values
             given, args = files.parse_known_args(args)
             if len(given.config) > 1:
                 raise ValueError("--config was given more than once; one file is read, so merge the files")
@@ -247,7 +247,7 @@ def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
             raise ValueError(f"--config {path} is no text: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("env", {}), dict):
         raise ValueError(f"{path} must be a mapping of names to values, and so must `env` in it")
-    os.environ.update({name: str(value) for name, value in config.pop("env", {}).items()})
+    os.environ.update({str(name): str(value) for name, value in config.pop("env", {}).items()})
     # Keys as they are written: YAML takes `on` for true
     nodes = {key.value: node for key, node in root.value if key.value != "env"}
     return nodes, dict(zip(nodes, config.values(), strict=True))

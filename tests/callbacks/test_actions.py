@@ -3,6 +3,7 @@
 import logging
 import math
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from trl_ext.callbacks import (
     RewardDriftCallback,
     ValueHealthCallback,
 )
-from trl_ext.callbacks.monitor import alerts_of
+from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 from trl_ext.checkpoints import ResumableRun, RolledBack, checkpoint_to_resume
 from trl_ext.halts import RECORD
 
@@ -88,7 +89,10 @@ def dpo(model, folder, *callbacks, **kwargs):
     pairs = {"prompt": ["the cat"] * 16, "chosen": [" sat on the mat"] * 16, "rejected": [" flew over"] * 16}
     common = {**ON_CPU, "per_device_train_batch_size": 4, "gradient_checkpointing": False}
     args = OurDPOConfig(str(folder), **common | EVERY | kwargs)
-    return DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(pairs), callbacks=list(callbacks))
+    data = Dataset.from_dict(pairs)
+    return DPOTrainer(
+        model, args=args, train_dataset=data, eval_dataset=data.select(range(4)), callbacks=list(callbacks)
+    )
 
 
 def ppo(model, folder, *callbacks, **kwargs):
@@ -194,9 +198,19 @@ def end_of(trainer, train):
     return trainer.state.global_step
 
 
-@pytest.mark.parametrize("build", [stock_sft, resumable_sft, dpo, ppo])
-@pytest.mark.parametrize("action", ["warn", "save", "raise_kl", "stop", "rollback"])
-@pytest.mark.parametrize("monitor", MONITORS, ids=lambda cls: cls.__name__)
+ACTIONS = ["warn", "save", "raise_kl", "stop", "rollback"]
+# Every monitor with every action in a stock trainer, every monitor that ends a run of PPO, one monitor everywhere
+CASES = [
+    *product(MONITORS, ACTIONS, [stock_sft]),
+    *product(MONITORS, ["stop", "rollback"], [ppo]),
+    *product([KLBudgetCallback], ["warn", "save", "raise_kl"], [ppo]),
+    *product([KLBudgetCallback], ACTIONS, [resumable_sft, dpo]),
+]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "action", "build"), CASES, ids=[f"{m.__name__}-{a}-{build.__name__}" for m, a, build in CASES]
+)
 def test_an_action_holds_after_the_same_command_again(monitor, action, build, model, tmp_path):
     """
     Uninterrupted, and killed before the bad step and resumed: the same actions at the same step, once. Then the same
@@ -229,12 +243,26 @@ def test_an_action_holds_after_the_same_command_again(monitor, action, build, mo
             elif ends:  # transformers does not begin without a step: it moves no weight, and is not saved
                 again(trainer)
                 assert trainer.state.global_step == before[-1] + 1
-                saved = SFTTrainer(
-                    str(folder / f"checkpoint-{before[-1]}"), args=trainer.args, train_dataset=trainer.train_dataset
-                )
-                torch.testing.assert_close(weights(trainer), weights(saved), rtol=0, atol=0)
+                torch.testing.assert_close(weights(trainer), saved_weights(folder / f"checkpoint-{before[-1]}"))
                 assert alerts_of(trainer.state)[-1]["what"] == "the run was ended before"
             assert checkpoints(folder) == before
+
+
+@pytest.mark.parametrize(("action", "left"), [("save", [2, 7]), ("stop", [2, 6]), ("rollback", [2])])
+def test_a_checkpoint_that_is_not_the_best_is_saved_all_the_same(action, left, model, tmp_path):
+    """`save_strategy="best"` decides after an evaluation's alerts, so that the next step saves, or the end."""
+    trainer = run_of(
+        stock_sft,
+        GoldGapCallback,
+        action,
+        model,
+        tmp_path,
+        save_strategy="best",
+        metric_for_best_model="eval_rewards/gold_judge/mean",
+        greater_is_better=True,
+    )
+    trainer.train()
+    assert checkpoints(tmp_path) == left and trainer.state.best_metric == 1.0
 
 
 # ---- What was changed since ----
@@ -255,6 +283,8 @@ def test_a_monitor_of_other_settings_decides_anew_after_a_stop(build, model, tmp
         trainer = with_kl(build, model, tmp_path, stopping(limit=limit))
         again(trainer)
         assert trainer.state.global_step == end
+        memory = trainer.state.stateful_callbacks[REGISTRY]["KLBudgetCallback"]["attributes"]["memory"]
+        assert ("stopped" in memory) == (end < STEPS)
 
 
 @pytest.mark.parametrize("build", [resumable_sft, dpo, ppo])
@@ -320,6 +350,7 @@ def test_anew_all_the_same(model, tmp_path):
         ({"save_strategy": "epoch"}, [4], None),  # four steps an epoch: step 6 lies within one
         ({"save_steps": 1}, [1, 2, 3, 4], None),  # the loss of step 6 is of the weights of step 5
         ({"max_steps": BAD}, [2, 4], None),  # saved at the end, too
+        ({"save_total_limit": 1}, [4], None),  # a save would remove the good one
         ({"save_strategy": "best", "save_total_limit": 1}, [2], 2),
         ({"save_steps": 2, "load_best_model_at_end": True}, [2, 4], 2),
         ({"save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}, [2], 2),
@@ -339,7 +370,7 @@ def test_no_save_keeps_a_step_that_is_rolled_back(kwargs, left, best, build, mod
     numbers = Numbers(*numbers)
     trainer = build(model, tmp_path, numbers, *monitors, **kwargs)
     assert end_of(trainer, anew) in (BAD, "rolled back")
-    assert checkpoints(tmp_path) == left
+    assert checkpoints(tmp_path) == left and not [*tmp_path.glob(f"*checkpoint-{BAD}")]
     if best:
         assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     if kwargs.get("load_best_model_at_end"):
@@ -366,10 +397,11 @@ def test_power_that_is_lost_in_a_rollback_loses_nothing(build, model, tmp_path):
 
 
 def test_another_run_of_one_trainer_knows_nothing_of_the_last(model, tmp_path):
-    trainer = with_kl(stock_sft, model, tmp_path, stopping())
-    for _ in range(2):
-        trainer.train()
-        assert trainer.state.global_step == BAD and [a["step"] for a in alerts_of(trainer.state)] == [BAD]
+    for action, end in (("stop", BAD), ("warn", STEPS)):
+        trainer = with_kl(stock_sft, model, tmp_path / action, stopping(action))
+        for _ in range(2):
+            trainer.train()
+            assert trainer.state.global_step == end and [a["step"] for a in alerts_of(trainer.state)] == [BAD]
 
 
 def test_an_evaluation_after_training_ends_nothing(model, tmp_path):

@@ -75,8 +75,11 @@ def test_shipped_recipe_trains_with_all_of_its_monitors(tmp_path, monkeypatch):
     assert state.best_metric is not None and blind <= {"ValueHealthCallback"}
 
 
-def test_recipe_answers_in_one_line_before_it_loads_a_model(capsys):
-    given = ["--dataset_name", "x", "--reward_funcs", "os.path.join", "--model_name_or_path", "y", "--use_cpu", "true"]
+def test_recipe_answers_in_one_line_before_it_loads_a_model(capsys, tmp_path):
+    for part in (tiny_llama(), tiny_tokenizer()):
+        part.save_pretrained(tmp_path)
+    given = ["--dataset_name", "x", "--reward_funcs", "os.path.join", "--use_cpu", "true"]
+    given += ["--model_name_or_path", str(tmp_path)]
     with pytest.raises(SystemExit):
         ppo.main([*given, "--bf16", "false", "--monitors", "KLBudget"])
     assert "unknown monitor 'KLBudget'; did you mean KLBudgetCallback" in capsys.readouterr().err

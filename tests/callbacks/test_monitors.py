@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from transformers import TrainerState
@@ -151,6 +152,31 @@ def test_not_finite_acts(subtests, tmp_path):
             run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: math.nan})
             assert run.said == [f"`{key}` is not finite"] and run.control.should_training_stop
             assert not run.control.should_save  # a rollback keeps no broken weights
+
+
+def test_a_rollback_goes_back_to_weights_that_were_measured(subtests, tmp_path):
+    """The KL that step 9 logs is of the answers drawn at step 8, and what was drawn at step 4 was the last good."""
+    kl, entropy = KLBudgetCallback, EntropyFloorCallback
+    for name, args, monitor, calm, bad, kept in (
+        ("rollouts", tiny_config(tmp_path / "1"), kl, {KL: 0.0}, {KL: 99.0}, 4),
+        ("steps", tiny_config(tmp_path / "2"), entropy, {"policy/entropy_avg": 2.0}, {"policy/entropy_avg": 0.0}, 7),
+        ("no rollouts", config(SFTConfig, tmp_path / "3"), entropy, {"entropy": 2.0}, {"entropy": 0.0}, 7),
+        ("logs", config(SFTConfig, tmp_path / "4", logging_steps=3), kl, {KL: 0.0}, {KL: 99.0}, 3),
+    ):
+        with subtests.test(name):
+            folder, kept = Path(args.output_dir), [*range(1, kept + 1)]
+            settings = {"keys": {"kl": KL}} if monitor is kl else {"steps": 1}
+            run = Replay(args, monitor(action="rollback", sinks=["log"], **settings))
+            for step in range(1, 9):
+                (folder / f"checkpoint-{step}").mkdir(parents=True)
+                if step % args.logging_steps == 0:
+                    run.log(step, logs=calm if name != "rollouts" or step in (1, 5) else {"loss": 1.0})
+            assert run.said == []
+            run.log(9, logs=bad)
+            assert sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")) == kept
+            assert len([*folder.glob("rolled_back-9-checkpoint-*")]) == 8 - len(kept)
+            assert f"it goes on from {folder / f'checkpoint-{kept[-1]}'}." in run.alerts[-1]["advice"]
+            assert run.control.should_training_stop and not run.control.should_save
 
 
 def test_an_alert_is_repeated_only_after_repeat_steps(ppo):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from peft import LoraConfig
 from trl import DPOConfig as TRLConfig
 
 from tests.dpo.worker import DRIFT, NORMALIZED, broken_weight, make_trainer, pairs
@@ -16,6 +17,15 @@ def changed(row, **values):
     rows = pairs().to_list()
     rows[row] |= values
     return Dataset.from_list(rows)
+
+
+def talk(prompt):
+    say = {name: [[{"role": "assistant", "content": name}]] * 8 for name in ("chosen", "rejected")}
+    return Dataset.from_dict({"prompt": [prompt] * 8, **say})
+
+
+def as_text(row):
+    return {name: row[name][0]["content"] for name in ("chosen", "rejected")}
 
 
 SAYS = {"use_margin": True, "use_confidence": True, "use_weight": True}
@@ -40,9 +50,46 @@ def test_rows_and_columns_are_named(subtests, tmp_path):
         (pairs().remove_columns("score_chosen"), SAYS, r"lacks the column\(s\) `score_chosen`"),
         (pairs().add_column("margin", [1.0] * 16), SAYS, "`margin` and `score_chosen`, `score_rejected`, .* two ways"),
         (pairs().select([]), {}, "The train dataset is empty"),
+        (talk(prompt="the"), {}, "row 0: `prompt` is text, `chosen` is messages.*: all must be text, or all messages"),
+        (talk(prompt=[{"role": None, "content": "a"}]), {}, "row 0: `prompt` must be text or messages, got"),
+        (talk(prompt=[{"role": "user", "content": None}]), {}, "row 0: `prompt` must be text or messages, got"),
+        (
+            talk(prompt="the " * 9).map(as_text),
+            {"max_length": 9},
+            "No pair .* within `max_length=9`, of prompt and answer together: raise it",
+        ),
     ]:
         with subtests.test(message=message), pytest.raises(ValueError, match=message):
             make_trainer(tmp_path, trainer_kwargs={"train_dataset": data}, **options)
+
+
+def test_pairs_whose_answers_are_cut_away_are_counted(tmp_path, capsys):
+    rows = [*pairs(7), {**pairs()[7], "prompt": "the " * 20}]
+    make_trainer(tmp_path, trainer_kwargs={"train_dataset": Dataset.from_list(rows)}, max_length=20)
+    assert "1 of 8 pairs have no token of an answer within `max_length=20`: left out." in capsys.readouterr().out
+
+
+def test_an_adapter_that_rounds_its_steps_away_stops_the_run(tmp_path):
+    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")}
+    trainer = make_trainer(tmp_path, trainer_kwargs=lora, learning_rate=1e-6, optim="sgd")
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.full_like(parameter, 0.5, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"The policy's adapter \(torch.bfloat16\) had a gradient .* at step 1"):
+        trainer.train()
+
+
+def test_a_model_and_a_tokenizer_that_cannot_be_right(subtests, tmp_path):
+    without_eos, more = tiny_tokenizer(), tiny_tokenizer(pad=False)
+    without_eos.eos_token = None
+    more.add_special_tokens({"pad_token": "[PAD]"})
+    for model, tokenizer, message in [
+        (tiny_llama(), without_eos, "The tokenizer has no EOS token"),
+        (tiny_llama(), more, r"token ids up to 29, the policy's vocabulary only 29.*\[PAD\]"),
+        (3, tiny_tokenizer(), "`model` must be a path or a causal language model, got 3"),
+    ]:
+        with subtests.test(message=message), pytest.raises((TypeError, ValueError), match=message):
+            make_trainer(tmp_path, model, {"processing_class": tokenizer})
 
 
 @pytest.mark.parametrize("from_path", [False, True])

@@ -108,7 +108,8 @@ def test_with_lora_the_samples_are_those_of_the_model_without_its_adapter(tmp_pa
 def test_the_samples_are_the_reference_s_whatever_its_checkpoint_says_of_sampling(tmp_path):
     options = {"distribution_shift_samples": 16, "distribution_shift_bound": 1.0, "max_steps": 1}
     shifts = []
-    for settings in ({}, {"min_p": 0.5, "no_repeat_ngram_size": 1}, {"eos_token_id": [2, *range(6, 20)]}):
+    hostile = {"do_sample": True, "min_p": 0.5, "no_repeat_ngram_size": 1}
+    for settings in ({}, hostile, {"eos_token_id": [2, *range(6, 20)]}):
         model = sharp_llama()
         model.generation_config.update(**settings)
         trainer = make_trainer(tmp_path, model, **options)

@@ -10,11 +10,12 @@ from peft import LoraConfig, get_peft_model
 from tests.ppo.test_rollout import NAN, a_rollout
 from tests.tiny import tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models.loading import Loader
+from trl_ext.models.weights import check_tokenizer
 from trl_ext.ppo.kl_controller import KLController
 from trl_ext.ppo.metrics import PPOMetrics
 from trl_ext.ppo.reward_normalizer import RewardNormalizer
 from trl_ext.ppo.rewards import Mistakes
-from trl_ext.ppo.roles import Rewards, check_tokenizer, make_actor_critic, make_reference
+from trl_ext.ppo.roles import Rewards, make_actor_critic, make_reference
 
 
 @pytest.fixture

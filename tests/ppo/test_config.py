@@ -218,7 +218,7 @@ RANGES = [
     ("lam_value", [-0.1, 1.01], [0.0, 1.0, None]),
     ("local_rollout_forward_batch_size", [0], [1]),
     ("max_approx_kl", [0.0], [0.01, None]),
-    ("max_completion_length", [0], [1]),
+    ("max_completion_length", [0, None], [1]),
     ("missing_eos_penalty", [0.0, -1.0], [1.0, None]),
     ("num_generations", [0], [1]),
     ("num_mini_batches", [0], [1]),
@@ -346,6 +346,7 @@ def dict_of(value):
 
 
 def test_neutral_sampling_is_allowed(tmp_path):
+    assert config(tmp_path, top_k=None).top_k == 0  # transformers would make 50 of None
     kwargs = '{"use_cache": true}'
     config(tmp_path, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, temperature=0.7, generation_kwargs=kwargs)
 

@@ -37,7 +37,7 @@ def arguments(name, inputs, output, save_steps=2, steps=4):
         "dpo": ("dpo", "preferences"),
         "ppo": ("unguarded", "prompts"),
     }[name]
-    length = ["--max_steps", str(steps)]
+    length = ["--max_steps", str(steps), *(["--eval_size", "8"] if name == "sft" else [])]
     if name == "ppo":
         length = ["--total_episodes", str(8 * steps), "--num_ppo_epochs", "1", "--num_mini_batches", "2"]
         length += ["--max_completion_length", "8", "--reward_weights", "1", "0"]

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import transformers
@@ -78,6 +80,12 @@ def folder(tmp_path_factory):
         tokenizer.save_pretrained(folder / name)
     (folder / "broken").mkdir()
     (folder / "broken" / "config.json").write_text('{"a": ')
+    for name, lacks in (("no tokenizer", "tokenizer*"), ("no weights", "*.safetensors"), ("cut weights", "")):
+        shutil.copytree(folder / "model", folder / name)
+        for file in (folder / name).glob(lacks) if lacks else ():
+            file.unlink()
+    whole = (folder / "model" / "model.safetensors").read_bytes()
+    (folder / "cut weights" / "model.safetensors").write_bytes(whole[:-400])
     (folder / "run" / "checkpoint-3").mkdir(parents=True)
     (folder / "run" / "checkpoint-3" / "config.json").write_text("{}")
     return folder
@@ -121,11 +129,37 @@ def test_broken_data(subtests, folder, refusal):
                 assert re.search(message, refusal(recipe, dataset_name=folder / name))
 
 
+def test_where_nothing_can_be_written(subtests, folder, tmp_path, refusal):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "finished").mkdir()
+    (tmp_path / "finished" / "train_results.json").write_text("{}")
+    for recipe in RECIPES:
+        for value, message in [
+            (tmp_path / "file" / "out", f"{tmp_path}/file is no folder, choose another"),
+            (Path("/proc/out/out"), "cannot be written (No such file or directory): choose another"),
+            (
+                tmp_path / "finished",
+                "holds a finished run without checkpoints: choose another, or write over it by `resume",
+            ),
+        ]:
+            if recipe is generate and value.name == "finished":
+                continue
+            with subtests.test(recipe=recipe.__name__, value=value):
+                name = "output_file" if recipe is generate else "output_dir"
+                assert message in refusal(recipe, **{name: value / "x" if recipe is generate else value})
+
+
 def test_messages_without_a_chat_template(subtests, folder, refusal):
     for recipe in RECIPES:
         with subtests.test(recipe=recipe.__name__):
             error = refusal(recipe, dataset_name=folder / "chat")
             assert "no chat template" in error
+
+
+def test_a_model_without_a_tokenizer(subtests, folder, refusal):
+    for recipe in RECIPES:
+        with subtests.test(recipe=recipe.__name__):
+            assert "has no tokenizer: save it there" in refusal(recipe, model_name_or_path=folder / "no tokenizer")
 
 
 def test_wrong_paths_of_models(subtests, folder, refusal):
@@ -143,6 +177,8 @@ def test_wrong_paths_of_models(subtests, folder, refusal):
                 (folder / "good", "is a folder without a model: it has no config.json"),
                 (folder / "run", f"it has no config.json; did you mean {folder}/run/checkpoint-3?"),
                 (folder / "broken", "config.json is no JSON"),
+                (folder / "no weights", "has no weights: there is neither"),
+                (folder / "cut weights", "model.safetensors is broken (Error while deserializing header"),
                 (folder / "data.docx", "is a file: give the folder that it lies in"),
             ]:
                 with subtests.test(recipe=recipe.__name__, name=name, value=value):

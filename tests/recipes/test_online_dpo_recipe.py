@@ -99,6 +99,9 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
     assert bytes_of(part) == models and rounds(part) == history
 
     with pytest.raises(SystemExit, match="2"):
+        main(arguments(inputs, part, "--num_rounds", "2"))
+    assert f"`num_rounds` is 2, but {part} has more: raise it" in capsys.readouterr().err and rounds(part) == history
+    with pytest.raises(SystemExit, match="2"):
         main(arguments(inputs, part, "--beta", "0.5"))
     assert "was begun with other settings (beta: 0.1 → 0.5): choose another" in capsys.readouterr().err
 

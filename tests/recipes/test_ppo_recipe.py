@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from recipes.ppo import PPOScriptArguments, main, without_long_prompts
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_llama, tiny_tokenizer
 from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.arguments import ModelArguments
 from trl_ext.rewards import load_reward
@@ -88,8 +88,8 @@ def test_mistakes_are_one_line_before_a_model_is_loaded(rows, more, message, tmp
         pytest.skip("DeepSpeed is installed")
     (tmp_path / "data.jsonl").write_text(rows)
     given = ["--dataset_name", str(tmp_path / "data.jsonl"), "--eval_size", "0", "--output_dir", str(tmp_path / "out")]
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")  # it is not read
+    for part in (tiny_llama(), tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "model")
     given += [
         "--model_name_or_path",
         str(tmp_path / "model"),
@@ -113,7 +113,8 @@ def test_eval_size_0_switches_evaluation_off(monkeypatch, tmp_path):
         raise Built
 
     monkeypatch.setattr("trl_ext.ppo.PPOTrainer", build)
-    (tmp_path / "config.json").write_text("{}")
+    for part in (tiny_llama(), tiny_tokenizer()):
+        part.save_pretrained(tmp_path)
     config = ["--config", "recipes/tinystories/ppo.yaml", "--eval_size", "0"]  # the file sets `eval_strategy: steps`
     flags = ["--model_name_or_path", str(tmp_path), "--use_cpu", "true", "--output_dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["ppo.py", *config, *flags])

@@ -1,8 +1,15 @@
 """What the recipes answer, in one line, to a command line that says too little or is unknown."""
 
-import pytest
+import inspect
+import re
+from dataclasses import fields
 
-from recipes import dpo, online_dpo, ppo, reward, sft
+import pytest
+from trl import get_peft_config, get_quantization_config
+
+from recipes import dpo, generate, merge, online_dpo, ppo, reward, sft
+from trl_ext import arguments
+from trl_ext.arguments import ClassifierArguments, ModelArguments
 
 RECIPES = [sft, reward, dpo, ppo, online_dpo]
 
@@ -31,3 +38,65 @@ def test_without_arguments_the_recipe_says_how_to_run_it(subtests, capsys):
                 recipe.main([])
             name = recipe.__name__.rpartition(".")[2]
             assert f"accelerate launch recipes/{name}.py --config" in capsys.readouterr().err
+
+
+def test_every_argument_of_a_recipe_is_read_or_refused(subtests):
+    """By name: in the recipe itself, or in the arguments' own checks."""
+    checks = inspect.getsource(arguments)
+    kinds = {
+        sft: sft.SFTScriptArguments,
+        reward: reward.RewardScriptArguments,
+        dpo: dpo.DPOScriptArguments,
+        ppo: ppo.PPOScriptArguments,
+        online_dpo: online_dpo.OnlineDPOScriptArguments,
+        generate: generate.GenerateArguments,
+        merge: merge.MergeArguments,
+    }
+    for recipe, kind in kinds.items():
+        main = inspect.getsource(recipe).partition(inspect.getsource(kind))[2]  # below the arguments
+        roles = re.search(r"for role in \((.*)\):", main)
+        by_role = [f"{role}_name_or_path" for role in re.findall(r"\w+", roles[1])] if roles else []
+        for field in fields(kind):
+            with subtests.test(recipe=recipe.__name__, field=field.name):
+                is_refused = (
+                    field.name in ("dataset_streaming", "ignore_bias_buffers") and f"self.{field.name}" in checks
+                )
+                assert is_refused or field.name in by_role or re.search(rf"args\.{field.name}\b", main)
+
+
+def test_every_argument_of_the_model_is_read_or_refused():
+    """Reads are noted while the recipes' three readers of these arguments run."""
+    read = set()
+
+    class Noted(ModelArguments):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    noted = [Noted(model_name_or_path="x", use_peft=True, **{f"load_in_{bits}bit": True}) for bits in (4, 8)]
+    read.clear()  # of its own checks
+    for given in noted:
+        given.init_kwargs({})
+        get_peft_config(given)
+        get_quantization_config(given)
+    # The model's name is the trainer's first argument
+    assert {f.name for f in fields(ModelArguments)} - read <= {"model_name_or_path"}
+
+
+def test_settings_of_the_model_that_would_do_nothing_are_refused(subtests, tmp_path):
+    base = {"model_name_or_path": "x"}
+    for given, message in [
+        ({"lora_r": 8}, "`lora_r=8` is for `use_peft=True`, but `use_peft=False`"),
+        ({"lora_target_modules": ["q"]}, "is for `use_peft=True`"),
+        ({"use_dora": True}, "is for `use_peft=True`"),
+        ({"use_bnb_nested_quant": True}, "is for `load_in_4bit=True`"),
+        ({"load_in_8bit": True}, "a quantised base cannot be trained: set `use_peft: true`"),
+        ({"lora_task_type": "SEQ_CLS"}, "`lora_task_type` is CAUSAL_LM here: leave it out, got 'SEQ_CLS'"),
+        (
+            {"model_name_or_path": str(tmp_path), "model_revision": "v1"},
+            "`model_revision` 'v1' is for a model of the hub",
+        ),
+    ]:
+        with subtests.test(given=given), pytest.raises(ValueError, match=re.escape(message)):
+            ModelArguments(**base | given)
+    assert ClassifierArguments(**base, lora_task_type="SEQ_CLS").lora_task_type == "SEQ_CLS"

@@ -48,11 +48,20 @@ def test_an_interrupted_run_goes_on_to_the_same_model(recipe, capsys):
 
 def test_a_complete_run_is_not_trained_again(recipe, capsys):
     run, folder = recipe
-    weights, results = load_file(folder / "model.safetensors"), (folder / "train_results.json").read_text()
+    weights = load_file(folder / "model.safetensors")
+    results = [
+        path for path in folder.glob("*.*") if re.fullmatch("(train|eval)_results.json|reward_.*|margins.*", path.name)
+    ]
+    written = {path: path.stat().st_mtime_ns for path in results}
     run("--logging_steps", "3")
     assert f"Training is complete, at step 4: loading {folder / 'checkpoint-4'}." in capsys.readouterr().out
-    assert (folder / "train_results.json").read_text() == results
+    assert {path: path.stat().st_mtime_ns for path in results} == written and len(results) >= 2
     assert_close(load_file(folder / "model.safetensors"), weights, rtol=0, atol=0)
+
+    (folder / "checkpoint-4" / MARKER).touch()  # as of another run, which was stopped before its evaluation
+    run()
+    again = {path.name for path in results if path.stat().st_mtime_ns != written[path]}
+    assert again and "train_results.json" not in again
 
 
 @pytest.mark.parametrize(

@@ -199,9 +199,7 @@ def test_unusable_pairs_stop_the_recipe_before_a_model_is_loaded(inputs, tmp_pat
     rows[3]["rejected"] = rows[3]["chosen"]
     folder = write(tmp_path / "data", {"train": rows, "test": rows})
     with pytest.raises(SystemExit):
-        (tmp_path / "config.json").write_text("{}")  # it is not read
-        model = ["--model_name_or_path", str(tmp_path)]
-        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(folder), *model])
+        main([*arguments(inputs, tmp_path / "out"), "--dataset_name", str(folder)])
     assert "the split 'train' has 100 pairs, of them 1 with identical answers (rows 3)" in capsys.readouterr().err
 
 

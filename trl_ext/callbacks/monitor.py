@@ -97,7 +97,7 @@ class MonitorCallback(Halting, TrainerCallback):
         self._has_trained = False
         self._is_training = False
         self._is_held = False  # this run was ended before, and nothing has changed
-        self._owes_save = False  # a stop has no checkpoint yet
+        self._owes_save = False  # `save` or `stop` has no checkpoint yet: `save_strategy="best"` may refuse it one
 
     # ---- State ----
 
@@ -147,15 +147,14 @@ class MonitorCallback(Halting, TrainerCallback):
     def stop_that_holds(self, args, state):
         memory = state.stateful_callbacks.get(REGISTRY, {}).get(type(self).__name__, {}).get("attributes", {})
         stopped = memory.get("memory", {}).get("stopped")
-        if not stopped or (stopped["arguments"], stopped["settings"]) != (
-            self._deciding(),
-            digest(self._settings(args)),
-        ):
+        if not stopped or stopped["arguments"] != self._deciding():
+            return None
+        if stopped["settings"] != digest(self._settings(args)):
             return None
         return (
             f"{type(self).__name__} stopped this run at step {stopped['step']} ({stopped['what']}), and nothing has "
-            "been changed since. To go on, change the monitor's arguments or remove it; to start anew, choose another "
-            "`output_dir`"
+            "been changed since (to go on, change the monitor's arguments or remove it; to start anew, choose another "
+            "`output_dir`)"
         )
 
     def rollback_that_holds(self, args, rollback, is_resumed):
@@ -212,12 +211,12 @@ class MonitorCallback(Halting, TrainerCallback):
             forget_rollback(args.output_dir)
 
     def _ask_again(self, state: Any, control: Any) -> None:
-        """Ask again for what ends a run: transformers forgets it as a step begins, and saves as an epoch ends."""
+        """Ask again for what was asked for: transformers forgets it as a step begins, and saves as an epoch ends."""
         if self._is_held or rolled_back(state):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = control.should_log = False
         elif self._owes_save:
-            control.should_training_stop = control.should_save = True
+            control.should_save = True
 
     # ---- Reading ----
 
@@ -229,8 +228,9 @@ class MonitorCallback(Halting, TrainerCallback):
         if logs is not None and is_training_log(logs):
             self._begin(args, state, logs)
             self._check_kl_request(state)
-            # The numbers of this log are of the weights from the last log, or the last rollout, on
-            start = max(0, self.step - max(self._logging_steps, rollout_steps(args)))
+            # The numbers of this log are of the weights since the last log, or since the last rollout
+            window = rollout_steps(args) if self.memory.get("reads_rollouts") else 1
+            start = max(0, self.step - max(self._logging_steps, window))
             reads_logs = type(self).watch is not MonitorCallback.watch
             self._handle(self.watch(logs), state, control, good_step=start if reads_logs else None)
 
@@ -289,6 +289,8 @@ class MonitorCallback(Halting, TrainerCallback):
                 level="alert",
             )
             return None
+        if next((metric.cadence for metric in self._known.values() if metric.key == key), "rollout") == "rollout":
+            self.memory["reads_rollouts"] = True
         return float(value)
 
     def _note(self, what: str, advice: str, level: Level = "notice") -> None:
@@ -357,7 +359,7 @@ class MonitorCallback(Halting, TrainerCallback):
     def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
         match action:
             case "save":
-                control.should_save = not rolled_back(state)
+                control.should_save = self._owes_save = not rolled_back(state)
             case "stop":
                 control.should_training_stop = True
                 control.should_save = self._owes_save = not rolled_back(state)
@@ -391,7 +393,7 @@ class MonitorCallback(Halting, TrainerCallback):
         best = state.best_model_checkpoint
         if best is not None and not rollback.is_before(best):
             state.best_model_checkpoint = rollback.checkpoint  # what `load_best_model_at_end` loads
-        sentence = rollback.sentence(output_dir)
+        sentence = rollback.sentence(output_dir, "ended it")
         announce_rollback(state, sentence)
         if error is not None:
             return f"The rollback could not be written ({error}): go back to {rollback.checkpoint} by hand."

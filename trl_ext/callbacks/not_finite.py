@@ -20,7 +20,7 @@ class NotFiniteCallback(MonitorCallback):
 
     def watch(self, logs):
         for key in ("grad_norm", "loss"):
-            value = finite(logs.get(key))  # a text if it is not
-            if isinstance(value, str):
+            value = finite(logs.get(key))
+            if value in ("nan", "inf", "-inf"):
                 advice = f"It is {value}: lower the learning rate, prefer bf16 to fp16, look for empty rows."
                 yield Finding(f"`{key}` is not finite", None, None, advice)

@@ -65,8 +65,8 @@ class RewardDriftCallback(MonitorCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         value = (metrics or {}).get(self.gold)
         if value is not None:
-            self.memory.setdefault("first_gold", value)
-            self.memory["gold"] = value
+            self.memory["gold"] = float(value)
+            self.memory.setdefault("first_gold", self.memory["gold"])
 
     def watch(self, logs):
         mean, std = self.read("reward"), self.read("reward_std", optional=True)

@@ -10,12 +10,19 @@ _TEXTS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 def is_messages(value: Any) -> bool:
     """Return whether the value is a list of one or more messages."""
-    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 
 def is_text(value: Any) -> bool:
     """Return whether the value is a text, which may be empty, or one or more messages."""
     return isinstance(value, str) or is_messages(value)
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    says = isinstance(message.get("content"), (str, list)) or message.get("tool_calls")
+    return isinstance(message.get("role"), str) and bool(says)
 
 
 def has_content(answer: Any) -> bool:

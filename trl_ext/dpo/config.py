@@ -28,6 +28,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "drift_target": ("> 0 nats per sequence", lambda x: x > 0),
     "margin_scale": ("> 0", lambda x: x > 0),
     "margin_warmup_pairs": (">= 2", lambda x: x >= 2),
+    "max_length": ("> 1 token, of prompt and answer together", lambda x: x > 1),
 }
 _ONLY_WITH = {  # name: (setting, the value without which it does nothing)
     "beta_dpo_alpha": ("beta_controller", "beta_dpo"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from torch import nn
 from transformers import AutoProcessor
 
 from ..data import has_content, is_text
@@ -65,6 +66,10 @@ def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
     """Raise for arguments that TRL would stumble over later."""
     if not isinstance(args, DPOConfig):
         raise TypeError(f"`args` must be a `trl_ext.DPOConfig`, got {type(args).__module__}.{type(args).__name__}.")
+    if not isinstance(model, (str, nn.Module)):
+        raise TypeError(f"`model` must be a path or a causal language model, got {model!r}.")
+    if processing_class is not None and getattr(processing_class, "tokenizer", processing_class).eos_token is None:
+        raise ValueError("The tokenizer has no EOS token, which ends each answer: set `tokenizer.eos_token`.")
     if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
         raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
 
@@ -140,6 +145,19 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
     return dataset
 
 
+def check_not_dropped(trainer: Any, given: Any) -> None:
+    """Say how many pairs TRL left out, since `max_length` leaves no token of an answer; raise if none is left."""
+    if not isinstance(given, Dataset) or len(trainer.train_dataset) == len(given):
+        return
+    dropped, limit = len(given) - len(trainer.train_dataset), f"`max_length={trainer.args.max_length}`"
+    if dropped == len(given):
+        raise ValueError(
+            f"No pair of the train dataset has a token of its answers within {limit}, of prompt and answer together: "
+            "raise it, or shorten the prompts."
+        )
+    trainer.accelerator.print(f"{dropped} of {len(given)} pairs have no token of an answer within {limit}: left out.")
+
+
 def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:
     """Check one dataset, or each in a dictionary."""
     if not isinstance(dataset, dict):
@@ -163,6 +181,10 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
         yield f"`prompt` must be text or messages, got {example['prompt']!r}"
     if not empty and example["chosen"] == example["rejected"]:
         yield "`chosen` and `rejected` are identical"
+    kinds = {name: type(example[name]) for name in ("prompt", "chosen", "rejected") if name in example}
+    if not empty and len({*kinds.values()} & {str, list}) == 2:
+        said = ", ".join(f"`{name}` is {'text' if kind is str else 'messages'}" for name, kind in kinds.items())
+        yield f"{said}: all must be text, or all messages"
     for column in columns:
         value = example[column]
         if column == "source":

@@ -23,7 +23,7 @@ from ..models.adapter_guard import AdapterGuard
 from ..models.card import without_none
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
-from ..models.weights import keep_unpacked, unpatched_copy
+from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
 from ..temporarily import temporarily
 from ..upstream import check_contract, get_config_model_id, use_adapter
 from .beta_controller import BetaController
@@ -33,6 +33,7 @@ from .inputs import (
     check_arguments,
     check_dataset,
     check_evaluation,
+    check_not_dropped,
     check_template,
     name_row,
     take_columns,
@@ -126,6 +127,9 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
         )
         check_savable(self.model)
+        check_not_dropped(self, train_dataset)
+        if self.processing_class is self._tokenizer:  # ids of images are no rows of a text model
+            check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
         if is_peft_model(self.model):
             self.add_callback(AdapterGuard())
         for trained_or_run in filter(None, (self.model, self.ref_model)):

@@ -25,6 +25,27 @@ def vocabulary_of(model: Any) -> int:
     return base_model_of(model).config.get_text_config().vocab_size
 
 
+def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> None:
+    """
+    Raise if the tokenizer has no EOS, or can make ids that the model has no row for.
+
+    The pad token's may lie outside where it is masked before anything reads it.
+    """
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no EOS token, so that no answer would end: set `tokenizer.eos_token` to the token that "
+            "ends an answer."
+        )
+    vocabulary, ids = vocabulary_of(model), tokenizer.get_vocab()
+    unknown = [t for t, i in ids.items() if i >= vocabulary and (pads_are_read or i != tokenizer.pad_token_id)]
+    if unknown:
+        raise ValueError(
+            f"The tokenizer has token ids up to {max(ids.values())}, the policy's vocabulary only {vocabulary}: pass "
+            "the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the "
+            f"tokens you added ({', '.join(unknown[:3])}, …)."
+        )
+
+
 def size_of(parameters: Iterable[Tensor]) -> int:
     """Count weights, also where ZeRO-3 has partitioned them."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)

@@ -260,6 +260,7 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         max_steps: Any = None
         metric_for_best_model: Any = None
         steps_per_generation: Any = None
+        top_k: Any = None
 
     learning_rate: float = field(default=3e-6, metadata={"help": "The initial learning rate for AdamW."})
     adam_epsilon: float = field(default=1e-5, metadata={"help": "Epsilon of AdamW (N+ details)."})
@@ -356,6 +357,7 @@ class PPOConfig(HidesCredentials, RLOOConfig):
 
     def __post_init__(self):
         self.num_generations = 1 if self.num_generations is None else self.num_generations
+        self.top_k = self.top_k or 0  # transformers would make 50 of None
         resolve_bf16(self)
         self._resolve_aliases()
         self._refuse()
@@ -426,6 +428,8 @@ class PPOConfig(HidesCredentials, RLOOConfig):
 
     def _check_values(self):
         check_settings(self, _RANGES, _ONLY_WITH)
+        if self.max_completion_length is None:  # transformers would make 20 tokens, prompt included, of it
+            raise ValueError("`max_completion_length` must be a number of tokens, got None.")
         if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
             raise ValueError(
                 f"`missing_eos_score={self.missing_eos_score}` replaces the score that `missing_eos_penalty="

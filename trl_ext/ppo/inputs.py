@@ -1,7 +1,7 @@
 """What the trainer is given: calls written for TRL 1.12, mistakes, and prompts."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -123,7 +123,6 @@ def check_inputs(
             )
         if "prompt" in dataset.column_names:
             check_texts(dataset, ("prompt",), f"The {name} dataset")
-            check_messages(dataset["prompt"], name)
         if "prompt_ids" in dataset.column_names:
             raise ValueError(
                 f"The {name} dataset has a column `prompt_ids`, the name under which reward functions are given the "
@@ -155,18 +154,6 @@ def check_inputs(
             f"`reward_normalization={args.reward_normalization!r}` reads the column {column!r}; the train dataset has "
             f"{train_dataset.column_names}."
         )
-
-
-def check_messages(prompts: Iterable[Any], name: str) -> None:
-    """Raise for the first message that no chat template could show."""
-    for row, prompt in enumerate(prompts):
-        for message in prompt if isinstance(prompt, list) else ():
-            says = isinstance(message.get("content"), (str, list)) or message.get("tool_calls")
-            if not isinstance(message["role"], str) or not says:
-                raise ValueError(
-                    f"The {name} dataset, row {row}: a message of the prompt must have a `role` and a `content`, got "
-                    f"{repr(message)[:80]}: correct it, or leave it out with `Dataset.filter`."
-                )
 
 
 def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:

@@ -93,19 +93,6 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
                 tokenizers[i] = AutoTokenizer.from_pretrained(path, **named)
 
 
-def check_tokenizer(policy: Any, tokenizer: Any) -> None:
-    """Raise if the tokenizer can make ids that the policy has no row for, the pad token's apart: pads are masked."""
-    vocabulary = vocabulary_of(policy)
-    ids = tokenizer.get_vocab()
-    unknown = [token for token, i in ids.items() if i >= vocabulary and i != tokenizer.pad_token_id]
-    if unknown:
-        raise ValueError(
-            f"The tokenizer has token ids up to {max(ids.values())}, the policy's vocabulary only {vocabulary}: pass "
-            "the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the "
-            f"tokens you added ({', '.join(unknown[:3])}, …)."
-        )
-
-
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
     """Refuse, for a policy with adapters, what would silently train wrong ones."""
     check_modules(policy, policy.peft_config[POLICY], "peft_config")

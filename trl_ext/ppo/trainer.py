@@ -32,7 +32,7 @@ from ..models.generation import check_savable
 from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
-from ..models.weights import base_model_of, disable_dropout, keep_unpacked, vocabulary_of
+from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
 from ..temporarily import temporarily
 from ..upstream import RepeatSampler, check_contract, get_config_model_id
 from . import gradients
@@ -59,7 +59,6 @@ from .roles import (
     Rewards,
     check_base,
     check_roles,
-    check_tokenizer,
     load_rewards,
     make_actor_critic,
     make_reference,

@@ -1,0 +1,63 @@
+"""Each field of `DPOConfig` that is ours changes what is trained, or stands in a list of what it does instead."""
+
+import dataclasses
+
+import pytest
+import torch
+import trl
+
+from tests.dpo.worker import make_trainer, weights
+from trl_ext import DPOConfig
+
+pytestmark = pytest.mark.slow
+
+BATCHES = {"beta_controller": "beta_dpo"}
+STEERED = {"beta_controller": "drift", "drift_target": 1e-3, "drift_horizon": 20.0}
+INFORMED = {"use_margin": True}
+SOURCES = {"margin_normalization": "source"}
+CHANGED = {  # field -> another value, and what it is read with
+    "beta_controller": ("beta_dpo", {}),
+    "beta_dpo_alpha": (0.1, BATCHES),
+    "beta_dpo_keep": (0.5, BATCHES),
+    "beta_dpo_momentum": (0.1, BATCHES),
+    "beta_max": (0.1, STEERED),
+    "beta_min": (0.1, {**STEERED, "drift_target": 1e3}),
+    "dpop_lambda": (1.0, {}),
+    "drift_horizon": (99.0, STEERED),
+    "drift_target": (1e3, STEERED),
+    "margin_normalization": ("source", {}),  # after 64 pairs of each
+    "margin_scale": (0.5, INFORMED),
+    "margin_warmup_pairs": (4, SOURCES),
+    "use_confidence": (True, {}),
+    "use_margin": (True, {}),
+    "use_weight": (True, {}),
+}
+WITHOUT_WEIGHTS = {  # field -> what it does instead
+    "distribution_shift_bound": "from which share on a warning is given",
+    "distribution_shift_samples": "logs `shift/…` before training",
+    "log_displacement": "logs `logps/…`",
+    "resume_anyway": "a permission",
+}
+
+
+def trained(tmp_path, **config):
+    torch.manual_seed(0)
+    trainer = make_trainer(tmp_path, learning_rate=1e-2, max_steps=20, per_device_train_batch_size=8, **config)
+    trainer.train()
+    return torch.cat([p.flatten() for p in weights(trainer).values()])
+
+
+def test_every_field_of_ours_is_in_one_table():
+    ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(trl.DPOConfig)}
+    assert ours == CHANGED.keys() | WITHOUT_WEIGHTS.keys()
+
+
+def test_a_field_changes_what_is_trained(subtests, tmp_path):
+    known: dict[str, torch.Tensor] = {}
+    for name, (value, needed) in CHANGED.items():
+        with subtests.test(name=name):
+            key = str(sorted(needed.items()))
+            if key not in known:
+                known[key] = trained(tmp_path, **needed)
+            assert not torch.equal(trained(tmp_path, **{**needed, name: value}), known[key])
+    assert torch.equal(trained(tmp_path), known["[]"])  # or nothing is shown

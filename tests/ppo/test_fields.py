@@ -1,0 +1,95 @@
+"""Each field of `PPOConfig` that is ours changes what is trained, or stands in a list of what it does instead."""
+
+import dataclasses
+
+import pytest
+import torch
+from trl import RLOOConfig
+
+from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
+from trl_ext import PPOConfig, PPOTrainer
+from trl_ext.ppo.config import ALIASES, REFUSED
+
+pytestmark = pytest.mark.slow
+
+ADAPTIVE = {"kl_controller": "adaptive", "kl_horizon": 50.0, "max_steps": 6}  # the KL of the first rollout is 0
+CHANGED = {  # field -> another value, and what it is read with
+    "adam_epsilon": (1e-2, {}),
+    "cliprange": (1e-3, {}),
+    "cliprange_value": (1e-3, {}),
+    "critic_learning_rate": (1e-3, {}),
+    "critic_warmup_rollouts": (1, {}),
+    "disable_dropout": (False, {}),
+    "dual_clip": (1.0001, {}),
+    "entropy_coef": (1.0, {}),
+    "gamma": (0.5, {}),
+    "kl_coef": (1.0, {}),
+    "kl_coef_max": (0.05, {**ADAPTIVE, "kl_target": 1e-6, "max_steps": 8}),
+    "kl_coef_min": (0.05, {**ADAPTIVE, "kl_target": 1e6}),
+    "kl_controller": ("adaptive", {}),
+    "kl_estimator": ("k2", {}),
+    "kl_horizon": (10.0, ADAPTIVE),
+    "kl_target": (1e-6, ADAPTIVE),
+    "lam": (0.5, {}),
+    "lam_value": (0.5, {}),
+    "learning_rate": (1e-4, {}),
+    "local_rollout_forward_batch_size": (3, {}),  # chunks are drawn in turn
+    "max_approx_kl": (1e-7, {}),
+    "missing_eos_penalty": (9.0, {}),
+    "missing_eos_score": (-9.0, {}),
+    "normalize_advantages": (False, {}),
+    "num_generations": (2, {}),
+    "num_mini_batches": (1, {}),
+    "num_ppo_epochs": (2, {}),
+    "reward_group_column": ("sort", {"reward_normalization": "group", "reward_group_column": "topic"}),
+    "reward_normalization": ("running", {}),
+    "reward_reference_column": ("other", {"reward_normalization": "reference"}),
+    "stop_token_id": (9, {}),
+    "total_episodes": (8, {}),
+    "vf_coef": (3.0, {}),
+    "whiten_rewards": (True, {}),
+}
+WITHOUT_WEIGHTS = {  # field -> what it does instead
+    "allow_off_policy_sampling": "a permission, and `sampling/logprob_difference`",
+    "dataset_num_proc": "nothing, as documented",
+    "eval_greedy": "what an evaluation logs",
+    "num_sample_generations": "`log_completions`",
+    "resume_anyway": "a permission",
+    "reward_model_path": "the trainer's `reward_funcs`",
+    "sft_model_path": "the trainer's `model`",
+    "share_reward_base": "memory: the scores are the same",
+    "stop_token": "nothing, as documented",
+    "use_ref_model": "memory, and whether KL is logged: it needs `kl_coef=0`",
+}
+
+
+def trained(tmp_path, **config):
+    n, answer = 16, tiny_tokenizer()
+    rows = prompts(n).add_column("sort", ["a"] * n).add_column("completion", WORDS[:n])
+    rows = rows.add_column("other", [f"{word} {word} {word}" for word in WORDS[:n]])
+    steps = {"max_steps": -1 if "total_episodes" in config else 4, "num_ppo_epochs": 1}
+    model = tiny_gpt2(attn_pdrop=0.3, embd_pdrop=0.3, resid_pdrop=0.3)
+    model.lm_head.weight.data[2] *= 2  # EOS is drawn at times
+    args = tiny_config(tmp_path, **{"learning_rate": 1e-2, "num_train_epochs": 2.0, **steps, **config})
+    torch.manual_seed(0)
+    trainer = PPOTrainer(model, length_reward, args, train_dataset=rows, processing_class=answer)
+    torch.manual_seed(0)
+    trainer.train()
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def test_every_field_of_ours_is_in_one_table():
+    inherited = {f.name: f.default for f in dataclasses.fields(RLOOConfig)}
+    ours = {f.name for f in dataclasses.fields(PPOConfig) if inherited.get(f.name, ...) != f.default}
+    assert ours - ALIASES.keys() - REFUSED.keys() == CHANGED.keys() | WITHOUT_WEIGHTS.keys()
+
+
+def test_a_field_changes_what_is_trained(subtests, tmp_path):
+    known: dict[str, torch.Tensor] = {}
+    for name, (value, needed) in CHANGED.items():
+        with subtests.test(name=name):
+            key = str(sorted(needed.items()))
+            if key not in known:
+                known[key] = trained(tmp_path, **needed)
+            assert not torch.equal(trained(tmp_path, **{**needed, name: value}), known[key])
+    assert torch.equal(trained(tmp_path), known["[]"])  # or nothing is shown

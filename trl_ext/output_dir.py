@@ -1,0 +1,54 @@
+"""Whether a run can write where it is told to, asked before anything is loaded."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .marker import MARKER
+
+_MARKERS = f"checkpoint-*/{MARKER}"
+
+
+def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = None) -> None:
+    """
+    Check that the folder can be written, and holds no finished run that would be overwritten.
+
+    Args:
+        output_dir: it need not exist yet.
+        resume: `resume_from_checkpoint`; `"false"` is to begin anew, whatever is there.
+
+    Raises:
+        OSError: it cannot be written.
+        FileExistsError: a run without checkpoints has finished there. With checkpoints, it is gone on with.
+    """
+    path = Path(output_dir)
+    there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
+    if not there.is_dir():
+        raise NotADirectoryError(f"`output_dir` {output_dir}: {there} is no folder, choose another")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise OSError(f"`output_dir` {output_dir} cannot be written ({error.strerror}): choose another") from error
+    is_finished = (path / "train_results.json").is_file() and not any(path.glob("checkpoint-*"))
+    if is_finished and str(resume).lower() != "false":
+        raise FileExistsError(
+            f"`output_dir` {output_dir} holds a finished run without checkpoints: choose another, or write "
+            "over it by `resume_from_checkpoint: false`"
+        )
+
+
+def is_evaluated(output_dir: str | os.PathLike[str], result: Any, file: str = "eval_results.json") -> bool:
+    """
+    Return whether the run was complete already, by what `train` returned, and so was its evaluation; says so.
+
+    A file that is older than the run's newest checkpoint is of an earlier run.
+    """
+    from accelerate import PartialState
+
+    path, newest = Path(output_dir, file), max((m.stat().st_mtime for m in Path(output_dir).glob(_MARKERS)), default=0)
+    is_there = not result.metrics and path.is_file() and path.stat().st_mtime >= newest
+    if is_there:
+        PartialState().print(f"{Path(output_dir, file)} is left as it is; to evaluate again, delete it.")
+    return is_there

@@ -152,6 +152,7 @@ def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(t
             ("nothing to watch: no key", 7, resumed + 7),
         )
     )
+    notice["level"] = "notice"
     write_lines(tmp_path / "alerts.jsonl", [old, kept, undone, notice])
     rows = [(f"answer {at:.0f} {step}", step, at + step) for at in (100.0, begun) for step in (0, 6)]
     write_lines(

@@ -38,6 +38,7 @@ CANNOT = set(
     resume_from_checkpoint reward_funcs reward_model_name_or_path reward_model_path reward_weights save_strategy
     sft_model_path torch_compile_backend torch_compile_mode train_sampling_strategy
     transformers_continuous_batching_config truncation_mode value_model_name_or_path vllm_mode vllm_model_impl
+    model_revision lora_modules_to_save lora_target_modules lora_target_parameters lora_task_type
     """.split()
 )
 NOT_TEXT = {"model_adapter_name", "ref_adapter_name", "reward_group_column", "reward_reference_column"}

@@ -114,7 +114,7 @@ def test_a_configuration_of_local_data_is_refused(subtests, folder):
 
 def test_a_file_that_cannot_be_read_is_named_with_its_line(subtests, folder):
     for content, message in [
-        ('{"prompt": "a"}\n\n{"prompt": \n', "line 3 of rows.jsonl is no JSON, b'{\"prompt\": "),
+        ('{"prompt": "a"}\n\n{"prompt": \n', 'line 3 of rows.jsonl is no JSON, b\'{"prompt": '),
         ("", "it has no rows"),
     ]:
         with subtests.test(content=content):

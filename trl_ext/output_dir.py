@@ -35,11 +35,21 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
         )
 
 
-def is_evaluated(output_dir: str | os.PathLike[str], result: Any, file: str = "eval_results.json") -> bool:
-    """Return whether the run was complete already, by what `train` returned, and so was its evaluation; says so."""
-    from accelerate import PartialState
+def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
+    """
+    Return whether the run was complete already, and so was its evaluation; says so.
 
-    is_there = not result.metrics and Path(output_dir, file).is_file()
-    if is_there:
-        PartialState().print(f"{Path(output_dir, file)} is left as it is; to evaluate again, delete it.")
-    return is_there
+    Args:
+        output_dir: of the run.
+        result: what `train` returned.
+        *files: patterns of what the evaluation writes, `eval_results.json` if there are none.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    files = files or ("eval_results.json",)
+    found = [not result.metrics and all(any(Path(output_dir).glob(file)) for file in files)]
+    broadcast_object_list(found)  # another machine may not see the folder
+    if found[0]:
+        PartialState().print(f"{Path(output_dir, files[0])} is left as it is; to evaluate again, delete it.")
+    return found[0]

@@ -156,6 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.output_file:
         if state.is_main_process:
             partial.rename(args.output_file)
+        state.wait_for_everyone()  # who goes on finds the file
         state.print(f"Answers: {args.output_file}, {done}, of which {finished} ended by EOS")
 
 

@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 5. Save
     report = report_of(output_dir, was_trained=bool(result.metrics))
-    if is_evaluated(output_dir, result, "reward_report.json") and any(output_dir.glob("*.safetensors")):
+    if is_evaluated(output_dir, result, "reward_report.json", "*.safetensors"):
         return  # it is centred already
     demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
     result = centre_and_report(trainer, demonstrations, output_dir)

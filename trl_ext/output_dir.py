@@ -39,16 +39,27 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
         )
 
 
-def is_evaluated(output_dir: str | os.PathLike[str], result: Any, file: str = "eval_results.json") -> bool:
+def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
     """
-    Return whether the run was complete already, by what `train` returned, and so was its evaluation; says so.
+    Return whether the run was complete already, and so was its evaluation; says so.
 
-    A file that is older than the run's newest checkpoint is of an earlier run.
+    Files that are older than the run's newest checkpoint are of an earlier run.
+
+    Args:
+        output_dir: of the run.
+        result: what `train` returned.
+        *files: patterns of what the evaluation writes, `eval_results.json` if there are none.
     """
     from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
 
-    path, newest = Path(output_dir, file), max((m.stat().st_mtime for m in Path(output_dir).glob(_MARKERS)), default=0)
-    is_there = not result.metrics and path.is_file() and path.stat().st_mtime >= newest
-    if is_there:
-        PartialState().print(f"{Path(output_dir, file)} is left as it is; to evaluate again, delete it.")
-    return is_there
+    files, folder = files or ("eval_results.json",), Path(output_dir)
+    newest = max((marker.stat().st_mtime for marker in folder.glob(_MARKERS)), default=0)
+    found = [
+        not result.metrics
+        and all(any(path.stat().st_mtime >= newest for path in folder.glob(pattern)) for pattern in files)
+    ]
+    broadcast_object_list(found)  # another machine may not see the folder
+    if found[0]:
+        PartialState().print(f"{folder / files[0]} is left as it is; to evaluate again, delete it.")
+    return found[0]

@@ -102,3 +102,22 @@ def test_where_there_is_no_held_out_split_it_says_what_to_do(folder):
     train = load_dataset_split("rows.jsonl")
     with pytest.raises(ValueError, match=r"has no split 'test'; it has 'train'; `eval_size` cuts rows to evaluate on"):
         held_out_rows(train, lambda: load_dataset_split("rows.jsonl", "test"), None, seed=0)
+
+
+def test_a_configuration_of_local_data_is_refused(subtests, folder):
+    Dataset.from_dict(ROWS).to_json("rows.jsonl")
+    Dataset.from_dict(ROWS).save_to_disk("saved")
+    for name in ("rows.jsonl", "saved"):
+        with subtests.test(name=name), pytest.raises(ValueError, match="has no configurations: leave out 'main'"):
+            load_dataset_split(name, config="main")
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_line(subtests, folder):
+    for content, message in [
+        ('{"prompt": "a"}\n\n{"prompt": \n', 'line 3 of rows.jsonl is no JSON, b\'{"prompt": '),
+        ("", "it has no rows"),
+    ]:
+        with subtests.test(content=content):
+            (folder / "rows.jsonl").write_text(content)
+            with pytest.raises(ValueError, match=f"^dataset 'rows.jsonl' cannot be read: {message}"):
+                load_dataset_split("rows.jsonl")

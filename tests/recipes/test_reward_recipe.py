@@ -218,3 +218,10 @@ def test_the_trained_model_is_one_that_ppo_can_load(trained):
     model = AutoModelForSequenceClassification.from_pretrained(trained, num_labels=1)
     assert model.config.num_labels == 1 and model.score.bias is None
     assert not isinstance(model, LlamaForCausalLM)
+
+
+@pytest.mark.slow
+def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
+    data = ["--dataset_name", str(inputs / "preferences" / "train.jsonl"), "--eval_size", "20"]
+    main([*arguments(inputs, tmp_path), *data])
+    assert json.loads((tmp_path / "reward_report.json").read_text())["pairs"] == 20

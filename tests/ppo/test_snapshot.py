@@ -30,6 +30,7 @@ def test_a_snapshot_is_read_as_it_was_written_and_each_process_has_its_own(tmp_p
         torch.testing.assert_close(asdict(Snapshot.load(str(tmp_path), process)), asdict(snapshot), rtol=0, atol=0)
 
 
-def test_a_missing_snapshot_says_why(tmp_path):
-    with pytest.raises(ValueError, match=r"ppo_state_1.pt is missing: .*save_only_model"):
+def test_a_snapshot_of_another_version_says_so(tmp_path):
+    torch.save({"step": 3}, tmp_path / "ppo_state_1.pt")
+    with pytest.raises(ValueError, match=r"ppo_state_1.pt is of another version of trl_ext"):
         Snapshot.load(str(tmp_path), 1)

@@ -170,10 +170,10 @@ class Rewards:
         tokenizers: list,
         names: list[str],
         policy_tokenizer: Any,
-        paths: list[str | None],
+        paths: list[str | None] | None = None,
     ):
         self.functions = list(functions)
-        self.paths = paths
+        self.paths = paths or [None] * len(functions)
         self.tokenizers = list(tokenizers)
         # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
         names = [name or f"reward_model_{i}" for i, name in enumerate(names)]

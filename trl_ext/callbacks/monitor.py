@@ -132,7 +132,8 @@ class MonitorCallback(Halting, TrainerCallback):
             self.memory.pop("stopped", None)
         if reason := stop or self._rollback_now(args, state):
             self._is_held = control.should_training_stop = True
-            self._send(self._alert(Finding("the run was ended before", None, None, f"{reason}."), self.action), state)
+            alert = self._alert(Finding("the run was ended before", None, None, f"{reason}."), self.action)
+            self._send(replace(alert, runbook=f"{RUNBOOK}#after-a-stop-or-a-rollback"), state)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._is_training = False

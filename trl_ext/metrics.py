@@ -75,6 +75,12 @@ def rollout_steps(args: Any) -> int:
     return math.ceil(micro_batches * passes / args.gradient_accumulation_steps)
 
 
+def numbers_in(logs: dict[str, Any]) -> dict[str, float]:
+    """Return what is a number in these logs, NumPy's and torch's as Python's own."""
+    plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in logs.items()}
+    return {key: value for key, value in plain.items() if isinstance(value, (int, float))}
+
+
 def is_training_log(logs: dict[str, Any]) -> bool:
     """Return whether these are logs of training steps: only those have a learning rate."""
     return "learning_rate" in logs

@@ -242,6 +242,15 @@ def test_server_and_textfile(tmp_path):
         urllib.request.urlopen(f"http://127.0.0.1:{callback.port}/metrics", timeout=2)
 
 
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
+    path = tmp_path / "run.prom"
+    run = Replay(tiny_config(tmp_path), JSONLCallback(), PrometheusCallback(textfile=str(path)))
+    run.log(1, logs={"objective/kl": np.float32(0.5), "loss": torch.tensor(2.0), "more": np.int64(3)})
+    logged = next(row for row in read_jsonl(tmp_path / "metrics.rank0.jsonl") if row["type"] == "train")
+    assert logged["kl"] == 0.5 and logged["loss"] == logged["logs"]["loss"] == 2.0 and logged["logs"]["more"] == 3
+    assert samples(path.read_text())["trl_ext_kl"] == 0.5
+
+
 def test_what_was_never_measured_is_not_exported_and_a_notice_is_no_alert(tmp_path):
     path = tmp_path / "run.prom"
     run = Replay(tiny_config(tmp_path), KLBudgetCallback(), PrometheusCallback(textfile=str(path)))

@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from ..jsonl import JSONLWriter, read_jsonl
-from ..metrics import is_training_log, metrics_of
+from ..metrics import is_training_log, metrics_of, numbers_in
 from ..redaction import redacted
 from ..rewards.watch import Watch
 from .monitor import REGISTRY
@@ -62,7 +62,7 @@ class JSONLCallback(TrainerCallback):
         if logs is None:
             return
         kind = "train" if is_training_log(logs) else "eval" if any(k.startswith("eval_") for k in logs) else "end"
-        numbers = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
+        numbers = numbers_in(logs)
         measured: dict[str, Any] = {}
         if not self._introduced and kind == "train":  # by the first log all monitors have registered
             monitors = state.stateful_callbacks.get(REGISTRY, {})

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..metrics import is_training_log, metrics_of
+from ..metrics import is_training_log, metrics_of, numbers_in
 from .alerts import is_notice
 from .monitor import alerts_of
 
@@ -77,13 +77,13 @@ class PrometheusCallback(TrainerCallback):
         if logs is None or not state.is_world_process_zero:
             return
         self._set("step", state.global_step)
-        for key, value in logs.items():
-            if isinstance(value, (int, float)):
-                self._log.labels(key=_label(key)).set(value)
+        numbers = numbers_in(logs)
+        for key, value in numbers.items():
+            self._log.labels(key=_label(key)).set(value)
         if is_training_log(logs):
             for name, metric in metrics_of(args).items():
-                if name in GAUGES and isinstance(logs.get(metric.key), (int, float)):
-                    self._set(name, logs[metric.key])
+                if name in GAUGES and metric.key in numbers:
+                    self._set(name, numbers[metric.key])
         self._export(state)
 
     def _set(self, name: str, value: float) -> None:

@@ -5,8 +5,11 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+
+from tqdm import tqdm
 
 from recipes import dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
@@ -55,6 +58,7 @@ def start(name, inputs, output, log):
     if child:
         return child
     code = 1
+    tqdm.set_lock(threading.RLock())  # its own is shared with the processes that were killed, maybe holding it
     try:
         with open(log, "a") as file:
             os.dup2(file.fileno(), 1)
@@ -78,9 +82,10 @@ def killed_again_and_again(name, folder, times, seed):
     assert ended(start(name, inputs, folder / "run-0", log)), log.read_text()[-3000:]
     seconds, kills, runs = time.monotonic() - began, 0, 1
     while kills < times:
-        child = start(name, inputs, folder / f"run-{runs}", log)
+        child, began = start(name, inputs, folder / f"run-{runs}", log), time.monotonic()
         if ended(child, within=chance.uniform(0, seconds)):
             runs += 1
+            seconds = min(seconds, time.monotonic() - began)
         else:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)

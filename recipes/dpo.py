@@ -27,14 +27,20 @@ class DPOScriptArguments(HeldOutArguments):
     )
 
 
+def check_models(script_args: DPOScriptArguments, model_args: ModelArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+    check_model("ref_model_name_or_path", script_args.ref_model_name_or_path)
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__)
+    parser = StrictTrlParser(
+        (DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__, check=check_models
+    )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
-        check_model("ref_model_name_or_path", script_args.ref_model_name_or_path)
 
     # These take seconds to import: what was mistyped has been refused by now
     from transformers import AutoModelForCausalLM

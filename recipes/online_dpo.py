@@ -145,10 +145,18 @@ def check_settings(path: Path, settings: dict) -> None:
         )
 
 
+def check_models(script_args: OnlineDPOScriptArguments, model_args: ModelArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+    check_model("reward_model_name_or_path", script_args.reward_model_name_or_path, tokenizer=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     parser = StrictTrlParser(
-        (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__
+        (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments),
+        without_arguments=__doc__,
+        check=check_models,
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if model_args.load_in_4bit or model_args.load_in_8bit or training_args.push_to_hub:
@@ -158,9 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     if training_args.eval_strategy != "no":
         parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir)
-        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path, tokenizer=True)
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

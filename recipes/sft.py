@@ -41,14 +41,20 @@ def check_columns(dataset, name: str, text_field: str = "text") -> None:
     check_texts(dataset, [column for column in found if column != "input_ids"], f"dataset {name!r}")
 
 
+def check_models(script_args: SFTScriptArguments, model_args: ModelArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     parser = StrictTrlParser(
-        (SFTScriptArguments, "trl_ext.resumable.SFTConfig", ModelArguments), without_arguments=__doc__
+        (SFTScriptArguments, "trl_ext.resumable.SFTConfig", ModelArguments),
+        without_arguments=__doc__,
+        check=check_models,
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
 
     # These take seconds to import: what was mistyped has been refused by now

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-    from trl_ext.commands import record_run, report_of
+    from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
 
     # 2. Data
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
     trainer.accelerator.print(
         f"Policy: {training_args.output_dir}{outcome}. {report}; next: "
-        f"python recipes/generate.py --model_name_or_path {training_args.output_dir} --prompt …"
+        f"{next_answer(training_args.output_dir, train_dataset)}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

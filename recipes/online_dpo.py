@@ -178,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
-    from trl_ext.commands import record_run, report_of
+    from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, check_texts, rows_identity
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, path_identity, tokenizer_identity
@@ -321,10 +321,7 @@ def main(arguments: list[str] | None = None) -> None:
         processes.print(f"Round {number}: {history[-1]['held_out']}")
     if processes.is_main_process:
         write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
-    processes.print(
-        f"Policy: {policy}. Report: {output_dir / 'online_dpo.json'}; next: "
-        f"python recipes/generate.py --model_name_or_path {policy} --prompt …"
-    )
+    processes.print(f"Policy: {policy}. Report: {output_dir / 'online_dpo.json'}; next: {next_answer(policy, train)}")
 
 
 if __name__ == "__main__":

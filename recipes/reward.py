@@ -142,7 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
         (output_dir / "reward_report.json").write_text(json.dumps(result, indent=2))
     trainer.accelerator.print(
         f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}. {report}; next: "
-        f"accelerate launch recipes/ppo.py --reward_model_name_or_path {output_dir} …"
+        f"accelerate launch recipes/ppo.py --reward_model_name_or_path {output_dir} --model_name_or_path POLICY "
+        "--dataset_name PROMPTS"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

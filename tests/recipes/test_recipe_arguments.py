@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -58,6 +59,13 @@ def test_without_arguments_the_recipe_says_how_to_run_it(subtests, capsys):
                 recipe.main([])
             name = recipe.__name__.rpartition(".")[2]
             assert f"accelerate launch recipes/{name}.py --config" in capsys.readouterr().err
+
+
+def test_the_quickstart_takes_no_arguments(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["quickstart.py", "--help"])
+    monkeypatch.setattr("trl_ext.PPOTrainer", None)  # or it would train
+    with pytest.raises(SystemExit, match="It takes\nno arguments"):
+        runpy.run_path("recipes/quickstart.py", run_name="__main__")
 
 
 def test_every_argument_of_a_recipe_is_read_or_refused(subtests):

@@ -27,14 +27,20 @@ class DPOScriptArguments(HeldOutArguments):
     )
 
 
+def check_models(script_args: DPOScriptArguments, model_args: ModelArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+    check_model("ref_model_name_or_path", script_args.ref_model_name_or_path)
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__)
+    parser = StrictTrlParser(
+        (DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__, check=check_models
+    )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
-        check_model("ref_model_name_or_path", script_args.ref_model_name_or_path)
 
     # These take seconds to import: what was mistyped has been refused by now
     from transformers import AutoModelForCausalLM
@@ -42,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-    from trl_ext.commands import record_run, report_of
+    from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
 
     # 2. Data
@@ -99,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
     trainer.accelerator.print(
         f"Policy: {training_args.output_dir}{outcome}. {report}; next: "
-        f"python recipes/generate.py --model_name_or_path {training_args.output_dir} --prompt …"
+        f"{next_answer(training_args.output_dir, train_dataset)}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -38,7 +38,10 @@ class GenerateArguments:
     batch_size: int = field(default=16, metadata={"help": "Prompts in one batch of one process."})
     temperature: float = field(default=1.0, metadata={"help": "Of the sampling; 0 always takes the likeliest token."})
     top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this total probability."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Tokens after which an answer is cut off."})
+    max_new_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Tokens after which an answer is cut off; if unset 256, or what the context leaves."},
+    )
     seed: int = field(default=0, metadata={"help": "Of the sampling."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "Of the weights; `auto` is what they were saved in."}
@@ -113,9 +116,11 @@ def main(arguments: list[str] | None = None) -> None:
     model = model.eval().to(state.device)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(map(len, prompt_ids))
-    if context is not None and longest + args.max_new_tokens > context:
+    room = float("inf") if context is None else context - longest
+    longest_answer = args.max_new_tokens or max(int(min(256, room)), 1)
+    if longest_answer > room:
         parser.error(
-            f"the longest prompt has {longest} tokens and `max_new_tokens` is {args.max_new_tokens}, but the model's "
+            f"the longest prompt has {longest} tokens and `max_new_tokens` is {longest_answer}, but the model's "
             f"context only {context}: lower `max_new_tokens`, or shorten the prompts"
         )
 
@@ -137,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
                     model,
                     prompt_ids[batch],
                     ends,
-                    max_new_tokens=args.max_new_tokens,
+                    max_new_tokens=longest_answer,
                     temperature=args.temperature,
                     top_p=args.top_p,
                     seed=args.seed * 1_000_003 + start,

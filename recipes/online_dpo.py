@@ -145,10 +145,18 @@ def check_settings(path: Path, settings: dict) -> None:
         )
 
 
+def check_models(script_args: OnlineDPOScriptArguments, model_args: ModelArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+    check_model("reward_model_name_or_path", script_args.reward_model_name_or_path, tokenizer=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     parser = StrictTrlParser(
-        (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__
+        (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments),
+        without_arguments=__doc__,
+        check=check_models,
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if model_args.load_in_4bit or model_args.load_in_8bit or training_args.push_to_hub:
@@ -158,9 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     if training_args.eval_strategy != "no":
         parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir)
-        check_model("reward_model_name_or_path", script_args.reward_model_name_or_path, tokenizer=True)
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch
@@ -172,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
-    from trl_ext.commands import record_run, report_of
+    from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, check_texts, rows_identity
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, path_identity, tokenizer_identity
@@ -315,10 +321,7 @@ def main(arguments: list[str] | None = None) -> None:
         processes.print(f"Round {number}: {history[-1]['held_out']}")
     if processes.is_main_process:
         write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
-    processes.print(
-        f"Policy: {policy}. Report: {output_dir / 'online_dpo.json'}; next: "
-        f"python recipes/generate.py --model_name_or_path {policy} --prompt …"
-    )
+    processes.print(f"Policy: {policy}. Report: {output_dir / 'online_dpo.json'}; next: {next_answer(policy, train)}")
 
 
 if __name__ == "__main__":

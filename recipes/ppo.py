@@ -71,16 +71,22 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
     return kept
 
 
+def check_models(script_args: PPOScriptArguments, model_args: ModelArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+    for role in ("reward_model", "value_model", "ref_model"):
+        name = f"{role}_name_or_path"
+        check_model(name, getattr(script_args, name), tokenizer=role == "reward_model")
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
-    parser = StrictTrlParser((PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments), without_arguments=__doc__)
+    parser = StrictTrlParser(
+        (PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments), without_arguments=__doc__, check=check_models
+    )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
-        for role in ("reward_model", "value_model", "ref_model"):
-            name = f"{role}_name_or_path"
-            check_model(name, getattr(script_args, name), tokenizer=role == "reward_model")
 
     # These take seconds to import: what was mistyped has been refused by now
     from transformers import AutoTokenizer
@@ -89,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-    from trl_ext.commands import record_run, report_of
+    from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.rewards import load_reward
 
@@ -157,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
     trainer.accelerator.print(
         f"Model, critic/ and all_results.json are in {training_args.output_dir}. {report}; next: "
-        f"python recipes/generate.py --model_name_or_path {training_args.output_dir} --prompt …"
+        f"{next_answer(training_args.output_dir, train_dataset)}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

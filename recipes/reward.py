@@ -40,16 +40,22 @@ class RewardScriptArguments(HeldOutArguments):
             raise ValueError("`eval_size` must be 1 or more: what the model is worth is measured on held-out pairs")
 
 
+def check_models(script_args: RewardScriptArguments, model_args: ClassifierArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     parser = StrictTrlParser(
-        (RewardScriptArguments, "trl_ext.resumable.RewardConfig", ClassifierArguments), without_arguments=__doc__
+        (RewardScriptArguments, "trl_ext.resumable.RewardConfig", ClassifierArguments),
+        without_arguments=__doc__,
+        check=check_models,
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
         parser.error("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
 
     # These take seconds to import: what was mistyped has been refused by now
@@ -136,7 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
         (output_dir / "reward_report.json").write_text(json.dumps(result, indent=2))
     trainer.accelerator.print(
         f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}. {report}; next: "
-        f"accelerate launch recipes/ppo.py --reward_model_name_or_path {output_dir} …"
+        f"accelerate launch recipes/ppo.py --reward_model_name_or_path {output_dir} --model_name_or_path POLICY "
+        "--dataset_name PROMPTS"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

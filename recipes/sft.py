@@ -41,14 +41,20 @@ def check_columns(dataset, name: str, text_field: str = "text") -> None:
     check_texts(dataset, [column for column in found if column != "input_ids"], f"dataset {name!r}")
 
 
+def check_models(script_args: SFTScriptArguments, model_args: ModelArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     parser = StrictTrlParser(
-        (SFTScriptArguments, "trl_ext.resumable.SFTConfig", ModelArguments), without_arguments=__doc__
+        (SFTScriptArguments, "trl_ext.resumable.SFTConfig", ModelArguments),
+        without_arguments=__doc__,
+        check=check_models,
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
-        check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
 
     # These take seconds to import: what was mistyped has been refused by now
@@ -56,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-    from trl_ext.commands import record_run, report_of
+    from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.models import keep_unpacked
     from trl_ext.resumable import ResumableSFTTrainer
@@ -114,8 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
         trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
     trainer.accelerator.print(
-        f"Model: {training_args.output_dir}. {report}; next: "
-        f"python recipes/generate.py --model_name_or_path {training_args.output_dir} --prompt …"
+        f"Model: {training_args.output_dir}. {report}; next: {next_answer(training_args.output_dir, train_dataset)}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -265,6 +265,28 @@ def test_what_is_mistyped_is_refused_before_a_config_is_imported(subtests, tmp_p
             assert run.returncode == 2 and message in run.stderr and len(run.stderr.splitlines()) == 1
 
 
+def test_check_is_given_what_is_parsed_and_refuses_it_in_one_line(capsys):
+    def check(arguments, needed):
+        raise ValueError(f"{arguments.rate} of {needed.path}\nis too much")
+
+    for kinds in [(Arguments, Needed), (Arguments, "trl_ext.PPOConfig", Needed)]:
+        with pytest.raises(SystemExit, match="2"):
+            StrictTrlParser(kinds, check=check).parse_args_and_config(["--rate", "3", "--path", "x"])
+        assert capsys.readouterr().err.endswith("error: 3.0 of x is too much\n")
+
+
+@dataclass
+class Staged:
+    stage: Literal["first", "second", "third", "fourth", "fifth", "sixth", "seventh"] | None = None
+
+
+def test_help_names_the_choices_however_many_there_are(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        StrictTrlParser(Staged).parse_args_and_config(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--stage str One of first, second, third, fourth, fifth, sixth, seventh." in text
+
+
 def test_help_describes_ours_and_names_the_rest(capsys):
     def help_of(*given):
         with pytest.raises(SystemExit, match="0"):

@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
@@ -36,14 +36,23 @@ class StrictTrlParser(TrlParser):
         dataclass_types: dataclass, or dataclasses, whose fields are the arguments. One that takes seconds to import
             is better named, `"trl_ext.PPOConfig"`: a mistyped name is then refused at once.
         without_arguments: what to print if there is no argument at all; if unset, the fields' defaults are taken.
+        check: called with those dataclasses that are not named, in their order, before the named ones are imported;
+            what it raises of a wrong input is such an error, too.
         **kwargs: passed to `argparse.ArgumentParser`.
     """
 
-    def __init__(self, dataclass_types: Any = None, without_arguments: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataclass_types: Any = None,
+        without_arguments: str | None = None,
+        check: Callable[..., None] | None = None,
+        **kwargs: Any,
+    ) -> None:
         several = isinstance(dataclass_types, Iterable) and not isinstance(dataclass_types, str)
         self._given = list(dataclass_types) if several else [dataclass_types] if dataclass_types else []
         self._kwargs = {"allow_abbrev": False, "description": without_arguments, **kwargs}
         self.without_arguments = without_arguments
+        self._check = check
         self._take([kind for kind in self._given if not isinstance(kind, str)])
 
     def _take(self, kinds: list[type]) -> None:
@@ -79,7 +88,7 @@ class StrictTrlParser(TrlParser):
                 raise ValueError("--config was given more than once; one file is read, so merge the files")
             nodes, config = _read(given.config[0]) if given.config else ({}, {})
             self._check_names(config, args)
-            if any(isinstance(kind, str) for kind in self._given):
+            if self._check or any(isinstance(kind, str) for kind in self._given):
                 self._check_early(nodes, config, args)
                 self._take(self._imported())
             return self.parse_args_into_dataclasses([*self._flags(nodes, config), *args], look_for_args_file=False)
@@ -108,8 +117,12 @@ class StrictTrlParser(TrlParser):
         """Refuse what the dataclasses that are imported refuse, before the others are."""
         mine = {key: value for key, value in config.items() if key in self._fields}
         namespace, _ = super().parse_known_args([*self._flags(nodes, mine), *args])
-        for kind in self.dataclass_types:
+        made = [
             kind(**{field.name: getattr(namespace, field.name) for field in fields(kind) if field.init})
+            for kind in self.dataclass_types
+        ]
+        if self._check:
+            self._check(*made)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         namespace, remaining = super().parse_known_args(args, namespace)
@@ -214,11 +227,11 @@ class StrictTrlParser(TrlParser):
         action, types = self._fields[name]
         known = action.choices and "|".join(map(str, action.choices))
         kinds = [getattr(kind, "__name__", str(kind)) for kind in types if kind is not NoneType]
-        value = known if known and len(known) < 40 else " or ".join(kinds)
+        value = known if known and len(known) < 40 else " or ".join(kinds).replace("Literal", "str")
         text = " ".join((action.help or "").replace("%%", "%").split())
         if not in_full:
             text = re.split(r"(?<!e\.g\.)(?<!i\.e\.)(?<=\.) ", text)[0]
-        if known and known != value and in_full:
+        if known and known != value:
             text += f" One of {known.replace('|', ', ')}."
         if action.required:
             text += " (required)"

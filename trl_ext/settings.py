@@ -24,6 +24,13 @@ def resolve_bf16(config: Any) -> None:
         )
 
 
+def resolve_checkpointing(config: Any) -> None:
+    """Give `activation_checkpointing` what TRL's default, or a script, gives its old name, which has a warning."""
+    for end in ("checkpointing", "checkpointing_kwargs"):
+        if getattr(config, f"activation_{end}") is None:
+            setattr(config, f"activation_{end}", getattr(config, f"gradient_{end}"))
+
+
 def check_settings(
     config: Any,
     ranges: Mapping[str, tuple[str, Callable[[Any], bool]]],

@@ -90,6 +90,10 @@ def main(arguments: list[str] | None = None) -> None:
         if reason is None:
             raise
         parser.error(f"{reason}; what is complete is kept: make room and run the same command again")
+    if args.short:
+        summary += (
+            "\n\nThis was `--short`, which takes the same way and shows nothing: the claims are of the whole demo."
+        )
     print(
         f"\n{summary}\n\nReport: {args.folder / 'report.md'} ({time.time() - start:.0f} s); of each stage: report.html"
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import yaml
 from accelerate import PartialState
 
 from recipes import online_dpo, ppo, reward, sft
@@ -171,8 +172,8 @@ def _short(args: DemoArguments, kind: str) -> list[str]:
 
 
 def _settings(args: DemoArguments, name: str, kind: str, options: Sequence = ()) -> dict:
-    config = (HERE / f"{name.split('-')[0]}.yaml").read_text()
-    return {"seed": args.seed, "options": [*_short(args, kind), *map(str, options)], "config": config}
+    config = yaml.safe_load((HERE / f"{name.split('-')[0]}.yaml").read_text())
+    return {**config, "seed": args.seed, "options": [*_short(args, kind), *map(str, options)]}
 
 
 def _is_complete(folder: Path, settings: dict) -> bool:

@@ -88,6 +88,12 @@ def no_default_folder(monkeypatch):
     monkeypatch.setattr(Watch, "default_folder", None)
 
 
+def test_a_number_that_was_logged_once_is_not_written_as_a_change(run_dir):
+    run = read_run(run_dir)
+    run.history = run.history[:1]
+    assert "<b>0.5</b>" in page(run) and "→" not in page(run)
+
+
 def test_page(run_dir):
     text = page(read_run(run_dir))
     parsed = Page(text)

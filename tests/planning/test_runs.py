@@ -1,6 +1,8 @@
 """Plans of tiny runs against closed forms, and the settings that are refused or warned of."""
 
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from trl import RewardConfig, SFTConfig
 from tests.recipes.real_models import PARAMETERS, config_of
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext.planning import Job, Layout, known_not_to_work, known_to_go_wrong, plan, quantized_bytes
+from trl_ext.planning.roles import classifier
 
 CONFIG = tiny_llama(num_hidden_layers=3).config
 PARAMS = sum(p.numel() for p in tiny_llama(num_hidden_layers=3).parameters())
@@ -200,3 +203,13 @@ def test_few_pairs_are_warned_of_and_sound_settings_are_not():
     assert known_to_go_wrong(Job("dpo", sft(), CONFIG), pairs=10_000) == []
     assert known_to_go_wrong(Job("ppo", ppo(kl_coef=0.1), CONFIG, prompt_length=8), score_range=(0.0, 1.0)) == []
     assert known_to_go_wrong(Job("ppo", ppo(), CONFIG, prompt_length=8), score_range=(-3.0, 3.0)) == []
+
+
+def test_a_classifier_of_one_label_is_planned_without_a_word(caplog):
+    assert CONFIG.num_labels == 2  # as in any language model's
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    with torch.device("meta"):
+        model = classifier(SimpleNamespace(compute_dtype=torch.float32), CONFIG)
+    logger.removeHandler(caplog.handler)
+    assert model.config.num_labels == 1 and not caplog.records

@@ -231,6 +231,17 @@ def test_models_and_tokenizers(subtests, tmp_path):
                 make(tmp_path, model=model, **build(model))
 
 
+def test_a_classifier_of_two_labels_is_refused(tmp_path, subtests):
+    path = str(tmp_path / "two")
+    config = tiny_llama().config
+    config.num_labels = 2
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    for given in ({"reward_funcs": path}, {"value_model": path}):
+        with subtests.test(given=given), pytest.raises(ValueError, match=f"{path} has num_labels=2 in its config"):
+            make(tmp_path, **given)
+
+
 @pytest.mark.parametrize("what", ["a path", "an adapter", "ModelReward"])
 def test_a_reward_model_without_a_head_is_refused(tmp_path, what):
     model, path = tiny_llama(), str(tmp_path / "sft")

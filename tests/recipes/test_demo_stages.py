@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from recipes.demo import run, stages
 from recipes.demo.stages import MARKER, DemoArguments, build, world_stage
+from trl_ext.checkpoints import differences
 
 
 def test_a_stage_is_built_once_and_marked(tmp_path):
@@ -37,6 +38,19 @@ def test_what_was_interrupted_is_never_taken_for_whole(tmp_path):
     build(tmp_path / "stage", {}, lambda folder: (folder / "file").write_text("whole"))
     assert sorted(path.name for path in (tmp_path / "stage").iterdir()) == sorted([MARKER, "file"])
     assert not (tmp_path / "stage.partial").exists()
+
+
+def test_a_setting_of_a_file_that_was_changed_is_named_and_a_comment_is_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "HERE", tmp_path)
+    args = stages.DemoArguments(output_dir=str(tmp_path))
+
+    def settings(text):
+        (tmp_path / "sft.yaml").write_text(text)
+        return stages._settings(args, "sft", "sft")
+
+    before = settings("# two cores\nmax_length: 128\nlearning_rate: 3.0e-3\n")
+    assert differences(before, settings("max_length: 128\nlearning_rate: 3.0e-3\n")) == []
+    assert differences(before, settings("max_length: 64\nlearning_rate: 3.0e-3\n")) == ["max_length: 128 → 64"]
 
 
 def test_other_settings_are_refused_with_what_differs(tmp_path):

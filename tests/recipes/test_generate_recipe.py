@@ -5,18 +5,21 @@ As a script, what each of two processes does."""
 import contextlib
 import io
 import json
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import PartialState
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.generate import main
 from tests.launch import on_two_processes
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
+from trl_ext.commands import next_answer
 
 ROWS = ["the cat sat on", "dog", "a bird flew over the log and then", "sad"]
 
@@ -102,6 +105,34 @@ def test_one_prompt_is_answered_on_the_terminal(inputs, capsys):
     flags = ["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", "--max_new_tokens", "8"]
     main([*flags, "--prompt", ROWS[0], "--temperature", "0"])
     assert capsys.readouterr().out.strip() == greedy(inputs / "model", ROWS[0])["text"].strip()
+
+
+def test_an_answer_is_as_long_as_the_context_allows_if_nothing_is_said(inputs, capsys):
+    flags = ["--model_name_or_path", str(inputs / "model"), "--use_cpu", "true", "--prompt"]
+    main([*flags, ROWS[0]])  # 256 tokens do not fit
+    with pytest.raises(SystemExit, match="2"):
+        main([*flags, "the " * 64])
+    assert "has 64 tokens and `max_new_tokens` is 1, but the model's context only 64" in capsys.readouterr().err
+
+
+def test_the_command_that_a_recipe_ends_by_works_as_it_stands(inputs, subtests, tmp_path, capsys):
+    folder = tmp_path / "my model"
+    folder.symlink_to(inputs / "model")
+    user = [{"role": "system", "content": "be sad"}, {"role": "user", "content": "the cat"}]
+    for row, asked in [
+        ({"prompt": "the cat's dog"}, ["the cat's dog"]),
+        ({"prompt": user}, ["the cat", "--chat", "true"]),
+        ({"messages": user}, ["the cat", "--chat", "true"]),
+        ({"text": "the cat"}, ["hello"]),
+        ({"prompt": "the " * 40}, ["hello"]),
+        ({"prompt": "the\ncat"}, ["hello"]),
+        ({"prompt": None, "input_ids": [3]}, ["hello"]),
+    ]:
+        with subtests.test(row=row):
+            python, script, *flags = shlex.split(next_answer(folder, Dataset.from_list([row])))
+            assert [python, script, flags[3:]] == ["python", "recipes/generate.py", asked]
+            main([*flags, "--use_cpu", "true"])
+            assert capsys.readouterr().out
 
 
 def of_each_process(folder):

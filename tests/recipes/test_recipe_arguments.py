@@ -2,7 +2,9 @@
 
 import inspect
 import re
+import runpy
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from trl import get_peft_config, get_quantization_config
@@ -31,6 +33,25 @@ def test_missing_and_unknown_arguments_are_named(subtests, capsys):
                 assert message in capsys.readouterr().err
 
 
+def test_a_wrong_model_is_refused_before_a_config_is_imported(subtests, capsys, monkeypatch):
+    def imported(name):
+        raise AssertionError(f"{name} takes seconds to import")
+
+    monkeypatch.setattr("trl_ext.parser.import_module", imported)
+    for recipe in RECIPES:
+        with subtests.test(recipe=recipe):
+            reward = ["--reward_funcs", "x.py:y"] if recipe in (ppo, online_dpo) else []
+            with pytest.raises(SystemExit, match="2"):
+                recipe.main(["--dataset_name", "x", "--model_name_or_path", "recipes/demoo", *reward])
+            assert "`model_name_or_path` recipes/demoo: there is no such folder" in capsys.readouterr().err
+
+
+def test_no_file_names_a_setting_that_transformers_warns_of():
+    files = [*(Path(__file__).parents[2] / "recipes").rglob("*.yaml")]
+    assert len(files) > 30
+    assert not [path for path in files if re.search("^gradient_checkpointing", path.read_text(), re.M)]
+
+
 def test_without_arguments_the_recipe_says_how_to_run_it(subtests, capsys):
     for recipe in RECIPES:
         with subtests.test(recipe=recipe):
@@ -38,6 +59,13 @@ def test_without_arguments_the_recipe_says_how_to_run_it(subtests, capsys):
                 recipe.main([])
             name = recipe.__name__.rpartition(".")[2]
             assert f"accelerate launch recipes/{name}.py --config" in capsys.readouterr().err
+
+
+def test_the_quickstart_takes_no_arguments(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["quickstart.py", "--help"])
+    monkeypatch.setattr("trl_ext.PPOTrainer", None)  # or it would train
+    with pytest.raises(SystemExit, match="It takes\nno arguments"):
+        runpy.run_path("recipes/quickstart.py", run_name="__main__")
 
 
 def test_every_argument_of_a_recipe_is_read_or_refused(subtests):

@@ -1,10 +1,10 @@
-"""What is run with `python -m`; `record_run`, `report_of` and `write_report` are for scripts, too."""
+"""What is run with `python -m`; `record_run`, `report_of`, `write_report` and `next_answer` are for scripts, too."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("record_run", "report_of", "write_report"):
+    if name not in ("next_answer", "record_run", "report_of", "write_report"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import report  # imported with the package, `python -m trl_ext.commands.report` would warn
 

@@ -14,6 +14,7 @@ import html
 import importlib.util
 import io
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from ..callbacks import JSONLCallback, SamplesCallback
 from ..callbacks.alerts import RUNBOOK, is_notice
 from ..callbacks.jsonl import PRIVATE_FOLDER
 from ..callbacks.plot import PANELS, as_label, draw_alerts, draw_line
+from ..data.texts import is_messages
 from ..metrics import series
 from .recorded import Run, is_finite, read_run
 
@@ -120,7 +123,8 @@ def _tiles(run: Run) -> str:
         metric = run.metrics.get(name)
         values = series(run.history, metric.key)[1] if metric else []
         if metric and values:
-            tiles[f"{name}, {metric.unit}"] = f"{_number(values[0])} → {_number(values[-1])}"
+            ends = [values[0], values[-1]] if len(values) > 1 else values
+            tiles[f"{name}, {metric.unit}"] = " → ".join(map(_number, ends))
     return (
         '<div class="tiles">'
         + "".join(f'<div class="tile">{_text(k)}<b>{_text(v)}</b></div>' for k, v in tiles.items())
@@ -332,6 +336,19 @@ def report_of(folder: str | Path, was_trained: bool = True) -> str:
         return f"Report: {write_report(folder)}"
     except Exception as error:  # the model is what the run was for
         return f"No report: {' '.join(str(error).split())}"
+
+
+def next_answer(folder: str | Path, rows: Dataset) -> str:
+    """The command that answers the first prompt of these rows with the model in `folder`, as a shell takes it."""
+    row = rows[0]
+    asked = row.get("prompt", row.get("messages"))
+    is_chat = is_messages(asked)
+    if is_chat:
+        asked = next((message["content"] for message in asked if message["role"] == "user"), None)
+    is_short = isinstance(asked, str) and 0 < len(asked.strip()) <= 120 and asked.isprintable()
+    prompt = shlex.quote(asked if is_short else "hello")
+    command = f"python recipes/generate.py --model_name_or_path {shlex.quote(str(folder))} --prompt {prompt}"
+    return f"{command} --chat true" if is_chat else command
 
 
 class ReportCallback(TrainerCallback):

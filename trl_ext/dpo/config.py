@@ -7,7 +7,7 @@ from typing import Literal
 import trl
 
 from ..redaction import HidesCredentials
-from ..settings import check_settings, resolve_bf16
+from ..settings import check_settings, resolve_bf16, resolve_checkpointing
 
 WITHOUT_BETA = {"sft"}
 # These see β as β·Δ only, Δ being the log-ratio margin of the pair
@@ -159,6 +159,7 @@ class DPOConfig(HidesCredentials, trl.DPOConfig):
 
     def __post_init__(self):
         resolve_bf16(self)
+        resolve_checkpointing(self)
         super().__post_init__()
         check_settings(self, _RANGES, _ONLY_WITH)
         self._check_beta()

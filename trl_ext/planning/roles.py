@@ -25,7 +25,8 @@ def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) 
 
 def classifier(job: Job, config: Any) -> Any:
     """Build a sequence classifier with one score."""
-    config = type(config)(**{**config.to_dict(), "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
+    given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
+    config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
     return AutoModelForSequenceClassification.from_config(config, dtype=job.compute_dtype)
 
 

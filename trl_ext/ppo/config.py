@@ -8,7 +8,7 @@ from trl import RLOOConfig
 
 from ..nearest import did_you_mean
 from ..redaction import HidesCredentials
-from ..settings import check_settings, resolve_bf16
+from ..settings import check_settings, resolve_bf16, resolve_checkpointing
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -359,6 +359,7 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         self.num_generations = 1 if self.num_generations is None else self.num_generations
         self.top_k = self.top_k or 0  # transformers would make 50 of None
         resolve_bf16(self)
+        resolve_checkpointing(self)
         self._resolve_aliases()
         self._refuse()
         self._check_values()

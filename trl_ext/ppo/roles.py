@@ -32,7 +32,7 @@ from ..models.classifier import AdapterClassifier, check_critic, critic_from_pol
 from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
 from ..models.loading import Loader
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
-from ..rewards.model import ModelReward, load_reward_model, logits_of, same_tokenizer
+from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
 from ..sources import source_identity
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
@@ -375,7 +375,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
         if is_adapter(value_model):
             critic = load_separately(value_model, **loader.kwargs)
         else:
-            critic = AutoModelForSequenceClassification.from_pretrained(value_model, num_labels=1, **loader.kwargs)
+            critic = load_classifier(value_model, **loader.kwargs)
         origin = f"`value_model` {value_model}"
     elif value_model is not None:
         critic, origin = value_model, "`value_model`"

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..temporarily import temporarily
 from ..upstream import is_conversational
@@ -22,11 +28,24 @@ def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bo
     return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
 
 
+def load_classifier(path: str, **kwargs: Any) -> Any:
+    """Load a sequence classifier of one label; raise a `ValueError` if what was saved has another number of them."""
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        names = {"revision", "trust_remote_code"} & kwargs.keys()
+        labels = AutoConfig.from_pretrained(path, **{name: kwargs[name] for name in names}).num_labels
+        raise ValueError(
+            f"{path} has num_labels={labels} in its configuration, and weights that do not fit a classifier of one "
+            "label, which a reward model or critic is: train one (`recipes/reward.py`), or name another."
+        ) from error
+
+
 def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
     """Load a sequence classifier of one label; raise a `ValueError` if its head would be new, so random."""
-    model, found = AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=1, output_loading_info=True, **kwargs
-    )
+    model, found = load_classifier(path, output_loading_info=True, **kwargs)
     new = sorted(key for key in found["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if new:
         raise ValueError(

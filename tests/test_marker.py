@@ -1,5 +1,6 @@
 """The marker is the last thing on the disk, and any part of a large file counts."""
 
+import json
 import os
 import time
 
@@ -7,7 +8,7 @@ import pytest
 
 from trl_ext.checkpoints import CannotResume, newest_complete
 from trl_ext.halts import RECORD, Rollback
-from trl_ext.marker import MARKER, check_files, file_hash, read_marker, write_marker
+from trl_ext.marker import MARKER, _checksum, check_files, file_hash, read_marker, write_marker
 
 
 def test_all_else_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
@@ -66,6 +67,24 @@ def test_only_what_is_named_as_a_checkpoint_is_one(tmp_path):
     (tmp_path / "checkpoint-7").write_text("a file")
     (tmp_path / "checkpoint-8").symlink_to("nowhere")
     assert newest_complete(str(tmp_path)) == (str(tmp_path / "checkpoint-2"), {})
+
+
+@pytest.mark.parametrize("name", ["written_ns", "configuration", "files", "a file"])
+@pytest.mark.parametrize("value", [None, 1.5, "x", [], {"a": 1}])
+def test_whatever_a_marker_says_is_no_traceback(name, value, tmp_path):
+    """As one of another trl_ext may, which has its own checksum."""
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("weights")
+    write_marker(str(folder), {}, 1)
+    marker = read_marker(str(folder))
+    if name == "a file":
+        marker["files"]["model.safetensors"] = value
+    else:
+        marker[name] = value
+    (folder / MARKER).write_text(json.dumps({**marker, "checksum": _checksum(marker)}))
+    found, skipped = newest_complete(str(tmp_path))
+    assert found == str(folder) or "damaged" in skipped[str(folder)] or "missing" in skipped[str(folder)]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', "\xff"])

@@ -58,6 +58,8 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
         marker = json.loads(path.read_text())
         if marker.pop("checksum") != _checksum(marker):
             raise ValueError
+        # Of another trl_ext it may say anything
+        _ = marker["written_ns"] + 0, marker["configuration"].keys(), [(n, h) for n, h in marker["files"].values()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise IncompleteCheckpoint(f"its {MARKER} is damaged, or of an earlier trl_ext") from None
     return marker

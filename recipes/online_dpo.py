@@ -217,6 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
             "held_out_data": rows_identity(held_out),
             "model": path_identity(start, model_args.model_revision),
             "tokenizer": tokenizer_identity(tokenizer),
+            "eos_token_ids": ends,
         }
         for name, reward in zip(names, rewards, strict=True):
             is_model = isinstance(reward, ModelReward) and path

@@ -16,7 +16,7 @@ from tests.dpo.worker import QUIET, pairs
 from tests.ppo.worker import letters_reward
 from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer
-from trl_ext.checkpoints import ResumableRun, newest_complete
+from trl_ext.checkpoints import CannotResume, ResumableRun, newest_complete
 from trl_ext.marker import write_marker
 
 pytestmark = pytest.mark.slow
@@ -43,6 +43,12 @@ def with_adapter(seed):
     model = tiny_llama()
     torch.manual_seed(seed)
     return get_peft_model(model, lora(init_lora_weights=False))
+
+
+def with_ends(ids):
+    model = tiny_llama()
+    model.generation_config.eos_token_id = ids
+    return model
 
 
 def texts(seed=0):
@@ -81,6 +87,7 @@ TRAINERS = {
             "tokenizer": ("processing_class", lambda: _with(tiny_tokenizer(), chat_template="{{ messages }}")),
             "words": ("processing_class", lambda: tiny_tokenizer(["cat", "a", "the", "dog"])),
             "peft_config": lora,
+            "tokens that end": ("model", lambda: with_ends([2, 7, 8])),
             "optimizers": lambda: (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), None),
         },
     ),
@@ -108,6 +115,9 @@ TRAINERS = {
             "peft_config": lora,
             "train_dataset": lambda: texts(seed=1),
             "formatting_func": lambda: lambda row: row["text"][:5],
+            "compute_loss_func": lambda: (
+                lambda outputs, labels, num_items_in_batch=None: outputs.logits.square().mean()
+            ),
         },
     ),
     "reward": (
@@ -239,6 +249,43 @@ def test_any_input(run, tmp_path, subtests):
             result = outcome(name, checkpoint, tmp_path, {argument: make})
             assert isinstance(result, str) and "another configuration" in result, result
     assert_close(outcome(name, checkpoint, tmp_path), end, rtol=0, atol=0)
+
+
+def with_optimizer(folder, rate=1e-3, factor=1.0, beta=0.9):
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(beta, 0.999))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor)
+    given = {"model": lambda: model, "optimizers": lambda: (optimizer, schedule)}
+    return made("sft", folder, given)
+
+
+def test_any_option_of_an_optimizer_that_is_passed_in(tmp_path):
+    with_optimizer(tmp_path).train()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    for change in ({"rate": 2e-3}, {"factor": 0.5}, {"beta": 0.8}):
+        with pytest.raises(CannotResume, match="another configuration"):
+            with_optimizer(tmp_path, **change).train(True)
+    again = with_optimizer(tmp_path)
+    again.train(True)
+    assert again.state.global_step == 6
+
+
+def test_precision_that_the_launcher_says(tmp_path, monkeypatch):
+    """`accelerate launch --mixed_precision bf16` is in no argument."""
+    made("sft", tmp_path).train()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(CannotResume, match="mixed_precision: 'no' → 'bf16'"):
+        made("sft", tmp_path).train(True)
+
+
+def test_the_best_checkpoint_moves_with_its_folder(tmp_path):
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    made("sft", tmp_path / "here", {"eval_dataset": texts}, **best).train()
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = made("sft", tmp_path / "there", {"eval_dataset": texts}, **best)
+    moved.train(True)
+    assert moved.state.best_model_checkpoint.startswith(str(tmp_path / "there"))
 
 
 def test_any_file(run, tmp_path, subtests):

@@ -1,10 +1,14 @@
 """The marker is the last thing on the disk, and any part of a large file counts."""
 
+import json
 import os
+import time
 
 import pytest
 
-from trl_ext.marker import MARKER, check_files, file_hash, read_marker, write_marker
+from trl_ext.checkpoints import CannotResume, newest_complete
+from trl_ext.halts import RECORD, Rollback
+from trl_ext.marker import MARKER, _checksum, check_files, file_hash, read_marker, write_marker
 
 
 def test_all_else_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
@@ -37,6 +41,57 @@ def test_all_else_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
         and sorted(marker["files"]) == sorted(names)
     )
     check_files(str(folder), marker)
+
+
+def test_a_clock_that_was_set_back_does_not_make_a_checkpoint_older(tmp_path, monkeypatch):
+    """Neither for us, nor for transformers, which deletes the oldest ones; nor is a rollback before it."""
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}/model.safetensors").write_text("weights")
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now + 3600 * 10**9)
+    write_marker(str(tmp_path / "checkpoint-2"), {}, 1)
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    write_marker(str(tmp_path / "checkpoint-4"), {}, 1)
+    assert newest_complete(str(tmp_path))[0] == str(tmp_path / "checkpoint-4")
+    assert os.path.getmtime(tmp_path / "checkpoint-4") > os.path.getmtime(tmp_path / "checkpoint-2")
+    Rollback(5, 2, None, "SomeCallback", "too much", {}, {}).write(str(tmp_path))
+    assert newest_complete(str(tmp_path))[0] == str(tmp_path / "checkpoint-2")
+
+
+def test_only_what_is_named_as_a_checkpoint_is_one(tmp_path):
+    for name in ("checkpoint-2", "checkpoint-bad-6", "checkpoint-old-4", "checkpoint-²", "checkpoint-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("weights")
+        write_marker(str(tmp_path / name), {}, 1)
+    (tmp_path / "checkpoint-7").write_text("a file")
+    (tmp_path / "checkpoint-8").symlink_to("nowhere")
+    assert newest_complete(str(tmp_path)) == (str(tmp_path / "checkpoint-2"), {})
+
+
+@pytest.mark.parametrize("name", ["written_ns", "configuration", "files", "a file"])
+@pytest.mark.parametrize("value", [None, 1.5, "x", [], {"a": 1}])
+def test_whatever_a_marker_says_is_no_traceback(name, value, tmp_path):
+    """As one of another trl_ext may, which has its own checksum."""
+    folder = tmp_path / "checkpoint-2"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("weights")
+    write_marker(str(folder), {}, 1)
+    marker = read_marker(str(folder))
+    if name == "a file":
+        marker["files"]["model.safetensors"] = value
+    else:
+        marker[name] = value
+    (folder / MARKER).write_text(json.dumps({**marker, "checksum": _checksum(marker)}))
+    found, skipped = newest_complete(str(tmp_path))
+    assert found == str(folder) or "damaged" in skipped[str(folder)] or "missing" in skipped[str(folder)]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', "\xff"])
+def test_a_rollback_that_cannot_be_read_is_no_traceback(text, tmp_path):
+    (tmp_path / RECORD).write_text(text, encoding="latin-1")
+    with pytest.raises(CannotResume, match="damaged"):
+        newest_complete(str(tmp_path))
 
 
 @pytest.mark.parametrize("size", [0, 1, 2**20 - 1, 2**20, 2**20 + 1, 5 * 2**20 + 3, 64 * 2**20])

@@ -13,8 +13,8 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .data.identity import rows_identity
-from .halts import Halting, Rollback, forget_rollback, rolled_back
-from .marker import MARKER, IncompleteCheckpoint, check_files, read_marker, write_marker
+from .halts import CannotResume, Halting, Rollback, forget_rollback, rolled_back
+from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, read_marker, write_marker
 from .models.adapters import adapter_facts, quantization_of
 from .models.identity import config_identity, tokenizer_identity, weights_identity
 from .redaction import pickled_without_credentials, without_credentials
@@ -61,8 +61,7 @@ _MAY_DIFFER = (
 )
 
 
-class CannotResume(ValueError):
-    """A checkpoint is not there, not complete, or of another run."""
+_GIVEN = ("compute_loss_func", "optimizer_cls_and_kwargs")  # arguments of every Trainer that are Python
 
 
 class RolledBack(CannotResume):
@@ -80,9 +79,7 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
     finished: list[tuple[int, str, dict]] = []
     skipped: dict[str, str] = {}
     rollback = Rollback.read(output_dir)
-    for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        if not path.name.rpartition("-")[2].isdigit():
-            continue
+    for path in checkpoints_of(output_dir).values():
         try:
             marker = read_marker(str(path))
             if rollback is None or not rollback.excludes(str(path), marker["written_ns"]):
@@ -178,6 +175,7 @@ class ResumableRun:
     state: Any
     model: Any
     optimizer: Any
+    lr_scheduler: Any
     processing_class: Any
     data_collator: Any
     train_dataset: Any
@@ -222,11 +220,19 @@ class ResumableRun:
             "tokenizer": tokenizer_identity(self.processing_class),
             "data_collator": source_identity(self.data_collator),
             "processes": self.accelerator.num_processes,
+            "mixed_precision": self.accelerator.mixed_precision,  # `accelerate launch` may say it
+            **{name: source_identity(getattr(self, name, None)) for name in _GIVEN},
         }
         if hasattr(model, "peft_config"):
             facts |= adapter_facts(model)
         if self.optimizer is not None:  # it was passed in
-            facts["optimizer"] = type(self.optimizer).__qualname__
+            options = [
+                {name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups
+            ]
+            facts["optimizer"] = [type(self.optimizer).__qualname__, options]
+        if self.lr_scheduler is not None:
+            functions = [source_identity(function) for function in getattr(self.lr_scheduler, "lr_lambdas", [])]
+            facts["lr_scheduler"] = [type(self.lr_scheduler).__qualname__, self.lr_scheduler.state_dict(), functions]
         return {**facts, **self._given_facts}
 
     def _data_facts(self) -> dict[str, Any]:
@@ -277,6 +283,9 @@ class ResumableRun:
             self._load_own_state(checkpoint)
             self.state = state
             if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                beside = Path(checkpoint).with_name(Path(state.best_model_checkpoint).name)
+                if beside.is_dir():  # the output directory may have been moved
+                    state.best_model_checkpoint = str(beside)
                 _on_first_process(_checked_marker, state.best_model_checkpoint)
                 self._load_best_model()  # type: ignore[attr-defined]
             return TrainOutput(state.global_step, float("nan"), {})
@@ -346,10 +355,10 @@ class ResumableRun:
             group.update({name: value for name, value in given.items() if name != "lr"})
             if before and now is not None:  # the schedule's factor of this step is kept
                 group["lr"] *= now / before
-        scheduler = self.lr_scheduler.state_dict()  # type: ignore[attr-defined]
+        scheduler = self.lr_scheduler.state_dict()
         if "base_lrs" in scheduler and all("initial_lr" in group for group in groups):
             rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
-            self.lr_scheduler.load_state_dict(scheduler | rates)  # type: ignore[attr-defined]
+            self.lr_scheduler.load_state_dict(scheduler | rates)
 
     # Both write training_args.bin
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

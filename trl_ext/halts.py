@@ -3,16 +3,21 @@
 import hashlib
 import json
 import os
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .marker import checkpoints_of, step_of, time_after_checkpoints
+
 RECORD = "trl_ext_rollback.json"  # in the output directory, until a run that was changed has saved a checkpoint
 ASIDE = "rolled_back"  # begins the new names of checkpoints not to go on from: transformers finds them no more
 _ANNOUNCED = "trl_ext_rollback"  # the key of this run's rollback in `TrainerState.stateful_callbacks`
+
+
+class CannotResume(ValueError):
+    """A checkpoint is not there, not complete, or of another run."""
 
 
 class Halting:
@@ -60,11 +65,19 @@ class Rollback:
     @classmethod
     def read(cls, output_dir: str) -> "Rollback | None":
         record = Path(output_dir, RECORD)
-        return cls(**json.loads(record.read_text())) if record.is_file() else None
+        if not record.is_file():
+            return None
+        try:
+            return cls(**json.loads(record.read_text()))
+        except (ValueError, TypeError):
+            raise CannotResume(
+                f"A monitor rolled this run back, and {record} is damaged or of another trl_ext. Begin anew by "
+                f"`resume_from_checkpoint=False`; or delete it, and any {PREFIX_CHECKPOINT_DIR} not to go on from."
+            ) from None
 
     def write(self, output_dir: str) -> None:
         """Write the record, then move aside the checkpoints after the good step. In this order: power may be lost."""
-        self.written_ns = time.time_ns()
+        self.written_ns = time_after_checkpoints(output_dir)
         temporary = Path(output_dir, f"{RECORD}.tmp")
         temporary.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w") as file:
@@ -76,7 +89,7 @@ class Rollback:
 
     def set_aside(self, output_dir: str) -> list[int]:
         """Rename the checkpoints that are excluded, and return their steps."""
-        excluded = {step: path for step, path in _checkpoints(output_dir).items() if self.excludes(str(path))}
+        excluded = {step: path for step, path in checkpoints_of(output_dir).items() if self.excludes(str(path))}
         for path in excluded.values():
             name = f"{ASIDE}-{self.step}-{path.name}"
             taken = sum(other.name.startswith(name) for other in Path(output_dir).iterdir())
@@ -85,14 +98,14 @@ class Rollback:
 
     def excludes(self, checkpoint: str, written_ns: int | None = None) -> bool:
         """Return whether a checkpoint is of the run that was rolled back, and after its good step."""
-        step = _step_of(Path(checkpoint))
+        step = step_of(Path(checkpoint))
         if step is None or step <= self.good_step:
             return False
         return (Path(checkpoint).stat().st_mtime_ns if written_ns is None else written_ns) <= self.written_ns
 
     def is_before(self, checkpoint: str) -> bool:
         """Return whether a checkpoint is one to go back to."""
-        step = _step_of(Path(checkpoint))
+        step = step_of(Path(checkpoint))
         return step is not None and step <= self.good_step
 
     def sentence(self, output_dir: str, why: str = "nothing has been changed since") -> str:
@@ -106,7 +119,7 @@ class Rollback:
 
 def good_checkpoint(output_dir: str, good_step: int) -> str | None:
     """Return the newest checkpoint up to a step."""
-    older = {step: path for step, path in _checkpoints(output_dir).items() if step <= good_step}
+    older = {step: path for step, path in checkpoints_of(output_dir).items() if step <= good_step}
     return str(older[max(older)]) if older else None
 
 
@@ -128,13 +141,3 @@ def rolled_back(state: Any) -> str | None:
 
 def digest(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _checkpoints(output_dir: str) -> dict[int, Path]:
-    found = {_step_of(path): path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()}
-    return {step: path for step, path in found.items() if step is not None}
-
-
-def _step_of(path: Path) -> int | None:
-    number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-    return int(number) if number.isdecimal() and number != path.name else None

@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 MARKER = "trl_ext_complete.json"
+_PREFIX = "checkpoint-"  # as transformers names them; to import it takes seconds
 _PIECE, _PIECES = 2**20, 64
 
 
@@ -24,8 +25,9 @@ def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> N
     for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
         _flush(path)
     # The time is kept within: a copied folder's files have the time of the copy
+    now = time_after_checkpoints(folder.parent, but=folder)
     marker = {
-        "written_ns": time.time_ns(),
+        "written_ns": now,
         "processes": processes,
         "configuration": contents,
         "files": {name: [path.stat().st_size, file_hash(path)] for name, path in files.items()},
@@ -33,6 +35,8 @@ def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> N
     temporary.write_text(json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
     _flush(temporary)
     os.replace(temporary, folder / MARKER)
+    if now > time.time_ns():
+        os.utime(folder, ns=(now, now))  # by this transformers knows which one is the newest
     for path in (folder, folder.parent):
         _flush(path)
 
@@ -54,6 +58,8 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
         marker = json.loads(path.read_text())
         if marker.pop("checksum") != _checksum(marker):
             raise ValueError
+        # Of another trl_ext it may say anything
+        _ = marker["written_ns"] + 0, marker["configuration"].keys(), [(n, h) for n, h in marker["files"].values()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise IncompleteCheckpoint(f"its {MARKER} is damaged, or of an earlier trl_ext") from None
     return marker
@@ -89,6 +95,31 @@ def file_hash(path: str | os.PathLike[str]) -> str:
             file.seek(i * (size - _PIECE) // (count - 1) if i else 0)  # the last one ends with the file
             digest.update(file.read(_PIECE))
     return digest.hexdigest()
+
+
+def checkpoints_of(output_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """The folders of a run's checkpoints, by their steps."""
+    found = {step_of(path): path for path in Path(output_dir).glob(f"{_PREFIX}*") if path.is_dir()}
+    return {step: path for step, path in found.items() if step is not None}
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in a checkpoint's name; None if it is no name of ours, such as `checkpoint-bad-6`."""
+    number = checkpoint.name.removeprefix(_PREFIX)
+    return int(number) if number.isdecimal() and number != checkpoint.name else None
+
+
+def time_after_checkpoints(output_dir: str | os.PathLike[str], but: Path | None = None) -> int:
+    """The time in ns, or one after all checkpoints: this machine's clock may be behind that of the one before."""
+    others = (path for path in checkpoints_of(output_dir).values() if path != but)
+    return max([time.time_ns(), *(_written(path) + 10**6 for path in others)])
+
+
+def _written(checkpoint: Path) -> int:
+    try:
+        return max(checkpoint.stat().st_mtime_ns, read_marker(str(checkpoint))["written_ns"])
+    except IncompleteCheckpoint:
+        return checkpoint.stat().st_mtime_ns
 
 
 def _checksum(marker: dict[str, Any]) -> str:

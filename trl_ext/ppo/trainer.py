@@ -703,7 +703,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         return self._actor_critic.policy
 
     def _run_facts(self) -> dict[str, Any]:
-        return {**super()._run_facts(), **self._rewards.identities(), **self._weights_at_start}
+        ends = {"eos_token_ids": self.eos_token_ids}  # a model's generation config may name more than its tokenizer
+        return {**super()._run_facts(), **ends, **self._rewards.identities(), **self._weights_at_start}
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         # Each process kept the rows of its own rollout, its random states and its part of the metrics

@@ -48,10 +48,12 @@ def _parts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
         yield repr(value)
         return
     if id(value) in seen:
+        yield f"again {list(seen).index(id(value))}"
         return
     seen[id(value)] = value  # kept, so that no other object takes its id
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
         yield f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, (list, tuple)):
         for item in value:
             yield from _parts(item, seen)
     elif isinstance(value, (set, frozenset)):
@@ -71,11 +73,12 @@ def _parts(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     elif inspect.ismethod(value):
         yield from _parts([value.__func__, value.__self__], seen)
     elif inspect.isfunction(value) or inspect.isclass(value):
-        yield from _code(inspect.unwrap(value), seen)
+        yield from _code(value, seen)
     elif callable(value) or hasattr(value, "__dataclass_fields__"):
         yield from _parts(type(value), seen)
-        public = {name: item for name, item in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-        yield from _parts(public, seen)
+        attributes = getattr(value, "__dict__", {})
+        public = {name: item for name, item in attributes.items() if not name.startswith("_")}
+        yield from _parts([public, attributes.get("__wrapped__")], seen)  # `lru_cache` wraps a function
     else:
         yield type(value).__qualname__
 
@@ -85,7 +88,6 @@ def _code(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     if _is_installed(value):
         yield f"{value.__module__}.{value.__qualname__}"
         return
-    yield value.__qualname__
     if inspect.isclass(value):
         yield from _parts(list(value.__bases__), seen)
         attributes = {name: _function_of(item) for name, item in vars(value).items() if not name.startswith("__")}
@@ -97,10 +99,7 @@ def _code(value: Any, seen: dict[int, Any]) -> Iterator[str]:
     closed_over = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
     named = {name: value.__globals__[name] for name in _names(value.__code__) & value.__globals__.keys()}
     named |= {name: cell.cell_contents for name, cell in closed_over}
-    for name, item in sorted(named.items()):
-        if not inspect.ismodule(item):
-            yield name
-            yield from _parts(item, seen)
+    yield from _parts({name: item for name, item in sorted(named.items()) if not inspect.ismodule(item)}, seen)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -110,7 +109,9 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _function_of(attribute: Any) -> Any:
-    """The function in a static, class or cached method, or in a property."""
+    """The function in a static or class method, or in a property, also a cached one."""
+    if isinstance(attribute, functools.cached_property):
+        return attribute.func
     return getattr(attribute, "__func__", None) or getattr(attribute, "fget", None) or attribute
 
 
@@ -123,7 +124,7 @@ def _is_installed(value: Any) -> bool:
 
 def _source(function: Any) -> str:
     try:
-        source = textwrap.dedent(inspect.getsource(function))
+        source = textwrap.dedent(inspect.getsource(function.__code__))  # of a function that wraps another, its own
     except OSError:  # typed in
         code = function.__code__
         return repr((code.co_code, code.co_consts, code.co_names))

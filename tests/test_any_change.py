@@ -11,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.dpo.worker import QUIET, pairs
 from tests.ppo.worker import letters_reward
@@ -108,6 +109,8 @@ TRAINERS = {
             "peft_config": lora,
             "train_dataset": lambda: texts(seed=1),
             "formatting_func": lambda: lambda row: row["text"][:5],
+            "data_collator": lambda: DataCollatorForLanguageModeling(pad_token_id=3),
+            "run_facts": lambda: {"packed": True},
         },
     ),
     "reward": (

@@ -2,10 +2,12 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
+from trl import SFTConfig
 
-from trl_ext.checkpoints import newest_complete
+from trl_ext.checkpoints import checkpoint_to_resume, fingerprint, newest_complete
 from trl_ext.halts import ASIDE, RECORD, Rollback, digest, good_checkpoint
 from trl_ext.marker import MARKER, write_marker
 
@@ -31,7 +33,8 @@ def test_a_rollback_renames_what_comes_after_the_good_step_and_nothing_else(tmp_
     record = rollback()
     assert good_checkpoint(str(tmp_path), 4) == str(tmp_path / "checkpoint-4")
     assert good_checkpoint(str(tmp_path), 1) is None
-    assert [record.is_before(f"checkpoint-{step}") for step in (2, 4, 6, "last")] == [True, True, False, False]
+    before = [record.is_before(name) for name in ("checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-last", "4")]
+    assert before == [True, True, False, False, False]
     record.write(str(tmp_path))
     kept = ["checkpoint-2", "checkpoint-4", "checkpoint-9", "checkpoint-last"]
     assert names(tmp_path) == sorted([*kept, RECORD, f"{ASIDE}-8-checkpoint-6", f"{ASIDE}-8-checkpoint-8"])
@@ -90,3 +93,19 @@ def test_the_newest_checkpoint_is_the_complete_one_that_was_finished_last(tmp_pa
     found, skipped = newest_complete(str(tmp_path))
     assert found == str(tmp_path / "checkpoint-3")
     assert sorted(skipped) == [str(tmp_path / f"checkpoint-{step}") for step in (5, 6)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "passed"),
+    [("true", True), ("True", True), (True, True), ("false", False), ("FALSE", False), ("a/path", "a/path")],
+)
+def test_what_a_recipe_asks_for(asked, passed, tmp_path):
+    assert checkpoint_to_resume(SimpleNamespace(resume_from_checkpoint=asked, output_dir=str(tmp_path))) == passed
+
+
+def test_a_token_is_no_setting_of_a_run_also_in_trls_own_arguments(tmp_path):
+    with_token, without = (
+        fingerprint(SFTConfig(str(tmp_path), bf16=False, model_init_kwargs=given), api_key="plain", facts=1)
+        for given in ({"token": "plain"}, None)
+    )
+    assert with_token == without and "plain" not in str(with_token) and with_token["facts"] == 1

@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
         trainer.save_metrics("train", result.metrics)
 
     # 5. Save
-    report = report_of(output_dir, was_trained=bool(result.metrics))
+    was_trained = bool(result.metrics)
     if is_evaluated(output_dir, result, "reward_report.json", "*.safetensors"):
         return  # it is centred already
     demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
@@ -140,6 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         (output_dir / "reward_report.json").write_text(json.dumps(result, indent=2))
+    report = report_of(output_dir, was_trained=was_trained)
     trainer.accelerator.print(
         f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}. {report}; next: "
         f"accelerate launch recipes/ppo.py --reward_model_name_or_path {output_dir} --model_name_or_path POLICY "

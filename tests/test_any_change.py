@@ -11,6 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.testing import assert_close
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.dpo.worker import QUIET, pairs
 from tests.ppo.worker import letters_reward
@@ -118,6 +119,8 @@ TRAINERS = {
             "compute_loss_func": lambda: (
                 lambda outputs, labels, num_items_in_batch=None: outputs.logits.square().mean()
             ),
+            "data_collator": lambda: DataCollatorForLanguageModeling(pad_token_id=3),
+            "run_facts": lambda: {"packed": True},
         },
     ),
     "reward": (

@@ -8,7 +8,7 @@ import pytest
 
 from trl_ext.checkpoints import CannotResume, newest_complete
 from trl_ext.halts import RECORD, Rollback
-from trl_ext.marker import MARKER, _checksum, check_files, file_hash, read_marker, write_marker
+from trl_ext.marker import MARKER, IncompleteCheckpoint, _checksum, check_files, file_hash, read_marker, write_marker
 
 
 def test_all_else_is_on_the_disk_before_the_marker(tmp_path, monkeypatch):
@@ -121,3 +121,32 @@ def test_of_a_larger_file_the_start_and_the_end_count(tmp_path):
         hashes.add(file_hash(path))
     os.truncate(path, size + 1)
     assert len(hashes | {file_hash(path)}) == 6
+
+    zeros = set()
+    for more in range(3):  # the same pieces: the size counts
+        path.write_bytes(b"")
+        os.truncate(path, size + more)
+        zeros.add(file_hash(path))
+    assert len(zeros) == 3
+
+
+def test_what_is_not_as_it_was_written_is_said_and_a_model_card_may_change(tmp_path):
+    (tmp_path / "critic").mkdir()
+    for name in ("model.bin", "README.md", "critic/README.md", f"{MARKER}.tmp"):  # the last one of a killed run
+        (tmp_path / name).write_text("text")
+    write_marker(str(tmp_path), {}, 1)
+    marker = read_marker(str(tmp_path))
+    for name in ("README.md", "critic/README.md"):
+        (tmp_path / name).write_text("pushed to the hub")
+    check_files(str(tmp_path), marker)
+
+    for contents, message in [("tex", "has 3 bytes, 4 were written"), ("texx", "is damaged"), (None, "is missing")]:
+        (tmp_path / "model.bin").unlink() if contents is None else (tmp_path / "model.bin").write_text(contents)
+        with pytest.raises(IncompleteCheckpoint, match=f"model.bin {message}"):
+            check_files(str(tmp_path), marker)
+
+    whole = (tmp_path / MARKER).read_text()
+    for contents in ("", "[]", "{}", "3", "null", whole[:-9], whole.replace('"processes": 1', '"processes": 2')):
+        (tmp_path / MARKER).write_text(contents)
+        with pytest.raises(IncompleteCheckpoint, match="is damaged, or of an earlier trl_ext"):
+            read_marker(str(tmp_path))

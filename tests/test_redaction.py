@@ -32,6 +32,11 @@ LEAKS = [  # (name, value, the part that must be gone)
     ("dataset_name", "https://plain@host/data.jsonl", "plain"),
     ("dataset_name", "https://host/data.jsonl?v=1&X-Amz-Signature=plain", "plain"),
     ("dataset_name", "https://host/data.jsonl?key=plain&v=1", "plain"),
+    ("dataset_name", "https://host/data.jsonl?code=plain", "plain"),
+    ("dataset_name", "https://host/data.jsonl?subscription-key=plain", "plain"),
+    ("dataset_name", "https://host?key=plain", "plain"),
+    ("webhook_url", "https://example.com?plain", "plain"),
+    ("anything", "https://webhook.example/plain", "plain"),
     ("run_name", f"my run {HF}", HF),
     ("run_name", "sk-ant-api03-plain1234567890", "plain1234567890"),
     ("note", "the header is Authorization: Bearer plain, as ever", "plain"),
@@ -41,6 +46,16 @@ LEAKS = [  # (name, value, the part that must be gone)
     ("note", {HF: 1}, HF),
     ("note", "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.plain", "plain"),
     ("note", "xoxb-1234567890-plain", "plain"),
+    ("note", "sent with bearer plain1234567890", "plain"),
+    ("note", "-----BEGIN " + "RSA PRIVATE KEY-----\nplain\nother\n-----END RSA PRIVATE KEY-----", "plain"),
+    *(
+        ("note", f"with {start}{'aB3dE5gH7jK9mN1p' * 2}", "aB3dE5gH7jK9mN1p")
+        for start in (
+            *("api_org_", "sk_live_", "wandb_v1_", "ghp_", "github_pat_", "glpat-", "xapp-", "bot123456:", "AIza"),
+            *("ya29.",),
+        )
+    ),
+    *(("note", f"with {start}{'A1B2C3D4' * 2}", "C3D4") for start in ("AKIA", "ASIA")),
 ]
 KEPT = [
     ("eos_token", "</s>"),
@@ -48,6 +63,7 @@ KEPT = [
     ("stop_token", "eos"),
     ("stop_token_id", 5),
     ("token", None),
+    ("token", ""),
     ("token", True),
     ("max_tokens", 12),
     ("stop_tokens", ["a", "b"]),
@@ -87,6 +103,7 @@ def test_a_run_is_the_same_with_another_credential_and_another_one_with_another_
     same = [
         ({"model_init_kwargs": {"token": "a"}}, {"model_init_kwargs": {"token": "b"}}),
         ({"model_init_kwargs": {"token": "a"}}, {"model_init_kwargs": None}),
+        ({"model_init_kwargs": {HF: 1}}, {"model_init_kwargs": {HF + "x": 1}}),
         ({"sinks": ["https://one.example/a"]}, {"sinks": ["https://two.example/b", "log"]}),
         ({"data": "https://host/d?v=1&token=a"}, {"data": "https://host/d?v=1&token=b"}),
         ({"data": "https://me:a@host/d"}, {"data": "https://me:b@host/d"}),
@@ -106,7 +123,9 @@ def test_a_run_is_the_same_with_another_credential_and_another_one_with_another_
 
 def test_arguments_are_pickled_without_credentials_and_keep_them(tmp_path):
     args = tiny_config(tmp_path, hub_token=HF, model_init_kwargs={"token": "plain"}, run_name=f"r {HF}")
-    with temporarily(args, **pickled_without_credentials(args)):
+    changed = pickled_without_credentials(args)
+    assert changed.keys() == {"hub_token", "model_init_kwargs", "run_name"}
+    with temporarily(args, **changed):
         assert args.hub_token == HF and args.hub_token.startswith("hf_")  # still good for an upload
         read = pickle.loads(pickle.dumps(args))
     assert (read.hub_token, read.model_init_kwargs, read.run_name) == (HIDDEN, {"token": HIDDEN}, f"r {HIDDEN}")

@@ -266,7 +266,6 @@ class ResumableRun:
         self._check_rollback(resume_from_checkpoint, halting)
         found = _on_first_process(self._find_checkpoint, resume_from_checkpoint)
         if found is None:
-            self._is_changed = False
             return self._unless_rolled_back(super().train(**kwargs))  # type: ignore[misc]
         checkpoint, is_same = found
         self._is_changed = not is_same

@@ -132,7 +132,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
     return {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.relative_to(folder).as_posix() not in left_out
+        if path.is_file() and path.name not in left_out
     }
 
 

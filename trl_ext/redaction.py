@@ -132,13 +132,12 @@ def _redacted_pair(match: re.Match) -> str:
 
 def _redacted_url(url: str, is_webhook: bool) -> str:
     scheme, rest = url.split("://", 1)
-    place, slash, path = rest.partition("/")
+    place, path = re.fullmatch(r"([^/?#]*)(.*)", rest, re.S).groups()  # type: ignore[union-attr]
     user, at, host = place.rpartition("@")
     if at and (":" in user or scheme.lower().startswith("http")):
         user = HIDDEN
     if is_webhook or re.search(r"(^|\.)hooks?\.|webhook", host, re.I) or re.search(r"(^|/)(web)?hooks?/", path, re.I):
-        path = HIDDEN if path else ""
-        host = host.split("?")[0]
+        path = path[:1] + HIDDEN if path[1:] else path
     # In a query `key` and `code` are credentials, too
     path = re.sub(r"(?<=[?&;])(key|code|[\w.-]*[-_]key)=[^&;#]+", rf"\1={HIDDEN}", path, flags=re.I)
-    return f"{scheme}://{user}{at}{host}{slash}{path}"
+    return f"{scheme}://{user}{at}{host}{path}"

@@ -23,6 +23,7 @@ from trl_ext.callbacks import (
     ValueHealthCallback,
     request_kl_scale,
 )
+from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.control import kl_scale_is_pending, take_kl_scale
 
 KL, SCORE, STD = "objective/kl", "objective/scores", "objective/scores_std"
@@ -177,6 +178,31 @@ def test_a_rollback_goes_back_to_weights_that_were_measured(subtests, tmp_path):
             assert len([*folder.glob("rolled_back-9-checkpoint-*")]) == 8 - len(kept)
             assert f"it goes on from {folder / f'checkpoint-{kept[-1]}'}." in run.alerts[-1]["advice"]
             assert run.control.should_training_stop and not run.control.should_save
+
+
+@pytest.mark.parametrize("action", ["stop", "rollback"])
+def test_what_ended_a_run_holds_with_other_sinks_and_not_with_another_bound(action, tmp_path):
+    args, seen = config(SFTConfig, tmp_path), []
+
+    def begins(step=2, args=args, **kwargs):
+        saved = {name: json.loads(json.dumps(seen[0])) for name in seen and [REGISTRY]}  # as from a checkpoint
+        monitor = KLBudgetCallback(**{"keys": {"kl": KL}, "limit": 10.0, "sinks": [], "action": action, **kwargs})
+        return Replay(args, monitor, state=TrainerState(global_step=step, stateful_callbacks=saved))
+
+    first = begins(0)
+    first.log(1, logs={KL: 0.0})
+    first.log(2, logs={KL: 99.0})
+    seen.append(first.state.stateful_callbacks[REGISTRY])
+    assert not begins(limit=11.0).control.should_training_stop
+    assert not begins(args=config(SFTConfig, tmp_path, max_grad_norm=0.5)).control.should_training_stop
+    held = begins(sinks=["log"])
+    assert held.control.should_training_stop and held.said[-1] == "the run was ended before"
+
+    (monitor,) = held.callbacks
+    monitor.limit = 11.0  # the same object in another run
+    other = Replay(args, monitor, state=TrainerState())
+    other.log(1, logs={KL: 99.0})
+    assert other.control.should_training_stop and other.said[-1] == "the KL is over its budget"
 
 
 def test_an_alert_is_repeated_only_after_repeat_steps(ppo):

@@ -1,7 +1,7 @@
 """Which rows these are: content and order count, and how they came here does not."""
 
 import pytest
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import ClassLabel, Dataset, Value, concatenate_datasets, load_dataset
 
 from trl_ext.data.identity import rows_identity
 
@@ -49,6 +49,7 @@ def test_how_rows_came_here_does_not_count(tmp_path):
         lambda rows: [{**row, "flag": not row["flag"]} for row in rows],
         lambda rows: [{**row, "ids": row["ids"][::-1]} for row in rows],
         lambda rows: [{"text" if key == "prompt" else key: value for key, value in row.items()} for row in rows],
+        lambda rows: [{"prompts" if key == "prompt" else key: value for key, value in row.items()} for row in rows],
         lambda rows: [{**row, "more": 1} for row in rows],
     ],
 )
@@ -59,3 +60,16 @@ def test_any_other_row_counts(change):
 def test_where_one_text_ends_counts():
     a, b = (Dataset.from_dict({"a": texts}) for texts in (["ab", "c"], ["a", "bc"]))
     assert rows_identity(a) != rows_identity(b) and rows_identity(a.select([])) == rows_identity(b.select([]))
+
+
+def test_what_a_number_stands_for_counts():
+    numbers = Dataset.from_dict({"a": [0, 1, 1]})
+    kinds = [Value("int64"), Value("uint64"), ClassLabel(names=["no", "yes"]), ClassLabel(names=["yes", "no"])]
+    assert len({rows_identity(numbers.cast_column("a", kind)) for kind in kinds}) == 4
+
+
+def test_rows_count_however_many_there_are():
+    rows = list(range(20_001))
+    swapped = [*rows[:10_000], *rows[20_000:], *rows[10_000:20_000]]
+    changed = [rows, rows[:-1], [*rows[:-1], 0], [*rows[:12_000], 0, *rows[12_001:]], swapped]
+    assert len({rows_identity(Dataset.from_dict({"a": a})) for a in changed}) == len(changed)

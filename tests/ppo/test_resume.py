@@ -223,6 +223,10 @@ def test_a_completed_run_that_ended_with_its_best_weights_is_loaded_with_them(tm
 
     torch.testing.assert_close(weights(second), watch.seen[2], rtol=0, atol=0)
 
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match="checkpoint-2 is not a complete checkpoint: optimizer.pt is missing"):
+        make_trainer(tmp_path, **config, **kwargs).train(True)
+
 
 def test_another_configuration_is_refused_by_name(subtests, completed):
     for by_path in [False, True]:
@@ -239,6 +243,14 @@ def test_another_configuration_is_refused_by_name(subtests, completed):
                 trainer = no_training(make_trainer(folder, max_steps=4, **change))
                 with pytest.raises(ValueError, match=f"belongs to another configuration.*{message}.*resume_anyway"):
                     trainer.train(str(folder / "checkpoint-2") if by_path else True)
+
+
+def test_a_checkpoint_with_a_damaged_file_is_refused_as_a_path(a_copy_of):
+    folder, _ = a_copy_of
+    weights = folder / "checkpoint-2" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match="checkpoint-2 is not a complete checkpoint: model.safetensors is damaged"):
+        no_training(make_trainer(folder, max_steps=4)).train(str(folder / "checkpoint-2"))
 
 
 def test_what_only_shows_or_keeps_more_may_change(a_copy_of, capsys):

@@ -75,3 +75,13 @@ def test_a_config_gives_no_reason_for_a_warning(tmp_path):
             assert args.activation_checkpointing_kwargs == {"use_reentrant": False}
         args = kind(str(tmp_path), activation_checkpointing=False)  # TRL's default is of the old name, and True
         assert args.activation_checkpointing is args.gradient_checkpointing is False
+
+
+def test_fp16_is_refused_on_a_cpu(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    resolve_bf16(args := SimpleNamespace(bf16=None, fp16=True, use_cpu=False))
+    assert args.bf16 is False
+    for use_cpu, is_there in ((True, True), (False, False)):
+        monkeypatch.setattr("torch.accelerator.is_available", lambda is_there=is_there: is_there)
+        with pytest.raises(ValueError, match="`fp16=True` does nothing on a CPU"):
+            resolve_bf16(SimpleNamespace(bf16=None, fp16=True, use_cpu=use_cpu))

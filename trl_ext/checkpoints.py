@@ -61,6 +61,7 @@ _MAY_DIFFER = (
 )
 
 
+_SAY_YOURSELF = ' (Where a reward function is the same, its attribute `identity = "…"` can say so.)'
 _GIVEN = ("compute_loss_func", "optimizer_cls_and_kwargs")  # arguments of every Trainer that are Python
 
 
@@ -331,7 +332,7 @@ class ResumableRun:
             raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
                 "was written with, or choose another `output_dir` to start anew, or set `resume_anyway=True` to go "
-                "on from it all the same."
+                f"on from it all the same.{_SAY_YOURSELF if any(d.startswith('reward ') for d in different) else ''}"
             )
         if different:
             print(f"Going on from {checkpoint} with other settings: {'; '.join(different)}.")
@@ -358,6 +359,11 @@ class ResumableRun:
         if "base_lrs" in scheduler and all("initial_lr" in group for group in groups):
             rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
             self.lr_scheduler.load_state_dict(scheduler | rates)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        # Else it leaves only the best checkpoint, and the same command again would train what comes after
+        with temporarily(self.args, save_total_limit=None):
+            return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
 
     # Both write training_args.bin
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

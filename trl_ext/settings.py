@@ -10,11 +10,13 @@ def resolve_bf16(config: Any) -> None:
     Set `bf16` where it is left open: off on a CPU, and on a GPU as TRL does, on unless `fp16` is set.
 
     Raises:
-        ValueError: it is asked for, there is no GPU, and nobody has said that a CPU will do.
+        ValueError: it is asked for, there is no GPU, and nobody has said that a CPU will do; or `fp16` on a CPU.
     """
     import torch  # here: what was mistyped is refused before it
 
     no_gpu = not torch.accelerator.is_available()
+    if config.fp16 and (no_gpu or config.use_cpu):
+        raise ValueError("`fp16=True` does nothing on a CPU: leave it out to train in float32, or use a GPU.")
     if config.bf16 is None:
         config.bf16 = not (config.fp16 or config.use_cpu or no_gpu)
     elif config.bf16 and no_gpu and not config.use_cpu:

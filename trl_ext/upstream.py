@@ -53,6 +53,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_calculate_rewards": "inputs, prompts, completions, completion_ids_list",
         "_clip_grad_norm": "model",
         "_compute_loss": "model, inputs",
+        "_finalize_training": "...",
         "_generate": "prompts",
         "_generate_and_score_completions": "inputs",
         "_generate_single_turn": "prompt_ids, images, multimodal_fields",
@@ -88,6 +89,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "__init__": "model=, ref_model=, args=, data_collator=, train_dataset=, eval_dataset=, processing_class=, "
         "compute_metrics=, callbacks=, optimizers=, quantization_config=, peft_config=, ...",
         "_compute_loss": "model, inputs, return_outputs",
+        "_finalize_training": "...",
         "_get_output_dir": "trial=",
         "_load_best_model": "",
         "_load_from_checkpoint": "resume_from_checkpoint, ...",

@@ -30,6 +30,25 @@ def make(tmp_path, model=None, reward_funcs=length_reward, train_dataset=None, c
 # ---- Reward functions ----
 
 
+def test_a_reward_function_that_could_not_be_called_is_refused_before_training(tmp_path):
+    def gold(completions, answer, **kwargs):
+        return [float(a == b) for a, b in zip(completions, answer, strict=True)]
+
+    def narrow(prompts, completions):
+        return [0.0 for _ in completions]
+
+    with pytest.raises(ValueError, match="'gold' needs answer, but the train dataset has the columns prompt, topic"):
+        make(tmp_path, reward_funcs=gold)
+    rows = prompts().add_column("answer", ["a"] * 16)
+    with pytest.raises(ValueError, match="'gold' needs answer, but the eval dataset has"):
+        make(tmp_path, reward_funcs=gold, train_dataset=rows, eval_dataset=prompts(4))
+    make(tmp_path, reward_funcs=[gold, length_reward], train_dataset=rows)
+    with pytest.raises(
+        TypeError, match=r"'narrow' is given completion_ids, .*, too: end its arguments by `\*\*kwargs`"
+    ):
+        make(tmp_path, reward_funcs=narrow)
+
+
 @pytest.mark.slow
 def test_a_mistake_in_the_middle_of_a_run_names_its_step_and_loses_no_checkpoint(tmp_path):
     calls = []

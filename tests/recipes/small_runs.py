@@ -63,6 +63,7 @@ def start(name, inputs, output, log):
         with open(log, "a") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+            sys.stdout.reconfigure(line_buffering=True)
             RECIPES[name].main(arguments(name, inputs, output, save_steps=1, steps=8))
             code = 0
     except BaseException as error:

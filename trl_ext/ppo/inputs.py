@@ -1,5 +1,6 @@
 """What the trainer is given: calls written for TRL 1.12, mistakes, and prompts."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import DataCollatorWithPadding, ProcessorMixin
 from ..data import check_texts
 from ..models.generation import check_chat_template
 from ..models.weights import base_model_of, vocabulary_of
-from ..upstream import get_config_model_id, is_vllm_available
+from ..upstream import get_callable_name, get_config_model_id, is_vllm_available
 from .config import PPOConfig
 from .rewards import AdapterReward
 
@@ -66,6 +67,35 @@ def migrate(model, reward_funcs, reward_processing_classes, args, processing_cla
                     )
                 classes[i] = processing_class
     return model, reward_funcs, classes
+
+
+_GIVEN = {  # to every reward function, beside the dataset's columns
+    *("prompts", "completions", "completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric")
+}
+
+
+def check_arguments(reward: Any, columns: list[str], name: str) -> None:
+    """Refuse a reward function that could not be called with the columns of a dataset."""
+    try:
+        arguments = None if isinstance(reward, (str, nn.Module)) else inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # of a function in C
+        arguments = None
+    if arguments is None:
+        return
+    takes_all = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values())
+    refused = sorted({*_GIVEN, *columns} - arguments.keys() - {"prompt"})
+    if refused and not takes_all:
+        raise TypeError(
+            f"Reward function '{get_callable_name(reward)}' is given {', '.join(refused)}, too: end its arguments by "
+            "`**kwargs`."
+        )
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [a.name for a in arguments.values() if a.kind in by_name and a.default is inspect.Parameter.empty]
+    if missing := [argument for argument in needed if argument not in {*_GIVEN, *columns}]:
+        raise ValueError(
+            f"Reward function '{get_callable_name(reward)}' needs {', '.join(missing)}, but the {name} dataset has "
+            f"the columns {', '.join(columns)}: rename or add one, or give the argument a default."
+        )
 
 
 def check_inputs(
@@ -130,6 +160,8 @@ def check_inputs(
             )
         if {"image", "images"} & set(dataset.column_names):
             raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")
+        for reward in reward_funcs:
+            check_arguments(reward, dataset.column_names, name)
     if eval_dataset is not None:
         check_evaluation_batch(args)
     if isinstance(eval_dataset, dict) and args.metric_for_best_model == "eval_objective/scores":

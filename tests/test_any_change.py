@@ -252,6 +252,9 @@ def test_any_input(run, tmp_path, subtests):
             result = outcome(name, checkpoint, tmp_path, {argument: make})
             assert isinstance(result, str) and "another configuration" in result, result
     assert_close(outcome(name, checkpoint, tmp_path), end, rtol=0, atol=0)
+    if name in ("sft", "reward"):  # the others have a setting of that name
+        anyway = {"train_dataset": TRAINERS[name][3]["train_dataset"], "resume_anyway": lambda: True}
+        assert not isinstance(result := outcome(name, checkpoint, tmp_path, anyway), str), result
 
 
 def with_optimizer(folder, rate=1e-3, factor=1.0, beta=0.9):

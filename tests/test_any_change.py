@@ -325,3 +325,15 @@ DAMAGES = {
     "zeros at the end, as after a loss of power": lambda path, data: path.write_bytes(data[:-9] + bytes(9)),
     "longer": lambda path, data: path.write_bytes(data + b"x"),
 }
+
+
+def test_a_finished_run_is_known_by_its_last_checkpoint_also_where_the_best_one_is_another(tmp_path, capsys):
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_total_limit": 1}
+    best |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # the loss falls: step 3's is the best
+    first = made("sft", tmp_path, {"eval_dataset": texts}, **best)
+    first.train()
+    assert first.state.best_global_step == 3
+    again = made("sft", tmp_path, {"eval_dataset": texts}, **best)
+    again.train(True)
+    assert "Training is complete, at step 6" in capsys.readouterr().out
+    assert_close(weights(again), weights(first), rtol=0, atol=0)

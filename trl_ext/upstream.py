@@ -21,7 +21,6 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
     "transformers.modeling_utils": {"set_zero3_state": ""},
     "transformers.trainer_utils": {
         "rotate_checkpoints": "output_dir=, save_total_limit=, best_model_checkpoint=, use_mtime=",
-        "sort_checkpoints": "output_dir",
     },
     "transformers.utils": {"find_adapter_config_file": "model_id"},
     "trl.data_utils": {"is_conversational": "example"},

@@ -148,6 +148,7 @@ def config(folder: Path) -> PPOConfig:
         steps_per_generation=4,
         num_ppo_epochs=4,
         generation_batch_size=128,
+        eval_strategy="steps",
         report_to=[],
     )
 

@@ -367,6 +367,8 @@ def test_no_save_keeps_a_step_that_is_rolled_back(kwargs, left, best, build, mod
         kwargs = kwargs | {"greater_is_better": True}
     else:
         monitors, numbers = [stopping("rollback"), *others], calm_and_bad(**bad, kl=(0.0, 99.0))
+    if build is resumable_sft and kwargs.get("load_best_model_at_end"):
+        left = [2, 4]  # a stock trainer ends with the best one alone, if `save_total_limit` is 1
     numbers = Numbers(*numbers)
     trainer = build(model, tmp_path, numbers, *monitors, **kwargs)
     assert end_of(trainer, anew) in (BAD, "rolled back")

@@ -570,7 +570,7 @@ def test_another_reference_or_another_adapter_is_another_configuration(tmp_path)
     with pytest.raises(ValueError, match="belongs to another configuration .*reference adapter's weights"):
         make_trainer(tmp_path, model=users_model(seed=10)).train(True)
     config = LoraConfig(**LORA | {"lora_alpha": 13})
-    with pytest.raises(ValueError, match="another configuration .*adapter critic: .*'lora_alpha': 12.*13"):
+    with pytest.raises(ValueError, match="another configuration .*adapter critic lora_alpha: 12 → 13"):
         make_trainer(tmp_path, model=users_model(), trainer_kwargs={"critic_peft_config": config}).train(True)
 
 

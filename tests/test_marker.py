@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from trl_ext.checkpoints import CannotResume, newest_complete
+from trl_ext.checkpoints import CannotResume, newest_checkpoint, newest_complete
 from trl_ext.halts import RECORD, Rollback
 from trl_ext.marker import MARKER, IncompleteCheckpoint, _checksum, check_files, file_hash, read_marker, write_marker
 
@@ -106,6 +106,19 @@ def test_a_hash_covers_every_byte_of_a_file_of_up_to_64_mib(size, tmp_path):
             file.write(b"x")
         hashes.add(file_hash(path))
     assert len(hashes) == 1 + len(places)
+
+
+def test_a_file_that_cannot_be_read_ends_every_process_by_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "model.safetensors").touch()
+    write_marker(str(tmp_path / "checkpoint-3"), {}, processes=1)
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("trl_ext.marker.file_hash", denied)
+    with pytest.raises(CannotResume, match=r"cannot be read \(.*Permission denied: .*model.safetensors"):
+        newest_checkpoint(str(tmp_path))
 
 
 def test_of_a_larger_file_the_start_and_the_end_count(tmp_path):

@@ -135,6 +135,8 @@ def _on_first_process(find: Callable[..., Any], *args: Any) -> Any:
             found[0] = find(*args)
         except CannotResume as error:
             found[0] = error
+        except OSError as error:  # raised here alone, it would leave the others waiting
+            found[0] = CannotResume(f"Checkpoints cannot be read ({error}): check that folder, or pass another one.")
     if PartialState().num_processes > 1:
         broadcast_object_list(found)
     if isinstance(found[0], CannotResume):

@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .marker import checkpoints_of, step_of, time_after_checkpoints
+from .marker import checkpoints_of, step_of, time_after_checkpoints, write_durably
 
 RECORD = "trl_ext_rollback.json"  # in the output directory, until a run that was changed has saved a checkpoint
 ASIDE = "rolled_back"  # begins the new names of checkpoints not to go on from: transformers finds them no more
@@ -78,13 +77,8 @@ class Rollback:
     def write(self, output_dir: str) -> None:
         """Write the record, then move aside the checkpoints after the good step. In this order: power may be lost."""
         self.written_ns = time_after_checkpoints(output_dir)
-        temporary = Path(output_dir, f"{RECORD}.tmp")
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w") as file:
-            file.write(json.dumps(asdict(self), indent=2))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, Path(output_dir, RECORD))
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        write_durably(Path(output_dir, RECORD), json.dumps(asdict(self), indent=2))
         self.set_aside(output_dir)
 
     def set_aside(self, output_dir: str) -> list[int]:

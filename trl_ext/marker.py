@@ -20,7 +20,7 @@ def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> N
     All files are on the disk before the marker is, and the marker before this returns: what has one survives a loss of
     power.
     """
-    folder, temporary = Path(checkpoint), Path(checkpoint) / f"{MARKER}.tmp"
+    folder = Path(checkpoint)
     files = _files_of(folder)
     for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
         _flush(path)
@@ -32,13 +32,19 @@ def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> N
         "configuration": contents,
         "files": {name: [path.stat().st_size, file_hash(path)] for name, path in files.items()},
     }
-    temporary.write_text(json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
-    _flush(temporary)
-    os.replace(temporary, folder / MARKER)
+    write_durably(folder / MARKER, json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
     if now > time.time_ns():
         os.utime(folder, ns=(now, now))  # by this transformers knows which one is the newest
-    for path in (folder, folder.parent):
-        _flush(path)
+    _flush(folder.parent)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file whole or not at all, also where power is lost; it is on the disk when this returns."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    _flush(temporary)
+    os.replace(temporary, path)
+    _flush(path.parent)
 
 
 def read_marker(checkpoint: str) -> dict[str, Any]:

@@ -303,9 +303,8 @@ class ResumableRun:
             if self.args.should_save:
                 forget_rollback(self.args.output_dir)
             self.accelerator.wait_for_everyone()
-        found = [Rollback.read(self.args.output_dir)]
-        broadcast_object_list(found)
-        if (rollback := found[0]) is None:
+        rollback = _on_first_process(Rollback.read, self.args.output_dir)
+        if rollback is None:
             return
         held = [callback.rollback_that_holds(self.args, rollback, bool(resume)) for callback in halting]
         if sentence := next(filter(None, held), None):

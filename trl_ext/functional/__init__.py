@@ -12,6 +12,7 @@ from .dpo import (
     sequence_logprobs,
 )
 from .kl import adaptive_kl_coef, kl_estimate
+from .logprobs import logprobs_and_entropies
 from .losses import approx_kl, policy_loss, value_loss
 from .masking import last_token_index, masked_mean, masked_sum, position_ids
 from .moments import (
@@ -35,6 +36,7 @@ __all__ = [
     "keep_typical",
     "kl_estimate",
     "last_token_index",
+    "logprobs_and_entropies",
     "margin_scales",
     "masked_mean",
     "masked_sum",

@@ -1,0 +1,109 @@
+"""Log-probs of tokens, and entropies, from logits that need not be kept: the largest tensor of a language model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_TILE = {"cpu": 2**19}  # numbers of a tile: a few rows that stay in the processor's cache
+_TILE_ELSEWHERE = 2**24  # enough for one launch
+
+
+def logprobs_and_entropies(
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, with_entropies: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the log-probs of labels and the entropies of the distributions, **in the memory of the logits**.
+
+    With z = x / temperature: log p = z - log sum_v exp(z_v), and H = -sum_v p_v log p_v. Its gradients are
+    d log p_y / dx = (1[y] - p) / temperature and dH / dx = -p (log p + H) / temperature. Sums are in float32 (in
+    float64 for such logits), a tile of rows at a time.
+
+    The logits are overwritten, by the forward pass and by the backward pass, which makes their gradient of them: read
+    them no more. They are copied first if the operation that made them keeps them (tanh does). Should one keep them
+    that cannot be seen to, autograd raises in the backward pass, which can be run only once.
+
+    Args:
+        logits: (..., V).
+        labels: (...), ids in [0, V).
+        temperature: by which logits are divided.
+        with_entropies: whether to compute them.
+
+    Returns:
+        The log-probs (...) and the entropies (...), or None, nats, in the dtype of the sums.
+
+    Raises:
+        ValueError: shapes differ, or the temperature is not positive.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels must have the shape of logits without the last dimension {tuple(logits.shape[:-1])}, got "
+            f"{tuple(labels.shape)}; slice both to the same tokens."
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}; 1.0 leaves the logits as they are.")
+    if hasattr(logits.grad_fn, "_saved_result"):
+        logits = logits.clone()
+    rows = logits.reshape(-1, logits.size(-1)), labels.reshape(-1, 1)
+    logprobs, entropies = _InPlace.apply(*rows, temperature, with_entropies)
+    return logprobs.view(labels.shape), entropies.view(labels.shape) if with_entropies else None
+
+
+class _InPlace(torch.autograd.Function):
+    """(N, V) logits become exp(z - max z) in the forward pass, and the gradient of the logits in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropies: bool) -> Any:
+        ctx.set_materialize_grads(False)  # so that an entropy that is only logged costs no pass
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logprobs = logits.new_empty(len(logits), 1, dtype=dtype)
+        log_sums = torch.empty_like(logprobs)
+        entropies = torch.empty_like(logprobs) if with_entropies else None
+        # `detach`, since autograd need not see the writing; it does see that other operations' inputs have changed
+        for i, tile in _tiles(logits.detach()):
+            z = tile - tile.amax(-1, keepdim=True).to(dtype)
+            if temperature != 1:
+                z /= temperature
+            logprobs[i] = z.gather(-1, labels[i])
+            exp = torch.exp(z, out=tile) if tile.dtype == dtype else z.exp()
+            log_sums[i] = sums = exp.sum(-1, keepdim=True)
+            if entropies is not None:
+                entropies[i] = torch.linalg.vecdot(exp, z)[:, None].div_(sums)
+            if tile.dtype != dtype and ctx.needs_input_grad[0]:
+                tile.copy_(exp)
+        log_sums.log_()
+        logprobs -= log_sums
+        if entropies is not None:
+            torch.sub(log_sums, entropies, out=entropies)
+        ctx.temperature = temperature
+        ctx.save_for_backward(logits, labels, logprobs, log_sums, entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> Any:
+        logits, labels, logprobs, log_sums, entropies = ctx.saved_tensors
+        logits = logits.detach()
+        by_logprob = torch.zeros_like(logprobs) if grad_logprobs is None else grad_logprobs / ctx.temperature
+        by_entropy = None if grad_entropies is None else grad_entropies / ctx.temperature
+        normalizer = log_sums.neg().exp_()
+        tiny = torch.finfo(logprobs.dtype).tiny
+        # dx = -p (g + h (log p + H)), with p = exp / sum
+        for i, tile in _tiles(logits):
+            exp, factor = tile.to(log_sums.dtype), by_logprob[i]
+            if by_entropy is not None:  # finite where p is 0
+                log_p = exp.clamp(min=tiny).log_().sub_(log_sums[i])
+                factor = log_p.add_(entropies[i]).mul_(by_entropy[i]).add_(factor)
+            tile.copy_(exp.mul_(factor * -normalizer[i]))
+        at_labels = -torch.expm1(logprobs) * by_logprob
+        if by_entropy is not None:
+            at_labels -= logprobs.exp() * (logprobs + entropies) * by_entropy
+        # Of its own, since 1 - p is 0 in bfloat16 where p is near 1
+        return logits.scatter_(-1, labels, at_labels.to(logits.dtype)), None, None, None
+
+
+def _tiles(rows: Tensor) -> Any:
+    """Yield slices of (N, V) rows that are worked on at once, and what they slice."""
+    size = max(1, _TILE.get(rows.device.type, _TILE_ELSEWHERE) // rows.size(-1))
+    for start in range(0, len(rows), size):
+        yield slice(start, start + size), rows[start : start + size]

@@ -1,0 +1,115 @@
+"""Rows behind each other in a forward: the layout, who can be given it, and that nothing else changes."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Lfm2Config, MambaConfig
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.models.packing import distribute, keeps_rows_apart, pack
+
+SHAPE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "head_dim": 8}
+SHAPE |= {"num_key_value_heads": 1, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def tiny_gemma2():
+    """Windows of 4 tokens in every other layer, and a softcap."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Gemma2Config(**SHAPE, sliding_window=4, initializer_range=0.2))
+
+
+def tiny_lfm2():
+    """A convolution, which reads on across rows, and an attention layer."""
+    torch.manual_seed(0)
+    config = Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], initializer_range=0.2)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def tiny_mamba():
+    return AutoModelForCausalLM.from_config(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1))
+
+
+def said_of(model):
+    def forward(packed):
+        logits = model(**packed.inputs).logits.flatten(0, 1)[packed.predicts]
+        return (logits.log_softmax(-1).gather(1, packed.targets[:, None]).squeeze(1),)
+
+    return forward
+
+
+def padded_rows(lengths, prompt_width=9, width=7):
+    """(B, P + T) ids with garbage where the padding is."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(6, 26, (len(lengths), prompt_width + width), generator=generator), width
+
+
+LENGTHS = [(3, 5), (9, 7), (1, 1), (4, 0), (8, 2), (2, 7)]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"hidden_size": 16, "one_sequence": True}, {"hidden_size": 10**9}, {"hidden_size": 16, "multiple": 8}]
+)
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_gemma2])
+def test_a_packed_row_equals_the_row_alone(build, how):
+    """Log-probs, and the gradient of their sum; garbage in the padding is read by nobody."""
+    model, (ids, width) = build().double().eval(), padded_rows(LENGTHS)
+    packed = pack(ids, LENGTHS, width, **how)
+    together = packed.unpack(*said_of(model)(packed))
+    together.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    alone = torch.zeros_like(together)
+    for i, (p, r) in enumerate(LENGTHS):
+        row = ids[i : i + 1, ids.size(1) - width - p : ids.size(1) - width + r]
+        logprobs = model(input_ids=row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])
+        alone[i, :r] = logprobs[p - 1 :, 0]
+    torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-6)
+    alone.sum().backward()
+    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_the_layout():
+    """Two rows in one sequence of 8, each from position 0; then each in its own."""
+    ids = torch.tensor([[0, 11, 21, 22], [13, 14, 23, 0]])
+    packed = pack(ids, [(1, 2), (2, 1)], 2, hidden_size=16, multiple=4, one_sequence=True)
+    assert packed.input_ids[0, :6].tolist() == [11, 21, 22, 13, 14, 23]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]]
+    assert packed.predicts.tolist() == [0, 1, 4] and packed.targets.tolist() == [21, 22, 23]
+    assert packed.unpack(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1.0, 2.0], [3.0, 0.0]]
+    padded = pack(ids, [(1, 2), (2, 1)], 2)
+    assert padded.input_ids.tolist() == [[11, 21, 22], [13, 14, 23]] and padded.mask.all()
+
+
+def test_rows_share_a_sequence_where_that_is_less_work():
+    """Rows of 10, 2, 2, 2: apart 4·10 = 40 tokens, in two sequences 2·10 = 20, in one 16. Attention counts, too."""
+    sizes = [2, 10, 2, 2]
+    assert distribute(sizes, 10**9, 4) == [[1, 0, 2, 3]]  # 16 tokens
+    assert distribute(sizes, 1, 4) == [[1], [0, 2, 3]]  # 2·10·(6 + 10) = 320 < 16·(6 + 16) = 352 < 40·(6 + 10)
+    assert distribute([5, 5, 5, 5], 1, 4) == [[0], [1], [2], [3]]  # no padding to save
+    assert distribute([5, 5, 5, 5], 10**9, 1) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_gemma2, tiny_lfm2])
+def test_a_model_that_reads_on_across_rows_is_found_out(build):
+    assert keeps_rows_apart(said_of(build().eval()), 26, "cpu") == (build is not tiny_lfm2)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_lfm2, pytest.param(tiny_mamba, marks=pytest.mark.slow)])
+def test_training_is_the_same_packed_or_padded(tmp_path, build, capsys):
+    """The same answers, drawn from the same weights; what differs is rounding."""
+
+    def trained(padding_free):
+        torch.manual_seed(0)
+        trainer = PPOTrainer(
+            model=build(),
+            reward_funcs=length_reward,
+            args=tiny_config(tmp_path / str(padding_free), padding_free=padding_free, optim="sgd", max_steps=2),
+            train_dataset=prompts(),
+            processing_class=tiny_tokenizer(),
+            value_model=None if build is tiny_llama else tiny_reward_model(tiny_llama(32, seed=5)),
+        )
+        trainer.train()
+        return {name: p.detach() for name, p in trainer.model.policy.named_parameters()}
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-7)
+    assert ("does not keep packed rows apart" in capsys.readouterr().out) == (build is not tiny_llama)

@@ -1,0 +1,145 @@
+"""Rows of different lengths in one forward: behind each other, not each padded to the longest."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """
+    The real tokens of B rows, prompt and response, as K sequences of C tokens; N of them are of responses of up to T.
+
+    Positions start from 0 in each row, by which transformers tells packed rows apart (`create_causal_mask`). Pads are
+    behind all rows of a sequence, where no row looks: a mask is needed by nobody but a loss that counts tokens.
+    """
+
+    input_ids: Tensor  # (K, C)
+    position_ids: Tensor  # (K, C), 0 in pads
+    mask: Tensor  # (K, C), 1 = real token
+    predicts: Tensor  # (N,): where in (K · C) stands the state in which each response token is chosen
+    targets: Tensor  # (N,): the response tokens
+    places: Tensor  # (N,): where in (B · T) they stand
+    shape: tuple[int, int]  # B, T
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What the forward of a model takes; given a mask or a cache, it would not look at the positions."""
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """Put (N,) values of the response tokens where these stand: (B, T), 0 elsewhere."""
+        rows, width = self.shape
+        return values.new_zeros(rows * width).index_put((self.places,), values).view(rows, width)
+
+
+def pack(
+    ids: Tensor,
+    lengths: list[tuple[int, int]],
+    width: int,
+    hidden_size: int | None = None,
+    multiple: int | None = None,
+    one_sequence: bool = False,
+) -> Packed:
+    """
+    Lay rows out for a forward.
+
+    Args:
+        ids: (B, P + T), the prompt padded on its left, the response on its right.
+        lengths: real tokens of each row's prompt (at least one) and response, on the host.
+        width: T.
+        hidden_size: of the model, if it tells packed rows apart; None gives each row a sequence of its own.
+        multiple: C is a multiple of it.
+        one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels ask for.
+    """
+    prompts, responses = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
+    sizes = prompts + responses
+    if hidden_size is None:
+        sequences = [[row] for row in range(len(lengths))]
+    else:
+        sequences = distribute(sizes.tolist(), hidden_size, 1 if one_sequence else len(lengths))
+    columns = max(sum(int(sizes[row]) for row in rows) for rows in sequences)
+    columns = -(-columns // (multiple or 1)) * (multiple or 1)
+    starts = torch.zeros(len(lengths), dtype=torch.long)
+    for k, rows in enumerate(sequences):
+        starts[rows] = k * columns + sizes[rows].cumsum(0) - sizes[rows]
+
+    row = torch.arange(len(lengths)).repeat_interleave(sizes)
+    position = torch.arange(len(row)) - (sizes.cumsum(0) - sizes)[row]
+    place = starts[row] + position
+    source, positions, mask = torch.zeros(3, len(sequences) * columns, dtype=torch.long)
+    source[place] = row * ids.size(1) + ids.size(1) - width - prompts[row] + position
+    positions[place] = position  # 0 behind the last row: there each pad is a row of its own
+    mask[place] = 1
+    predicts = (position >= prompts[row] - 1) & (position < sizes[row] - 1)
+    chosen = source[place[predicts]] + 1
+    places = row[predicts] * width + (position - prompts[row] + 1)[predicts]
+
+    def on_device(indices: Tensor) -> Tensor:
+        return indices.to(ids.device, non_blocking=True)
+
+    return Packed(
+        input_ids=ids.flatten()[on_device(source)].view(-1, columns),
+        position_ids=on_device(positions).view(-1, columns),
+        mask=on_device(mask).view(-1, columns),
+        predicts=on_device(place[predicts]),
+        targets=ids.flatten()[on_device(chosen)],
+        places=on_device(places),
+        shape=(len(lengths), width),
+    )
+
+
+def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]:
+    """
+    Distribute rows over K sequences, the longest first and each to the shortest sequence, for the K that costs least.
+
+    A forward of K sequences of C tokens costs about K · C · (6 · hidden_size + C): a layer has some 12 · hidden_size²
+    weights, and attention reads each token's 2 · hidden_size numbers of keys and values of C tokens, masked or not.
+    Halving K from `most` on is fine enough.
+
+    Args:
+        sizes: (B,) tokens.
+        hidden_size: of the model.
+        most: the largest K.
+
+    Returns:
+        K lists of rows.
+    """
+    order = sorted(range(len(sizes)), key=lambda row: -sizes[row])
+    best, least = [], float("inf")
+    while True:
+        sequences: list[list[int]] = [[] for _ in range(most)]
+        tokens = [0] * most
+        for row in order:
+            shortest = tokens.index(min(tokens))
+            sequences[shortest].append(row)
+            tokens[shortest] += sizes[row]
+        cost = most * max(tokens) * (6 * hidden_size + max(tokens))
+        if cost < least:
+            best, least = sequences, cost
+        if most == 1:
+            return best
+        most = -(-most // 2)
+
+
+@torch.no_grad()
+def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: int, device: Any) -> bool:
+    """
+    Say whether a model tells packed rows apart: whether what it says of a row depends on the row before it.
+
+    State-space and linear-attention layers, and some models' own code, read on across rows.
+
+    Args:
+        forward: gives what is said of the N response tokens of packed rows: (N,) tensors.
+        vocabulary: token ids.
+        device: of the model.
+    """
+    row = (torch.arange(8) + 8) % vocabulary
+    said = []
+    for before in (torch.arange(8) % vocabulary, torch.arange(8).flip(0) % vocabulary):
+        packed = pack(torch.stack([before, row]).to(device), [(4, 4)] * 2, 4, hidden_size=1, one_sequence=True)
+        said.append([packed.unpack(values)[1] for values in forward(packed)])
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(*said, strict=True))

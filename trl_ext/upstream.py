@@ -33,6 +33,7 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
     "trl.models.utils": {"add_hooks": "model", "remove_hooks": "model"},
     "trl.trainer.callbacks": {"SyncRefModelCallback": "ref_model=, accelerator="},
     "trl.trainer.utils": {
+        "FusedCausalLMOutput": "log_probs=, entropy=, aux_loss=",
         "RepeatSampler": "data_source=, mini_repeat_count=, batch_size=, repeat_count=, shuffle=, seed=",
         "add_fused_lm_head": "model, temperature=, outputs=",
         "create_model_from_path": "model_id",
@@ -58,8 +59,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_generate_single_turn": "prompt_ids, images, multimodal_fields",
         "_get_grad_norm": "model, grad_norm=",
         "_get_output_dir": "trial=",
-        "_get_per_token_logps_and_entropies": "model, input_ids, attention_mask, logits_to_keep, batch_size, "
-        "compute_entropy=, compute_aux_loss=, ...",
+        "_get_per_token_logps_and_entropies": "model, input_ids, attention_mask, logits_to_keep, batch_size, ...",
         "_get_train_sampler": "dataset",
         "_load_best_model": "",
         "_load_from_checkpoint": "resume_from_checkpoint, model",
@@ -106,7 +106,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "training_step": "...",
     },
     "trl.generation.vllm_generation.VLLMGeneration": {"_iter_named_params": ""},
-    "transformers.GenerationMixin": {"_get_logits_processor": "..."},
+    "transformers.GenerationMixin": {"_get_logits_processor": "generation_config, ..."},
     "transformers.PreTrainedModel": {"_set_gradient_checkpointing": "enable=, gradient_checkpointing_func=, ..."},
     "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": ""},
 }
@@ -127,6 +127,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
     "trl.generation.vllm_generation.VLLMGeneration": "generation_kwargs temperature",
+    "transformers.PreTrainedConfig": "_attn_implementation",
     "bitsandbytes.nn.Linear4bit": "support_avx512bf16_for_cpu",
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",
 }

@@ -5,7 +5,7 @@ import inspect
 import textwrap
 
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation import LogitsProcessor
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -14,7 +14,7 @@ from tests.tiny import tiny_llama
 
 
 def test_generate_builds_its_processors_with_the_warpers_last():
-    """`SamplerRecorder` is appended to what `_get_logits_processor` returns, and must see what is drawn from."""
+    """`TokenSampler` is appended to what `_get_logits_processor` returns, and must see what is drawn from."""
 
     class Record(LogitsProcessor):
         def __init__(self):
@@ -36,13 +36,60 @@ def test_generate_builds_its_processors_with_the_warpers_last():
     model._get_logits_processor = with_record
     config = GenerationConfig(do_sample=True, top_k=3, temperature=0.5, max_new_tokens=4, pad_token_id=0)
     ids = model.generate(torch.tensor([[5, 6]]), generation_config=config, logits_processor=[custom])
-    reader = "`SamplerRecorder`"
+    reader = "`TokenSampler`"
     require(len(calls) == 1, f"`_get_logits_processor` is called {len(calls)} times a `generate`", reader)
     require(len(last.scores) == ids.size(1) - 2, f"a processor is called {len(last.scores)} times", reader)
     require(
         all(s.isfinite().sum() == 3 for s in last.scores), "an appended processor is not the last, after top-k", reader
     )
     require(all(s.isfinite().all() for s in custom.scores), "a custom processor no longer comes first", reader)
+
+
+def test_generate_takes_the_largest_score_if_a_hook_says_so():
+    """`TokenSampler` draws, raises the score of what it drew to inf, and clears `do_sample` of `generate`'s copy."""
+    model, config = tiny_llama().eval(), GenerationConfig(do_sample=True, max_new_tokens=4, pad_token_id=0)
+    build = model._get_logits_processor
+
+    class Seven(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores.index_fill_(1, torch.tensor([7]), torch.inf)
+
+    def with_seven(generation_config, *args, **kwargs):
+        processors = build(generation_config, *args, **kwargs)
+        processors.append(Seven())
+        generation_config.do_sample = False
+        return processors
+
+    model._get_logits_processor, state = with_seven, torch.get_rng_state()
+    ids = model.generate(torch.tensor([[5, 6]]), generation_config=config)
+    reader = "`TokenSampler`"
+    require(ids[0, 2:].tolist() == [7] * 4, "`do_sample` is read before the processors are built", reader)
+    require(torch.equal(torch.get_rng_state(), state), "`generate` draws though `do_sample` was cleared", reader)
+    require(config.do_sample, "`generate` gives the hook the caller's config, no copy of it", reader)
+
+
+def test_generate_goes_on_from_a_cache_of_all_but_the_last_token():
+    """Why `decode` may leave rows out between two calls: they get all ids so far, and read the last one alone."""
+    model, seen = tiny_llama().eval(), []
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    ids, mask = torch.tensor([[0, 5, 6], [7, 8, 9], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1], [1, 1, 1]])
+    whole = model.generate(ids, attention_mask=mask, generation_config=greedy(6))
+    cache = DynamicCache(config=model.config)
+    begun = model.generate(ids, attention_mask=mask, generation_config=greedy(2), past_key_values=cache)
+    reader = "`decode`"
+    require(cache.get_seq_length() == 4, "a cache that is passed does not hold all tokens but the last", reader)
+    cache.batch_select_indices(torch.tensor([0, 2]))
+    mask = torch.cat([mask, torch.ones(3, 2, dtype=torch.long)], 1)[[0, 2]]
+    seen.clear()
+    ended = model.generate(begun[[0, 2]], attention_mask=mask, generation_config=greedy(4), past_key_values=cache)
+    require(seen == [(2, 1)] * 4, f"a call that goes on reads {seen}", reader)
+    require(torch.equal(ended, whole[[0, 2]]), "two calls do not answer as one does", reader)
+
+
+def greedy(tokens):
+    return GenerationConfig(do_sample=False, max_new_tokens=tokens, pad_token_id=0)
 
 
 def test_open_fields_of_a_generation_config_are_filled_from_the_models():

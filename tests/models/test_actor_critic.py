@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.ppo.worker import collected, rows_of
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.models.actor_critic import LogprobForward
 
 BUILDERS = {"gpt2": tiny_gpt2, "llama": tiny_llama}
 EQUAL = {"rtol": 0, "atol": 0}
@@ -49,7 +48,7 @@ def completions_of(trainer):
 
 
 def test_a_left_padded_row_equals_the_row_alone(tmp_path, build):
-    """Through TRL's log-prob path: log-probs and values of policy and critic, log-probs of the reference."""
+    """Log-probs and values of policy and critic, log-probs of the reference."""
     trainer = make(tmp_path, build(), trainer_kwargs={"ref_model": build(seed=7)}, temperature=0.7)
     width = 4  # response tokens, kept at the right end
     generator = torch.Generator().manual_seed(0)
@@ -57,13 +56,10 @@ def test_a_left_padded_row_equals_the_row_alone(tmp_path, build):
 
     @torch.no_grad()
     def through_trainer(ids, mask):
-        policy = LogprobForward(trainer.model, with_values=True)
-        reference = LogprobForward(trainer.ref_model, with_values=False)
-        logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
-            policy, ids, mask, width, compute_entropy=True
-        )
-        ref_logprobs = trainer._get_per_token_logps_and_entropies(reference, ids, mask, width)[0]
-        return torch.stack([logprobs, entropies, policy.values(width), ref_logprobs])
+        lengths = [(n - width, width) for n in mask.sum(1).tolist()]
+        policy = trainer._passes(trainer.model, ids, lengths, width, with_values=True, with_entropies=True)
+        reference = trainer._passes(trainer.ref_model, ids, lengths, width, size=3)
+        return torch.stack([*(policy[name] for name in ("logprobs", "entropies", "values")), reference["logprobs"]])
 
     lengths = torch.tensor([len(row) for row in rows])
     mask = (torch.arange(20) >= 20 - lengths[:, None]).long()

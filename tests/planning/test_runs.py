@@ -121,6 +121,19 @@ def test_generation_gathers_the_policy_once_under_zero3():
     )  # two of layers, heads, 4, rows, tokens, bf16
 
 
+def test_logits_are_counted_once_where_they_fit_the_budget(subtests):
+    args, sizes = ppo(max_completion_length=8), (100_000, 300_000)
+    logits = 4 * 8 * (sizes[1] - sizes[0]) * 4  # rows, tokens, numbers of the vocabulary, float32
+    for budget, times in [(1.0, 1), (1e-3, 0)]:
+        with subtests.test(budget=budget):
+            args.logits_budget_gb = budget
+            configs = (tiny_llama(size, tie_word_embeddings=True).config for size in sizes)
+            small, large = (plan(Job("ppo", args, config, prompt_length=8)) for config in configs)
+            embeddings = 16 * (sizes[1] - sizes[0]) * 4  # and as much of gradients, of policy and critic
+            more = sum(large.phases["update"].values()) - sum(small.phases["update"].values())
+            assert more == times * logits + 2 * embeddings
+
+
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "microsoft/deberta-v3-base"])
 def test_real_models_have_the_parameters_of_their_cards(name):
     stage, args = ("reward", RewardConfig) if "deberta" in name else ("sft", SFTConfig)

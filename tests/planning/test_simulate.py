@@ -6,7 +6,9 @@ from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.tiny import tiny_llama
+from trl_ext.models.lm_head import add_dense_lm_head
 from trl_ext.planning import LiveBytes, fake, forward_peak, training_peak
+from trl_ext.planning.phases import scored
 from trl_ext.planning.simulate import tokens
 
 
@@ -35,10 +37,12 @@ def test_a_linear_layer_keeps_its_input_and_makes_its_gradient():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-def test_without_data_as_with_data(checkpointing, autocast):
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_without_data_as_with_data(checkpointing, autocast, budget):
     def build():
-        model = tiny_llama(num_hidden_layers=3)
+        model = tiny_llama(num_hidden_layers=3, vocab_size=500)
         add_fused_lm_head(model)
+        add_dense_lm_head(model, budget_gb=budget)
         if checkpointing:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         return model.train()
@@ -46,7 +50,7 @@ def test_without_data_as_with_data(checkpointing, autocast):
     def loss(model):
         batch = tokens(4, 32)
         batch["attention_mask"][0, :3] = 0  # so that the real pass makes a mask, too
-        return model(**batch, labels=batch["input_ids"], fused_lm_head=True).loss
+        return -model(**scored(batch, 24)).log_probs.mean()
 
     real = build()
     with LiveBytes(real) as counted:

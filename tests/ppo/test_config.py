@@ -217,6 +217,7 @@ RANGES = [
     ("lam", [-0.1, 1.01], [0.0, 1.0]),
     ("lam_value", [-0.1, 1.01], [0.0, 1.0, None]),
     ("local_rollout_forward_batch_size", [0], [1]),
+    ("logits_budget_gb", [-1.0], [0.0, 0.5]),
     ("max_approx_kl", [0.0], [0.01, None]),
     ("max_completion_length", [0, None], [1]),
     ("missing_eos_penalty", [0.0, -1.0], [1.0, None]),

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
-from tests.ppo.worker import make_trainer, rows_of, scripted
+from tests.ppo.worker import make_trainer, rows_of, scripted, weights
 from tests.tiny import tiny_gpt2, tiny_llama
+from trl_ext.models import lm_head
 
 
 class _Gradients(TrainerCallback):
@@ -117,24 +119,38 @@ DROPOUT = {
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("model", DROPOUT)
 def test_the_first_minibatch_is_on_policy(model, checkpointing, tmp_path):
-    def ratios(forward_batch_size):
+    """However long the rows of a forward are, and whoever noted the old log-probs."""
+    for source, forward_batch_size in (("sampler", 4), ("recompute", 4), ("recompute", 3)):
         trainer = make_trainer(
             tmp_path,
             model=DROPOUT[model](),
             activation_checkpointing=checkpointing,
             local_rollout_forward_batch_size=forward_batch_size,
+            old_logprobs=source,
             num_ppo_epochs=1,
             max_steps=4,
         )
-        ratios = log_ratios(trainer)
+        first, second, third, fourth = log_ratios(trainer)
         assert trainer.model.is_gradient_checkpointing == checkpointing
-        return ratios
+        # Two minibatches a rollout: the second is already off-policy
+        assert first <= 1e-5 and third <= 1e-5 and second > 1e-4 and fourth > 1e-4, source
 
-    # Two minibatches a rollout: the second is already off-policy
-    first, second, third, fourth = ratios(forward_batch_size=4)
-    assert first == third == 0 and second > 1e-4 and fourth > 1e-4
-    first, second, third, fourth = ratios(forward_batch_size=3)
-    assert first <= 1e-5 and third <= 1e-5 and second > 1e-4 and fourth > 1e-4
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_either_lm_head_trains_the_same_weights(lora, tmp_path, monkeypatch):
+    """And each pass of policy and reference runs the head that the budget asks for; updates alone need entropies."""
+    dense, calls, ended = lm_head.logprobs_and_entropies, [], []
+    monkeypatch.setattr(lm_head, "logprobs_and_entropies", lambda *a: calls.append(a[-1]) or dense(*a))
+    peft = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if lora else {}
+    for budget in (1.0, 0.0):
+        calls.clear()
+        config = {"logits_budget_gb": budget, "entropy_coef": 0.05, "temperature": 0.7, "max_steps": 4}
+        trainer = scripted(make_trainer(tmp_path, trainer_kwargs=peft, **config))
+        trainer.train()
+        assert calls == ([False] * (len(calls) - 4) + [True] * 4 if budget else [])
+        assert not budget or len(calls) >= 6  # a pass of the policy, one of the reference, four updates
+        ended.append(weights(trainer))
+    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -355,7 +355,7 @@ def test_the_other_adapters_have_the_policys_dtype(build, dtype, tmp_path):
     policy, reference = ({n.replace(a, "x"): p for n, p in parameters(trainer, a).items()} for a in ("default", "ref"))
     torch.testing.assert_close(policy, reference, **EXACT)
     trainer.train()
-    assert trainer.state.log_history[0]["objective/kl"] == 0
+    assert abs(trainer.state.log_history[0]["objective/kl"]) < 1e-5
 
 
 # ---- A PeftModel of the user's own ----

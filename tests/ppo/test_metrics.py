@@ -31,8 +31,8 @@ def policy():
 
 
 def reward(completions, completion_ids, **kwargs):
-    """Not known for one row in eight."""
-    return [None if sum(ids) % 8 == 3 else float(sum(ids) % 5) for ids in completion_ids]
+    """Not known for one row in three."""
+    return [None if sum(ids) % 3 == 1 else float(sum(ids) % 5) for ids in completion_ids]
 
 
 def per_token(policy, critic, prompt, completion):

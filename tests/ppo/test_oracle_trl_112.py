@@ -13,7 +13,7 @@ There both trainers agree. Elsewhere 1.12 differs; each line was read in its `pp
 - Whitening takes the moments of each process's rows; here those of all processes.
 - A loss is the mean over micro-batches and processes of their means; here the sum over all tokens of the step, divided
   by their number.
-- Old log-probs are those of the sampler (`output.scores`); here those of the forward that is trained.
+- Old log-probs are those of the sampler (`output.scores`); here they are computed again if anything but float32 runs.
 - `policy/approxkl_avg`, `policy/entropy_avg` and `val/ratio` average over padding too, then over micro-batches, and
   `val/ratio_var` is the variance of these means; here they are over real tokens.
 - `objective/kl` sums the chosen `kl_estimator`; here always k1.

@@ -71,7 +71,7 @@ def test_kl_of_rollout_0_is_0_and_the_reference_never_moves(tmp_path, source, bu
     torch.testing.assert_close(before, weights(trainer.model.policy), **EQUAL)
     trainer.train()
     first, second = kls(trainer)
-    assert first == 0 and second > 1e-3
+    assert abs(first) < 1e-5 and abs(second) > 1e-3
     torch.testing.assert_close(weights(trainer.ref_model), before, **EQUAL)
     assert not any(p.requires_grad for p in trainer.ref_model.parameters())
     assert not trainer.ref_model.training
@@ -103,7 +103,7 @@ def test_a_given_reference_is_used(tmp_path, as_path, lora):
 def test_kl_coef_0_keeps_the_reference_and_logs_the_kl(tmp_path):
     trainer = make(tmp_path, tiny_llama(), kl_coef=0.0)
     trainer.train()
-    assert kls(trainer)[0] == 0 and kls(trainer)[1] > 1e-3
+    assert abs(kls(trainer)[0]) < 1e-5 and abs(kls(trainer)[1]) > 1e-3
     penalties = [log.get("objective/non_score_reward", 0.0) for log in trainer.state.log_history]
     assert not any(penalties)
 
@@ -162,7 +162,7 @@ def test_lora_policy_is_referred_to_its_base(tmp_path):
     trainer = make(tmp_path, base, {"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)})
     assert trainer.ref_model is None
     trainer.train()
-    assert kls(trainer)[0] == 0 and kls(trainer)[1] > 1e-4
+    assert abs(kls(trainer)[0]) < 1e-5 and abs(kls(trainer)[1]) > 1e-4
     after = {
         name.replace("base_model.model.", "").replace(".base_layer", ""): p
         for name, p in weights(trainer.model.policy).items()
@@ -204,7 +204,7 @@ def test_a_lora_policy_of_the_users_own_is_referred_to_its_adapter(tmp_path):
     start = {n: p for n, p in weights(policy).items() if "lora" in n}
     trainer = make(tmp_path, policy)
     trainer.train()
-    assert kls(trainer)[0] == 0 and kls(trainer)[1] > 1e-4
+    assert abs(kls(trainer)[0]) < 1e-5 and abs(kls(trainer)[1]) > 1e-4
     after = weights(trainer.model.policy)
     torch.testing.assert_close({n: after[n.replace(".default.", ".ref.")] for n in start}, start, **EQUAL)
     assert all(not torch.equal(after[n], start[n]) for n in start)

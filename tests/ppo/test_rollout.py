@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from trl_ext.models.sampler import SamplerRecorder
 from trl_ext.ppo.evaluation import EvaluationPass
 from trl_ext.ppo.kl_stop import ApproxKLStop
 from trl_ext.ppo.rollout import Rollout, joined, permuted, sequence_scores
@@ -62,14 +63,22 @@ def test_micro_batches_are_joined_in_the_order_of_generation_whatever_became_of_
     rows = {name: torch.cat([values, values, values]) for name, values in rows.items()}
     rows["row"] = torch.arange(6)
     rows["advantages"] = torch.rand(6, 3)
-    shuffled = permuted(rows, seed=3)
-    assert shuffled["row"].tolist() != rows["row"].tolist()
-    assert permuted(rows, seed=3)["row"].tolist() == shuffled["row"].tolist() != permuted(rows, seed=4)["row"].tolist()
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
     batches = [
-        {**{name: values[start : start + 2] for name, values in shuffled.items()}, "step_tokens": torch.tensor(9)}
+        {name: values[order[start : start + 2]] for name, values in rows.items()}
+        | {"step_tokens": torch.tensor(9), "lengths": [(1, 1)] * 2}
         for start in (4, 0, 2)
     ]
     torch.testing.assert_close(joined(batches), rows, rtol=0, atol=0)
+
+
+def test_rows_are_drawn_into_minibatches_by_the_seed_and_sorted_by_length_within():
+    lengths, other = [5, 1, 4, 2, 8, 3, 7, 6], [1] * 8
+    order, again = permuted(lengths, 2, seed=3), permuted(other, 2, seed=3)
+    assert order == permuted(lengths, 2, seed=3) != permuted(lengths, 2, seed=4) and sorted(order) == [*range(8)]
+    for start in (0, 4):
+        assert {*order[start : start + 4]} == {*again[start : start + 4]}  # whatever the lengths
+        assert [lengths[row] for row in order[start : start + 4]] == sorted(lengths[row] for row in order[start:][:4])
 
 
 class TwoProcesses:
@@ -100,3 +109,20 @@ def test_updates_stop_where_the_mean_kl_of_a_minibatch_exceeds_its_limit():
     unlimited = ApproxKLStop(None)
     unlimited.add(torch.tensor([1e9, 1.0]))
     assert not unlimited.is_exceeded
+
+
+def test_the_sampler_is_asked_for_what_it_drew_and_for_nothing_else():
+    recorder, ids = SamplerRecorder(), torch.tensor([[4, 5, 0], [6, 7, 8]])
+    logprobs, mask = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, -4.0, -5.0]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+    def drawn_in_two_batches():
+        recorder.add(ids[:1, :2], logprobs[:1, :2])
+        recorder.add(ids[1:], logprobs[1:])
+
+    drawn_in_two_batches()
+    assert recorder.take(ids, mask).tolist() == [[-1, -2, 0], [-3, -4, -5]]
+    assert recorder.take(ids, mask) is None  # nothing was drawn since
+    drawn_in_two_batches()
+    assert recorder.take(ids + torch.tensor([[0, 0, 1], [0, 0, 0]]), mask) is not None  # a pad
+    drawn_in_two_batches()
+    assert recorder.take(ids + torch.tensor([[0, 0, 0], [0, 0, 1]]), mask) is None

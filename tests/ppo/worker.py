@@ -1,5 +1,6 @@
 """The runs that tests of resuming and of two processes start, and what they compare; as a script, one such run."""
 
+import copy
 import hashlib
 import os
 import signal
@@ -224,7 +225,7 @@ def gradients(folder, name, checkpointing, processes=1):
     steps, batches, compute_loss = [], [], trainer._compute_loss
 
     def watched(model, inputs):
-        batches.append({key: value.clone() for key, value in inputs.items()})
+        batches.append({key: copy.copy(value) for key, value in inputs.items()})
         return compute_loss(model, inputs)
 
     class Keep(TrainerCallback):

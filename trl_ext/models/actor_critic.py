@@ -3,26 +3,27 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..functional import position_ids
 from .adapter_switch import CRITIC, POLICY, AdapterSwitch
 from .classifier import AdapterClassifier
+from .decoding import decode
 from .generation import neutral_generation
 from .sampler import SamplerRecorder
-from .weights import base_model_of, unwrapped
+from .weights import base_model_of
 
 
-def positions(model: nn.Module, attention_mask: Tensor) -> dict[str, Tensor]:
+def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
     """Return the `position_ids` that make a padded row equal the row alone, for models whose forward takes them."""
-    if "position_ids" in inspect.signature(type(base_model_of(model)).forward).parameters:
-        return {"position_ids": position_ids(attention_mask)}
-    return {}
+    if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:
+        return {}
+    if given is None and attention_mask is not None:
+        given = position_ids(attention_mask)
+    return {} if given is None else {"position_ids": given}
 
 
 class ActorCritic(nn.Module):
@@ -65,40 +66,60 @@ class ActorCritic(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        predicts: Tensor | None = None,
+        targets: Tensor | None = None,
+        with_logprobs: bool = True,
         with_values: bool = False,
         reward: str | None = None,
         **kwargs,
     ) -> Any:
         """
-        Run the policy on (B, L) ids and return its output.
+        Run the policy on (K, C) ids and return its output.
 
-        With `with_values`: return a plain dict of the output's per-token fields plus `state_values` (B, L), the
-        critic's value of the state *after* each token. (A dict passes DDP, FSDP and autocast unchanged.) With
-        `reward`: return the (B,) scores of that one of the `rewards` instead.
+        With `predicts` (N,), the places in (K · C) of the states in which the `targets` (N,) are chosen: return a
+        plain dict of what is asked for, (N,) each: `logprobs`, `entropies` (nats) and the critic's `values` there; and
+        the `aux_loss` of experts. `kwargs` are the policy's, see [`add_dense_lm_head`]. (A dict passes DDP, FSDP and
+        autocast unchanged.) With `reward`: return the (B,) scores of that one of the `rewards` instead.
         """
         if reward is not None:
             return self.rewards[reward](input_ids, attention_mask)
-        kwargs = {**positions(self.policy, attention_mask), **kwargs}
-        output = self.policy(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        if not with_values:
-            return output
-        return {
-            "log_probs": output.log_probs,
-            "entropy": output.entropy,
-            "aux_loss": output.aux_loss,
-            "state_values": self.state_values(input_ids, attention_mask),
-        }
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if predicts is None:
+            return self.policy(**inputs, **positions(self.policy, attention_mask, position_ids), **kwargs)
+        said: dict[str, Any] = {}
+        if with_logprobs:
+            output = self.policy(
+                **inputs,
+                **positions(self.policy, attention_mask, position_ids),
+                predicts=predicts,
+                targets=targets,
+                fused_lm_head=True,
+                **kwargs,
+            )
+            said |= {"logprobs": output.log_probs, "entropies": output.entropy, "aux_loss": output.aux_loss}
+        if with_values:
+            said["values"] = self.state_values(input_ids, attention_mask, position_ids, predicts)
+        return said
 
-    def state_values(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Return (B, L): the critic's value of the state after each token, score units."""
+    def state_values(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        places: Tensor | None = None,
+    ) -> Tensor:
+        """Return (K, C): the critic's value of the state after each token, score units; or (N,) at these `places`."""
         backbone = self.critic.backbone if self.shares_base else self.critic.base_model
         hidden_states = backbone(
             input_ids=input_ids,
             attention_mask=attention_mask,
             use_cache=False,
-            **positions(self.policy if self.shares_base else backbone, attention_mask),
+            **positions(self.policy if self.shares_base else backbone, attention_mask, position_ids),
         ).last_hidden_state
+        if places is not None:
+            hidden_states = hidden_states.flatten(0, 1)[places]
         return self.critic.score(hidden_states.to(self.critic.score.weight.dtype)).squeeze(-1).float()
 
     @property
@@ -153,15 +174,10 @@ class ActorCritic(nn.Module):
         assert self.adapters is not None
         self.adapters.set(*([names] if isinstance(names, str) else names))
 
-    def generate(self, *args, **kwargs) -> Any:
+    def generate(self, *args: Any, **inputs: Any) -> Any:
         # TRL leaves fields of its generation config open, which `generate` would fill from the checkpoint's
         with neutral_generation(self.policy):
-            if self.sampler_recorder is None:
-                return self.policy.generate(*args, **kwargs)
-            with self.sampler_recorder.attached(base_model_of(self.policy)):
-                output = self.policy.generate(*args, **kwargs)
-            self.sampler_recorder.finish(output)
-            return output
+            return decode(self.policy, self.sampler_recorder, *args, **inputs)
 
     # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones.
     @property
@@ -183,24 +199,3 @@ class ActorCritic(nn.Module):
 
     def gradient_checkpointing_disable(self) -> None:
         self.activation_checkpointing_disable()
-
-
-class LogprobForward:
-    """Stand in for the model inside TRL's log-prob helper: add positions, and keep the values of the same pass."""
-
-    def __init__(self, model: nn.Module, with_values: bool):
-        self.model = model
-        self.with_values = with_values
-        self._state_values: list[Tensor] = []
-
-    def __call__(self, attention_mask: Tensor, **kwargs) -> Any:
-        if not self.with_values:
-            places = positions(unwrapped(self.model), attention_mask)
-            return self.model(attention_mask=attention_mask, **{**places, **kwargs})
-        output = self.model(attention_mask=attention_mask, with_values=True, **kwargs)
-        self._state_values.append(output["state_values"])
-        return SimpleNamespace(**output)
-
-    def values(self, logits_to_keep: int) -> Tensor:
-        """Return (B, T): V(s_t), the value of the state in which response token t is chosen (after token t − 1)."""
-        return torch.cat(self._state_values)[:, -logits_to_keep - 1 : -1]

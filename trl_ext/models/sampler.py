@@ -1,54 +1,129 @@
-"""The log-probs under which a sampler really drew its tokens."""
+"""Drawing tokens from a policy, and the log-probs under which they were really drawn."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.generation import LogitsProcessor
+from transformers import GenerationConfig
+from transformers.generation import LogitsProcessor, LogitsProcessorList
+
+_BLOCK = 128  # tokens: two short sums are more exact than one over the vocabulary, and the second is of one block
 
 
-class SamplerRecorder(LogitsProcessor):
-    """Keep the log-probs under which tokens were really drawn, after every warper; reads one (B, V) tensor a step."""
+def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Draw one token a row, P(v) = exp(s_v) / Σ_u exp(s_u), by inversion: a block of tokens first, then a token of it.
 
-    def __init__(self):
-        self._logprobs: list[Tensor] = []  # one (B, T) a `generate` call
+    `torch.multinomial` draws a random number for each token of the vocabulary, on a CPU a third of all decoding.
+
+    Args:
+        scores: (B, V), -inf for tokens that cannot be drawn.
+
+    Returns:
+        (B,) token ids and (B,) float32 log-probs, nats.
+
+    Raises:
+        RuntimeError: a row has no distribution.
+    """
+    peak = scores.amax(-1, keepdim=True)
+    weights = (scores - peak).exp_()
+    if missing := -weights.size(-1) % _BLOCK:
+        weights = pad(weights, (0, missing))
+    weights = weights.unflatten(-1, (-1, _BLOCK))
+    uniform = torch.rand(2, len(scores), 1, dtype=_exact(scores), device=scores.device)
+    block, total = _invert(weights.sum(-1), uniform[0])
+    if not total.isfinite().all():
+        raise RuntimeError(
+            "The policy's logits are NaN or inf, so that no token can be drawn: the training has diverged, or the "
+            "dtype is too narrow for this model."
+        )
+    place, _ = _invert(weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1), uniform[1])
+    token = block * _BLOCK + place
+    logprobs = scores.gather(1, token) - peak - total.log().to(scores.dtype)
+    return token.squeeze(1), logprobs.squeeze(1)
+
+
+def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, N) weights ≥ 0 and (B, 1) uniforms in [0, 1) to (B, 1) places, never one of weight 0, and totals."""
+    cumulative = weights.to(uniform.dtype).cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    return torch.searchsorted(cumulative, (1 - uniform) * total), total
+
+
+def _exact(scores: Tensor) -> torch.dtype:
+    return torch.float32 if scores.device.type == "mps" else torch.float64
+
+
+class TokenSampler(LogitsProcessor):
+    """
+    Draw in the place of `generate`, as the last of its processors, and keep the log-probs of what was drawn.
+
+    A row that has ended goes on here, until it is left out: `generate` puts a pad token there, whatever is drawn.
+    """
+
+    def __init__(self) -> None:
         self._steps: list[Tensor] = []
-        self._pending: Tensor | None = None
+        self._draws = False
 
     @contextmanager
-    def attached(self, model: Any):
+    def attached(self, model: Any) -> Iterator[None]:
         get_processors = model._get_logits_processor  # `generate` puts custom processors before the warpers
 
-        def with_recorder(*args, **kwargs):
-            processors = get_processors(*args, **kwargs)
+        def with_sampler(generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+            processors = get_processors(generation_config, *args, **kwargs)
             processors.append(self)
+            self._draws = generation_config.do_sample
+            generation_config.do_sample = False  # of `generate`'s copy: it takes the largest score, which is ours
             return processors
 
-        model._get_logits_processor = with_recorder
+        model._get_logits_processor = with_sampler
         try:
             yield
         finally:
             del model._get_logits_processor
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._gather(input_ids)
-        self._pending = scores.float().log_softmax(-1)
-        return scores
+        if not self._draws:
+            self._steps.append(scores.amax(-1) - scores.logsumexp(-1))
+            return scores
+        tokens, logprobs = draw(scores)
+        self._steps.append(logprobs)
+        return scores.scatter_(1, tokens[:, None], torch.inf)
 
-    def finish(self, sequences: Tensor) -> None:
-        self._gather(sequences)
-        self._logprobs.append(torch.stack(self._steps, dim=1))
-        self._steps = []
+    def take(self, tokens: int) -> Tensor:
+        """Return the (B, `tokens`) log-probs, nats, since the last `take`; a last step may have been undone."""
+        steps, self._steps = self._steps, []
+        return torch.stack(steps[:tokens], dim=1)
 
-    def take(self, width: int) -> Tensor:
-        """Return the (B, `width`) log-probs of all calls since the last `take`, 0 behind the answers; forget them."""
-        drawn = [pad(chunk[:, :width], (0, max(0, width - chunk.size(1)))) for chunk in self._logprobs]
-        self._logprobs = []
-        return torch.cat(drawn)
 
-    def _gather(self, input_ids: Tensor) -> None:
-        if self._pending is not None:
-            self._steps.append(self._pending.gather(1, input_ids[:, -1:]).squeeze(1))
-        self._pending = None
+class SamplerRecorder:
+    """Keep what was drawn in a rollout, and the log-probs under which it was, after every warper."""
+
+    def __init__(self) -> None:
+        self._drawn: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts
+
+    def add(self, ids: Tensor, logprobs: Tensor) -> None:
+        self._drawn.append((ids, logprobs))
+
+    def take(self, ids: Tensor, mask: Tensor) -> Tensor | None:
+        """
+        Return the (B, T) log-probs of the answers, nats, and forget them; 0 where the mask is 0.
+
+        None if these are not the tokens that were drawn: somebody has changed the answers since.
+        """
+        batches, self._drawn = self._drawn, []
+        if sum(len(drawn) for drawn, _ in batches) != len(ids):
+            return None
+        drawn, logprobs = (
+            torch.cat([_widened(part, ids.size(1)) for part in parts]) for parts in zip(*batches, strict=True)
+        )
+        if ((drawn != ids) & (mask == 1)).any():
+            return None
+        return logprobs.masked_fill(mask == 0, 0.0)
+
+
+def _widened(values: Tensor, width: int) -> Tensor:
+    return pad(values[:, :width], (0, max(0, width - values.size(1))))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..models.weights import base_model_of
@@ -51,15 +52,9 @@ def scoring_phase(job: Job, mode: Any, model: Any, rewards: list, rows: int, len
     """
     with mode:
         batch = tokens(rows, length)
+        answers = scored(batch, job.args.max_completion_length)
     model.eval()
-    peaks = [
-        forward_peak(
-            mode,
-            model,
-            lambda: model(**batch, with_values=True, labels=batch["input_ids"], fused_lm_head=True),
-            job.autocast,
-        )
-    ]
+    peaks = [forward_peak(mode, model, lambda: model(**answers, with_values=True), job.autocast)]
     model.train()
     for reward in rewards:
         if type(reward.config) is type(job.policy) and reward.config.hidden_size <= job.policy.hidden_size:
@@ -68,6 +63,13 @@ def scoring_phase(job: Job, mode: Any, model: Any, rewards: list, rows: int, len
         cut = {name: values[:, :limit] for name, values in batch.items()}
         peaks.append(forward_peak(mode, reward, partial(reward, **cut)))
     return {"activations": max(peaks), "gathered weights": _gathered(job, model)}
+
+
+def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:
+    """Return the batch with what makes the actor-critic score its last `width` tokens."""
+    rows, length = batch["input_ids"].shape
+    predicts = torch.arange(rows)[:, None] * length + torch.arange(length - width - 1, length - 1)
+    return {**batch, "predicts": predicts.flatten(), "targets": batch["input_ids"][:, -width:].flatten()}
 
 
 def update_phases(

@@ -8,8 +8,9 @@ from ..models.actor_critic import ActorCritic
 from ..models.adapter_switch import CRITIC, AdapterSwitch
 from ..models.adapters import add_critic
 from ..models.classifier import AdapterClassifier
+from ..models.lm_head import add_dense_lm_head
 from .memory import optimizer_bytes
-from .phases import generation_phase, scoring_phase, update_phases
+from .phases import generation_phase, scored, scoring_phase, update_phases
 from .roles import adapted, causal_lm, classifier, linear_weights, prepare, role_of
 from .runs import Job, Plan, Role
 from .simulate import fake, tokens
@@ -83,7 +84,9 @@ def _plan_ppo(job: Job) -> Plan:
     shares_base = job.peft_config is not None and job.value_model is None
 
     def build():
-        policy = adapted(job, causal_lm(job, job.policy, ("log_probs", "entropy")))
+        policy = causal_lm(job, job.policy, ("log_probs", "entropy"))
+        add_dense_lm_head(policy, budget_gb=args.logits_budget_gb)
+        policy = adapted(job, policy)
         if shares_base:
             add_critic(policy, None)
             adapters = AdapterSwitch(policy)
@@ -112,9 +115,9 @@ def _plan_ppo(job: Job) -> Plan:
         roles.append(Role("reward model", 0, 0, 0, 0, 0, "an adapter on the policy's base"))
 
     def loss():
-        batch = tokens(args.per_device_train_batch_size, length)
-        output = model(**batch, with_values=True, labels=batch["input_ids"], fused_lm_head=True)
-        return output["log_probs"].sum() + output["entropy"].sum() + output["state_values"].sum()
+        batch = scored(tokens(args.per_device_train_batch_size, length), args.max_completion_length)
+        said = model(**batch, with_values=True, with_entropies=True)
+        return said["logprobs"].sum() + said["entropies"].sum() + said["values"].sum()
 
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps
     local = step * args.num_mini_batches

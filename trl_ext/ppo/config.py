@@ -121,6 +121,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "lam": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "lam_value": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "local_rollout_forward_batch_size": (">= 1", lambda x: x >= 1),
+    "logits_budget_gb": (">= 0", lambda x: x >= 0),
     "max_approx_kl": ("> 0", lambda x: x > 0),
     "max_completion_length": (">= 1", lambda x: x >= 1),
     "missing_eos_penalty": ("> 0 (it is subtracted)", lambda x: x > 0),
@@ -169,6 +170,10 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         local_rollout_forward_batch_size (`int`, defaults to `64`):
             Rows per process in one forward pass without gradient: generation, reward models, reference, values. What
             is computed of answers does not depend on it; which ones are drawn does, since each chunk draws in turn.
+        logits_budget_gb (`float`, defaults to `1.0`):
+            GiB that the logits of one log-prob pass may take: rows × response tokens × vocabulary numbers. Beyond,
+            and with `0` always, TRL's fused LM head makes them tile by tile, in less memory and more time. The results
+            are the same. What is faster on a GPU, where TRL's head is a Triton kernel, has not been measured.
         num_generations (`int`, defaults to `1`):
             Responses per prompt.
         allow_off_policy_sampling (`bool`, defaults to `False`):
@@ -176,6 +181,15 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             differ from the policy whose log-probs are trained. The difference is logged as
             `sampling/logprob_difference` (not with vLLM). A name in `generation_kwargs` that would do nothing in a
             rollout is refused, and so are stop strings: a response ends where the policy draws an EOS.
+        old_logprobs (`Literal["auto", "sampler", "recompute"]`, defaults to `"auto"`):
+            Where the log-probs before the update, and those of the KL, come from: noted while the response is drawn,
+            which saves a forward of the policy, or computed again by the forward that is trained. In float32 both are
+            the same to 1e-5, else they differ by rounding (and with dropout by more), which is logged as
+            `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing in
+            `generation_kwargs` or vLLM may differ.
+        padding_free (`bool`, defaults to `True`):
+            Put rows behind each other in a forward, where that is less work than padding each to the longest. A model
+            that does not keep such rows apart (a state-space model) is found out, and padded.
         missing_eos_score (`float`, *optional*):
             Score of a response that does not end by EOS, in place of its own (N+ detail "EOS trick"; −1 there).
         missing_eos_penalty (`float`, *optional*):
@@ -280,9 +294,16 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     local_rollout_forward_batch_size: int = field(
         default=64, metadata={"help": "Rows per process in one forward pass without gradient."}
     )
+    logits_budget_gb: float = field(
+        default=1.0, metadata={"help": "GiB that the logits of one pass may take; beyond, they are made in tiles."}
+    )
     allow_off_policy_sampling: bool = field(
         default=False, metadata={"help": "Allow sampling from another distribution than the policy's own."}
     )
+    old_logprobs: Literal["auto", "sampler", "recompute"] = field(
+        default="auto", metadata={"help": "Where the log-probs before the update come from."}
+    )
+    padding_free: bool = field(default=True, metadata={"help": "Pack rows in a forward instead of padding them."})
     missing_eos_score: float | None = field(
         default=None, metadata={"help": "Score of a response without EOS, in place of its own."}
     )
@@ -491,6 +512,9 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 "KL (it can turn negative). Remove them, or set `allow_off_policy_sampling=True` and watch "
                 "`sampling/logprob_difference`."
             )
+        if self.old_logprobs == "sampler" and (self.use_vllm or self.allow_off_policy_sampling):
+            reason = "vLLM's are not kept" if self.use_vllm else "they are of another distribution than the policy's"
+            raise ValueError(f"`old_logprobs='sampler'` cannot be: {reason}. Use 'recompute', or leave it at 'auto'.")
 
     def _resolve_max_steps(self):
         if self.total_episodes is None:

@@ -142,6 +142,11 @@ class PPOMetrics:
         stats.add("val/clipfrac_avg", value[1].float(), mask)
         stats.add("val/ratio", (logprobs - batch["old_logprobs"]).exp(), mask)
 
+    @torch.no_grad()
+    def sampled(self, difference: Tensor, mask: Tensor) -> None:
+        """Observe by how many nats (B, T) the sampler's log-probs are above those of the forward that is trained."""
+        self.train.add("sampling/logprob_difference", difference, mask)
+
     def gradient(self, role: str, norm: Tensor) -> None:
         """Observe the norm of the gradient of `"policy"` or `"critic"`."""
         self.train.add(f"grad_norm/{role}", norm)
@@ -199,6 +204,8 @@ class PPOMetrics:
                 report[name] = mean
             if name.endswith("objective/scores"):
                 report[f"{name}_std"] = standard_deviation(value).item()
+            if name == "sampling/logprob_difference":
+                report[f"{name}_max"] = max(-minimum, maximum)
             if name == "val/ratio":
                 report["val/ratio_var"] = variance(value).item()
         return report

@@ -30,6 +30,7 @@ from ..models.adapters import (
 )
 from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
 from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
+from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
@@ -124,7 +125,7 @@ def prepare_base(policy: Any, use_vllm: bool) -> None:
 # ---- Reference ----
 
 
-def make_reference(loader: Loader, ref_model: Any, temperature: float, keep_dropout: bool = False) -> Any:
+def make_reference(loader: Loader, ref_model: Any, args: PPOConfig) -> Any:
     """
     Return the frozen reference, not yet placed.
 
@@ -143,9 +144,10 @@ def make_reference(loader: Loader, ref_model: Any, temperature: float, keep_drop
             "token ids."
         )
     reference.requires_grad_(False).eval()
-    if not keep_dropout:
+    if args.disable_dropout:
         disable_dropout(reference)
-    add_fused_lm_head(reference, temperature=temperature)
+    add_fused_lm_head(reference, temperature=args.temperature)
+    add_dense_lm_head(reference, args.temperature, args.logits_budget_gb)
     return reference
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from trl import RLOOTrainer
 
 from ..functional import kl_estimate
-from ..models.actor_critic import LogprobForward
 from ..models.sampler import SamplerRecorder
 from ..temporarily import temporarily
 from .inputs import tokenized, with_prompts
@@ -29,7 +28,7 @@ class Rollout:
     logprobs: Tensor  # (B, T), of the policy that answered
     ref_logprobs: Tensor | None  # (B, T), None without a reference
     values: Tensor | None  # (B, T), None in evaluation
-    sampler_logprobs: Tensor | None  # (B, T), of the distribution that was drawn from, where it is recorded
+    sampler_logprobs: Tensor | None  # (B, T), of the distribution that was drawn from, if recorded beside `logprobs`
     rewards_per_func: Tensor  # (B, F), NaN where a function returned None
     scores: Tensor  # (B,), after the EOS rule, NaN for rows that take no part
     ended: Tensor  # (B,), whether EOS came
@@ -112,6 +111,9 @@ class RolloutRecorder:
         self.prompt_ids: list[list[int]] = []
         self.completion_ids: list[list[int]] = []
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
+        self.lengths: list[tuple[int, int]] = []  # real tokens of each row's prompt and response
+        self.sampler: SamplerRecorder | None = None
+        self.sampler_logprobs: Tensor | None = None  # (B, T)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.trainer, name)
@@ -120,8 +122,9 @@ class RolloutRecorder:
         """Run TRL's rollout; raise if it did not take the steps that we know."""
         trainer, args = self.trainer, self.trainer.args
         inputs, self.given_ids = with_prompts(inputs, trainer._tokenizer)
-        sampler = SamplerRecorder() if args.allow_off_policy_sampling and not trainer.use_vllm else None
-        with temporarily(trainer._actor_critic, sampler_recorder=sampler):
+        if trainer._trusts_sampler or (args.allow_off_policy_sampling and not trainer.use_vllm):
+            self.sampler = SamplerRecorder()
+        with temporarily(trainer._actor_critic, sampler_recorder=self.sampler):
             output = RLOOTrainer._generate_and_score_completions(self, inputs)
         expected = 1 + (trainer.beta != 0)
         if len(self.passes) != expected:
@@ -146,7 +149,7 @@ class RolloutRecorder:
             logprobs=logprobs,
             ref_logprobs=reference[0] if reference else None,
             values=self.values,
-            sampler_logprobs=None if sampler is None else sampler.take(logprobs.size(1)),
+            sampler_logprobs=None if logprobs is self.sampler_logprobs else self.sampler_logprobs,
             rewards_per_func=rewards,
             scores=scores.masked_fill(~takes_part, torch.nan),
             ended=ended,
@@ -159,22 +162,25 @@ class RolloutRecorder:
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size=None, **kwargs
-    ):
-        trainer, is_policy = self.trainer, not self.passes
-        forward = LogprobForward(model, with_values=is_policy and trainer.model.training)
-        with trainer.metrics.timed("logprobs"):
-            result = trainer._get_per_token_logps_and_entropies(
-                forward,
-                input_ids,
-                attention_mask,
-                logits_to_keep,
-                trainer.args.local_rollout_forward_batch_size,
-                **kwargs,
-            )
-        self.passes.append(result[0])
-        if forward.with_values:
-            self.values = forward.values(logits_to_keep)
-        return result
+    ) -> tuple[Tensor, None, None]:
+        trainer, width = self.trainer, logits_to_keep
+        asked: dict[str, bool] = {}
+        said: dict[str, Any] = {}
+        if not self.passes:  # the policy's comes first
+            mask = attention_mask[:, -width:]
+            self.lengths = lengths_of(attention_mask[:, :-width], mask)
+            if self.sampler is not None:
+                self.sampler_logprobs = self.sampler.take(input_ids[:, -width:], mask)
+            said["logprobs"] = self.sampler_logprobs if trainer._trusts_sampler else None
+            is_known = trainer.accelerator.gather(mask.new_tensor([said["logprobs"] is not None])).all().item()
+            asked = {"with_logprobs": not is_known, "with_values": trainer.model.training}
+        if self.passes or any(asked.values()):
+            with trainer.metrics.timed("logprobs"):
+                size = trainer.args.local_rollout_forward_batch_size
+                said |= trainer._passes(model, input_ids, self.lengths, width, size, **asked)
+        self.values = said.get("values", self.values)
+        self.passes.append(said["logprobs"])
+        return said["logprobs"], None, None
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         inputs = [{**row, "prompt_ids": ids} for row, ids in zip(inputs, self.prompt_ids, strict=True)]
@@ -182,16 +188,27 @@ class RolloutRecorder:
         return self.rewards_per_func
 
 
-def joined(micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:
+    """Return the real tokens of each row's prompt and response, on the host."""
+    return [tuple(row) for row in torch.stack([prompt_mask.sum(1), completion_mask.sum(1)], dim=1).tolist()]
+
+
+def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return the rows of a rollout's micro-batches in the order of generation."""
-    columns = [name for name in micro_batches[0] if name != "step_tokens"]
+    columns = [name for name in micro_batches[0] if name not in ("step_tokens", "lengths")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()
     return {name: values[order] for name, values in rollout.items()}
 
 
-def permuted(rollout: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return the rows of a rollout in an order that depends on the seed alone."""
-    mask = rollout["loss_mask"]
-    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed % 2**63)).to(mask.device)
-    return {name: values[order] for name, values in rollout.items()}
+def permuted(lengths: list[int], mini_batches: int, seed: int) -> list[int]:
+    """
+    Return the order of rows for a pass over a rollout: which minibatch a row is in depends on the seed alone.
+
+    Within a minibatch the shorter rows come first, so that a micro-batch has rows of about one length. The gradient of
+    the minibatch is the same.
+    """
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed % 2**63)).tolist()
+    size = len(order) // mini_batches
+    chunks = [order[start : start + size] for start in range(0, len(order), size)]
+    return [row for chunk in chunks for row in sorted(chunk, key=lengths.__getitem__)]

@@ -23,13 +23,13 @@ from trl import RLOOTrainer
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl, take_kl_scale
 from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
-from ..models.actor_critic import LogprobForward
 from ..models.adapter_guard import AdapterGuard
 from ..models.adapter_switch import CRITIC
 from ..models.card import without_none
 from ..models.files import load_adapters, one_adapter, save_critic, weights_of, without_base
 from ..models.generation import check_savable
 from ..models.identity import hash_of, hub_identity, weights_identity
+from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
@@ -52,6 +52,7 @@ from .kl_controller import KLController
 from .kl_stop import ApproxKLStop
 from .metrics import RLOO_ONLY_METRICS, PPOMetrics
 from .optimizer import check_all_optimized, set_critic_rate
+from .passes import Passes
 from .reference import SyncReference, moved_reference, save_reference
 from .reward_normalizer import RewardNormalizer
 from .rewards import Mistakes
@@ -64,7 +65,7 @@ from .roles import (
     make_reference,
     prepare_base,
 )
-from .rollout import Rollout, RolloutRecorder, joined, permuted
+from .rollout import Rollout, RolloutRecorder, joined, lengths_of, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
 
@@ -202,6 +203,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
         self._adapt_rloo(policy)
+        add_dense_lm_head(base_model_of(policy), args.temperature, args.logits_budget_gb)
 
         # Models
         path = model if isinstance(model, str) else None
@@ -248,6 +250,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.kl_controller = KLController(args)
         self.reward_normalizer = RewardNormalizer(args.reward_normalization)
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
+        self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
@@ -295,9 +298,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             )
 
     def _set_reference(self, ref_model: str | PreTrainedModel | None, is_moved: bool = False) -> None:
-        reference = make_reference(
-            self._loader, ref_model, self.temperature, keep_dropout=not self.args.disable_dropout
-        )
+        reference = make_reference(self._loader, ref_model, self.args)
         if ref_model is not None and not is_moved:
             path = ref_model if isinstance(ref_model, str) else None
             self._weights_at_start["reference"] = weights_identity(reference, path)
@@ -351,6 +352,20 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self.kl_controller.scale(take_kl_scale(self.state))
         return RolloutRecorder(self).run(inputs)
 
+    @property
+    def _trusts_sampler(self) -> bool:
+        """Whether the log-probs that the sampler drew from are those of the forward that is trained."""
+        args = self.args
+        if args.old_logprobs != "auto":
+            is_trusted = args.old_logprobs == "sampler"
+        else:
+            is_plain = not (self.use_vllm or args.allow_off_policy_sampling or args.generation_kwargs)
+            policy = base_model_of(self._actor_critic.policy)
+            is_quantized = getattr(policy.config, "quantization_config", None) is not None
+            is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized
+            is_trusted = is_plain and is_exact and args.disable_dropout
+        return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
+
     def _normalize(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
         """Standardise and clip: (B,) as they enter the token rewards."""
         normalizer, groups = self.reward_normalizer, None
@@ -375,7 +390,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
         return advantages, returns
 
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the tokens of the step."""
         args, mask = self.args, inputs["loss_mask"]
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
@@ -391,6 +406,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         )
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
         self.metrics.updated(logprobs, entropies, policy, value, inputs)
+        if self._trusts_sampler and self._step % self._steps_per_rollout < args.gradient_accumulation_steps:
+            self.metrics.sampled(inputs["old_logprobs"] - logprobs, mask)  # no weight has moved since
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
@@ -403,19 +420,18 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             actor_loss = 0.0 * actor_loss  # in the graph for DDP; `_finish_gradients` drops its gradients
         return actor_loss + args.vf_coef * masked_sum(value[0], mask) * scale
 
-    def _forward(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _forward(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts."""
-        width = inputs["completion_ids"].size(1)
-        forward = LogprobForward(model, with_values=True)
-        logprobs, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-            forward,
+        said = self._passes(
+            model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-            width,
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
+            inputs["lengths"],
+            inputs["completion_ids"].size(1),
+            with_values=True,
+            with_entropies=True,
+            **({"output_router_logits": True} if self.aux_loss_enabled else {}),
         )
-        return logprobs, entropies, forward.values(width), aux_loss
+        return said["logprobs"], said["entropies"], said["values"], said.get("aux_loss")
 
     @torch.no_grad()
     def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
@@ -478,15 +494,23 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         """Micro-batches (forward and backward passes) per process in a rollout."""
         return self.args.steps_per_generation * self.num_iterations
 
-    def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Tensor]]:
+    def _micro_batches(self, rollout: dict[str, Tensor], epoch: int) -> list[dict[str, Any]]:
         """Cut a rollout into micro-batches for PPO epoch `epoch`, each with the token count of its optimizer step."""
         args, number = self.args, self._step // self._steps_per_rollout
-        rollout = permuted(rollout, seed=(args.seed * 1_000_003 + number) * 1_009 + epoch)
+        lengths = lengths_of(rollout["prompt_mask"], rollout["completion_mask"])
+        seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
+        order = permuted([sum(row) for row in lengths], args.num_mini_batches, seed)
+        rollout = {name: values[order] for name, values in rollout.items()}
         tokens = rollout["loss_mask"].sum(1).view(args.num_mini_batches, -1).sum(1)
         tokens = self.accelerator.reduce(tokens, reduction="sum")
         chunks = zip(*(values.chunk(args.steps_per_generation) for values in rollout.values()), strict=True)
+        size = args.per_device_train_batch_size
         return [
-            {**dict(zip(rollout, chunk, strict=True)), "step_tokens": tokens[i // args.gradient_accumulation_steps]}
+            {
+                **dict(zip(rollout, chunk, strict=True)),
+                "step_tokens": tokens[i // args.gradient_accumulation_steps],
+                "lengths": [lengths[row] for row in order[i * size : (i + 1) * size]],
+            }
             for i, chunk in enumerate(chunks)
         ]
 

@@ -1,0 +1,421 @@
+"""Decoding that leaves out what has ended answers as one call of `generate` does."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from torch.nn.functional import log_softmax
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GenerationConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    xLSTMConfig,
+    xLSTMForCausalLM,
+)
+
+from tests.tiny import tiny_gpt2
+from trl_ext.models import decoding
+from trl_ext.models.decoding import decode
+from trl_ext.models.generation import completion_logprobs
+from trl_ext.models.sampler import SamplerRecorder, _invert, draw
+
+SHAPE = {
+    "vocab_size": 29,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.5,
+    "pad_token_id": 0,
+}
+EOS = [2, 3, 11, 14, 17, 20, 25]
+PAD = 0
+LIMIT = 12
+
+BLOOM = BloomConfig(vocab_size=29, hidden_size=16, n_layer=2, n_head=2, initializer_range=0.7, pad_token_id=0)
+
+
+def seeded(cls, config):
+    torch.manual_seed(0)
+    return cls(config).eval()
+
+
+def llama():
+    return seeded(LlamaForCausalLM, LlamaConfig(**SHAPE))
+
+
+def lora(**kwargs):
+    return get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **kwargs)).eval()
+
+
+def prefix():
+    return get_peft_model(llama(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
+
+
+CONTINUED = {
+    "bloom": lambda: seeded(BloomForCausalLM, BLOOM),
+    "gpt2": lambda: tiny_gpt2(vocab_size=29, initializer_range=0.6).eval(),
+    "llama": llama,
+    "llama with lora": lora,
+    "qwen2": lambda: seeded(Qwen2ForCausalLM, Qwen2Config(**SHAPE)),
+    "sliding window": lambda: seeded(MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=4)),
+}
+SEVERAL = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}}
+VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2}
+T5 = T5Config(vocab_size=29, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, decoder_start_token_id=0)
+IN_ONE_CALL = {
+    "alora": lambda: lora(alora_invocation_tokens=[5]),
+    "hybrid": lambda: seeded(Lfm2ForCausalLM, Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])),
+    "images": lambda: seeded(
+        Qwen2VLForConditionalGeneration, Qwen2VLConfig(text_config=SHAPE | SEVERAL, vision_config=VISION)
+    ),
+    "mamba": lambda: seeded(MambaForCausalLM, MambaConfig(vocab_size=29, hidden_size=16, num_hidden_layers=2)),
+    "own inputs": lambda: seeded(Phi3ForCausalLM, Phi3Config(**SHAPE)),
+    "prefix": prefix,
+}
+
+
+def batch(rows=12, repeats=1, seed=0):
+    """Left-padded prompts of 1 to 6 tokens, each there `repeats` times."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 29, (rows // repeats, 6), generator=generator)
+    mask = (torch.arange(6) >= torch.randint(6, (rows // repeats, 1), generator=generator)).long()
+    return {name: t.repeat_interleave(repeats, 0) for name, t in (("input_ids", ids * mask), ("attention_mask", mask))}
+
+
+def settings(**kwargs):
+    return GenerationConfig(
+        **{
+            "do_sample": False,
+            "max_new_tokens": LIMIT,
+            "eos_token_id": EOS,
+            "pad_token_id": PAD,
+            "disable_compile": True,
+        }
+        | kwargs
+    )
+
+
+class Work:
+    """Count calls of `generate`, and tokens that the backbone reads."""
+
+    def __init__(self, model, monkeypatch):
+        self.calls = self.tokens = 0
+        base, generate = decoding.base_model_of(model), model.generate
+
+        def counted(*args, **kwargs):
+            self.calls += 1
+            return generate(*args, **kwargs)
+
+        def read(module, args, kwargs):
+            self.tokens += (args[0] if args else kwargs["input_ids"]).numel()
+
+        monkeypatch.setattr(model, "generate", counted)
+        base.base_model.register_forward_pre_hook(read, with_kwargs=True)
+
+
+def both(model, inputs, config, monkeypatch):
+    """The ids of one call of `generate`, those of `decode` with their log-probs, and the work of each."""
+    work, recorder = Work(model, monkeypatch), SamplerRecorder()
+    plain = model.generate(**inputs, generation_config=config)
+    before = copy.copy(work)
+    decoded = decode(model, recorder, **inputs, generation_config=config)
+    work.calls, work.tokens = work.calls - 1, work.tokens - before.tokens
+    answers = decoded[:, inputs["input_ids"].size(1) :]
+    ended = torch.isin(answers, torch.tensor(config.eos_token_id if config.eos_token_id is not None else []))
+    return plain, decoded, recorder.take(answers, (ended.cumsum(1) <= ended.int()).int()), before, work
+
+
+def recomputed(model, inputs, sequences, eos=EOS):
+    """(B, T) log-probs of the answers by a forward pass, 0 behind their ends."""
+    width = inputs["input_ids"].size(1)
+    prompts = [
+        ids[mask.bool()].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    ]
+    answers = [
+        row[: next((i + 1 for i, token in enumerate(row) if token in eos), len(row))]
+        for row in sequences[:, width:].tolist()
+    ]
+    return completion_logprobs(model, prompts, answers)
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 4])
+@pytest.mark.parametrize("name", CONTINUED)
+def test_greedy_answers_equal_those_of_one_call(name, repeats, monkeypatch):
+    model, inputs = CONTINUED[name](), batch(repeats=repeats)
+    plain, decoded, logprobs, before, work = both(model, inputs, settings(), monkeypatch)
+    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    lengths = (~torch.isin(plain[:, 6:], torch.tensor(EOS))).cumprod(1).sum(1)
+    assert len(set(lengths.tolist())) > 2 // repeats  # else nothing was left out
+    assert work.calls > 1 and work.tokens < before.tokens
+    expected, mask = recomputed(model, inputs, decoded)
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
+    assert (logprobs[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 4])
+def test_each_prompt_is_read_once(repeats, monkeypatch):
+    """But for its last token, which each row reads: the draws come from its logits."""
+    model, inputs = llama(), batch(repeats=repeats)
+    shuffled = {name: values[torch.arange(12) * 5 % 12] for name, values in inputs.items()}
+    plain, decoded, _, before, work = both(model, shuffled, settings(max_new_tokens=1), monkeypatch)
+    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert (before.tokens, work.tokens) == (72, 72 if repeats == 1 else 12 // repeats * 5 + 12)
+
+
+@pytest.mark.parametrize("name", IN_ONE_CALL)
+def test_models_that_cannot_go_on_are_asked_once(name, monkeypatch):
+    model, inputs = IN_ONE_CALL[name](), batch(repeats=2)
+    plain, decoded, logprobs, _, work = both(model, inputs, settings(), monkeypatch)
+    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert work.calls == 1
+    assert logprobs.shape == (12, decoded.size(1) - 6) and (logprobs[:, 0] < 0).all()
+
+
+def test_a_state_under_another_name_is_no_cache():
+    model = seeded(xLSTMForCausalLM, xLSTMConfig(vocab_size=29, hidden_size=16, num_blocks=2, num_heads=2))
+    assert not decoding._can_continue(model, batch() | {"generation_config": settings()})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"min_new_tokens": 2},
+        {"min_length": 11},
+        {"min_new_tokens": 5, "min_length": 9},
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[7], [9, 10]]},
+        {"sequence_bias": {(7,): 5.0, (9, 10): -5.0}},
+        {"suppress_tokens": [7, 8]},
+        {"forced_eos_token_id": 3},
+        {"renormalize_logits": True},
+    ],
+    ids=str,
+)
+def test_settings_hold_over_all_calls(changed, monkeypatch):
+    plain, decoded, _, _, work = both(llama(), batch(), settings(**changed), monkeypatch)
+    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert work.calls > 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"begin_suppress_tokens": [7, 8, 9, 10]},
+        {"cache_implementation": "static"},
+        {"encoder_repetition_penalty": 1.7},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"exponential_decay_length_penalty": (2, 1.5)},
+        {"guidance_scale": 1.5},
+        {"max_time": 60.0},
+        {"max_new_tokens": None, "max_length": 6 + LIMIT},
+        {"prefill_chunk_size": 2},
+        {"use_cache": False},
+    ],
+    ids=str,
+)
+def test_settings_that_count_from_the_call_are_left_to_one(changed, monkeypatch):
+    plain, decoded, _, _, work = both(llama(), batch(), settings(**changed), monkeypatch)
+    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert work.calls == 1
+
+
+def test_other_modes_are_as_they_were():
+    """Beams, scores that are returned, settings by name, prompts by their place, an encoder-decoder."""
+    model, inputs = llama(), batch()
+    beams = settings(num_beams=3, do_sample=True)
+    torch.manual_seed(0)
+    expected = model.generate(**inputs, generation_config=beams)
+    torch.manual_seed(0)
+    torch.testing.assert_close(decode(model, None, **inputs, generation_config=beams), expected, rtol=0, atol=0)
+    with_scores = settings(do_sample=True, return_dict_in_generate=True, output_scores=True)
+    output = decode(model, None, **inputs, generation_config=with_scores)
+    assert output.scores[0].isfinite().all()
+    assert decode(model, None, **inputs, max_new_tokens=3, do_sample=False).shape == (12, 9)
+    assert decode(model, None, inputs["input_ids"], generation_config=settings(max_new_tokens=3)).shape == (12, 9)
+    own = {"custom_generate": lambda model, input_ids, generation_config, **_: generation_config.do_sample}
+    assert decode(model, None, **inputs, generation_config=settings(do_sample=True), **own)
+    t5 = seeded(T5ForConditionalGeneration, T5)
+    expected = t5.generate(**inputs, generation_config=settings())
+    torch.testing.assert_close(decode(t5, None, **inputs, generation_config=settings()), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sharded", ["zero3", "fsdp"])
+def test_processes_that_share_weights_run_in_step(sharded, monkeypatch):
+    """Each forward pass gathers weights, so that the others would wait for one that is not made."""
+    model = llama()
+    if sharded == "zero3":
+        monkeypatch.setattr(decoding, "is_deepspeed_zero3_enabled", lambda: True)
+    else:
+        monkeypatch.setattr(decoding, "FSDPModule", type(model.model.layers[0]))
+    plain, decoded, _, before, work = both(model, batch(repeats=2), settings(), monkeypatch)
+    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert (work.calls, work.tokens) == (1, before.tokens)
+
+
+# ---- Ends ----
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize(
+    "eos, length",
+    [(list(range(29)), 1), ([28], LIMIT), (28, LIMIT), (None, LIMIT)],
+    ids=["at the first token", "never", "one id", "none"],
+)
+def test_rows_that_end_together(eos, length, rows, monkeypatch):
+    model = llama()
+    suppressed = {"suppress_tokens": [28]} if length > 1 else {}
+    inputs = {name: values[:rows] for name, values in batch().items()}
+    plain, decoded, logprobs, _, work = both(model, inputs, settings(eos_token_id=eos, **suppressed), monkeypatch)
+    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    assert decoded.shape == (rows, 6 + length) and work.calls == 1
+    assert (logprobs < 0).all()
+
+
+def test_one_row_that_never_ends_goes_on_alone(monkeypatch):
+    """Its tokens are those that it has alone, and the others are padded."""
+    model, inputs = llama(), batch()
+    plain = model.generate(**inputs, generation_config=settings(eos_token_id=None))[:, 6:]
+    last = int(plain[0, -1])
+    eos = sorted({*plain[1:, :3].flatten().tolist()} - {*plain[0].tolist()})
+    kept = [0, *[i for i in range(1, 12) if torch.isin(plain[i, :3], torch.tensor(eos)).any()]]
+    assert len(kept) > 6
+    inputs = {name: values[kept] for name, values in inputs.items()}
+    _, decoded, _, before, work = both(model, inputs, settings(eos_token_id=eos), monkeypatch)
+    torch.testing.assert_close(decoded[0, 6:], plain[0], rtol=0, atol=0)
+    assert decoded[0, -1] == last and (decoded[1:, -1] == PAD).all()
+    assert work.tokens < before.tokens - (len(kept) - 1) * (LIMIT - 4)
+
+
+def test_a_pad_that_ends_answers(monkeypatch):
+    config = settings(pad_token_id=2)
+    plain, decoded, logprobs, _, _ = both(llama(), batch(), config, monkeypatch)
+    torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
+    ended = torch.isin(plain[:, 6:], torch.tensor(EOS)).cumsum(1)
+    assert ((logprobs != 0) == (ended.cumsum(1) < 2)).all()
+
+
+# ---- Logits ----
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="with another BLAS nothing is changed")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_transposed_head_gives_the_same_logits(bias, monkeypatch):
+    """For up to 8 rows; more, and what is no plain layer, are left alone."""
+    model = llama()
+    model.lm_head = torch.nn.Linear(16, 29, bias=bias)
+    linear, calls = torch.nn.functional.linear, []
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: calls.append(args) or linear(*args))
+    for shape in ((8, 1, 16), (4, 2, 16), (1, 1, 16), (9, 1, 16), (5, 2, 16)):
+        x = torch.randn(*shape)
+        expected = model.lm_head(x)
+        calls.clear()
+        with decoding._transposed_head(model):
+            torch.testing.assert_close(model.lm_head(x), expected, rtol=1e-5, atol=1e-6)
+        assert len(calls) == (shape[0] * shape[1] > 8)
+    assert "forward" not in vars(model.lm_head)
+    vars(model.lm_head)["forward"] = hook = lambda x: x
+    with decoding._transposed_head(model):
+        assert model.lm_head.forward is hook
+
+
+# ---- Draws ----
+
+
+def test_answers_have_their_probability():
+    """Each answer of up to three of five tokens, by χ²: 20,000 rows of two prompts, of which most end early."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": 5, "initializer_range": 0.3})).eval()
+    rows, temperature, prompts = 10_000, 0.8, torch.tensor([[0, 0, 3], [4, 3, 1]])
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    config = settings(do_sample=True, temperature=temperature, top_k=4, eos_token_id=[1, 2], max_new_tokens=3)
+    recorder = SamplerRecorder()
+    decoded = decode(
+        model,
+        recorder,
+        input_ids=prompts.repeat_interleave(rows, 0),
+        attention_mask=mask.repeat_interleave(rows, 0),
+        generation_config=config,
+    )[:, 3:]
+    ended = torch.isin(decoded, torch.tensor([1, 2]))
+    recorded = recorder.take(decoded, (ended.cumsum(1) <= ended.int()).int()).sum(1)
+    answers = [
+        a
+        for n in (1, 2, 3)
+        for a in itertools.product(range(5), repeat=n)
+        if ends(a) and not any(ends(a[:i]) for i in range(1, n))
+    ]
+    answers += itertools.product((0, 3, 4), repeat=3)
+    for p in range(2):
+        drawn = decoded[p * rows : (p + 1) * rows].tolist()
+        χ2, used = 0.0, 0
+        for answer in answers:
+            ids = torch.cat([prompts[p][mask[p].bool()], torch.tensor(answer)])
+            with torch.no_grad():
+                logits = model(input_ids=ids[None]).logits[0, -len(answer) - 1 : -1] / temperature
+            logits[logits < logits.topk(4).values[:, -1:]] = -torch.inf
+            logprob = float(log_softmax(logits, -1).gather(1, ids[-len(answer) :, None]).sum())
+            expected = rows * math.exp(logprob)
+            is_it = [row == [*answer, *[PAD] * (3 - len(answer))] for row in drawn]
+            if expected < 5:
+                continue
+            χ2, used = χ2 + (sum(is_it) - expected) ** 2 / expected, used + 1
+            of_row = recorded[p * rows : (p + 1) * rows][torch.tensor(is_it)]
+            torch.testing.assert_close(of_row, torch.full_like(of_row, logprob), rtol=1e-4, atol=1e-5)
+        assert used > 10 and abs(χ2 - used) < 4 * math.sqrt(2 * used)
+
+
+def ends(answer):
+    return answer[-1] in (1, 2)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 128, 300])
+def test_draw_takes_each_token_with_its_probability(vocabulary):
+    torch.manual_seed(0)
+    scores = torch.randn(vocabulary) * 2
+    scores[0] = -torch.inf
+    tokens, logprobs = draw(scores.expand(40_000, -1))
+    torch.testing.assert_close(logprobs, scores.log_softmax(-1)[tokens], rtol=1e-6, atol=1e-6)
+    p = scores.softmax(-1).double()
+    share = torch.bincount(tokens, minlength=vocabulary) / 40_000
+    assert ((share - p).abs() <= 5 * (p * (1 - p) / 40_000).sqrt()).all()
+
+
+def test_inversion_never_takes_what_has_no_weight():
+    """Weights 0 1 0 3 0: a quarter of the uniforms, counted from above, take the second; both ends stay inside."""
+    weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0]]).expand(4, -1)
+    uniform = torch.tensor([[0.0], [0.74], [0.76], [1 - 2**-53]], dtype=torch.float64)
+    place, total = _invert(weights, uniform)
+    assert place.squeeze(1).tolist() == [3, 3, 1, 1]
+    assert total.squeeze(1).tolist() == [4.0] * 4
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_scores_without_a_distribution_are_refused(value):
+    scores = torch.zeros(2, 200)
+    scores[1, 150] = value
+    with pytest.raises(RuntimeError, match="NaN or inf"):
+        draw(scores)
+    with pytest.raises(RuntimeError, match="NaN or inf"):
+        draw(torch.full((1, 5), -torch.inf))

@@ -1,0 +1,80 @@
+"""Old log-probs from the sampler or computed again: the same numbers, and the one that was asked for."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests.ppo.worker import collected, make_trainer
+from tests.tiny import tiny_gpt2, tiny_llama
+
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+
+
+def rollouts(tmp_path, **config):
+    """The rollouts of a run, and its trainer."""
+    torch.manual_seed(0)
+    trainer = make_trainer(tmp_path, **{"temperature": 0.7, "max_steps": 8} | config)
+    seen = collected(trainer)
+    trainer.train()
+    return seen, trainer
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"model": tiny_gpt2},
+        {"model": tiny_llama, "trainer_kwargs": {"peft_config": LORA}},
+        {"model": tiny_llama, "num_generations": 2},
+    ],
+    ids=["gpt2", "lora", "several answers"],
+)
+def test_the_sampler_knows_the_log_probs_that_the_forward_computes(tmp_path, kwargs):
+    kwargs = {**kwargs, "optim": "sgd", "local_rollout_forward_batch_size": 3}
+    build = kwargs.pop("model")
+    (first, again), trainer = rollouts(tmp_path / "sampler", model=build(), old_logprobs="sampler", **kwargs)
+    (other, _), computed = rollouts(tmp_path / "recompute", model=build(), old_logprobs="recompute", **kwargs)
+    torch.testing.assert_close(first.completion_ids, other.completion_ids, rtol=0, atol=0)
+    torch.testing.assert_close(first.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(first.values, other.values, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(first.logprobs, other.logprobs)  # of one and of the other
+    logged = [log for log in trainer.state.log_history if "sampling/logprob_difference" in log]
+    assert len(logged) == 2 and all(abs(log["sampling/logprob_difference"]) <= 1e-5 for log in logged)
+    assert all(0 < log["sampling/logprob_difference_max"] <= 1e-5 for log in logged)
+    assert not any("sampling/logprob_difference" in log for log in computed.state.log_history)
+    assert again.kl("k1").abs().max() > 1e-3  # the policy has moved in between
+
+
+def test_auto_trusts_the_sampler_where_it_is_exact(tmp_path):
+    for trusted, config in [
+        (True, {}),
+        (False, {"bf16": True}),
+        (False, {"disable_dropout": False}),
+        (False, {"generation_kwargs": {"cache_implementation": "quantized"}}),
+        (False, {"allow_off_policy_sampling": True, "top_k": 5}),
+        (False, {"old_logprobs": "recompute"}),
+        (True, {"old_logprobs": "sampler", "bf16": True}),
+    ]:
+        assert make_trainer(tmp_path, **config)._trusts_sampler == trusted, config
+    assert not make_trainer(tmp_path, model=tiny_llama().bfloat16())._trusts_sampler
+
+
+def test_answers_that_were_changed_after_drawing_are_scored_again(tmp_path):
+    """A subclass may edit answers; the sampler's log-probs are then of other tokens."""
+    trainer = make_trainer(tmp_path, old_logprobs="sampler")
+    seen, draw = collected(trainer), trainer._generate_single_turn
+    trainer._generate_single_turn = lambda *args: [[*ids[:-1], 9] for ids in draw(*args)]
+    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
+    (rollout,) = seen
+    for i, n in enumerate(rollout.lengths.int().tolist()):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
+        ids = torch.cat([prompt, rollout.completion_ids[i, :n]])
+        with torch.no_grad():
+            logprobs = trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1].log_softmax(-1)
+        expected = logprobs.gather(1, ids[-n:, None]).squeeze(1)
+        torch.testing.assert_close(rollout.logprobs[i, :n], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", [{"use_vllm": True}, {"allow_off_policy_sampling": True}])
+def test_a_sampler_of_another_distribution_is_refused(tmp_path, config):
+    with pytest.raises(ValueError, match="`old_logprobs='sampler'` cannot be"):
+        make_trainer(tmp_path, old_logprobs="sampler", **config)

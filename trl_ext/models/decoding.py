@@ -1,0 +1,203 @@
+"""Transformers' `generate`, without what it computes in vain: rows that have ended, and a prompt again and again."""
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, StoppingCriteria
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation import GenerationMode
+
+from ..functional import position_ids
+from ..upstream import is_deepspeed_zero3_enabled
+from .sampler import SamplerRecorder, TokenSampler
+from .weights import base_model_of
+
+# What a call that goes on from the tokens so far reads as the first call would have. Other settings count from where
+# the call began, or keep something of each row.
+_CONTINUED = {
+    "bad_words_ids",
+    "bos_token_id",
+    "disable_compile",
+    "do_sample",
+    "eos_token_id",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "forced_eos_token_id",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "pad_token_id",
+    "remove_invalid_values",
+    "renormalize_logits",
+    "repetition_penalty",
+    "sequence_bias",
+    "suppress_tokens",
+    "temperature",
+    "top_h",
+    "top_k",
+    "top_p",
+    "transformers_version",
+    "typical_p",
+}
+
+
+def decode(policy: Any, recorder: SamplerRecorder | None, *args: Any, **inputs: Any) -> Any:
+    """
+    Return what `policy.generate` does; drawn with other random numbers, but from the same distribution.
+
+    Args:
+        policy: a model, also one that PEFT wraps.
+        recorder: is given what was drawn, and the log-probs of that.
+        inputs: `input_ids` (B, P) and its mask, left-padded, `generation_config`, and what else the model reads.
+    """
+    config, base = inputs.get("generation_config"), base_model_of(policy)
+    ways = {"assistant_model", "custom_generate"} & inputs.keys()  # not those that are known here
+    if args or ways or config is None or "input_ids" not in inputs or not _draws_answers(base, config):
+        return policy.generate(*args, **inputs)
+    ends = [] if config.eos_token_id is None else config.eos_token_id
+    eos = torch.tensor(ends, device=inputs["input_ids"].device, dtype=torch.long)
+    width, sampler = inputs["input_ids"].size(1), TokenSampler()
+    with sampler.attached(base), _transposed_head(base):
+        if _can_continue(policy, inputs):
+            sequences, logprobs = _decode_live_rows(policy, sampler, eos, **inputs)
+        else:
+            sequences = policy.generate(**inputs)
+            logprobs = sampler.take(sequences.size(1) - width)
+    if recorder is not None:
+        recorder.add(sequences[:, width:], logprobs)
+    return sequences
+
+
+def _draws_answers(base: Any, config: GenerationConfig) -> bool:
+    """Whether one token after the other is drawn, or the likeliest taken, behind the prompt."""
+    return (
+        not base.config.is_encoder_decoder
+        and config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
+        and not config.return_dict_in_generate
+    )
+
+
+def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
+    """Whether a call that goes on from a cache, with fewer rows, draws as the one call would have."""
+    if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
+        return False
+    config, base = inputs["generation_config"], base_model_of(policy)
+    if config.max_new_tokens is None or config.pad_token_id is None or config.to_diff_dict().keys() - _CONTINUED:
+        return False
+    if is_deepspeed_zero3_enabled() or any(isinstance(module, FSDPModule) for module in base.modules()):
+        return False  # each process must run as many forward passes as the others
+    adapters = getattr(policy, "peft_config", {}).values()
+    if not all(isinstance(adapter, LoraConfig) and not adapter.alora_invocation_tokens for adapter in adapters):
+        return False
+    return (
+        type(base).generate is GenerationMixin.generate
+        and type(base).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation
+        and base.config.get_text_config() is base.config
+        and "past_key_values" in inspect.signature(base.base_model.forward).parameters
+        and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in _cache(base).layers)
+    )
+
+
+@contextmanager
+def _transposed_head(base: Any) -> Iterator[None]:
+    """
+    Compute the logits of up to 8 rows on a CPU as (W xᵀ)ᵀ, which takes MKL about half as long as x Wᵀ: W, the largest
+    matrix of the model, is read as it lies.
+    """
+    head = base.get_output_embeddings()
+    is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks put their own there
+    if not is_plain or head.weight.device.type != "cpu" or not torch.backends.mkl.is_available():
+        yield
+        return
+    linear = head.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if x.numel() > 8 * x.size(-1) or x.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+            return linear(x)
+        logits = (head.weight @ x.flatten(0, -2).T).T.unflatten(0, x.shape[:-1])
+        return logits if head.bias is None else logits + head.bias
+
+    vars(head)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(head)["forward"]
+
+
+class _EnoughEnded(StoppingCriteria):
+    """End a call when half of its rows have: each call costs something, and so does each row that has ended."""
+
+    def __init__(self, rows: int, eos: Tensor):
+        self.eos = eos
+        self.ended = torch.zeros(rows, dtype=torch.bool, device=eos.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.ended |= torch.isin(input_ids[:, -1], self.eos)
+        return (2 * self.ended.sum() >= len(self.ended)).expand(len(self.ended))
+
+
+def _decode_live_rows(
+    policy: Any,
+    sampler: TokenSampler,
+    eos: Tensor,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    generation_config: GenerationConfig,
+) -> tuple[Tensor, Tensor]:
+    """Return (B, P + T) ids, padded behind each answer, and (B, T) log-probs of what was drawn in their place."""
+    base, limit = base_model_of(policy), generation_config.max_new_tokens
+    rows, width = input_ids.shape
+    sequences = input_ids.new_full((rows, width + limit), generation_config.pad_token_id)
+    sequences[:, :width] = input_ids
+    logprobs = torch.zeros(rows, limit, device=input_ids.device)
+    cache = _prefilled(base, input_ids, attention_mask)
+    live, ids, mask = torch.arange(rows, device=input_ids.device), input_ids, attention_mask
+    while True:
+        begin = ids.size(1)
+        config = copy.deepcopy(generation_config)
+        config.max_new_tokens = limit - (begin - width)
+        config.min_new_tokens = max(0, (config.min_new_tokens or 0) - (begin - width)) or None
+        ids = policy.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            generation_config=config,
+            stopping_criteria=[_EnoughEnded(len(ids), eos)],
+        )
+        end = ids.size(1)
+        sequences[live, begin:end] = ids[:, begin:]
+        logprobs[live, begin - width : end - width] = sampler.take(end - begin)
+        going = (~torch.isin(ids[:, begin:], eos).any(1)).nonzero().squeeze(1)
+        if len(going) == 0 or end == width + limit:
+            return sequences[:, :end], logprobs[:, : end - width]
+        mask = torch.cat([mask, mask.new_ones(len(mask), end - begin)], dim=1)[going]
+        live, ids = live[going], ids[going]
+        cache.batch_select_indices(going)
+
+
+@torch.no_grad()
+def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
+    """Return a cache of all but the last prompt token if prompts are there more than once, else an empty one."""
+    cache = _cache(base)
+    prompts, row = torch.stack([input_ids, attention_mask]).unique(dim=1, return_inverse=True)
+    if len(row) == prompts.size(1) or input_ids.size(1) == 1:
+        return cache
+    ids, mask = prompts[..., :-1]
+    takes_positions = "position_ids" in inspect.signature(base.base_model.forward).parameters
+    places = {"position_ids": position_ids(mask)} if takes_positions else {}
+    base.base_model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **places)
+    cache.batch_select_indices(row)
+    return cache
+
+
+def _cache(base: Any) -> DynamicCache:
+    return DynamicCache(config=base.config)

@@ -1,0 +1,118 @@
+"""The LM head of a log-prob pass: all logits at once where they are small enough, TRL's tiles where they are not."""
+
+import functools
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import logprobs_and_entropies
+from ..upstream import FusedCausalLMOutput
+
+GIB = 2**30
+
+
+def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1.0) -> None:
+    """
+    Let a model with TRL's fused LM head score chosen tokens from their logits, where these fit a budget.
+
+    `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, with its LM head at the N
+    places `predicts` in (K · C) alone, where the `targets` are chosen, and returns (N,) log-probs and, with
+    `with_entropies`, entropies. Where the logits would take more than the budget, TRL's head gives the same tile by
+    tile: it takes less memory and more time, since it computes them once more in the backward pass.
+
+    `most` tells how many tokens to reckon with, if not N: sharded models must take one way on all processes, since
+    one gathers other weights than the other.
+
+    Args:
+        model: a causal language model after TRL's `add_fused_lm_head`, not its PEFT wrapper.
+        temperature: by which logits are divided, as in TRL's head.
+        budget_gb: GiB that the logits of one call may take; 0 leaves everything to TRL's head.
+    """
+    tiled = model.forward
+
+    @functools.wraps(type(model).forward)  # `generate` reads the signature
+    def forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        predicts: Tensor | None = None,
+        targets: Tensor | None = None,
+        with_entropies: bool = False,
+        most: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if predicts is None or targets is None:
+            return tiled(*args, fused_lm_head=fused_lm_head, **kwargs)
+        numbers = (most or len(predicts)) * self.config.get_text_config().vocab_size
+        kwargs["use_cache"] = False
+        if numbers * _dtype_of_logits(self, predicts.device).itemsize > budget_gb * GIB:
+            with _backbone_gives(self.base_model, predicts):
+                output = tiled(*args, fused_lm_head=True, shift_labels=targets[None], **kwargs)
+            logprobs, entropies = output.log_probs[0], None if output.entropy is None else output.entropy[0]
+        else:
+            with _head_takes(self.get_output_embeddings(), predicts):
+                output = tiled(*args, **kwargs)
+            _unview_gradient(output.logits.grad_fn)
+            logits, targets = output.logits.flatten(0, 1), targets.to(output.logits.device)
+            if len(logits) != len(targets):  # of a model that does not call its head
+                logits = logits[predicts]
+            logprobs, entropies = logprobs_and_entropies(logits, targets, temperature, with_entropies)
+        return FusedCausalLMOutput(log_probs=logprobs, entropy=entropies, aux_loss=getattr(output, "aux_loss", None))
+
+    model.forward = types.MethodType(forward, model)
+
+
+@contextmanager
+def _head_takes(head: nn.Module, places: Tensor) -> Iterator[None]:
+    """Give a head, of (K, C, H) states, those at these places: (1, N, H)."""
+    hook = head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _backbone_gives(backbone: nn.Module, places: Tensor) -> Iterator[None]:
+    """Have a backbone return, of its last (K, C, H) states, those at these places: (1, N, H)."""
+
+    def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
+        output.last_hidden_state = _at(output.last_hidden_state, places)
+        return output
+
+    hook = backbone.register_forward_hook(choose)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _at(states: Tensor, places: Tensor) -> Tensor:
+    return states.flatten(0, 1)[places.to(states.device)][None]
+
+
+def _unview_gradient(node: Any, steps: int = 6) -> None:
+    """
+    Let autograd add to the gradient of the head's weight in place.
+
+    A linear layer makes it as a view, to which autograd adds nothing in place: with tied embeddings their gradient,
+    the head's and the sum would be three tensors of the weight's size. The head is found within some steps back from
+    the logits: soft-capping is three, its product two.
+    """
+    if node is None or not steps:
+        return
+    if node.name() == "TBackward0":
+        node.register_hook(lambda gradients, _: tuple(g if g is None else g.data for g in gradients))
+        return
+    for before, _ in node.next_functions:
+        _unview_gradient(before, steps - 1)
+
+
+def _dtype_of_logits(model: Any, device: torch.device) -> torch.dtype:
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return model.get_output_embeddings().weight.dtype

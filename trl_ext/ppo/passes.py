@@ -1,0 +1,111 @@
+"""Forwards of the policy, the critic and the reference over the rows of a rollout."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from ..models.actor_critic import positions
+from ..models.packing import Packed, keeps_rows_apart, pack
+from ..models.weights import base_model_of, unwrapped
+
+
+class Passes:
+    """
+    Run a model over (B, P + T) rows without their padding, and put what it says of the response tokens into (B, T).
+
+    Every call makes the same number of forwards on every process, as sharded models need.
+
+    Args:
+        accelerator: of the trainer.
+        args: of the trainer, of which `padding_free`, `pad_to_multiple_of` and `max_completion_length` are read.
+    """
+
+    def __init__(self, accelerator: Any, args: Any):
+        self.accelerator = accelerator
+        self.args = args
+        self._keeps_apart: dict[int, bool] = {}  # of a model, by its id
+
+    def __call__(
+        self,
+        model: Any,
+        ids: Tensor,
+        lengths: list[tuple[int, int]],
+        width: int,
+        size: int | None = None,
+        **asked: Any,
+    ) -> dict[str, Tensor]:
+        """
+        Args:
+            model: the actor-critic or the reference, as the accelerator has wrapped it.
+            ids, lengths, width: see [`pack`].
+            size: rows of a forward, those of one length together; all if not given.
+            asked: of [`ActorCritic.forward`]; the reference gives log-probs alone.
+
+        Returns:
+            (B, T) for each (N,) output, 0 at what is no response token; and `aux_loss` as it is.
+        """
+        hidden_size = None if "output_router_logits" in asked else self._packs(model)
+        config = unwrapped(model).config.get_text_config()
+        order = sorted(range(len(lengths)), key=lambda row: sum(lengths[row]))
+        outputs: list[dict[str, Tensor]] = []
+        for start in range(0, len(order), size or len(order)):
+            rows = order[start : start + (size or len(order))]
+            packed = pack(
+                ids[rows],
+                [lengths[row] for row in rows],
+                width,
+                hidden_size,
+                self.args.pad_to_multiple_of,
+                one_sequence="flash" in str(config._attn_implementation),
+            )
+            said = self._forward(model, packed, **asked)
+            outputs.append({k: v if v is None or v.ndim == 0 else packed.unpack(v) for k, v in said.items()})
+        back = torch.tensor(order).argsort().to(ids.device)
+        return {
+            name: value if value is None or value.ndim == 0 else torch.cat([said[name] for said in outputs])[back]
+            for name, value in outputs[0].items()
+        }
+
+    def _forward(self, model: Any, packed: Packed, **asked: Any) -> dict[str, Tensor]:
+        inputs = {**packed.inputs, "predicts": packed.predicts, "targets": packed.targets}
+        if self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+            inputs["most"] = packed.shape[0] * self.args.max_completion_length
+        with self.accelerator.autocast():
+            if "output_router_logits" in asked:  # the experts' loss is over real tokens
+                inputs["attention_mask"] = packed.mask
+            if hasattr(unwrapped(model), "critic"):
+                return model(**inputs, **asked)
+            if not positions(unwrapped(model), packed.position_ids):
+                del inputs["position_ids"]
+            return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
+
+    def _packs(self, model: Any) -> int | None:
+        """Return the hidden size of a model that keeps packed rows apart, else None."""
+        if not self.args.padding_free:
+            return None
+        module = unwrapped(model)
+        config = module.config.get_text_config()
+        if id(module) not in self._keeps_apart:
+            self._keeps_apart[id(module)] = self._seen_apart(model, config.vocab_size)
+            if not self._keeps_apart[id(module)]:
+                name = type(base_model_of(module)).__name__
+                self.accelerator.print(f"{name} does not keep packed rows apart, so that its rows are padded.")
+        return config.hidden_size if self._keeps_apart[id(module)] else None
+
+    def _seen_apart(self, model: Any, vocabulary: int) -> bool:
+        module = unwrapped(model)
+        if not positions(module, None, torch.empty(0)):
+            return False
+        asked = {"with_values": True} if hasattr(module, "critic") else {}
+
+        def said(packed: Packed) -> list[Tensor]:
+            return [x for x in self._forward(model, packed, **asked).values() if x is not None and x.ndim]
+
+        is_training = module.training
+        module.eval()  # dropout would tell apart what is equal
+        try:
+            return keeps_rows_apart(said, vocabulary, self.accelerator.device)
+        finally:
+            module.train(is_training)

@@ -89,6 +89,8 @@ class ActorCritic(nn.Module):
         if predicts is None:
             return self.policy(**inputs, **positions(self.policy, attention_mask, position_ids), **kwargs)
         said: dict[str, Any] = {}
+        if with_values:  # first, so that the backward pass ends with it: the logits, the largest tensor, go early
+            said["values"] = self.state_values(input_ids, attention_mask, position_ids, predicts)
         if with_logprobs:
             output = self.policy(
                 **inputs,
@@ -99,8 +101,6 @@ class ActorCritic(nn.Module):
                 **kwargs,
             )
             said |= {"logprobs": output.log_probs, "entropies": output.entropy, "aux_loss": output.aux_loss}
-        if with_values:
-            said["values"] = self.state_values(input_ids, attention_mask, position_ids, predicts)
         return said
 
     def state_values(

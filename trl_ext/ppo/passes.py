@@ -61,10 +61,10 @@ class Passes:
                 one_sequence="flash" in str(config._attn_implementation),
             )
             said = self._forward(model, packed, **asked)
-            outputs.append({k: v if v is None or v.ndim == 0 else packed.unpack(v) for k, v in said.items()})
+            outputs.append({k: packed.unpack(v) if v.ndim else v for k, v in said.items()})
         back = torch.tensor(order).argsort().to(ids.device)
         return {
-            name: value if value is None or value.ndim == 0 else torch.cat([said[name] for said in outputs])[back]
+            name: torch.cat([said[name] for said in outputs])[back] if value.ndim else value
             for name, value in outputs[0].items()
         }
 
@@ -76,7 +76,7 @@ class Passes:
             if "output_router_logits" in asked:  # the experts' loss is over real tokens
                 inputs["attention_mask"] = packed.mask
             if hasattr(unwrapped(model), "critic"):
-                return model(**inputs, **asked)
+                return {name: value for name, value in model(**inputs, **asked).items() if value is not None}
             if not positions(unwrapped(model), packed.position_ids):
                 del inputs["position_ids"]
             return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
@@ -101,7 +101,7 @@ class Passes:
         asked = {"with_values": True} if hasattr(module, "critic") else {}
 
         def said(packed: Packed) -> list[Tensor]:
-            return [x for x in self._forward(model, packed, **asked).values() if x is not None and x.ndim]
+            return [x for x in self._forward(model, packed, **asked).values() if x.ndim]
 
         is_training = module.training
         module.eval()  # dropout would tell apart what is equal

@@ -104,7 +104,7 @@ def test_wrong_value_is_refused(subtests, refusal):
         ("rate: [1]", "'rate' in the configuration file must not be [1]"),
         ("epochs: 1.5", "argument --epochs: invalid int value: '1.5'"),
         ("verbose: 2", "argument --verbose: Truthy value expected"),
-        ("kind: adaptve", "argument --kind: invalid choice: 'adaptve' (choose from 'fixed', 'adaptive')"),
+        ("kind: adaptve", "argument --kind: invalid choice: 'adaptve' (choose from"),  # Python 3.13 quotes no names
         ("schedule: cosin", "argument --schedule: invalid choice: 'cosin'"),
         ("dtype: fp32", "argument --dtype: invalid choice: 'fp32'"),
         ("weights: [a]", "argument --weights: invalid float value: 'a'"),

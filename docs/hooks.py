@@ -1,0 +1,83 @@
+"""What the site needs beyond mkdocs.yml: README as its home, pages for linked files outside docs/, our docstrings."""
+
+import posixpath
+import re
+from pathlib import Path
+
+import griffe
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+LINK = re.compile(r"(\]\()(?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files, config):
+    """Add README and its like, and a page for each file or folder of the repository that some page links to."""
+    for source, page in PAGES.items():
+        if (ROOT / source).is_file():
+            files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    wanted = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
+    while wanted:
+        uri, text = wanted.pop()
+        for _, link, _ in LINK.findall(text):
+            page = site_page(uri, link)
+            if page.startswith("source/") and page not in files.src_uris:
+                content = source_page(page.removeprefix("source/").removesuffix(".md"))
+                files.append(File.generated(config, page, content=content))
+                wanted.append((page, content))
+    return files
+
+
+def on_page_markdown(markdown, page, **_):
+    """Let links into the repository, as GitHub follows them, lead to the site's pages."""
+    uri = page.file.src_uri
+
+    def moved(match):
+        start, link, anchor = match.groups()
+        return f"{start}{posixpath.relpath(site_page(uri, link), posixpath.dirname(uri) or '.')}{anchor or ''})"
+
+    return LINK.sub(moved, markdown)
+
+
+def site_page(uri, link):
+    """Where the site has what the page `uri` links to."""
+    if uri.startswith("source/"):  # written below, in the site's own terms
+        return posixpath.normpath(posixpath.join(posixpath.dirname(uri), link))
+    written = {page: source for source, page in PAGES.items()}.get(uri, f"docs/{uri}")
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(written), link))
+    if target in PAGES:
+        return PAGES[target]
+    return target.removeprefix("docs/") if target.startswith("docs/") else f"source/{target}.md"
+
+
+def source_page(path):
+    """A file with its lines, or a folder with its files, as a page that the search leaves out."""
+    head = f"---\nsearch:\n  exclude: true\n---\n\n# `{path}`\n\n"
+    source = ROOT / path
+    if source.is_dir():
+        names = sorted(p.name for p in source.iterdir() if p.is_file())
+        return head + "\n".join(f"- [{name}]({posixpath.basename(path)}/{name}.md)" for name in names)
+    language = {".py": "python", ".yaml": "yaml", ".json": "json"}.get(source.suffix, "text")
+    return f"{head}````{language}\n{source.read_text()}\n````\n" if source.is_file() else head
+
+
+def named(term):
+    """The line of one setting or several, `a (…), b (…)` or `a, b (…)`, with their names as code."""
+    return re.sub(r"(^|, )(\w+)(?= \(`|, \w+ \(`)", r"\1`\2`", term)
+
+
+class HouseStyle(griffe.Extension):
+    """Read what griffe does not know: [`Name`] as Hugging Face links, and a config's `Parameters:` with headings."""
+
+    def on_object(self, *, obj, **_):
+        if obj.docstring is None:
+            return
+        text = re.sub(r"\[(`[\w.]+`)\](?!\()", r"\1", obj.docstring.value)
+        before, heading, settings = text.partition("Parameters:\n    >")
+        if heading:  # a definition list: a setting's line ends in a colon, what it does is indented below
+            settings = re.sub(r"(?m)^    ", "", f"    >{settings}")
+            settings = re.sub(r"(?m)^> (.*)$", r"**\1**", settings)
+            settings = re.sub(r"(?m)^(?! )(\w.*):\n    ", lambda term: f"\n{named(term[1])}\n:   ", settings)
+            text = before + settings
+        obj.docstring.value = text

@@ -73,11 +73,11 @@ class HouseStyle(griffe.Extension):
     def on_object(self, *, obj, **_):
         if obj.docstring is None:
             return
-        text = re.sub(r"\[(`[\w.]+`)\](?!\()", r"\1", obj.docstring.value)
+        text = re.sub(r"\[`(?:~[\w.]*\.)?([\w.]+)`\](?!\()", r"`\1`", obj.docstring.value)
         before, heading, settings = text.partition("Parameters:\n    >")
         if heading:  # a definition list: a setting's line ends in a colon, what it does is indented below
-            settings = re.sub(r"(?m)^    ", "", f"    >{settings}")
-            settings = re.sub(r"(?m)^> (.*)$", r"**\1**", settings)
+            settings = re.sub(r"(?m)^    > (.*)$", r"**\1**", f"    >{settings}").replace("[!NOTE]", "**Note**  ")
+            settings = re.sub(r"(?m)^    ", "", settings)
             settings = re.sub(r"(?m)^(?! )(\w.*):\n    ", lambda term: f"\n{named(term[1])}\n:   ", settings)
             text = before + settings
         obj.docstring.value = text

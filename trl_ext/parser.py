@@ -125,6 +125,7 @@ class StrictTrlParser(TrlParser):
             self._check(*made)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, and refuse what is left over: an unknown flag by naming the nearest one."""
         namespace, remaining = super().parse_known_args(args, namespace)
         for flag in (arg.split("=", 1)[0] for arg in remaining if arg.startswith("-")):
             self._refuse_flag(flag, self._fields)
@@ -183,6 +184,7 @@ class StrictTrlParser(TrlParser):
     # ---- Help ----
 
     def format_help(self) -> str:
+        """Return what `--help` prints."""
         return self.help()
 
     def help(self, asked: str | None = None) -> str:

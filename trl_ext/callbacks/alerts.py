@@ -27,6 +27,18 @@ class Alert:
 
     With the level `notice` it is of the monitor itself, as that it has nothing to watch: it is sent like an alert, and
     not counted among them.
+
+    Args:
+        monitor: class name of who found it.
+        what: what was found, in words.
+        step: optimizer step.
+        value: what was measured, if it is a number.
+        bound: what it was not to pass.
+        baseline: what it was at first.
+        advice: what to do, in a sentence.
+        action: what the monitor does about it: `warn`, `save`, `stop`, `raise_kl` or `rollback`.
+        runbook: file and section that say more.
+        level: `alert`, or `notice`.
     """
 
     monitor: str
@@ -56,16 +68,23 @@ class LogSink:
     """Writes alerts to the log of transformers, as warnings."""
 
     def send(self, alert: Alert) -> None:
+        """Write the alert."""
         logger.warning(str(alert))
 
 
 class JSONLSink:
-    """Appends alerts to a file, one line each."""
+    """
+    Appends alerts to a file, one line each.
+
+    Args:
+        path: the file.
+    """
 
     def __init__(self, path: str):
         self.writer = JSONLWriter(path)
 
     def send(self, alert: Alert) -> None:
+        """Append the alert."""
         self.writer.write({"timestamp": time.time(), "type": "alert", **asdict(alert)})
 
 
@@ -73,6 +92,8 @@ class WandbSink:
     """Sends alerts to the open W&B run by `wandb.alert`, if there is one."""
 
     def send(self, alert: Alert) -> None:
+        """Send the alert."""
+
         import wandb
 
         if wandb.run is not None:
@@ -104,6 +125,7 @@ class WebhookSink:
         self._thread: threading.Thread | None = None
 
     def send(self, alert: Alert) -> None:
+        """Queue the alert: the thread posts it."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="trl-ext-webhook")
             self._thread.start()

@@ -36,7 +36,18 @@ class Memory(dict):
 
 @dataclass
 class Finding:
-    """One thing that `watch` found. `MonitorCallback` makes an alert of it."""
+    """
+    One thing that `watch` found. `MonitorCallback` makes an [`Alert`] of it.
+
+    Args:
+        what: what was found, in words.
+        value: what was measured, if it is a number.
+        bound: what it was not to pass.
+        advice: what to do, in a sentence.
+        baseline: what it was at first.
+        acts: whether the monitor takes its action; False only warns.
+        level: `alert`, or `notice` for what is of the monitor itself.
+    """
 
     what: str
     value: float | None

@@ -1,3 +1,5 @@
+"""Loading data sets, and looking at what is in them before a model is loaded."""
+
 from .hh import split_dialogue, split_pair
 from .identity import rows_identity
 from .loading import held_out_rows, load_dataset_split

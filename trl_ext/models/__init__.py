@@ -1,3 +1,5 @@
+"""What is no algorithm: policy and critic behind one forward, sampling, and which weights are which."""
+
 from .actor_critic import ActorCritic
 from .adapters import save_base_fingerprint
 from .generation import answer_texts, completion_logprobs, eos_token_ids, prompt_token_ids, sample

@@ -33,6 +33,12 @@ class ActorCritic(nn.Module):
     The critic is a sequence classifier with one label, or an adapter with a head on the policy's own base. Reward
     models that are such adapters live here, too. The policy answers whatever is not defined here, so that TRL and
     transformers may treat the whole as the policy. It is registered first: `parameters()` begins with the policy's.
+
+    Args:
+        policy: the causal language model.
+        critic: a sequence classifier with one label, or such a head on the policy's base.
+        adapters: the switch between the roles of one base, if there is one.
+        rewards: reward models on the policy's base, by name.
     """
 
     policy: Any
@@ -124,6 +130,7 @@ class ActorCritic(nn.Module):
 
     @property
     def shares_base(self) -> bool:
+        """Whether the critic is an adapter on the policy's base."""
         return isinstance(self.critic, AdapterClassifier)
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
@@ -161,20 +168,24 @@ class ActorCritic(nn.Module):
     # TRL's reference pass calls these on what it takes for the policy
     @contextmanager
     def disable_adapter(self):
+        """Switch all adapters off while the context lasts, which makes the policy the reference."""
         assert self.adapters is not None
         with self.adapters.use():
             yield
 
     @property
     def active_adapter(self) -> list[str]:
+        """Names of the adapters that a forward uses now."""
         assert self.adapters is not None
         return self.adapters.active
 
     def set_adapter(self, names: str | list[str]) -> None:
+        """Make these adapters the ones that a forward uses."""
         assert self.adapters is not None
         self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args: Any, **inputs: Any) -> Any:
+        """Generate with the policy, as transformers' `generate`, without what its checkpoint says of sampling."""
         # TRL leaves fields of its generation config open, which `generate` would fill from the checkpoint's
         with neutral_generation(self.policy):
             return decode(self.policy, self.sampler_recorder, *args, **inputs)
@@ -182,20 +193,25 @@ class ActorCritic(nn.Module):
     # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones.
     @property
     def is_gradient_checkpointing(self) -> bool:
+        """Whether the policy computes activations again in the backward pass."""
         return self.policy.is_activation_checkpointing
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
+        """Let policy and critic compute activations again in the backward pass, to save memory."""
         self.policy.activation_checkpointing_enable(**kwargs)
         if not self.shares_base:
             self.critic.activation_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_disable(self) -> None:
+        """Let policy and critic keep their activations."""
         self.policy.activation_checkpointing_disable()
         if not self.shares_base:
             self.critic.activation_checkpointing_disable()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
+        """Do as `activation_checkpointing_enable`, whose older name this is."""
         self.activation_checkpointing_enable(activation_checkpointing_kwargs=gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
+        """Do as `activation_checkpointing_disable`, whose older name this is."""
         self.activation_checkpointing_disable()

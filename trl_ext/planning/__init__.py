@@ -1,3 +1,5 @@
+"""What a run will take, computed without loading a weight."""
+
 from .checks import known_not_to_work, known_to_go_wrong
 from .duration import GPU, GPUS, Efficiency, examples, hours, seconds_per_example
 from .layout import Layout

@@ -28,6 +28,7 @@ class Job:
         value_model: configuration of PPO's critic if it is given by a path. None has the policy's.
         ref_model: whether the reference is given, so that it is held even with adapters.
         shared_rewards: number of reward models that are adapters on the policy's base.
+        mixed: dtype of mixed precision, which `args` say; not to be passed.
     """
 
     stage: Stage
@@ -67,7 +68,15 @@ class Job:
 
 @dataclass
 class Role:
-    """What one model keeps on one GPU, in bytes; `parameters` and `trained` are numbers of weights."""
+    """
+    What one model keeps on one GPU.
+
+    Args:
+        name: of the role, such as `policy`.
+        parameters, trained: numbers of weights, and of those that are trained.
+        weights, gradients, optimizer: bytes.
+        note: what else is to be said.
+    """
 
     name: str
     parameters: int

@@ -196,6 +196,8 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             Subtracted from the score of a response that does not end by EOS (TRL 1.12).
         stop_token (`Literal["eos"]`, *optional*), stop_token_id (`int`, *optional*):
             TRL 1.12's names. Responses always stop at EOS here; `stop_token_id` is one more id that ends them.
+        response_length (`int`, *optional*):
+            TRL 1.12's name of `max_completion_length`.
 
         > Parameters that control the reward
 
@@ -263,6 +265,8 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             TRL 1.12's names for the trainer's `model` and `reward_funcs`, used where those are not given.
         num_sample_generations (`int`, *optional*):
             TRL 1.12's name: anything above 0 sets `log_completions`.
+        model_adapter_name, ref_adapter_name (`str`, *optional*):
+            TRL 1.12's names, refused: with `peft_config` the reference is the model without its adapter.
 
     > [!NOTE]
     > Defaults that differ from `RLOOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,

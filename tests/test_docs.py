@@ -1,0 +1,351 @@
+"""What README and docs/ say exists: links, files, commands, flags, settings, metrics, names; their Python runs."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trl
+import yaml
+
+import trl_ext
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_reward_model, tiny_tokenizer
+from trl_ext import DPOConfig, DPOTrainer, PPOConfig, PPOTrainer
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+}
+PACKAGES = ["trl_ext", *(f"trl_ext.{name}" for name in "callbacks rewards functional data evaluation models planning".split())]
+FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
+
+
+def blocks(language):
+    return [(page, code) for page, text in PAGES.items() for kind, code in FENCE.findall(text) if kind == language]
+
+
+def table(page, heading):
+    """The rows of the first table after a heading, as lists of cells."""
+    after = f"\n{PAGES[page]}".split(f"\n{heading}\n", 1)[1]
+    rows = re.search(r"(?m)^\|.*\n\|[-|: ]+\n((?:\|.*\n)+)", after)[1]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
+
+
+def codes(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# ---- Links and files ----
+
+
+def anchors(text):
+    """The ids that GitHub gives to headings."""
+    found = {}
+    for heading in re.findall(r"(?m)^#+ (.+)$", FENCE.sub("", text)):
+        slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {name if not number else f"{name}-{number}" for name, most in found.items() for number in range(most + 1)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", PAGES[page])):
+        if re.match(r"https?://[\w.-]+\.\w+(/\S*)?$", link):
+            continue
+        assert ":" not in link and not link.startswith("/"), f"{page}: {link}"
+        target, _, anchor = link.partition("#")
+        file = (ROOT / page).parent / target if target else ROOT / page
+        assert file.exists(), f"{page}: {link}"
+        if anchor:
+            assert file.suffix == ".md" and anchor in anchors(file.read_text()), f"{page}: {link}"
+
+
+# The past has names that are gone, and `outputs/…` is made by commands
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_named_files_are_there(page):
+    pattern = r"(?<![\w/.-])((?:recipes|trl_ext|docs|tests|accelerate_configs|\.github)/[\w./-]+\w)"
+    for name in re.findall(pattern, PAGES[page]):
+        assert (ROOT / name).exists(), f"{page} names {name}"
+    for module in re.findall(r"python -m ((?:trl_ext|recipes|tests)[\w.]*)", PAGES[page]):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or path.is_dir(), f"{page} names {module}"
+
+
+def test_readme_is_short_and_begins_with_two_commands():
+    readme = PAGES["README.md"]
+    assert len(readme.splitlines()) <= 130
+    install, demo = readme.split("## Run it")[1].split("```bash\n")[1].split("\n```")[0].splitlines()
+    assert "pip install" in install and demo == "trl-ext demo"
+
+
+# ---- Commands ----
+
+COMMANDS = "sft reward ppo dpo online-dpo generate merge plan report kl demo doctor".split()
+SOURCES = {"plan": "recipes/plan.py", "report": "trl_ext/commands/report.py", "kl": "trl_ext/commands/kl.py"}
+
+
+def trl_ext_commands():
+    """Each `trl-ext …` of the pages, split into words: of bash blocks and of inline code."""
+    for page, text in PAGES.items():
+        lines = [line for kind, code in FENCE.findall(text) if kind == "bash" for line in code.splitlines()]
+        for line in [*lines, *re.findall(r"`(trl-ext [^`]+)`", FENCE.sub("", text))]:
+            for part in line.partition(" #")[0].split("&&"):
+                if part.strip().startswith("trl-ext "):
+                    yield page, shlex.split(part.strip())[1:]
+
+
+def flags_of(command):
+    """The flags that a command takes, read from its recipe's dataclasses, or from its parser's source."""
+    from recipes import dpo, generate, merge, online_dpo, plan, ppo, reward, sft
+    from recipes.demo import run
+
+    recipes = {
+        "sft": plan.ARGUMENTS["sft"],
+        "reward": plan.ARGUMENTS["reward"],
+        "ppo": plan.ARGUMENTS["ppo"],
+        "dpo": plan.ARGUMENTS["dpo"],
+        "online-dpo": (online_dpo.OnlineDPOScriptArguments, *plan.ARGUMENTS["dpo"][1:]),
+        "generate": (generate.GenerateArguments,),
+        "merge": (merge.MergeArguments,),
+        "demo": (run.RunArguments,),
+    }
+    assert {dpo, ppo, reward, sft}  # what plan.ARGUMENTS is made of
+    names = {field.name for cls in recipes.get(command, ()) for field in dataclasses.fields(cls)}
+    if command in recipes and command not in ("generate", "merge", "demo"):
+        names |= {"config", "accelerate_config", "num_processes", "resume_from_checkpoint", "resume_anyway"}
+    if command in SOURCES:
+        names |= set(re.findall(r'"--(\w+)"', (ROOT / SOURCES[command]).read_text())) | {"accelerate_config"}
+    if command == "plan":
+        names |= flags_of("ppo")
+    return names | {"help", "version"}
+
+
+def test_commands_and_their_flags_exist():
+    seen = set()
+    for page, (command, *words) in trl_ext_commands():
+        if command.startswith("-"):
+            continue
+        assert command in COMMANDS, f"{page}: trl-ext {command}"
+        seen.add(command)
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+            assert flag[2:] in flags_of(command), f"{page}: trl-ext {command} {flag}"
+        for flag, folder in (("--config", "recipes"), ("--accelerate_config", "accelerate_configs")):
+            if flag in words and (name := words[words.index(flag) + 1]).islower():  # FILE stands for the reader's
+                assert (ROOT / folder / f"{name}.yaml").is_file(), f"{page}: {flag} {name}"
+    assert seen == set(COMMANDS)
+
+
+def test_configurations_are_all_named():
+    listed = PAGES["docs/commands.md"]
+    for path in (ROOT / "recipes").glob("*/*.yaml"):
+        if path.parent.name == "demo":
+            continue
+        stage, _, size = path.stem.partition("_")
+        names = {f"`{path.parent.name}/{path.stem}`", f"`{path.stem}`"}
+        assert any(name in listed for name in names) or (f"`{stage}`" in listed and f"`_{size}`" in listed), path
+
+
+# ---- Settings and metrics ----
+
+
+def test_settings_of_the_tables_exist_with_their_defaults(subtests):
+    ppo = {field.name: field.default for field in dataclasses.fields(PPOConfig)}
+    for names, default, _ in table("docs/ppo.md", "## The settings that matter"):
+        for name, shown in zip(codes(names), default.replace("`", "").split(", "), strict=False):
+            with subtests.test(name):
+                assert name in ppo
+                if shown not in ("off", "all epochs", "the same"):
+                    assert str(ppo[name]) == shown or float(ppo[name]) == float(shown)
+                else:
+                    assert ppo[name] is None
+    dpo = {field.name for field in dataclasses.fields(DPOConfig)}
+    for options, _ in table("docs/dpo.md", "# DPO: what is added to TRL's trainer"):
+        assert {option.partition("=")[0] for option in codes(options)} <= dpo
+
+
+# In prose, what looks like a setting of ours must be one
+PREFIXES = r"(?:kl|reward|critic|beta|drift|margin|missing_eos|num|max|logits|cliprange|vf|eval|total|old|local)_\w+"
+
+
+@pytest.mark.parametrize("page", ["docs/ppo.md", "docs/dpo.md", "docs/lora.md", "docs/migrating.md", "README.md"])
+def test_settings_in_prose_exist(page):
+    known = {field.name for config in (PPOConfig, DPOConfig) for field in dataclasses.fields(config)}
+    for parameters in (PPOTrainer, DPOTrainer):
+        known |= set(inspect.signature(parameters).parameters)
+    # properties, columns, what others had, and symbols
+    known |= {"eval_dataset", "kl_t", "num_rounds", "max_prompt_length", "beta_dpo", "beta_controller"}
+    for code in codes(FENCE.sub("", PAGES[page])):
+        if re.fullmatch(PREFIXES, code) and not code.endswith(".py"):
+            assert code in known or hasattr(PPOConfig, code), f"{page} names {code}"
+
+
+def documented_keys(heading):
+    rows = table("docs/metrics.md", heading)
+    return {key.replace("<name>", "length_reward") for row in rows for key in codes(row[0])}
+
+
+def test_metrics_page_names_what_ppo_logs(tmp_path):
+    trainer = PPOTrainer(
+        model=tiny_gpt2(),
+        reward_funcs=length_reward,
+        args=tiny_config(tmp_path, eval_strategy="steps", eval_steps=2, kl_coef=0.1),
+        train_dataset=prompts(),
+        eval_dataset=prompts(8),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    logged = {key for log in trainer.state.log_history for key in log}
+    mine = {key.removeprefix("eval_").removeprefix("greedy/") for key in logged}
+    of_the_trainer = {"step", "loss", "runtime", "samples_per_second", "steps_per_second", "total_flos", "train_loss"}
+    of_the_trainer |= {"train_runtime", "train_samples_per_second", "train_steps_per_second", "num_input_tokens_seen"}
+    documented = documented_keys("## PPO")
+    assert mine - of_the_trainer <= documented, "docs/metrics.md does not name these"
+    # These come with a setting
+    assert documented - mine <= {"policy/skipped_steps"}
+
+
+def test_metrics_page_names_what_dpo_logs():
+    source = "".join(path.read_text() for path in (ROOT / "trl_ext" / "dpo").glob("*.py"))
+    for key in documented_keys("## DPO"):
+        prefix, _, name = key.partition("/")
+        assert f'"{key}"' in source or prefix in source and name.strip("<>") in source, key
+
+
+# ---- Python ----
+
+
+@pytest.mark.parametrize("page, code", blocks("python"))
+def test_python_names_what_exists(page, code):
+    tree = ast.parse(code)
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            names |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    for node in ast.walk(tree):
+        function = names.get(getattr(getattr(node, "func", None), "id", None))
+        if function is not None and function.__module__.startswith(("trl.", "trl_ext.")):
+            parameters = inspect.signature(function).parameters
+            given = {keyword.arg for keyword in node.keywords}
+            assert given <= {*parameters} or "kwargs" in parameters, f"{page}: {given - {*parameters}}"
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """Tiny models in the place of those that the pages name."""
+    folder = tmp_path_factory.mktemp("hub")
+    tiny_gpt2().save_pretrained(folder / "policy")
+    tiny_reward_model(tiny_gpt2()).save_pretrained(folder / "reward")
+    for name in ("policy", "reward"):
+        tiny_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("page, code", [(page, code) for page, code in blocks("python") if ".train()" in code])
+def test_python_runs(page, code, hub, tmp_path, monkeypatch):
+    rows = prompts(16)
+    if "DPOTrainer(" in code:
+        rows = rows.map(lambda row: {"chosen": " the cat sat", "rejected": " a dog"})
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: rows)
+    small = {**ON_CPU, "max_steps": 2, "per_device_train_batch_size": 4}
+    if "GRPOTrainer(" in code:
+        small |= {"num_generations": 2}
+    if "DPOTrainer(" not in code:
+        small |= {"max_completion_length": 4}
+    for config in (PPOConfig, DPOConfig, trl.GRPOConfig):
+        module = trl_ext if config.__module__.startswith("trl_ext") else trl
+        keep = {"total_episodes": None} if config is PPOConfig else {}
+        monkeypatch.setattr(
+            module,
+            config.__name__,
+            lambda _, config=config, keep=keep, **given: config(str(tmp_path), **{**given, **small, **keep}),
+            raising=False,
+        )
+    code = re.sub(r'"Qwen/[^"]+"', repr(str(hub / "policy")), code)
+    code = re.sub(r'"path/to/reward[^"]*"', repr(str(hub / "reward")), code)
+    space = {"__name__": "example"}
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page, "exec"), space)
+    assert space["trainer"].state.global_step == 2
+
+
+# ---- Docstrings ----
+
+
+def public(package):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        thing = getattr(module, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            yield name, thing
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_have_docstrings(package):
+    assert importlib.import_module(package).__doc__
+    for name, thing in public(package):
+        own = vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__
+        assert own and not own.startswith(f"{name}("), f"{package}.{name}"  # what a dataclass writes by itself
+        if not inspect.isclass(thing):
+            continue
+        for member, value in vars(thing).items():
+            if not member.startswith("_") and inspect.isroutine(getattr(value, "fget", value)):
+                assert inspect.getdoc(getattr(thing, member)), f"{package}.{name}.{member}"
+        if dataclasses.is_dataclass(thing):
+            inherited = {f.name for base in thing.__mro__[1:] for f in getattr(base, "__dataclass_fields__", {}).values()}
+            for field in dataclasses.fields(thing):
+                if field.init and field.name not in inherited:
+                    assert re.search(rf"\b{field.name}\b", own), f"{package}.{name} does not explain {field.name}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_described_arguments_exist(package):
+    for name, thing in public(package):
+        doc = inspect.getdoc(thing) or ""
+        section = re.search(r"(?ms)^Args:\n(.*?)(?=^\S|\Z)", doc)
+        described = re.findall(r"(?m)^    (\w+(?:, \w+)*):", section[1]) if section else []
+        parameters = inspect.signature(thing).parameters
+        names = {*parameters, *getattr(thing, "__dataclass_fields__", ()), "others"}
+        for argument in (argument for line in described for argument in line.split(", ")):
+            assert argument in names or "kwargs" in parameters, f"{package}.{name}: {argument}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_site_has_a_page_of_each_public_name(package):
+    page = PAGES[f"docs/api/{package.removeprefix('trl_ext.')}.md"]
+    for name in importlib.import_module(package).__all__:
+        if not inspect.ismodule(getattr(importlib.import_module(package), name)):
+            assert f"::: {package}.{name}\n" in page, f"{package}.{name}"
+
+
+# ---- Site and repository ----
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings_handlers.python")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert built.returncode == 0, built.stderr
+    pages = {path.relative_to(tmp_path).as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    assert "num_mini_batches" in pages["api/trl_ext.html"] and "StrictTrlParser" in pages["source/recipes/ppo.py.html"]
+    for page, text in pages.items():  # nothing that a browser would fetch from elsewhere
+        assert not re.search(r'(?:src|href)="(?:https?:)?//[^"]+\.(?:js|css|woff2?)"', text), page
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.y*ml")), ids=lambda path: path.name)
+def test_github_files_are_yaml_and_name_what_exists(path):
+    text = path.read_text()
+    assert yaml.safe_load(text)
+    for name in re.findall(r"(?<![\w/.-])((?:tests|docs|recipes|\.ci)/[\w./-]+\w)", text):
+        assert (ROOT / name).exists(), f"{path.name} names {name}"

@@ -24,7 +24,10 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 }
-PACKAGES = ["trl_ext", *(f"trl_ext.{name}" for name in "callbacks rewards functional data evaluation models planning".split())]
+PACKAGES = [
+    "trl_ext",
+    *(f"trl_ext.{name}" for name in "callbacks rewards functional data evaluation models planning".split()),
+]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
 
 
@@ -300,7 +303,7 @@ def test_public_names_have_docstrings(package):
             if not member.startswith("_") and inspect.isroutine(getattr(value, "fget", value)):
                 assert inspect.getdoc(getattr(thing, member)), f"{package}.{name}.{member}"
         if dataclasses.is_dataclass(thing):
-            inherited = {f.name for base in thing.__mro__[1:] for f in getattr(base, "__dataclass_fields__", {}).values()}
+            inherited = {name for base in thing.__mro__[1:] for name in getattr(base, "__dataclass_fields__", {})}
             for field in dataclasses.fields(thing):
                 if field.init and field.name not in inherited:
                     assert re.search(rf"\b{field.name}\b", own), f"{package}.{name} does not explain {field.name}"

@@ -64,7 +64,7 @@ def source_page(path):
 
 def named(term):
     """The line of one setting or several, `a (…), b (…)` or `a, b (…)`, with their names as code."""
-    return re.sub(r"(^|, )(\w+)(?= \(`|, \w+ \(`)", r"\1`\2`", term)
+    return re.sub(r"(^|, )(\w+)(?= \(`|, \w+ \(`)" if "(" in term else r"(^|, )(\w+)", r"\1`\2`", term)
 
 
 class HouseStyle(griffe.Extension):
@@ -73,11 +73,16 @@ class HouseStyle(griffe.Extension):
     def on_object(self, *, obj, **_):
         if obj.docstring is None:
             return
-        text = re.sub(r"\[`(?:~[\w.]*\.)?([\w.]+)`\](?!\()", r"`\1`", obj.docstring.value)
-        before, heading, settings = text.partition("Parameters:\n    >")
-        if heading:  # a definition list: a setting's line ends in a colon, what it does is indented below
-            settings = re.sub(r"(?m)^    > (.*)$", r"**\1**", f"    >{settings}").replace("[!NOTE]", "**Note**  ")
-            settings = re.sub(r"(?m)^    ", "", settings)
-            settings = re.sub(r"(?m)^(?! )(\w.*):\n    ", lambda term: f"\n{named(term[1])}\n:   ", settings)
-            text = before + settings
-        obj.docstring.value = text
+        text = re.sub(r"\[`(?:~[\w.]*\.)?([\w.]+)`\](?!\()", r"`\1`", obj.docstring.value).replace(
+            "[!NOTE]", "**Note**  "
+        )
+        obj.docstring.value = re.sub(r"(?m)^(?:Parameters|Args):\n((?:    .*\n?|\n)+)", definitions, text)
+
+
+def definitions(section):
+    """Settings with types in Hugging Face's words, as a definition list; what griffe can read stays."""
+    if "(`" not in section[1]:
+        return section[0]
+    text = re.sub(r"(?m)^    ", "", section[1])
+    text = re.sub(r"(?m)^> (.*)$", r"**\1**", text)
+    return "\n" + re.sub(r"(?m)^(\w.*):\n    ", lambda term: f"\n{named(term[1])}\n:   ", text)

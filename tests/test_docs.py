@@ -11,7 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
+import transformers
 import trl
 import yaml
 
@@ -196,6 +198,16 @@ def test_settings_in_prose_exist(page):
             assert code in known or hasattr(PPOConfig, code), f"{page} names {code}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_classes_in_prose_exist(page):
+    modules = [trl, transformers, peft, *(importlib.import_module(package) for package in PACKAGES)]
+    modules += [importlib.import_module(f"trl_ext.ppo.{name}") for name in ("rollout", "kl_controller", "metrics")]
+    elsewhere = {"CPOTrainer", "ORPOTrainer"}  # TRL's experimental ones
+    for code in codes(FENCE.sub("", PAGES[page])):
+        if match := re.fullmatch(r"(?:[a-z_]+\.)*([A-Z]\w+(?:Callback|Reward|Trainer|Config|Sink))(?:\(.*\))?", code):
+            assert match[1] in elsewhere or any(hasattr(module, match[1]) for module in modules), f"{page}: {code}"
+
+
 def documented_keys(heading):
     rows = table("docs/metrics.md", heading)
     return {key.replace("<name>", "length_reward") for row in rows for key in codes(row[0])}
@@ -271,7 +283,7 @@ def test_python_runs(page, code, hub, tmp_path, monkeypatch):
         small |= {"max_completion_length": 4}
     for config in (PPOConfig, DPOConfig, trl.GRPOConfig):
         module = trl_ext if config.__module__.startswith("trl_ext") else trl
-        keep = {"total_episodes": None} if config is PPOConfig else {}
+        keep = {"total_episodes": None, "response_length": None} if config is PPOConfig else {}
         monkeypatch.setattr(
             module,
             config.__name__,

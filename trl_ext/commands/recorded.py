@@ -12,6 +12,9 @@ from ..jsonl import read_jsonl
 from ..metrics import METRICS, Metric
 from ..redaction import redacted
 
+# What of these trainers' logs no other one has: they name most things alike
+_SIGNATURES = {"DPOConfig": "rewards/margins", "RewardConfig": "margin", "SFTConfig": "mean_token_accuracy"}
+
 
 @dataclass
 class Run:
@@ -26,13 +29,27 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)  # of JSONLCallback
 
     @property
-    def metrics(self) -> dict[str, Metric]:
-        """Of the trainer whose config is recorded, or else whose keys are there."""
+    def trainer(self) -> str:
+        """Its config class, a key of `METRICS`: the one that is recorded, or else whose keys are there."""
         for event in reversed(self.events):
             if event.get("config_class") in METRICS:
-                return METRICS[event["config_class"]]
+                return event["config_class"]
         keys = {key for log in self.history for key in log}
-        return max(METRICS.values(), key=lambda known: len({metric.key for metric in known.values()} & keys))
+        if signed := next((trainer for trainer, key in _SIGNATURES.items() if key in keys), None):
+            return signed
+        return max(METRICS, key=lambda trainer: len({metric.key for metric in METRICS[trainer].values()} & keys))
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The quantities that its trainer logs."""
+        return METRICS[self.trainer]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of training is recorded, after its last beginning."""
+        kinds = [event.get("type") for event in self.events]
+        since = max((place for place, kind in enumerate(kinds) if kind == "begin"), default=0)
+        return "end" in kinds[since:]
 
     @property
     def last_step(self) -> int:
@@ -51,7 +68,7 @@ def read_run(folder: Path) -> Run:
     events = _of_this_run(events, begins)
     since = begins[0]["timestamp"] if begins and is_finite(begins[0].get("timestamp")) else 0
     states = [path for path in folder.glob("**/trainer_state.json") if path.stat().st_mtime >= since]
-    state = json.loads(max(states, key=lambda path: path.stat().st_mtime).read_text()) if states else {}
+    state = _newest(states)
     registry = (state.get("stateful_callbacks") or {}).get(REGISTRY, {})
     run = Run(folder, state.get("log_history", []), alerts=registry.get("alerts", []), registry=registry)
     if events:
@@ -66,12 +83,32 @@ def read_run(folder: Path) -> Run:
     rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
     rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
     run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
+    if events and not (run.history or run.samples):
+        raise ValueError(f"{folder} is a run that has logged nothing: it ended, or is still, before its first log")
     if not (run.history or run.samples):
         raise ValueError(
             f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
             "JSONLCallback to the script, or give the folder that a checkpoint is in"
         )
     return run
+
+
+def rounds_of(folder: Path) -> list[Path]:
+    """The rounds of online DPO, which are runs of their own, in their order; [] where this folder is a run itself."""
+    if (folder / "metrics.rank0.jsonl").is_file() or (folder / PRIVATE_FOLDER).is_dir():
+        return []
+    rounds = [path.parent for path in folder.glob("round-*/metrics.rank0.jsonl")]
+    return sorted(rounds, key=lambda path: (len(path.name), path.name))
+
+
+def _newest(states: list[Path]) -> dict[str, Any]:
+    """The newest of these `trainer_state.json` that is whole: a run may have been killed while it wrote one."""
+    for path in sorted(states, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            return json.loads(path.read_text())
+        except ValueError:
+            continue
+    return {}
 
 
 def is_finite(number: Any) -> bool:

@@ -1,0 +1,209 @@
+"""Several runs on one page: their curves over each other, what they came to, and in what they differ."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..callbacks.alerts import is_notice
+from ..callbacks.plot import draw_line
+from ..metrics import series
+from .charts import GROUPS, INK, chart, look
+from .headline import ends, headline
+from .markup import document, none, section, table, text
+from .page import NO_CURVES, alerts, shown_scores
+from .recorded import Run
+from .runbook import what_to_do
+
+PROMPTS = 5  # that are shown with every run's answer
+OF_THE_FOLDER = {"output_dir", "logging_dir"}  # settings that differ since the folders do
+
+
+def named(folders: list[Path]) -> dict[str, Path]:
+    """The folders by the shortest ends of their paths that tell them apart; raise if one is there twice."""
+    paths = [folder.resolve() for folder in folders]
+    for place, path in enumerate(paths):
+        if path in paths[:place]:
+            raise ValueError(f"{folders[place]} is given twice; give each run once")
+    longest = max(len(path.parts) for path in paths)
+    for parts in range(1, longest + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return dict(zip(names, folders, strict=True))
+
+
+def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
+    """
+    The HTML.
+
+    Args:
+        runs: by the names that they are shown with.
+        x: what curves are drawn over: `step`, or a key that every run logs and that grows, as `episode`.
+        title: of the page. The default is the names.
+    """
+    progress = {name: _progress(run, x) for name, run in runs.items()}
+    drawn = NO_CURVES
+    if importlib.util.find_spec("matplotlib") is not None:
+        hint = none("▲ at the foot of a chart is an alert of the run of that colour.") if _alerted(runs) else ""
+        drawn = f'{hint}<div class="charts">{"".join(_curves(runs, progress, x))}</div>'
+    every = [alert for run in runs.values() for alert in run.alerts]
+    parts = [
+        _summary(runs),
+        section("Curves", _other_axis(runs, x) + drawn),
+        section("Settings that differ", _settings(runs)),
+        section("Alerts", "".join(f"<h3>{text(name)}</h3>{alerts(run)}" for name, run in runs.items())),
+        section("The same prompts at the end", _samples(runs), "own-page") if _sampled(runs) else "",
+        what_to_do(every),
+    ]
+    return document(title or " · ".join(runs), parts)
+
+
+def _alerted(runs: dict[str, Run]) -> bool:
+    return any(not is_notice(alert) for run in runs.values() for alert in run.alerts)
+
+
+def _sampled(runs: dict[str, Run]) -> bool:
+    return any(run.samples for run in runs.values())
+
+
+def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
+    """How far the run had come at an optimizer step, counted in `x`; between two logs it is taken as steady."""
+    if x == "step":
+        return lambda steps: list(map(float, steps))
+    steps, values = series(run.history, x)
+    if not steps:
+        raise ValueError(f"{run.folder} has no {x!r} in its logs; choose `--x step`, or a key that every run logs")
+    return lambda asked: np.interp(asked, [0, *steps], [0.0, *values]).tolist()
+
+
+def _other_axis(runs: dict[str, Run], x: str) -> str:
+    """Say so where a step of one run is more than a step of another."""
+    for key in ("episode", "num_tokens") if x == "step" else ():
+        per_run = [series(run.history, key) for run in runs.values()]
+        if all(steps for steps, _ in per_run):
+            ratios = [values[-1] / max(steps[-1], 1) for steps, values in per_run]
+            if max(ratios) > 1.1 * min(ratios):
+                return none(f"A step is not of one size in these runs: <code>--x {key}</code> draws them over that.")
+    return ""
+
+
+def _key(place: int) -> str:
+    """A short piece of a run's line, for the table."""
+    colour = look(place)["color"]
+    ink = "currentColor" if colour == INK else colour
+    line = f'<path d="M2 8H46" stroke="{ink}" stroke-width="4"/>'
+    return f'<svg class="key" viewBox="0 0 48 16" aria-hidden="true">{line}</svg>'
+
+
+def _summary(runs: dict[str, Run]) -> str:
+    labels = list(dict.fromkeys(quantity.label for run in runs.values() for quantity in headline(run)))
+    rows = []
+    for place, (name, run) in enumerate(runs.items()):
+        of_run = {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
+        alarms = sum(not is_notice(alert) for alert in run.alerts)
+        state = "" if run.has_ended or not run.events else " (its end is not recorded)"
+        numbers = [text(of_run.get(label, "–")) for label in labels]
+        rows.append([f"{_key(place)} {text(name)}", f"{run.last_step}{state}", str(alarms), *numbers])
+    columns = {"run": "", "steps": "", "alerts": "number", **dict.fromkeys(labels, "")}
+    return table(columns, rows)
+
+
+def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list[str]:
+    """A chart of each quantity that a reader wants first, and of what else two runs or more have logged."""
+    wanted: dict[str, dict[str, str]] = {}  # title → run → key
+    for name, run in runs.items():
+        for quantity in headline(run):
+            wanted.setdefault(quantity.label, {})[name] = quantity.key
+    shown = {key for keys in wanted.values() for key in keys.values()}
+    logged = {name: {key for log in run.history for key in log} for name, run in runs.items()}
+    for pattern in GROUPS.values():
+        for key in sorted({key for keys in logged.values() for key in keys if pattern.fullmatch(key)} - shown):
+            having = {name: key for name, keys in logged.items() if key in keys}
+            if len(having) > 1:
+                wanted[key] = having
+
+    def lines(axes, keys):
+        for place, (name, run) in enumerate(runs.items()):
+            points = _over(run, keys.get(name), progress[name])
+            every = max(len(points) // 8, 1)
+            draw_line(axes, points, "y", name, **look(place), markersize=4, markevery=every, linewidth=1.4)
+            steps = [alert["step"] for alert in run.alerts if not is_notice(alert)] if name in keys else []
+            places = progress[name](steps)
+            axes.plot(
+                places,
+                [0.03] * len(places),
+                "^",
+                color=look(place)["color"],
+                transform=axes.get_xaxis_transform(),
+                clip_on=False,
+            )
+
+    unit = "optimizer step" if x == "step" else x
+    return [
+        chart(title, lambda axes, keys=keys: lines(axes, keys), xlabel=unit, is_legend_outside=True)
+        for title, keys in wanted.items()
+    ]
+
+
+def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]:
+    steps, values = series(run.history, key)
+    return [{"step": at, "y": value} for at, value in zip(progress(steps), values, strict=True)]
+
+
+def _settings(runs: dict[str, Run]) -> str:
+    configs: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        if run.config:
+            monitors = {
+                known: of["args"] for known, of in run.registry.items() if isinstance(of, dict) and "args" in of
+            }
+            configs[name] = {"trainer": run.trainer, **run.config, **monitors}
+    if len(configs) < 2:
+        return none("Not recorded: <code>JSONLCallback</code> does.")
+    # A setting that another trainer does not have is no difference; a monitor that another run does not have is one
+    own = {key for config in configs.values() for key in config if key not in OF_THE_FOLDER}
+    everywhere = {key for key in own if all(key in config for config in configs.values())}
+    monitors = {
+        key for run in runs.values() for key, of in run.registry.items() if isinstance(of, dict) and "args" in of
+    }
+    rows = []
+    for key in ["trainer", *sorted((everywhere | monitors & own) - {"trainer"})]:
+        values = [_shown(configs[name][key]) if key in configs.get(name, {}) else "–" for name in runs]
+        if len(set(values)) > 1:
+            rows.append([text(key), *map(text, values)])
+    if not rows:
+        return none("None.")
+    return table({"setting": "", **dict.fromkeys(runs, "")}, rows)
+
+
+def _shown(value: Any) -> str:
+    written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return written if len(written) <= 200 else f"{written[:200]}…"
+
+
+def _samples(runs: dict[str, Run]) -> str:
+    """The last answer of each run to the prompts that all of them were asked."""
+    last: dict[str, dict[str, dict[str, Any]]] = {}  # run → prompt → row, merged over the watches that wrote it
+    for name, run in runs.items():
+        answers = last.setdefault(name, {})
+        for row in run.samples:
+            prompt, before = str(row.get("prompt")), answers.get(str(row.get("prompt")))
+            same = before and (before["step"], before.get("completion")) == (row["step"], row.get("completion"))
+            answers[prompt] = {**row, "scores": {**before["scores"], **row["scores"]}} if same and before else row
+    shared = set.intersection(*(set(answers) for answers in last.values()))
+    if not shared:
+        return none("The runs' samples have no prompt in common.")
+    latest = sorted(shared, key=lambda prompt: (-min(answers[prompt]["step"] for answers in last.values()), prompt))
+    rows = []
+    for prompt in latest[:PROMPTS]:
+        cells = [text(prompt[:400])]
+        for answers in last.values():
+            row = answers[prompt]
+            scores = f"step {text(row['step'])}: {shown_scores(row['scores'])}"
+            cells.append(f'{text(str(row.get("completion"))[:800])}<br><small class="none">{scores}</small>')
+        rows.append(cells)
+    return table({"prompt": "text", **dict.fromkeys(runs, "text")}, rows)

@@ -421,7 +421,7 @@ def test_bounds_in_the_wrong_order_are_refused(subtests):
         (lambda: KLBudgetCallback(warn=10, limit=5), r"at most `limit`, got 10 and 5"),
         (lambda: KLBudgetCallback(action="shout"), r"one of warn, save, stop, raise_kl, rollback; got 'shout'"),
         (lambda: KLBudgetCallback(kl_factor=0.5), r"above 1 to raise the KL coefficient, got 0.5"),
-        (lambda: KLBudgetCallback(sinks=["pager"]), r'"log", "jsonl", "wandb", URLs.*got \'pager\''),
+        (lambda: KLBudgetCallback(sinks=["pager"]), r'"log", "jsonl", "wandb", .*URLs.*got \'pager\''),
         (lambda: ClipFractionCallback(limit=2), r"lie in \(0, 1\).*got 2"),
         (lambda: EntropyFloorCallback(relative=1.5), r"got 0.1, 1.5"),
         (lambda: LengthDriftCallback(factor=0.5), r"`factor` must be above 1.*got 0.5"),

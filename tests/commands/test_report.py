@@ -69,11 +69,12 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.ends, self.references, self.text = [], [], [], ""
+        self.tags, self.ends, self.references, self.attributes, self.text = [], [], [], set(), ""
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
+        self.attributes |= {name for name, _ in attributes}
         self.references += [v for k, v in attributes if k in ("src", "href", "xlink:href") and v]
 
     def handle_endtag(self, tag):
@@ -274,7 +275,8 @@ def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
     assert (folder / "rlhf_monitoring.png").stat().st_size > 10_000
     text = (folder / "report.html").read_text(encoding="utf-8")
     parsed = Page(text)
-    assert not {"script", "img", "b-", "i"} & set(parsed.tags) and not re.search(r"<[^>]*\son\w+=", text)
+    assert not {"script", "img", "b-", "i"} & set(parsed.tags) and "role" in parsed.attributes
+    assert not [name for name in parsed.attributes if name.startswith("on")]
     assert parsed.tags.count("svg") == parsed.ends.count("svg") == 3 + len(HOSTILE)  # each reward has a density
     assert parsed.ends.count("html") == 1 and parsed.ends[-1] == "html"  # the page goes to its end
     assert "$x^" in text and "100% %s %(x)d" in text and HOSTILE[6] in parsed.text and "url(#x) #010203" in parsed.text
@@ -298,3 +300,114 @@ def test_nothing_to_report_is_said_in_one_line(make, message, tmp_path, capsys):
         main([str(tmp_path / "run")])
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def write_run(folder, logs, config_class="PPOConfig", config=(), alerts=(), samples=()):
+    """What JSONLCallback, the monitors and SamplesCallback write of a run that ended."""
+    folder.mkdir(parents=True)
+    begin = {"type": "begin", "step": 0, "run": folder.name, "config": dict(config), "config_class": config_class}
+    rows = [{"type": "train", "step": log["step"], "logs": log} for log in logs]
+    write_lines(folder / "metrics.rank0.jsonl", [begin, *rows, {"type": "end", "step": len(logs), "logs": {}}])
+    write_lines(folder / "alerts.jsonl", alerts)
+    write_lines(folder / "completions.rank0.jsonl", samples)
+    return folder
+
+
+def answer(prompt, completion, step):
+    return {"prompt": prompt, "completion": completion, "step": step, "scores": {"good": 0.5}}
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    """PPO with and without a KL penalty, whose batches are of different sizes, in folders of one name."""
+    config = {"learning_rate": 0.125, "kl_coef": 0.1, "output_dir": "a"}
+    logs = [{**log, "episode": 8 * log["step"]} for log in LOGS]
+    samples = [answer("both", "old <b>", 1), answer("both", "good <b>", 9), answer("only here", "x", 9)]
+    first = write_run(tmp_path / "a" / "ppo", logs, config=config, samples=samples)
+    logs = [{**log, "objective/kl": 9.0 * log["step"], "episode": 16 * log["step"]} for log in LOGS[:5]]
+    config |= {"kl_coef": 0.0, "output_dir": "b"}
+    samples = [answer("both", "worse", 5)]
+    second = write_run(tmp_path / "b" / "ppo", logs, config=config, alerts=[ALERT, ALERT], samples=samples)
+    return first, second
+
+
+def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main([str(folder) for folder in two_runs])
+    assert capsys.readouterr().out == "report.html\n"  # in the working directory: it is of no run's folder
+    text = (tmp_path / "report.html").read_text()
+    parsed = Page(text)
+    rows = [re.findall(r'data-name="([^"]*)">(.*?)</td>', row) for row in re.findall(r"<tr>(.*?)</tr>", text, re.S)]
+    summary = [dict(row) for row in rows if row and row[0][0] == "run"]
+    assert [re.sub(r"<svg.*</svg> ", "", row["run"]) for row in summary] == ["a/ppo", "b/ppo"]
+    assert [row["KL, nats per response"] for row in summary] == ["0.5 → 4.5", "9 → 45"]
+    assert [row["alerts"] for row in summary] == ["0", "2"] and [row["steps"] for row in summary] == ["9", "5"]
+    differing = [dict(row) for row in rows if row and row[0][0] == "setting"]
+    assert differing == [{"setting": "kl_coef", "a/ppo": "0.1", "b/ppo": "0.0"}]
+    (sample,) = [dict(row) for row in rows if row and row[0][0] == "prompt"]
+    assert sample["prompt"] == "both" and sample["a/ppo"].startswith("good &lt;b&gt;") and "worse" in sample["b/ppo"]
+    (kl,) = re.findall(r'<figure><svg role="img" aria-label="KL, nats per response".*?</figure>', text, re.S)
+    assert {"#0072b2", "#d55e00"} <= set(re.findall(r"stroke: (#\w{6})", kl)) and kl.count("ppo</text>") == 2
+    assert parsed.text.count("the KL is over its <budget>") == 2 and "--x episode" in parsed.text
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids)) and all(reference.startswith("#") for reference in parsed.references)
+
+
+def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
+    labels = []
+    for x in ("step", "episode"):
+        main([*map(str, two_runs), "--x", x, "--output", str(tmp_path / "page.html")])
+        text = (tmp_path / "page.html").read_text()
+        labels.append(re.findall(r">(optimizer step|episode)</text>", text))
+    assert set(labels[0]) == {"optimizer step"} and set(labels[1]) == {"episode"}
+    assert "<code>--x" not in text
+
+
+def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_path):
+    logs = [{"step": step, "rewards/margins": 0.1 * step, "rewards/accuracies": 0.5, "beta": 0.1} for step in (1, 2)]
+    for number in (1, 2):
+        write_run(tmp_path / "online" / f"round-{number}", logs, "DPOConfig", {"beta": number})
+    main([str(two_runs[0]), str(tmp_path / "online" / "round-1"), "--output", str(tmp_path / "page.html")])
+    text = Page((tmp_path / "page.html").read_text()).text
+    assert "pair accuracy" in text and "KL, nats per response" in text and "DPOConfig" in text
+    assert report_of(tmp_path / "online") == f"Report: {tmp_path / 'online' / 'report.html'}"
+    assert "round-1" in (tmp_path / "online" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["a/ppo", "b"], "b has neither metrics.rank0.jsonl"),
+        (["a/ppo", "c"], "c is no folder"),
+        (["a/ppo", "a/../a/ppo"], "is given twice"),
+        (["a/ppo", "b/ppo", "--x", "epsiode"], "no 'epsiode' in its logs"),
+        (["a/ppo", "--x", "episode"], "is for several runs"),
+        (["begun"], "has logged nothing"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_one_line(given, message, two_runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b").mkdir(exist_ok=True)
+    (tmp_path / "begun").mkdir()
+    write_lines(tmp_path / "begun" / "metrics.rank0.jsonl", [{"type": "begin", "step": 0}])
+    with pytest.raises(SystemExit, match="2"):
+        main(given)
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config_class", "log", "first", "value"),
+    [
+        ("SFTConfig", {"loss": 0.5, "mean_token_accuracy": 0.8}, "loss, nats per token", "0.5"),
+        ("DPOConfig", {"loss": 0.6, "rewards/accuracies": 0.7, "rewards/margins": 0.2}, "pair accuracy", "0.7"),
+        ("RewardConfig", {"loss": 0.6, "accuracy": 0.9, "margin": 2.0}, "pair accuracy", "0.9"),
+        ("PPOConfig", {"objective/scores": 1.5, "objective/kl": "nan", "entropy": 1.0}, "score", "1.5"),
+        ("OfAnother", {"loss": 0.6, "rewards/accuracies": 0.7, "rewards/margins": 0.2}, "pair accuracy", "0.7"),
+    ],
+)
+def test_the_first_tile_is_what_the_trainers_reader_asks_first(config_class, log, first, value, tmp_path):
+    text = page(read_run(write_run(tmp_path / "run", [{"step": 1, **log}], config_class)))
+    found = re.findall(r'class="tile">([^<]*)<b>([^<]*)', text)
+    assert found[0] == (first, value) and found[-2:] == [("steps", "1"), ("alerts", "0")]
+    assert ("KL, nats per response", "nan") in found or "objective/kl" not in log

@@ -1,7 +1,7 @@
 """Monitors for any TRL or transformers script: `trainer.add_callback(KLBudgetCallback(limit=10, action="stop"))`."""
 
 from ..control import request_kl_scale
-from .alerts import Alert, JSONLSink, LogSink, WandbSink, WebhookSink
+from .alerts import Alert, JSONLSink, LogSink, TensorBoardSink, TrackioSink, WandbSink, WebhookSink
 from .canary import CanaryCallback
 from .clip_fraction import ClipFractionCallback
 from .entropy_floor import EntropyFloorCallback
@@ -40,6 +40,8 @@ __all__ = [
     "RewardDisagreementCallback",
     "RewardDriftCallback",
     "SamplesCallback",
+    "TensorBoardSink",
+    "TrackioSink",
     "ValueHealthCallback",
     "WandbSink",
     "WebhookSink",

@@ -14,10 +14,12 @@ from transformers.utils import logging
 
 from ..jsonl import JSONLWriter, finite
 from ..redaction import redacted
+from .trackers import tensorboard_writer, trackio_is_open
 
 logger = logging.get_logger(__name__)
 RUNBOOK = "docs/runbook.md"
 Level = Literal["alert", "notice"]
+NAMES = ("log", "jsonl", "wandb", "tensorboard", "trackio")  # of sinks
 
 
 @dataclass
@@ -64,6 +66,10 @@ def is_notice(alert: dict[str, Any]) -> bool:
     return alert.get("level") == "notice"
 
 
+def _severity(alert: Alert) -> str:
+    return "INFO" if alert.level == "notice" else "WARN" if alert.action == "warn" else "ERROR"
+
+
 class LogSink:
     """Writes alerts to the log of transformers, as warnings."""
 
@@ -97,8 +103,34 @@ class WandbSink:
         import wandb
 
         if wandb.run is not None:
-            level = "INFO" if alert.level == "notice" else "WARN" if alert.action == "warn" else "ERROR"
-            wandb.alert(title=f"{alert.monitor}: {alert.what}", text=str(alert), level=level)  # type: ignore[attr-defined]
+            title = f"{alert.monitor}: {alert.what}"
+            wandb.alert(title=title, text=str(alert), level=_severity(alert))  # type: ignore[attr-defined]
+
+
+class TensorBoardSink:
+    """
+    Writes alerts as text into TensorBoard's run `monitors`, beside the run's own.
+
+    Args:
+        args: of the run, whose output directory has its `runs`.
+    """
+
+    def __init__(self, args: Any):
+        self.args = args
+
+    def send(self, alert: Alert) -> None:
+        with tensorboard_writer(self.args) as writer:
+            writer.add_text(f"alerts/{alert.monitor}", str(alert), alert.step)
+
+
+class TrackioSink:
+    """Sends alerts to the open Trackio run by `trackio.alert`, if there is one."""
+
+    def send(self, alert: Alert) -> None:
+        import trackio
+
+        if trackio_is_open():
+            trackio.alert(f"{alert.monitor}: {alert.what}", str(alert), trackio.AlertLevel[_severity(alert)])
 
 
 class WebhookSink:
@@ -166,9 +198,12 @@ class WebhookSink:
 
 
 def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
-    """Make sinks from "log", "jsonl", "wandb" and URLs. Objects with `send` stay as they are."""
+    """Make sinks from their names and URLs, and of the trackers that the run reports to. Objects with `send` stay."""
+    trackers = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": TrackioSink}
+    reported = getattr(args, "report_to", None) or []
+    own = [n for n in reported if n in trackers and not any(s == n or isinstance(s, trackers[n]) for s in sinks)]
     made: list[Any] = []
-    for sink in sinks:
+    for sink in [*sinks, *own]:
         match sink:
             case "log":
                 made.append(LogSink())
@@ -176,21 +211,21 @@ def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
                 made.append(JSONLSink(str(Path(args.output_dir) / "alerts.jsonl")))
             case "wandb":
                 made.append(WandbSink())
+            case "tensorboard":
+                made.append(TensorBoardSink(args))
+            case "trackio":
+                made.append(TrackioSink())
             case str():
                 made.append(WebhookSink(sink))
             case _:
                 made.append(sink)
-    if "wandb" in (getattr(args, "report_to", None) or []) and not any(isinstance(s, WandbSink) for s in made):
-        made.append(WandbSink())
     return made
 
 
 def check_sinks(sinks: Sequence[Any]) -> None:
     """Raise a ValueError before training if one of them is no sink."""
     for sink in [sinks] if isinstance(sinks, str) else sinks:
-        if isinstance(sinks, str) or not (
-            hasattr(sink, "send") or sink in ("log", "jsonl", "wandb") or str(sink).startswith(("http://", "https://"))
-        ):
-            raise ValueError(
-                f'`sinks` must be a list of "log", "jsonl", "wandb", URLs, or objects with `send`; got {sink!r}'
-            )
+        is_named = sink in NAMES or str(sink).startswith(("http://", "https://"))
+        if isinstance(sinks, str) or not (hasattr(sink, "send") or is_named):
+            names = ", ".join(f'"{name}"' for name in NAMES)
+            raise ValueError(f"`sinks` must be a list of {names}, URLs, or objects with `send`; got {sink!r}")

@@ -74,8 +74,8 @@ class MonitorCallback(Halting, TrainerCallback):
             ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does. `rollback` ends training without a
             checkpoint, and renames those after the last good one, from which the next run goes on. Our trainers then
             raise [`~trl_ext.checkpoints.RolledBack`], so that a script does not save the weights as they are.
-        sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", a webhook's URL, or
-            objects with `send(alert)`. W&B is added if the run reports to it.
+        sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
+            "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
         repeat_steps: optimizer steps before the same alert is raised again. `stop` and `rollback` always act.
         kl_factor: factor by which `raise_kl` multiplies the KL coefficient.
         keys: quantity → key of the logs, for trainers and metrics that `trl_ext.metrics` does not know.

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..metrics import Metric, metrics_of, series
 from .monitor import REGISTRY, alerts_of
+from .trackers import send_picture
 
 logger = logging.get_logger(__name__)
 FILE = "rlhf_monitoring.png"
@@ -19,9 +20,10 @@ FILE = "rlhf_monitoring.png"
 @dataclass(eq=False, kw_only=True)
 class MonitoringPlotCallback(TrainerCallback):
     """
-    Draw `rlhf_monitoring.png` into the output directory, and send it to the open W&B run, if there is one.
+    Draw `rlhf_monitoring.png` into the output directory, and send it to the trackers of `report_to`.
 
     The picture shows scores, KL, entropy, clip fraction, critic and lengths, with the monitors' bounds and alerts.
+    W&B, TensorBoard (in its run `monitors`) and Trackio take it.
 
     Args:
         steps: optimizer steps from one drawing to the next. The end of training is always drawn.
@@ -35,13 +37,17 @@ class MonitoringPlotCallback(TrainerCallback):
         if importlib.util.find_spec("matplotlib") is None:
             raise ImportError("MonitoringPlotCallback needs `pip install matplotlib`")
         self._drawn = 0
+        self._has_ended = False
 
-    def on_log(self, args, state, control, **kwargs):
-        if state.global_step - self._drawn >= self.steps:
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        # The last log comes before a tracker's own callback closes its run, which `on_train_end` may come after
+        if state.global_step - self._drawn >= self.steps or "train_runtime" in (logs or {}):
             self._draw(args, state)
+            self._has_ended = "train_runtime" in (logs or {})
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._draw(args, state)
+        if not self._has_ended:
+            self._draw(args, state)
 
     def _draw(self, args: Any, state: Any) -> None:
         self._drawn = state.global_step
@@ -54,11 +60,7 @@ class MonitoringPlotCallback(TrainerCallback):
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error.strerror}).")
             return
-        if "wandb" in (args.report_to or []):
-            import wandb
-
-            if wandb.run is not None:
-                wandb.log({"rlhf_monitoring": wandb.Image(str(path))})
+        send_picture(args, path.stem, path, state.global_step)
 
 
 def plot_monitoring(

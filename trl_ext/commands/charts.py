@@ -79,7 +79,7 @@ def chart(
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
     style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
-    style |= {"axes.prop_cycle": matplotlib.cycler(color=COLOURS), "axes.spines.top": False}
+    style |= {"axes.prop_cycle": matplotlib.cycler(color=COLOURS), "axes.spines.top": False, "lines.linewidth": 1.7}
     # A `$` in a name begins no formula; and a browser has letters that matplotlib's font lacks
     with matplotlib.rc_context({**style, "font.size": 11, "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")

@@ -48,7 +48,11 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
     progress = {name: _progress(run, x) for name, run in runs.items()}
     drawn = NO_CURVES
     if importlib.util.find_spec("matplotlib") is not None:
-        hint = none("▲ at the foot of a chart is an alert of the run of that colour.") if _alerted(runs) else ""
+        hint = (
+            none("▲ at the foot of a chart is an alert of the run of that colour.")
+            if any(map(_alarms, runs.values()))
+            else ""
+        )
         drawn = f'{hint}<div class="charts">{"".join(_curves(runs, progress, x))}</div>'
     every = [alert for run in runs.values() for alert in run.alerts]
     parts = [
@@ -62,8 +66,9 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
     return document(title or " · ".join(runs), parts)
 
 
-def _alerted(runs: dict[str, Run]) -> bool:
-    return any(not is_notice(alert) for run in runs.values() for alert in run.alerts)
+def _alarms(run: Run) -> list[int]:
+    """The steps of its alerts."""
+    return [alert["step"] for alert in run.alerts if not is_notice(alert)]
 
 
 def _sampled(runs: dict[str, Run]) -> bool:
@@ -104,11 +109,10 @@ def _summary(runs: dict[str, Run]) -> str:
     rows = []
     for place, (name, run) in enumerate(runs.items()):
         of_run = {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
-        alarms = sum(not is_notice(alert) for alert in run.alerts)
         state = "" if run.has_ended or not run.events else " (its end is not recorded)"
         numbers = [text(of_run.get(label, "–")) for label in labels]
-        rows.append([f"{_key(place)} {text(name)}", f"{run.last_step}{state}", str(alarms), *numbers])
-    columns = {"run": "", "steps": "", "alerts": "number", **dict.fromkeys(labels, "")}
+        rows.append([f"{_key(place)} {text(name)}", f"{run.last_step}{state}", str(len(_alarms(run))), *numbers])
+    columns = {"run": "short", "steps": "", "alerts": "number", **dict.fromkeys(labels, "")}
     return table(columns, rows)
 
 
@@ -130,17 +134,10 @@ def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list
         for place, (name, run) in enumerate(runs.items()):
             points = _over(run, keys.get(name), progress[name])
             every = max(len(points) // 8, 1)
-            draw_line(axes, points, "y", name, **look(place), markersize=4, markevery=every, linewidth=1.4)
-            steps = [alert["step"] for alert in run.alerts if not is_notice(alert)] if name in keys else []
-            places = progress[name](steps)
-            axes.plot(
-                places,
-                [0.03] * len(places),
-                "^",
-                color=look(place)["color"],
-                transform=axes.get_xaxis_transform(),
-                clip_on=False,
-            )
+            draw_line(axes, points, "y", name, **look(place), markersize=4, markevery=every)
+            for at in progress[name](_alarms(run)) if name in keys else []:
+                foot = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+                axes.plot(at, 0.03, "^", color=look(place)["color"], **foot)
 
     unit = "optimizer step" if x == "step" else x
     return [

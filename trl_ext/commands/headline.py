@@ -84,7 +84,9 @@ def first_and_last(run: Run, key: str) -> list[float]:
 
 def ends(run: Run, key: str) -> str:
     """A key's first and last value, as a tile shows them; a last one that is not finite is not hidden."""
-    shown = [number(value, 3) for value in first_and_last(run, key)]
+    values = first_and_last(run, key)
+    least = 1e-6 * max(map(abs, values), default=0.0)  # what rounding left of a KL of 0, say
+    shown = [number(value if abs(value) > least else 0, 3) for value in values]
     last = next((log[key] for log in reversed(run.history) if key in log), None)
     if last is not None and not is_finite(last):
         shown = [*shown[:1], str(last)]

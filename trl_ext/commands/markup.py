@@ -15,14 +15,14 @@ body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sa
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 a { color: var(--link); } :focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
-.tiles, .charts { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(10rem, 1fr)); }
+.tiles, .charts { display: grid; gap: .8rem; grid-template-columns: repeat(auto-fill, minmax(8.2rem, 1fr)); }
 .charts { grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); }
 .tile { background: var(--soft); border-radius: .5rem; padding: .6rem .8rem; }
-.tile b { display: block; font-size: 1.2rem; font-variant-numeric: tabular-nums; }
+.tile b { display: block; font-size: 1.1rem; font-variant-numeric: tabular-nums; }
 figure { margin: 0; background: var(--soft); border-radius: .5rem; padding: .4rem; color: var(--ink); }
-svg { width: 100%; height: auto; display: block; } svg.key { width: 3rem; height: 1rem; }
+svg { width: 100%; height: auto; display: block; } svg.key { width: 2.4rem; height: .8rem; display: inline; }
 table { border-collapse: collapse; width: 100%; } td, th { border-top: 1px solid var(--line); padding: .35rem .6rem;
-  text-align: left; vertical-align: top; } td { overflow-wrap: anywhere; }
+  text-align: left; vertical-align: top; } td, tbody th { overflow-wrap: anywhere; } tbody th { font-weight: normal; }
 thead th, td.short, td.number, th.short { white-space: nowrap; }
 td.short { max-width: 16rem; overflow: hidden; text-overflow: ellipsis; }
 td.number { font-variant-numeric: tabular-nums; } td.text { white-space: pre-line; } .wide { overflow-x: auto; }
@@ -38,7 +38,8 @@ td.number { font-variant-numeric: tabular-nums; } td.text { white-space: pre-lin
   .charts { grid-template-columns: 1fr 1fr; } .tiles { grid-template-columns: repeat(4, 1fr); }
   .wide { overflow: visible; } thead th, td.short { white-space: normal; } td.short { max-width: none; }
   details::details-content { content-visibility: visible; block-size: auto; } summary { list-style: none; }
-  .settings { columns: 2; font-size: 8pt; } .settings td { padding: .1rem .3rem; } }
+  .settings { columns: 2; font-size: 8pt; } .settings table { table-layout: fixed; }
+  .settings td, .settings th { padding: .1rem .3rem; } }
 """
 
 

@@ -1,0 +1,145 @@
+"""W&B, TensorBoard and Trackio get the names and values of the JSON lines, the alerts and the picture, offline."""
+
+import json
+import math
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext.jsonl import read_jsonl
+
+# transformers gives these to W&B as its summary, and to Trackio not at all
+SUMMARY = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
+# What W&B adds, our picture, and seconds that TRL sends to W&B and Trackio beside the logs
+NOT_LOGGED = ("_", "rlhf_monitoring", "profiling/")
+
+
+def train(folder):
+    """One tiny run whose monitor alerts and whose picture is drawn, as a user's script has it."""
+    from trl_ext import PPOTrainer
+    from trl_ext.callbacks import KLBudgetCallback, MonitoringPlotCallback
+    from trl_ext.commands import record_run
+
+    trackers = {"report_to": ["wandb", "tensorboard", "trackio"], "project": "project", "run_name": "run"}
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=length_reward,
+        args=tiny_config(
+            folder / "run", learning_rate=0.05, max_steps=8, eval_strategy="steps", eval_steps=4, **trackers
+        ),
+        train_dataset=prompts(),
+        eval_dataset=prompts(4, seed=1),
+        processing_class=tiny_tokenizer(),
+        callbacks=[KLBudgetCallback(warn=0.01, limit=0.02), MonitoringPlotCallback()],
+    )
+    record_run(trainer)
+    trainer.train()
+
+
+def wandb_records(path):
+    """The records of an offline run: 32 kB blocks of chunks with a checksum, a length and whether more follows."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, message = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # the whole of a record, or its last chunk
+            record = Record()
+            record.ParseFromString(message)
+            yield record
+            message = b""
+
+
+def of_wandb(folder):
+    """Points by key and step; alerts' titles; whether there is a picture."""
+    points, alerts, pictures = {}, [], []
+    for record in wandb_records(next(folder.glob("wandb/offline-run-*/*.wandb"))):
+        if record.WhichOneof("record_type") == "alert":
+            alerts.append(record.alert.title)
+        if record.WhichOneof("record_type") == "history":
+            items = {
+                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+            }
+            pictures += [key for key in items if key.startswith("rlhf_monitoring")]
+            points |= {
+                (key, items["train/global_step"]): value
+                for key, value in items.items()
+                if "train/global_step" in items
+            }
+    return points, alerts, pictures
+
+
+def of_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+
+    runs = EventMultiplexer().AddRunsFromDirectory(str(folder / "run" / "runs")).Reload()
+    points, alerts, pictures = {}, [], []
+    for run, tags in runs.Runs().items():
+        points |= {(tag, event.step): event.value for tag in tags["scalars"] for event in runs.Scalars(run, tag)}
+        for tag in tags["tensors"]:
+            if tag.startswith("alerts/"):
+                alerts += [event.tensor_proto.string_val[0].decode() for event in runs.Tensors(run, tag)]
+        pictures += tags["images"]
+    return points, alerts, pictures
+
+
+def of_trackio(folder):
+    points, pictures = {}, []
+    with sqlite3.connect(folder / "trackio" / "project.db") as database:
+        for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY step"):
+            values = json.loads(row)
+            pictures += [key for key in values if key.startswith("rlhf_monitoring")]
+            if "train/global_step" in values:
+                points |= {(key, values["train/global_step"]): value for key, value in values.items()}
+        alerts = [title for (title,) in database.execute("SELECT title FROM alerts")]
+    return points, alerts, pictures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """In a process of its own: trackers read their settings once, when they are imported."""
+    for package in ("wandb", "tensorboard", "trackio"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("trackers")
+    offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "TRACKIO_DIR": str(folder / "trackio")}
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, "-m", "tests.callbacks.test_trackers", str(folder)]
+    subprocess.run(command, env={**os.environ, **offline, **paths}, check=True, timeout=300, cwd=folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("read", [of_wandb, of_tensorboard, of_trackio])
+def test_names_and_values_are_those_of_the_json_lines(read, folder):
+    points, alerts, pictures = read(folder)
+    expected = {}
+    for event in read_jsonl(folder / "run" / "metrics.rank0.jsonl"):
+        for key, value in event.get("logs", {}).items():
+            name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
+            if key not in SUMMARY:
+                expected[name, event["step"]] = value
+    assert {"train/objective/kl", "eval/objective/scores", "train/rewards/length_reward/mean"} < {
+        n for n, _ in expected
+    }
+    of_the_run = {point for point in points if not point[0].startswith(NOT_LOGGED)}
+    extra = {name.removeprefix("train/") for name, _ in of_the_run - expected.keys()}
+    assert expected.keys() <= of_the_run and extra <= {*SUMMARY, "global_step"}
+    for point, value in expected.items():
+        assert math.isclose(points[point], value, rel_tol=1e-6, abs_tol=1e-30), point
+    said = [alert for alert in read_jsonl(folder / "run" / "alerts.jsonl") if alert["what"] in "".join(alerts)]
+    assert said and len(alerts) == len(list(read_jsonl(folder / "run" / "alerts.jsonl"))) and pictures
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))

@@ -1,0 +1,49 @@
+"""What transformers' tracker callbacks do not send: pictures, and alerts as text, to the trackers of `report_to`."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def tensorboard_writer(args: Any) -> Iterator[Any]:
+    """
+    A writer of a TensorBoard run of our own, `monitors`, beside the one that transformers writes.
+
+    Its own one cannot be had, and it is closed when training ends.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = Path(os.getenv("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir) / "runs")
+    with SummaryWriter(str(folder / "monitors")) as writer:
+        yield writer
+
+
+def trackio_is_open() -> bool:
+    """Whether there is a Trackio run: transformers closes its own when training ends, before later callbacks."""
+    import trackio
+
+    return trackio.context_vars.current_run.get() is not None
+
+
+def send_picture(args: Any, name: str, path: Path, step: int) -> None:
+    """Send a PNG to each tracker of `report_to` that takes one."""
+    for tracker in args.report_to or []:
+        match tracker:
+            case "wandb":
+                import wandb
+
+                if wandb.run is not None:
+                    wandb.log({name: wandb.Image(str(path))})
+            case "tensorboard":
+                from matplotlib.image import imread
+
+                with tensorboard_writer(args) as writer:
+                    writer.add_image(name, imread(path), step, dataformats="HWC")
+            case "trackio":
+                import trackio
+
+                if trackio_is_open():
+                    trackio.log({name: trackio.Image(str(path))})

@@ -1,7 +1,7 @@
 """Monitors for any TRL or transformers script: `trainer.add_callback(KLBudgetCallback(limit=10, action="stop"))`."""
 
 from ..control import request_kl_scale
-from .alerts import Alert, JSONLSink, LogSink, TensorBoardSink, TrackioSink, WandbSink, WebhookSink
+from .alerts import Alert, JSONLSink, TensorBoardSink, TrackioSink, WandbSink, WebhookSink
 from .canary import CanaryCallback
 from .clip_fraction import ClipFractionCallback
 from .entropy_floor import EntropyFloorCallback
@@ -9,6 +9,7 @@ from .gold_gap import GoldGapCallback
 from .jsonl import JSONLCallback
 from .kl_budget import KLBudgetCallback
 from .length_drift import LengthDriftCallback
+from .live_plot import LivePlotCallback
 from .loading import attach_monitors, load_monitors
 from .monitor import Finding, MonitorCallback
 from .not_finite import NotFiniteCallback
@@ -31,7 +32,8 @@ __all__ = [
     "JSONLSink",
     "KLBudgetCallback",
     "LengthDriftCallback",
-    "LogSink",
+    "LivePlotCallback",
+    "MonitorCallback",
     "MonitorCallback",
     "MonitoringPlotCallback",
     "NotFiniteCallback",

@@ -338,10 +338,9 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     text = (tmp_path / "report.html").read_text()
     parsed = Page(text)
     rows = [re.findall(r'data-name="([^"]*)">(.*?)</td>', row) for row in re.findall(r"<tr>(.*?)</tr>", text, re.S)]
-    summary = [dict(row) for row in rows if row and row[0][0] == "run"]
-    assert [re.sub(r"<svg.*</svg> ", "", row["run"]) for row in summary] == ["a/ppo", "b/ppo"]
-    assert [row["KL, nats per response"] for row in summary] == ["0.5 → 4.5", "9 → 45"]
-    assert [row["alerts"] for row in summary] == ["0", "2"] and [row["steps"] for row in summary] == ["9", "5"]
+    summary = {row[0][1]: dict(row[1:]) for row in rows if row and row[0][0] == "first → last"}
+    assert summary["KL, nats per response"] == {"a/ppo": "0.5 → 4.5", "b/ppo": "9 → 45"}
+    assert summary["alerts"] == {"a/ppo": "0", "b/ppo": "2"} and summary["steps"] == {"a/ppo": "9", "b/ppo": "5"}
     differing = [dict(row) for row in rows if row and row[0][0] == "setting"]
     assert differing == [{"setting": "kl_coef", "a/ppo": "0.1", "b/ppo": "0.0"}]
     (sample,) = [dict(row) for row in rows if row and row[0][0] == "prompt"]
@@ -366,12 +365,14 @@ def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
 def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_path):
     logs = [{"step": step, "rewards/margins": 0.1 * step, "rewards/accuracies": 0.5, "beta": 0.1} for step in (1, 2)]
     for number in (1, 2):
-        write_run(tmp_path / "online" / f"round-{number}", logs, "DPOConfig", {"beta": number})
+        folder = write_run(tmp_path / "online" / f"round-{number}", logs, "DPOConfig", {"beta": number})
+        (folder / "round.json").write_text(json.dumps({"held_out": {"gold": number / 8}, "length": 20}))
     main([str(two_runs[0]), str(tmp_path / "online" / "round-1"), "--output", str(tmp_path / "page.html")])
     text = Page((tmp_path / "page.html").read_text()).text
     assert "pair accuracy" in text and "KL, nats per response" in text and "DPOConfig" in text
     assert report_of(tmp_path / "online") == f"Report: {tmp_path / 'online' / 'report.html'}"
-    assert "round-1" in (tmp_path / "online" / "report.html").read_text()
+    text = Page((tmp_path / "online" / "report.html").read_text()).text
+    assert "round-1round-2" in text.replace(" ", "") and "held-out gold0.1250.25" in text
 
 
 @pytest.mark.parametrize(

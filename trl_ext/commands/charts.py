@@ -92,6 +92,8 @@ def chart(
         axes.set_title(as_label(title), fontsize=12)
         axes.set_xlabel(xlabel)
         axes.grid(alpha=0.25)
+        if xlabel == "optimizer step":
+            axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines["right"].set_visible(len(figure.axes) > 1)
         if is_legend_outside:  # of many runs it would cover their curves
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=10)

@@ -13,7 +13,7 @@ from ..callbacks.plot import draw_line
 from ..metrics import series
 from .charts import GROUPS, INK, chart, look
 from .headline import ends, headline
-from .markup import document, none, section, table, text
+from .markup import document, none, number, section, table, text
 from .page import NO_CURVES, alerts, shown_scores
 from .recorded import Run
 from .runbook import what_to_do
@@ -55,12 +55,13 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
         )
         drawn = f'{hint}<div class="charts">{"".join(_curves(runs, progress, x))}</div>'
     every = [alert for run in runs.values() for alert in run.alerts]
+    sampled = sum(bool(run.samples) for run in runs.values())
     parts = [
         _summary(runs),
         section("Curves", _other_axis(runs, x) + drawn),
         section("Settings that differ", _settings(runs)),
-        section("Alerts", "".join(f"<h3>{text(name)}</h3>{alerts(run)}" for name, run in runs.items())),
-        section("The same prompts at the end", _samples(runs), "own-page") if _sampled(runs) else "",
+        section("Alerts", _alerts(runs)),
+        section("The same prompts at the end", _samples(runs), "own-page") if sampled > 1 else "",
         what_to_do(every),
     ]
     return document(title or " · ".join(runs), parts)
@@ -69,10 +70,6 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
 def _alarms(run: Run) -> list[int]:
     """The steps of its alerts."""
     return [alert["step"] for alert in run.alerts if not is_notice(alert)]
-
-
-def _sampled(runs: dict[str, Run]) -> bool:
-    return any(run.samples for run in runs.values())
 
 
 def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
@@ -105,15 +102,25 @@ def _key(place: int) -> str:
 
 
 def _summary(runs: dict[str, Run]) -> str:
-    labels = list(dict.fromkeys(quantity.label for run in runs.values() for quantity in headline(run)))
-    rows = []
-    for place, (name, run) in enumerate(runs.items()):
-        of_run = {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
+    """What each run came to, side by side: a column a run."""
+    shown: dict[str, dict[str, str]] = {}  # label → run → value
+    for name, run in runs.items():
+        for quantity in headline(run):
+            shown.setdefault(quantity.label, {})[name] = ends(run, quantity.key)
+        for label, value in run.outcome.items():
+            shown.setdefault(label, {})[name] = number(value, 3)
+    for name, run in runs.items():
         state = "" if run.has_ended or not run.events else " (its end is not recorded)"
-        numbers = [text(of_run.get(label, "–")) for label in labels]
-        rows.append([f"{_key(place)} {text(name)}", f"{run.last_step}{state}", str(len(_alarms(run))), *numbers])
-    columns = {"run": "short", "steps": "", "alerts": "number", **dict.fromkeys(labels, "")}
-    return table(columns, rows)
+        shown.setdefault("steps", {})[name] = f"{run.last_step}{state}"
+        shown.setdefault("alerts", {})[name] = str(len(_alarms(run)))
+    rows = [[text(label), *(text(of.get(name, "–")) for name in runs)] for label, of in shown.items()]
+    keys = {name: f"{_key(place)} " for place, name in enumerate(runs)}
+    return table({"first → last": "", **dict.fromkeys(runs, "number")}, rows, keys)
+
+
+def _alerts(runs: dict[str, Run]) -> str:
+    having = {name: alerts(run) for name, run in runs.items() if run.alerts}
+    return "".join(f"<h3>{text(name)}</h3>{shown}" for name, shown in having.items()) or none("None.")
 
 
 def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list[str]:
@@ -174,7 +181,7 @@ def _settings(runs: dict[str, Run]) -> str:
             rows.append([text(key), *map(text, values)])
     if not rows:
         return none("None.")
-    return table({"setting": "", **dict.fromkeys(runs, "")}, rows)
+    return table({"setting": "short", **dict.fromkeys(runs, "")}, rows)
 
 
 def _shown(value: Any) -> str:
@@ -183,9 +190,9 @@ def _shown(value: Any) -> str:
 
 
 def _samples(runs: dict[str, Run]) -> str:
-    """The last answer of each run to the prompts that all of them were asked."""
+    """The last answer of each run to the prompts that all of them were asked, of those that keep samples."""
     last: dict[str, dict[str, dict[str, Any]]] = {}  # run → prompt → row, merged over the watches that wrote it
-    for name, run in runs.items():
+    for name, run in ((name, run) for name, run in runs.items() if run.samples):
         answers = last.setdefault(name, {})
         for row in run.samples:
             prompt, before = str(row.get("prompt")), answers.get(str(row.get("prompt")))
@@ -203,4 +210,4 @@ def _samples(runs: dict[str, Run]) -> str:
             scores = f"step {text(row['step'])}: {shown_scores(row['scores'])}"
             cells.append(f'{text(str(row.get("completion"))[:800])}<br><small class="none">{scores}</small>')
         rows.append(cells)
-    return table({"prompt": "text", **dict.fromkeys(runs, "text")}, rows)
+    return table({"prompt": "text", **dict.fromkeys(last, "text")}, rows)

@@ -86,15 +86,16 @@ def tiles(shown: dict[str, str]) -> str:
     return f'<div class="tiles">{boxes}</div>'
 
 
-def table(columns: dict[str, str], rows: list[list[str]]) -> str:
+def table(columns: dict[str, str], rows: list[list[str]], before: dict[str, str] | None = None) -> str:
     """
     A table of HTML cells; on a narrow page each cell says its column's name.
 
     Args:
         columns: name → class of its cells: `number`, `short` (one line), `text` (line breaks are kept) or none.
         rows: cells, one a column.
+        before: name → HTML before it in the head.
     """
-    head = "".join(f'<th scope="col">{text(name)}</th>' for name in columns)
+    head = "".join(f'<th scope="col">{(before or {}).get(name, "")}{text(name)}</th>' for name in columns)
     body = "".join(
         "<tr>"
         + "".join(

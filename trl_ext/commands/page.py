@@ -50,6 +50,7 @@ def _heading(run: Run) -> str:
 def _ends(run: Run) -> dict[str, str]:
     notices = sum(map(is_notice, run.alerts))
     shown = {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
+    shown |= {label: number(value, 3) for label, value in run.outcome.items()}
     shown |= {"steps": str(run.last_step), "alerts": str(len(run.alerts) - notices)}
     return shown | ({"notices of monitors": str(notices)} if notices else {})
 

@@ -27,6 +27,7 @@ class Run:
     config: dict[str, Any] = field(default_factory=dict)
     registry: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)  # of JSONLCallback
+    outcome: dict[str, float] = field(default_factory=dict)  # what was measured after it: a round of online DPO
 
     @property
     def trainer(self) -> str:
@@ -80,6 +81,7 @@ def read_run(folder: Path) -> Run:
     if (folder / "alerts.jsonl").is_file():
         run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
     run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
+    run.outcome = _outcome(folder / "round.json")
     rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
     rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
     run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
@@ -99,6 +101,15 @@ def rounds_of(folder: Path) -> list[Path]:
         return []
     rounds = [path.parent for path in folder.glob("round-*/metrics.rank0.jsonl")]
     return sorted(rounds, key=lambda path: (len(path.name), path.name))
+
+
+def _outcome(path: Path) -> dict[str, float]:
+    """The held-out scores of a round of online DPO, and the length of its answers."""
+    if not path.is_file():
+        return {}
+    measured = json.loads(path.read_text())
+    scores = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
+    return {**scores, "held-out length, tokens": measured["length"]} if "length" in measured else scores
 
 
 def _newest(states: list[Path]) -> dict[str, Any]:

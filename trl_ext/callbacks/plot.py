@@ -192,7 +192,7 @@ def _critic(axes, history, metrics, registry) -> None:
     if axes.lines:
         twin = axes.twinx()
         draw_line(twin, history, _key(metrics, "value_loss"), "value loss", color="tab:green", linewidth=0.8)
-        twin.set_ylabel("value loss", color="tab:green")
+        twin.set_ylabel("value loss (green)")
         _bound(axes, registry, "ValueHealthCallback", "explained_variance")
 
 

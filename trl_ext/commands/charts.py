@@ -5,6 +5,7 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..callbacks.plot import PANELS, as_label, draw_alerts, draw_line
@@ -23,17 +24,19 @@ GROUPS = {
     "evaluation, mean": re.compile(r"eval_(rewards/.+/mean|objective/scores|reward|gold/.+)"),
     "repetition": re.compile(r"repetition/.+"),
     "loss": re.compile(r"(eval_)?loss"),
-    "accuracy": re.compile(r"(eval_)?(mean_token_accuracy|accuracy|rewards/accuracies)"),
-    "margin": re.compile(r"(eval_)?(margin|rewards/(margins|chosen|rejected))"),
+    "pair accuracy": re.compile(r"(eval_)?(accuracy|rewards/accuracies)"),
+    "margin": re.compile(r"(eval_)?(margin|rewards/margins)"),
+    "token accuracy": re.compile(r"(eval_)?mean_token_accuracy"),
+    "rewards of the pairs' answers": re.compile(r"(eval_)?rewards/(chosen|rejected)"),
     "scores of the reward model": re.compile(r"(eval_)?(mean|min|max)_reward"),
     "log-probs against the reference, nats": re.compile(r"(eval_)?logps/(chosen_delta|drift)"),
-    "share of pairs whose chosen answer became less likely": re.compile(r"(eval_)?logps/displacement_rate"),
+    "pairs whose chosen answer fell, share": re.compile(r"(eval_)?logps/displacement_rate"),
     "β": re.compile(r"beta(/.+)?"),
     "KL coefficient": re.compile(r"objective/kl_coef"),
     "gradient norm": re.compile(r"grad_norm(/.+)?"),
 }
 # What a supervised trainer's reader looks at first; PPO's is in PANELS
-FIRST = ("loss", "accuracy", "margin")
+FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
 
 
 def look(place: int) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def look(place: int) -> dict[str, Any]:
 def curves(run: Run) -> list[str]:
     """The charts of one run."""
     panels = [
-        chart(title, lambda axes, draw=draw: draw(axes, run.history, run.metrics, run.registry), run.alerts)
+        chart(title, partial(draw, history=run.history, metrics=run.metrics, registry=run.registry), run.alerts)
         for title, draw in PANELS.items()
     ]
     groups = {}
@@ -74,12 +77,14 @@ def chart(
 ) -> str:
     """A drawing as an SVG in the page's colours; "" if nothing was drawn."""
     import matplotlib
+    from cycler import cycler
     from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
+    from matplotlib.ticker import MaxNLocator
 
     ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
     style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
-    style |= {"axes.prop_cycle": matplotlib.cycler(color=COLOURS), "axes.spines.top": False, "lines.linewidth": 1.7}
+    style |= {"axes.prop_cycle": cycler(color=COLOURS), "axes.spines.top": False, "lines.linewidth": 1.7}
     # A `$` in a name begins no formula; and a browser has letters that matplotlib's font lacks
     with matplotlib.rc_context({**style, "font.size": 11, "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
@@ -93,7 +98,7 @@ def chart(
         axes.set_xlabel(xlabel)
         axes.grid(alpha=0.25)
         if xlabel == "optimizer step":
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.spines["right"].set_visible(len(figure.axes) > 1)
         if is_legend_outside:  # of many runs it would cover their curves
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=10)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,7 @@ def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list
 
     unit = "optimizer step" if x == "step" else x
     return [
-        chart(title, lambda axes, keys=keys: lines(axes, keys), xlabel=unit, is_legend_outside=True)
-        for title, keys in wanted.items()
+        chart(title, partial(lines, keys=keys), xlabel=unit, is_legend_outside=True) for title, keys in wanted.items()
     ]
 
 
@@ -159,24 +159,20 @@ def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]
 
 
 def _settings(runs: dict[str, Run]) -> str:
-    configs: dict[str, dict[str, Any]] = {}
+    recorded: dict[str, dict[str, Any]] = {}
+    monitors: set[str] = set()
     for name, run in runs.items():
         if run.config:
-            monitors = {
-                known: of["args"] for known, of in run.registry.items() if isinstance(of, dict) and "args" in of
-            }
-            configs[name] = {"trainer": run.trainer, **run.config, **monitors}
-    if len(configs) < 2:
+            own = {known: of["args"] for known, of in run.registry.items() if isinstance(of, dict) and "args" in of}
+            recorded[name] = {"trainer": run.trainer, **run.config, **own}
+            monitors |= own.keys()
+    if len(recorded) < 2:
         return none("Not recorded: <code>JSONLCallback</code> does.")
     # A setting that another trainer does not have is no difference; a monitor that another run does not have is one
-    own = {key for config in configs.values() for key in config if key not in OF_THE_FOLDER}
-    everywhere = {key for key in own if all(key in config for config in configs.values())}
-    monitors = {
-        key for run in runs.values() for key, of in run.registry.items() if isinstance(of, dict) and "args" in of
-    }
+    shared = set.intersection(*(set(settings) for settings in recorded.values())) - OF_THE_FOLDER
     rows = []
-    for key in ["trainer", *sorted((everywhere | monitors & own) - {"trainer"})]:
-        values = [_shown(configs[name][key]) if key in configs.get(name, {}) else "–" for name in runs]
+    for key in ["trainer", *sorted((shared | monitors) - {"trainer"})]:
+        values = [_shown(recorded[name][key]) if key in recorded.get(name, {}) else "–" for name in runs]
         if len(set(values)) > 1:
             rows.append([text(key), *map(text, values)])
     if not rows:

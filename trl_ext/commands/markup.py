@@ -36,7 +36,7 @@ td.number { font-variant-numeric: tabular-nums; } td.text { white-space: pre-lin
   figure, .tile { border: 1px solid var(--line); } figure, .tile, tr { break-inside: avoid; }
   h2, h3, summary { break-after: avoid; } .own-page { break-before: page; }
   .charts { grid-template-columns: 1fr 1fr; } .tiles { grid-template-columns: repeat(4, 1fr); }
-  .wide { overflow: visible; } thead th, td.short { white-space: normal; } td.short { max-width: none; }
+  .wide { overflow: visible; } thead th, td.short { white-space: normal; } td.short { max-width: none; overflow-wrap: break-word; }
   details::details-content { content-visibility: visible; block-size: auto; } summary { list-style: none; }
   .settings { columns: 2; font-size: 8pt; } .settings table { table-layout: fixed; }
   .settings td, .settings th { padding: .1rem .3rem; } }
@@ -65,10 +65,14 @@ def text(value: Any) -> str:
     return html.escape(shown)
 
 
+def code(value: Any) -> str:
+    """Text whose names in backticks are set as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text(value))
+
+
 def prose(markdown: str) -> str:
     """A line of Markdown, its links as their words."""
-    words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text(markdown))
-    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", re.sub(r"`([^`]+)`", r"<code>\1</code>", words))
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", code(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown)))
 
 
 def number(value: Any, digits: int = 4) -> str:

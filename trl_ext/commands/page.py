@@ -7,12 +7,13 @@ from typing import Any
 from ..callbacks.alerts import is_notice
 from .charts import COLOURS, chart, curves
 from .headline import ends, headline
-from .markup import document, none, number, section, table, text, tiles
+from .markup import code, document, none, number, section, table, text, tiles
 from .recorded import Run, is_finite
 from .runbook import link, what_to_do
 
 PHASES = ("first third", "second third", "last third")
 SAMPLES = 5  # prompts a phase
+LAST_GOOD = "last-good"  # where PPOTrainer leaves them
 NO_CURVES = none("No curves: <code>pip install matplotlib</code>, which draws them.")
 
 
@@ -44,6 +45,8 @@ def _heading(run: Run) -> str:
     parts += [f"resumed at step {begin['step']}" for begin in begins[1:]]
     if not run.has_ended:
         parts.append("its end is not recorded: it runs, was killed, or stopped with an error")
+        if (run.folder / LAST_GOOD).is_dir():
+            parts.append(f"the weights before a gradient that was not finite are in {LAST_GOOD}")
     return none(text(", ".join(filter(None, parts))))
 
 
@@ -63,7 +66,7 @@ def alerts(run: Run) -> str:
     for alert in run.alerts:
         style = "warn" if alert.get("action") == "warn" else "act"
         action = "notice" if is_notice(alert) else alert.get("action")
-        what, advice = (text(str(alert.get(name))[:800]) for name in ("what", "advice"))
+        what, advice = (code(str(alert.get(name))[:800]) for name in ("what", "advice"))
         numbers = (number(alert.get(name)) for name in ("value", "bound"))
         shown = f'<span class="{style}">{text(action)}</span>'
         rows.append(

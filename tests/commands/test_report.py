@@ -353,12 +353,14 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
 
 
 def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
-    labels = []
-    for x in ("step", "episode"):
+    furthest = []
+    for x, label in (("step", "optimizer step"), ("episode", "episode")):
         main([*map(str, two_runs), "--x", x, "--output", str(tmp_path / "page.html")])
         text = (tmp_path / "page.html").read_text()
-        labels.append(re.findall(r">(optimizer step|episode)</text>", text))
-    assert set(labels[0]) == {"optimizer step"} and set(labels[1]) == {"episode"}
+        (score,) = re.findall(r'aria-label="score".*?</svg>', text, re.S)
+        assert set(re.findall(r">(optimizer step|episode)</text>", text)) == {label}
+        furthest.append(max(map(float, re.findall(r">(\d+)</text>", score))))
+    assert furthest[0] < 12 and furthest[1] >= 60  # 9 steps of 8 episodes, and 5 of 16
     assert "<code>--x" not in text
 
 

@@ -36,7 +36,8 @@ td.number { font-variant-numeric: tabular-nums; } td.text { white-space: pre-lin
   figure, .tile { border: 1px solid var(--line); } figure, .tile, tr { break-inside: avoid; }
   h2, h3, summary { break-after: avoid; } .own-page { break-before: page; }
   .charts { grid-template-columns: 1fr 1fr; } .tiles { grid-template-columns: repeat(4, 1fr); }
-  .wide { overflow: visible; } thead th, td.short { white-space: normal; } td.short { max-width: none; overflow-wrap: break-word; }
+  .wide { overflow: visible; } thead th, td.short { white-space: normal; }
+  td.short { max-width: none; overflow-wrap: break-word; }
   details::details-content { content-visibility: visible; block-size: auto; } summary { list-style: none; }
   .settings { columns: 2; font-size: 8pt; } .settings table { table-layout: fixed; }
   .settings td, .settings th { padding: .1rem .3rem; } }

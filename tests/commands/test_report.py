@@ -4,6 +4,7 @@ import html.parser
 import json
 import os
 import re
+import shutil
 import xml.etree.ElementTree
 
 import pytest
@@ -20,7 +21,7 @@ from trl_ext.callbacks import (
     PrometheusCallback,
 )
 from trl_ext.callbacks.monitor import REGISTRY
-from trl_ext.commands.report import main, page, read_run, record_run, report_of
+from trl_ext.commands.report import main, page, read_run, record_run, report_of, write_report
 from trl_ext.jsonl import read_jsonl
 from trl_ext.metrics import series
 from trl_ext.rewards.watch import Watch
@@ -286,6 +287,14 @@ def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
     for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         xml.etree.ElementTree.fromstring(svg)
 
+    beside = shutil.copytree(folder, tmp_path / "<script>alert(1)" / "<b>td")
+    together = write_report([folder, beside], tmp_path / "together.html").read_text(encoding="utf-8")
+    tags = Page(together)
+    assert not {"script", "img", "b"} & set(tags.tags) and tags.text.count("<b>td") > 3 and "$x^" in together
+    assert not [name for name in tags.attributes if name.startswith("on")]
+    ids = re.findall(r'<[^>]*\bid="([^"]+)"', together)
+    assert len(ids) == len(set(ids))
+
     exported = list(text_string_to_metric_families((tmp_path / "run.prom").read_text(encoding="utf-8")))
     logged = {s.labels["key"]: s.value for family in exported if family.name == "trl_ext_log" for s in family.samples}
     assert sum(value == 3.0 for value in logged.values()) == len(HOSTILE)
@@ -371,6 +380,8 @@ def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_p
         (folder / "round.json").write_text(json.dumps({"held_out": {"gold": number / 8}, "length": 20}))
     main([str(two_runs[0]), str(tmp_path / "online" / "round-1"), "--output", str(tmp_path / "page.html")])
     text = Page((tmp_path / "page.html").read_text()).text
+    write_report([two_runs[0], tmp_path / "online"], tmp_path / "all.html")
+    assert "round-2" in (tmp_path / "all.html").read_text()
     assert "pair accuracy" in text and "KL, nats per response" in text and "DPOConfig" in text
     assert report_of(tmp_path / "online") == f"Report: {tmp_path / 'online' / 'report.html'}"
     text = Page((tmp_path / "online" / "report.html").read_text()).text

@@ -60,7 +60,8 @@ def write_report(folder: str | Path | Sequence[str | Path], output: str | Path |
 
 
 def _comparison(folders: list[Path], x: str, title: str = "") -> str:
-    return comparison({name: read_run(folder) for name, folder in named(folders).items()}, x, title)
+    each = [run for folder in folders for run in rounds_of(folder) or [folder]]
+    return comparison({name: read_run(folder) for name, folder in named(each).items()}, x, title)
 
 
 def report_of(folder: str | Path, was_trained: bool = True) -> str:

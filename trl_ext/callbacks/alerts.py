@@ -99,7 +99,6 @@ class WandbSink:
 
     def send(self, alert: Alert) -> None:
         """Send the alert."""
-
         import wandb
 
         if wandb.run is not None:
@@ -119,6 +118,7 @@ class TensorBoardSink:
         self.args = args
 
     def send(self, alert: Alert) -> None:
+        """Write the alert."""
         with tensorboard_writer(self.args) as writer:
             writer.add_text(f"alerts/{alert.monitor}", str(alert), alert.step)
 
@@ -127,6 +127,7 @@ class TrackioSink:
     """Sends alerts to the open Trackio run by `trackio.alert`, if there is one."""
 
     def send(self, alert: Alert) -> None:
+        """Send the alert."""
         import trackio
 
         if trackio_is_open():

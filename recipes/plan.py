@@ -1,6 +1,6 @@
 """Say what a run takes before it is started: memory per GPU and role, time, batches, disk; and what will not work.
 
-    python -m recipes.plan --config recipes/qwen2.5-0.5b/ppo.yaml --accelerate accelerate_configs/single_gpu.yaml
+    trl-ext plan --config qwen2.5-0.5b/ppo --accelerate_config single_gpu
 
 Further flags override the recipe's file, as in the recipe itself. No weights are loaded and nothing is allocated: the
 passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is followed
@@ -21,7 +21,6 @@ import yaml
 from transformers import AutoConfig, AutoTokenizer
 from trl import RewardConfig, SFTConfig, get_peft_config
 
-from recipes import dpo, ppo, reward, sft
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.arguments import ClassifierArguments, ModelArguments
 from trl_ext.model_names import check_model, is_cached
@@ -38,6 +37,9 @@ from trl_ext.planning import (
     known_to_go_wrong,
     plan,
 )
+from trl_ext.shipped import accelerate_file, config_file, find
+
+from . import dpo, ppo, reward, sft
 
 ARGUMENTS: dict[str, tuple[type, type, type]] = {
     "sft": (sft.SFTScriptArguments, SFTConfig, ModelArguments),
@@ -45,14 +47,16 @@ ARGUMENTS: dict[str, tuple[type, type, type]] = {
     "ppo": (ppo.PPOScriptArguments, PPOConfig, ModelArguments),
     "dpo": (dpo.DPOScriptArguments, DPOConfig, ModelArguments),
 }
-PROG = "python -m recipes.plan"
+PROG = "trl-ext plan"
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(PROG, description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--config", required=True, help="A recipe's YAML.")
-    parser.add_argument("--accelerate", help="accelerate's YAML; one process on one GPU if unset.")
+    parser.add_argument("--config", required=True, help="A recipe's YAML: a file, or the name of one that ships.")
+    parser.add_argument(
+        *("--accelerate_config", "--accelerate"), help="accelerate's YAML, the same; one process on one GPU if unset."
+    )
     parser.add_argument("--stage", choices=tuple(ARGUMENTS), help="If the file's name does not begin so.")
     parser.add_argument(
         "--prompt_length", type=int, help="Tokens of a prompt; if unset measured, else the recipe's, or 512."
@@ -123,7 +127,7 @@ def make_job(
 
 def local_split(name: str, split: str) -> Any:
     """The split, or None if the data is not on this machine."""
-    return load_dataset_split(name, split, columns=()) if Path(name).exists() else None
+    return load_dataset_split(name, split, columns=()) if find(name).exists() else None
 
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
@@ -265,20 +269,22 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     if stage is None:
         parser.error(f"{options.config} does not begin by sft, reward, ppo or dpo: give `--stage`")
     with parser.one_line_errors():
-        layout = Layout.read(options.accelerate) if options.accelerate else Layout()
+        file = config_file("--config", options.config)
+        name = options.accelerate_config
+        layout = Layout.read(accelerate_file("--accelerate_config", name)) if name else Layout()
     script_arguments, config, model_arguments = ARGUMENTS[stage]
     planned = type(config.__name__, (config,), {"world_size": layout.processes})  # as where it will run
     parser = StrictTrlParser((script_arguments, planned, model_arguments), prog=PROG)
     # The machine that plans need not have the GPU that runs
     on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
-    script_args, args, model_args = parser.parse_args_and_config(["--config", options.config, *on_gpu, *flags])
+    script_args, args, model_args = parser.parse_args_and_config(["--config", str(file), *on_gpu, *flags])
     for name in ("prompt_length", "gpu_memory", "mfu", "bandwidth_use"):
         if (value := getattr(options, name)) is not None and not value > 0:
             parser.error(f"`--{name}` must be more than 0, got {value}")
     for name in ("mfu", "bandwidth_use"):
         if (value := getattr(options, name)) > 1:
             parser.error(f"`--{name}` is a part of what the GPU can do, so at most 1, got {value}")
-    folder = Path(options.config).parent
+    folder = file.parent
 
     def load(name: str) -> Any:
         if load_config is not None:

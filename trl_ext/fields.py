@@ -1,9 +1,11 @@
-"""The fields of a dataclass by name, read from its source: to import those of transformers takes seconds."""
+"""The fields of a dataclass, and a script's flags, read from their source: to import transformers takes seconds."""
 
 import ast
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+
+from .shipped import root
 
 
 def field_names(path: str) -> set[str] | None:
@@ -13,6 +15,31 @@ def field_names(path: str) -> set[str] | None:
         return _fields(module, name)
     except (LookupError, OSError, SyntaxError):
         return None
+
+
+def parsed_names(module: str) -> set[str] | None:
+    """Return the fields of all dataclasses that a script gives its `StrictTrlParser`; None if one is not found."""
+    calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
+    kinds = next(call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser")
+    paths = [
+        kind.value if isinstance(kind, ast.Constant) else f"{module}.{ast.unparse(kind)}"
+        for kind in (kinds.elts if isinstance(kinds, ast.Tuple) else [kinds])
+    ]
+    found = [field_names(str(path)) for path in paths]
+    return None if None in found else set().union(*filter(None, found))
+
+
+def option_names(module: str) -> set[str]:
+    """Return the names of the flags that a module adds to an `argparse` parser."""
+    calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
+    values = [arg.value for call in calls if ast.unparse(call.func).endswith("add_argument") for arg in call.args
+              if isinstance(arg, ast.Constant)]  # fmt: skip
+    return {str(value)[2:].replace("-", "_") for value in values if str(value).startswith("--")}
+
+
+def docstring(module: str) -> str:
+    """Return the docstring of a module."""
+    return ast.get_docstring(_tree(module)) or ""
 
 
 def _fields(module: str, name: str) -> set[str]:
@@ -49,6 +76,8 @@ def _absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 def _file(module: str) -> Path:
+    if module.startswith("trl_ext.recipes."):  # a clone has them beside the package
+        return root().joinpath(*module.split(".")[1:]).with_suffix(".py")
     package, *rest = module.split(".")
     spec = find_spec(package)  # of the package alone: find_spec imports the packages above a module
     if spec is None or spec.origin is None:

@@ -18,8 +18,9 @@ import yaml
 from trl import TrlParser
 
 from .fields import field_names
-from .nearest import did_you_mean, near_path
+from .nearest import did_you_mean
 from .redaction import redacted
+from .shipped import config_file
 
 _WRONG_INPUT = (ValueError, OSError, ImportError, yaml.YAMLError, argparse.ArgumentError)
 
@@ -50,6 +51,7 @@ class StrictTrlParser(TrlParser):
     ) -> None:
         several = isinstance(dataclass_types, Iterable) and not isinstance(dataclass_types, str)
         self._given = list(dataclass_types) if several else [dataclass_types] if dataclass_types else []
+        kwargs.setdefault("prog", Path(sys.argv[0]).name)  # Python 3.14 would say `python -m trl_ext`
         self._kwargs = {"allow_abbrev": False, "description": without_arguments, **kwargs}
         self.without_arguments = without_arguments
         self._check = check
@@ -248,12 +250,7 @@ class StrictTrlParser(TrlParser):
 
 def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
     """The file's nodes, which keep what is written, and its values, each by name; its `env` is set."""
-    if Path(path).is_dir() or not Path(path).exists():
-        nearest = near_path(path)
-        raise FileNotFoundError(
-            f"--config {path}: there is no such file{nearest}; the working directory is {Path.cwd()}"
-        )
-    with open(path, encoding="utf-8") as file:
+    with open(config_file("--config", path), encoding="utf-8") as file:
         try:
             loader = _NoRepeatedKeys(file)
             root = loader.get_single_node()

@@ -15,14 +15,20 @@ from .contract import attribute_changes, find, function_change, method_change, n
 TESTED = {"trl": "1.16.0", "transformers": "5.23.0", "peft": "0.21.2", "accelerate": "1.15.0"}
 
 NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> what we pass, see `function_change`
+    "accelerate.commands.launch": {"launch_command_parser": ""},
     "peft.tuners.tuners_utils": {"BaseTunerLayer": None},
     "peft.utils": {"AuxiliaryTrainingWrapper": None},
+    "torch.distributed.elastic.multiprocessing.api": {"SignalException": None},
     "transformers.integrations": {"is_deepspeed_zero3_enabled": ""},
     "transformers.modeling_utils": {"set_zero3_state": ""},
     "transformers.trainer_utils": {
         "rotate_checkpoints": "output_dir=, save_total_limit=, best_model_checkpoint=, use_mtime=",
     },
     "transformers.utils": {"find_adapter_config_file": "model_id"},
+    "trl.cli.accelerate_config": {"resolve_accelerate_config_argument": "launch_args"},
+    "trl.cli.accelerate_launcher": {
+        "launch_training_script": "script_name, launch_args, training_script_args, launch_parser_fn=",
+    },
     "trl.data_utils": {"is_conversational": "example"},
     "trl.import_utils": {"is_vllm_available": ""},
     "trl.models": {

@@ -1,6 +1,6 @@
 """The whole pipeline, and the hack, offline in minutes: SFT → reward model → PPO with and without guard rails.
 
-    python -m recipes.demo.run --seed 0
+    trl-ext demo --seed 0
 
 A customer-support desk made of a small grammar (world.py) stands for the world, so the true quality of an answer, its
 gold score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
@@ -73,7 +73,7 @@ def run(args: stages.DemoArguments) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(RunArguments, prog="python -m recipes.demo.run", description=__doc__)
+    parser = StrictTrlParser(RunArguments, prog="trl-ext demo", description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     start = time.time()
     stages.use_one_thread()
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"\n{summary}\n\nReport: {args.folder / 'report.md'} ({time.time() - start:.0f} s); of each stage: report.html"
     )
     flags = "--prompt 'hello , my lamp gets too hot . what can i do . <agent>' --max_new_tokens 48"
-    print(f"Next: python recipes/generate.py --model_name_or_path {args.folder / 'guarded'} {flags}")
+    print(f"Next: trl-ext generate --model_name_or_path {args.folder / 'guarded'} {flags}")
 
 
 def _disk_error(error: Exception, folder: Path) -> str | None:

@@ -16,9 +16,9 @@ import torch
 import yaml
 from accelerate import PartialState
 
-from recipes import online_dpo, ppo, reward, sft
 from trl_ext.checkpoints import differences
 
+from .. import online_dpo, ppo, reward, sft
 from .model import make_model, make_tokenizer
 from .world import make_world
 

@@ -1,17 +1,16 @@
 """The runbook's sections within a page, so that an alert's link works wherever the page is taken."""
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from ..callbacks.alerts import RUNBOOK
+from ..shipped import root
 from .markup import prose, text
 
 
 def sections() -> dict[str, list[str]]:
-    """Lines of each section of the runbook; none where the package was installed without the documentation."""
-    path = Path(__file__).parents[2] / RUNBOOK
-    parts = path.read_text(encoding="utf-8").split("\n## ")[1:] if path.is_file() else []
+    """Lines of each section of the runbook."""
+    parts = (root() / RUNBOOK).read_text(encoding="utf-8").split("\n## ")[1:]
     return {part.splitlines()[0].strip(): part.splitlines()[1:] for part in parts}
 
 

@@ -10,6 +10,7 @@ from datasets import Dataset, DatasetDict, ReadInstruction, load_dataset, load_f
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
 from ..nearest import near_path
+from ..shipped import find
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -28,7 +29,8 @@ def load_dataset_split(
 
     Args:
         name: a `.jsonl`, `.json`, `.parquet` or `.csv` file; a folder of such files; a folder written by
-            `save_to_disk`; or else a dataset on the Hugging Face hub.
+            `save_to_disk`; one that ships, such as `recipes/tinystories/prompts`; or else a dataset on the Hugging
+            Face hub.
         split: name of the split, or a part of it, such as `train[:50%]` or `train[1000:]`.
         config: configuration of a hub dataset (`name` in `datasets.load_dataset`).
         columns: columns that must be there, such as `("prompt", "chosen", "rejected")`.
@@ -37,7 +39,7 @@ def load_dataset_split(
         FileNotFoundError: nothing there, neither locally nor on the hub.
         ValueError: an unknown file type, split or column; the message lists those that exist.
     """
-    splits = _load_splits(Path(name).expanduser(), str(name), config)
+    splits = _load_splits(find(name), str(name), config)
     whole, _, part = split.partition("[")
     if whole not in splits:
         raise ValueError(f"dataset {str(name)!r} has no split {whole!r}; it has {', '.join(map(repr, splits))}")

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from ..shipped import find
+
 
 def load_reward(path: str) -> Callable:
     """
     Import a reward function from `path/to/file.py:function` or `package.module.function`. Paths are relative to the
-    working directory; of a package that is not installed, the module is looked for there as a file, too.
+    working directory, or name what ships: `recipes/demo/world.py`. Of a package that is not installed, the module is
+    looked for as a file, too.
 
     Raises:
         ImportError: no such file, module or function.
@@ -36,11 +39,11 @@ def load_reward(path: str) -> Callable:
 
 def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
-        return _module_of_file(Path(place))
+        return _module_of_file(find(place))
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError:
-        file = Path(*place.split(".")).with_suffix(".py")
+        file = find(Path(*place.split(".")).with_suffix(".py"))
         if not file.is_file():
             raise
         return _module_of_file(file)

@@ -64,8 +64,8 @@ def usage() -> str:
     lines += ["", "Tools:", *(f"  {name:<12}{what}" for name, what in TOOLS.items()), ""]
     lines += [
         "`trl-ext COMMAND --help` has a command's flags. --config takes a file or a recipe that ships, such as",
-        "tinystories/ppo, --accelerate_config a file or a configuration that ships, such as fsdp2, and flags of",
-        "`accelerate launch` are passed on to it: trl-ext ppo --config FILE --accelerate_config fsdp2 --num_processes 4",
+        "tinystories/ppo; --accelerate_config a file or a configuration that ships, such as fsdp2. Flags of",
+        "`accelerate launch` are passed on: trl-ext ppo --config FILE --accelerate_config fsdp2 --num_processes 4",
     ]
     return "\n".join(lines)
 
@@ -95,6 +95,8 @@ def start(name: str, arguments: list[str]) -> int:
         file, launch_flags, flags = split(arguments, parsed_names(module), option_names("accelerate.commands.launch"))
         settings = launch_file(file, launch_flags) if file else several(launch_flags, {})
         return _launch(name, [*settings, *launch_flags], flags)
+    except KeyboardInterrupt:  # before there was a process to say it
+        return _INTERRUPTED
     except (ValueError, OSError, ImportError, AssertionError, argparse.ArgumentError) as error:
         is_deepspeed = isinstance(error, ImportError) and "deepspeed" in str(error).lower()
         return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_deepspeed else str(error))
@@ -173,14 +175,18 @@ def several(flags: list[str], config: dict[str, Any]) -> list[str]:
 
 
 def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
+    import torch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from ..upstream import SignalException, launch_command_parser, launch_training_script
 
     parser, script = launch_command_parser(), str(Path(__file__).with_name("process.py"))
     parser.exit_on_error = False
-    if (taken := parser.parse_args([*launch_flags, script]).training_script) != script:
+    parsed = parser.parse_args([*launch_flags, script])
+    if (taken := parsed.training_script) != script:
         raise ValueError(f"stray value {taken!r}: a flag of `accelerate launch` before it takes fewer values")
+    if parsed.multi_gpu and not torch.accelerator.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one
     # It lists the defaults that it takes, which is no news
     logging.getLogger("accelerate.commands.launch").addFilter(
         lambda record: "not passed to" not in record.getMessage()

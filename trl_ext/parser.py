@@ -19,6 +19,7 @@ from trl import TrlParser
 
 from .fields import field_names
 from .nearest import did_you_mean
+from .packages import check_packages
 from .redaction import redacted
 from .shipped import config_file
 
@@ -38,7 +39,8 @@ class StrictTrlParser(TrlParser):
             is better named, `"trl_ext.PPOConfig"`: a mistyped name is then refused at once.
         without_arguments: what to print if there is no argument at all; if unset, the fields' defaults are taken.
         check: called with those dataclasses that are not named, in their order, before the named ones are imported;
-            what it raises of a wrong input is such an error, too.
+            what it raises of a wrong input is such an error, too. A script with a check is about to run, so packages
+            and logins that its settings need are looked for, too.
         **kwargs: passed to `argparse.ArgumentParser`.
     """
 
@@ -93,7 +95,11 @@ class StrictTrlParser(TrlParser):
             if self._check or any(isinstance(kind, str) for kind in self._given):
                 self._check_early(nodes, config, args)
                 self._take(self._imported())
-            return self.parse_args_into_dataclasses([*self._flags(nodes, config), *args], look_for_args_file=False)
+            flags = [*self._flags(nodes, config), *args]
+            parsed = self.parse_args_into_dataclasses(flags, look_for_args_file=False)
+            if self._check:
+                check_packages(*parsed)
+        return parsed
 
     def _imported(self) -> list[type]:
         return [

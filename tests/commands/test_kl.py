@@ -114,7 +114,7 @@ def test_mistakes_are_answered_in_one_line(subtests, folders, capsys):
             with pytest.raises(SystemExit, match="2"):
                 main([str(folders / "without template"), str(folders / "b"), *arguments])
             *_, error = capsys.readouterr().err.splitlines()  # before it, the progress of loading
-            assert error.startswith("python -m trl_ext.commands.kl: error: ") and message in error
+            assert error.startswith("trl-ext kl: error: ") and message in error
     with pytest.raises(SystemExit, match="2"):
         main([str(folders / "a"), str(folders / "c"), "--prompts", str(folders / "prompts.txt")])
     assert f"`B` {folders}/c: there is no such folder" in capsys.readouterr().err

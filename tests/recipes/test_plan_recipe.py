@@ -163,4 +163,4 @@ def test_a_shipped_file_says_what_is_computed_for_it(subtests, capsys, monkeypat
 def test_without_arguments_it_says_how_to_run_it(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "python -m recipes.plan --config" in capsys.readouterr().err
+    assert "trl-ext plan --config" in capsys.readouterr().err

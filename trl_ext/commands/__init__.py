@@ -1,4 +1,4 @@
-"""What is run with `python -m`; `record_run`, `report_of`, `write_report` and `next_answer` are for scripts, too."""
+"""What `trl-ext` runs; `record_run`, `report_of`, `write_report` and `next_answer` are for scripts, too."""
 
 from typing import Any
 

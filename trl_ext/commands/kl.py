@@ -1,6 +1,6 @@
 """KL(A ‖ B) between two checkpoints, estimated on answers that A samples.
 
-    python -m trl_ext.commands.kl A B --prompts prompts.jsonl
+    trl-ext kl A B --prompts prompts.jsonl
 
 A and B are folders or hub names of causal language models, or of PEFT adapters; prompts are a text file with one a
 line, or a data set with the column `prompt`, text or messages. KL is summed over a response, in nats: what
@@ -89,7 +89,7 @@ def load_model(name: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m trl_ext.commands.kl", description="KL(A ‖ B) between two checkpoints.")
+    parser = argparse.ArgumentParser("trl-ext kl", description="KL(A ‖ B) between two checkpoints.")
     parser.add_argument("a", metavar="A", help="the policy: answers are sampled from it")
     parser.add_argument("b", metavar="B", help="the reference")
     parser.add_argument("--prompts", required=True, help="a .txt file, one a line, or a data set with `prompt`")

@@ -1,0 +1,59 @@
+"""Packages that only some settings need: what for, how to get them, and whether a run has those that it needs."""
+
+from importlib.util import find_spec
+from typing import Any
+
+OPTIONAL = {  # package -> what needs it, and what pip installs
+    "deepspeed": ("ZeRO, `--accelerate_config zero2` or `zero3`", "'trl-ext[deepspeed]'"),
+    "vllm": ("generation by vLLM, `use_vllm: true`", "'trl-ext[vllm]'"),
+    "bitsandbytes": ("quantised bases and 8-bit optimizers, `load_in_4bit: true`", "bitsandbytes"),
+    "wandb": ("`report_to: wandb`", "wandb"),
+    "tensorboard": ("`report_to: tensorboard`", "tensorboard"),
+    "trackio": ("`report_to: trackio`", "trackio"),
+    "matplotlib": ("curves in reports, `MonitoringPlotCallback`", "matplotlib"),
+    "prometheus_client": ("`PrometheusCallback`", "'trl-ext[prometheus]'"),
+}
+# transformers' names of trackers that are the package's name, too
+_TRACKERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio"}
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported; it is not."""
+    if package == "tensorboard" and find_spec("tensorboardX"):
+        return True
+    return find_spec(package) is not None
+
+
+def check_packages(*settings: Any) -> None:
+    """
+    Refuse settings, dataclasses of a run, that need a package which is not installed, or a login.
+
+    Raises:
+        ImportError: a package is missing; the message has the command that installs it.
+        ValueError: W&B has no key.
+    """
+    for each in settings:
+        if getattr(each, "use_vllm", False):
+            _need("vllm", "`use_vllm`")
+        if getattr(each, "load_in_4bit", False) or getattr(each, "load_in_8bit", False):
+            _need("bitsandbytes", "a quantised base (`load_in_4bit`, `load_in_8bit`)")
+        for tracker in {*(getattr(each, "report_to", None) or ())} & {*_TRACKERS, "wandb"}:
+            _need(tracker, f"`report_to` {tracker}", f", or give `--report_to none` instead of {tracker}")
+            if tracker == "wandb" and not has_wandb_login():
+                raise ValueError(
+                    "`report_to` wandb needs a login: run `wandb login`, or set WANDB_MODE=offline, or give "
+                    "`--report_to none`"
+                )
+
+
+def has_wandb_login() -> bool:
+    """Return whether W&B has a key, or is told to do without: in its settings, or by WANDB_MODE."""
+    import wandb
+
+    return wandb.setup().settings.mode in ("offline", "disabled", "dryrun") or wandb.login(prompt=False)
+
+
+def _need(package: str, what: str, otherwise: str = "") -> None:
+    if not is_installed(package):
+        install = OPTIONAL[package][1] if package in OPTIONAL else package
+        raise ImportError(f"{what} needs {package}, which is not installed: `pip install {install}`{otherwise}")

@@ -13,6 +13,20 @@ def test_import_is_light():
     assert completed.stdout.strip() == ""
 
 
+def test_what_only_some_runs_need_is_imported_where_it_is_used():
+    """TRL itself imports wandb, bitsandbytes and rich where they are installed, and goes without them otherwise."""
+    code = """
+import sys
+sys.modules |= dict.fromkeys(["wandb", "bitsandbytes", "rich"])
+import trl_ext, trl_ext.callbacks, trl_ext.commands.report, trl_ext.rewards
+[getattr(package, name) for package in (trl_ext, trl_ext.callbacks, trl_ext.rewards) for name in package.__all__]
+print(*{"matplotlib", "deepspeed", "prometheus_client", "vllm", "tensorboard"} & set(sys.modules), "are imported")
+"""
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1].strip() == "are imported"
+
+
 def test_public_name_resolves(subtests):
     for name in [*trl_ext.__all__, "__version__"]:
         with subtests.test(name=name):

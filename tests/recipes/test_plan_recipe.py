@@ -85,7 +85,7 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
         ("ppo", ["--accelerate", "{folder}/zero3.yaml", "--max_approx_kl", "0.1"], "this cannot work: `critic_warmup"),
         ("ppo", ["--kl_coef", "-1"], "`kl_coef` must be finite and >= 0, got -1.0"),
         ("ppo", ["--kl_coeff", "1"], "unknown flag '--kl_coeff'; did you mean --kl_coef"),
-        ("ppo", ["--accelerate", "{folder}/absent.yaml"], "is no accelerate configuration"),
+        ("ppo", ["--accelerate", "{folder}/absent.yaml"], "absent.yaml: there is no such file"),
         ("sft", ["--dataset_name", "{folder}/wrong.jsonl"], "has the columns ['question'], but needs 'messages', or"),
         ("reward", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'chosen' and 'rejected'"),
         ("ppo", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt' or 'input_ids'"),

@@ -104,9 +104,8 @@ def test_its_head_has_purpose_hardware_memory_and_a_launch_line_that_fits(subtes
                 assert sum(line.startswith(f"{name}: ") for line in header) == 1, f"{path} lacks {name}"
             launch = " ".join(line.rstrip("\\ ") for line in header)
             stage = stage_of(path)
-            accelerate = f"accelerate_configs/{accelerate_of(path)}.yaml"
-            assert f"accelerate launch --config_file {accelerate} recipes/{stage}.py --config " in launch
-            assert launch.endswith(f"--config {path.relative_to(ROOT)}")
+            name = path.relative_to(ROOT / "recipes").with_suffix("")
+            assert launch.endswith(f"trl-ext {stage} --accelerate_config {accelerate_of(path)} --config {name}")
 
 
 # ---- Two steps ----

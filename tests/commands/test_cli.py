@@ -139,6 +139,14 @@ def test_several_processes_are_asked_for(subtests):
             assert several(flags.split(), config) == expected
 
 
+def test_the_users_own_configuration_of_accelerate_counts(elsewhere, monkeypatch):
+    own = elsewhere / "default_config.yaml"
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(own))
+    assert several(["--num_processes", "2"]) == ["--multi_gpu"]
+    own.write_text("distributed_type: FSDP\n")
+    assert several(["--num_processes", "2"]) == []
+
+
 # ---- What ships ----
 
 

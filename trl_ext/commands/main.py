@@ -93,11 +93,11 @@ def start(name: str, arguments: list[str]) -> int:
         return 2
     try:
         file, launch_flags, flags = split(arguments, parsed_names(module), option_names("accelerate.commands.launch"))
-        settings = launch_file(file, launch_flags) if file else several(launch_flags, {})
+        settings = launch_file(file, launch_flags) if file else several(launch_flags)
         return _launch(name, [*settings, *launch_flags], flags)
     except KeyboardInterrupt:  # before there was a process to say it
         return _INTERRUPTED
-    except (ValueError, OSError, ImportError, AssertionError, argparse.ArgumentError) as error:
+    except (ValueError, OSError, ImportError, LookupError, AssertionError, argparse.ArgumentError) as error:
         is_deepspeed = isinstance(error, ImportError) and "deepspeed" in str(error).lower()
         return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_deepspeed else str(error))
 
@@ -146,12 +146,7 @@ def split(
 
 def launch_file(file: Path, flags: list[str]) -> list[str]:
     """The flags that make accelerate read `file`, wherever the file of DeepSpeed that it names lies."""
-    import yaml
-
-    words = ["--config_file", str(file)]
-    config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    if not isinstance(config, dict):
-        raise ValueError(f"--accelerate_config {file} is no mapping of names to values")
+    words, config = ["--config_file", str(file)], _read(file)
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
         if not find(named).is_file():
@@ -160,18 +155,42 @@ def launch_file(file: Path, flags: list[str]) -> list[str]:
     return [*words, *several(flags, config)]
 
 
-def several(flags: list[str], config: dict[str, Any]) -> list[str]:
-    """`--multi_gpu` where it needs saying: without it accelerate starts one process, whatever `--num_processes` is."""
+def several(flags: list[str], config: dict[str, Any] | None = None) -> list[str]:
+    """
+    Return `--multi_gpu` where it needs saying: else accelerate starts one process, whatever `--num_processes` is.
+
+    Args:
+        flags: of accelerate.
+        config: what its configuration says; if None, that is the user's own, which `accelerate config` writes.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
     asked = parser.parse_known_args(flags)[0].num_processes
-    if asked < 2 or config.get("distributed_type") not in (None, False, "NO"):
+    if asked < 2:
+        return []
+    if config is None:
+        from accelerate.commands.config.config_args import default_config_file
+
+        config = _read(Path(default_config_file)) if Path(default_config_file).is_file() else {}
+    if config.get("distributed_type") not in (None, False, "NO"):
         return []
     given = {flag.partition("=")[0].replace("-", "_") for flag in flags}
     if "__cpu" in given:
         raise ValueError(f"`--cpu` starts one process, not {asked}: leave it out, and give `--use_cpu true`")
     ways = {"__multi_gpu", "__tpu", "__use_deepspeed", "__use_fsdp", "__use_megatron_lm", "__mpirun_hostfile"}
     return [] if ways & given else ["--multi_gpu"]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is no YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is no mapping of names to values")
+    return config
 
 
 def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
@@ -192,7 +211,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
         lambda record: "not passed to" not in record.getMessage()
     )
     # Ctrl-C reaches the training process, too, which says so and ends; it is waited for
-    signal.signal(signal.SIGINT, lambda *_: None)
+    before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         launch_training_script(script, launch_flags, [name, *flags], launch_parser_fn=lambda: parser)
     except subprocess.CalledProcessError as error:
@@ -202,6 +221,8 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
         return code if code >= 0 else 128 - code
     except SignalException:
         return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
     return 0
 
 

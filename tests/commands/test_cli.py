@@ -15,6 +15,7 @@ import trl_ext
 from recipes import dpo, online_dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
+from trl_ext.callbacks import load_monitors
 from trl_ext.commands.main import TOOLS, TRAINING, launch_file, main, several, split
 from trl_ext.fields import option_names, parsed_names
 from trl_ext.packages import check_packages
@@ -211,6 +212,17 @@ def test_missing_package_or_login_is_one_sentence(subtests, monkeypatch):
             ValueError, match="run `wandb login`, or set WANDB_MODE=offline, or give `--report_to none`"
         ):
             check_packages(settings(report_to=["wandb"]))
+
+
+def test_monitor_whose_package_is_missing(subtests, monkeypatch):
+    for package, monitor in [
+        ("prometheus_client", "PrometheusCallback(textfile='metrics.prom')"),
+        ("matplotlib", "MonitoringPlotCallback"),
+    ]:
+        with subtests.test(package=package), monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(ValueError, match=r"needs.*pip install"):
+                load_monitors([monitor])
 
 
 def test_deepspeed_that_is_not_installed(monkeypatch, capsys, elsewhere):

@@ -300,3 +300,24 @@ def test_help_describes_ours_and_names_the_rest(capsys):
     names = {f.name for f in fields(PPOConfig)}
     assert all(f"  --{name} " in everything for name in names)
     assert [line.split()[0] for line in help_of("kl_t").splitlines() if line.startswith("  --")] == ["--kl_target"]
+
+
+@dataclass
+class Reported:
+    report_to: list[str] | None = None
+
+
+def test_script_that_is_about_to_run_is_refused_what_is_not_installed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    words = ["--report_to", "trackio"]
+    assert StrictTrlParser(Reported).parse_args_and_config(words)[0].report_to == ["trackio"]
+    with pytest.raises(SystemExit):
+        StrictTrlParser(Reported, prog="prog", check=lambda reported: None).parse_args_and_config(words)
+    assert capsys.readouterr().err.startswith("prog: error: `report_to` trackio needs trackio, which is not installed")
+
+
+def test_config_may_be_the_name_of_one_that_ships(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        StrictTrlParser(Reported, prog="prog").parse_args_and_config(["--config", "tinystories/ppo"])
+    assert "unknown key 'dataset_name' in the configuration file" in capsys.readouterr().err

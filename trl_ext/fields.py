@@ -20,21 +20,19 @@ def field_names(path: str) -> set[str] | None:
 def parsed_names(module: str) -> set[str] | None:
     """Return the fields of all dataclasses that a script gives its `StrictTrlParser`; None if one is not found."""
     calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
-    kinds = next(call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser")
-    paths = [
-        kind.value if isinstance(kind, ast.Constant) else f"{module}.{ast.unparse(kind)}"
-        for kind in (kinds.elts if isinstance(kinds, ast.Tuple) else [kinds])
-    ]
+    given = [call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser"]
+    kinds = [kind for node in given[:1] for kind in (node.elts if isinstance(node, ast.Tuple) else [node])]
+    paths = [kind.value if isinstance(kind, ast.Constant) else f"{module}.{ast.unparse(kind)}" for kind in kinds]
     found = [field_names(str(path)) for path in paths]
-    return None if None in found else set().union(*filter(None, found))
+    return None if None in found else set().union(*filter(None, found)) or None
 
 
 def option_names(module: str) -> set[str]:
     """Return the names of the flags that a module adds to an `argparse` parser."""
     calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
-    values = [arg.value for call in calls if ast.unparse(call.func).endswith("add_argument") for arg in call.args
-              if isinstance(arg, ast.Constant)]  # fmt: skip
-    return {str(value)[2:].replace("-", "_") for value in values if str(value).startswith("--")}
+    words = (arg for call in calls if ast.unparse(call.func).endswith("add_argument") for arg in call.args)
+    flags = (str(word.value) for word in words if isinstance(word, ast.Constant))
+    return {flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")}
 
 
 def docstring(module: str) -> str:

@@ -26,15 +26,14 @@ def is_installed(package: str) -> bool:
 
 def check_packages(*settings: Any) -> None:
     """
-    Refuse settings, dataclasses of a run, that need a package which is not installed, or a login.
+    Refuse settings, dataclasses of a run, that need a package which is not installed, or a login. (vLLM and DeepSpeed
+    are asked for where they are used.)
 
     Raises:
         ImportError: a package is missing; the message has the command that installs it.
         ValueError: W&B has no key.
     """
     for each in settings:
-        if getattr(each, "use_vllm", False):
-            _need("vllm", "`use_vllm`")
         if getattr(each, "load_in_4bit", False) or getattr(each, "load_in_8bit", False):
             _need("bitsandbytes", "a quantised base (`load_in_4bit`, `load_in_8bit`)")
         for tracker in {*(getattr(each, "report_to", None) or ())} & {*_TRACKERS, "wandb"}:

@@ -196,7 +196,6 @@ def test_missing_package_or_login_is_one_sentence(subtests, monkeypatch):
         return type("Settings", (), given)()
 
     for package, given, message in [
-        ("vllm", {"use_vllm": True}, "`use_vllm` needs vllm, which is not installed: `pip install 'trl-ext[vllm]'`"),
         ("bitsandbytes", {"load_in_4bit": True}, "needs bitsandbytes, which is not installed: `pip install bitsa"),
         ("wandb", {"report_to": ["wandb"]}, "`pip install wandb`, or give `--report_to none` instead of wandb"),
         ("trackio", {"report_to": ["trackio"]}, "`pip install trackio`, or"),
@@ -205,7 +204,7 @@ def test_missing_package_or_login_is_one_sentence(subtests, monkeypatch):
             patch.setitem(sys.modules, package, None)
             with pytest.raises(ImportError, match=re.escape(message)):
                 check_packages(settings(**given))
-    check_packages(settings(use_vllm=False, report_to=[]), settings())
+    check_packages(settings(load_in_4bit=False, report_to=[]), settings())
     with monkeypatch.context() as patch:
         patch.setattr("trl_ext.packages.has_wandb_login", lambda: False)
         with pytest.raises(

@@ -13,6 +13,7 @@ from trl_ext import StrictTrlParser
 from trl_ext.arguments import HeldOutArguments, ModelArguments
 from trl_ext.model_names import check_model
 from trl_ext.output_dir import check_output_dir, is_evaluated
+from trl_ext.terminal import late_bars, quiet
 
 
 @dataclass
@@ -35,12 +36,15 @@ def check_models(script_args: DPOScriptArguments, model_args: ModelArguments) ->
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
+    quiet()
     parser = StrictTrlParser(
         (DPOScriptArguments, "trl_ext.DPOConfig", ModelArguments), without_arguments=__doc__, check=check_models
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
+
+    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     from transformers import AutoModelForCausalLM
@@ -104,8 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
     trainer.accelerator.print(
-        f"Policy: {training_args.output_dir}{outcome}. {report}; next: "
-        f"{next_answer(training_args.output_dir, train_dataset)}"
+        f"Model: {training_args.output_dir}{outcome}\n"
+        f"{report}; next: {next_answer(training_args.output_dir, train_dataset)}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

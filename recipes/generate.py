@@ -17,6 +17,7 @@ from typing import Any, Literal
 from trl_ext import StrictTrlParser
 from trl_ext.model_names import check_model
 from trl_ext.output_dir import check_output_dir
+from trl_ext.terminal import late_bars, quiet
 
 
 @dataclass
@@ -89,6 +90,7 @@ def load_prompts(args: GenerateArguments) -> list[Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
+    quiet()
     parser = StrictTrlParser(GenerateArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
@@ -96,6 +98,8 @@ def main(arguments: list[str] | None = None) -> None:
         if args.output_file:
             check_output_dir(Path(args.output_file).parent)
         prompts = load_prompts(args)
+
+    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import split_pair
+from trl_ext.terminal import late_bars, quiet
 
 
 @dataclass
@@ -37,8 +38,10 @@ def is_for_sft(prompt: list[dict[str, str]]) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    quiet()
     parser = StrictTrlParser(HHArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
+    late_bars()
     for split in ("train", "test"):
         with parser.one_line_errors():
             rows = load_dataset_split(args.dataset_name, split, columns=("chosen", "rejected"))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from trl_ext import StrictTrlParser
 from trl_ext.model_names import check_model
 from trl_ext.output_dir import check_output_dir
+from trl_ext.terminal import late_bars, quiet
 
 
 @dataclass
@@ -81,6 +82,7 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
+    quiet()
     parser = StrictTrlParser(MergeArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
@@ -88,6 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
         check_model("base_model", args.base_model)
         if args.base_model is None:  # else the adapter may name one that is elsewhere
             check_model("adapter", args.adapter)
+
+    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch

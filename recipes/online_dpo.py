@@ -21,6 +21,7 @@ from trl_ext import StrictTrlParser
 from trl_ext.arguments import ModelArguments, PromptArguments
 from trl_ext.model_names import check_model
 from trl_ext.output_dir import check_output_dir
+from trl_ext.terminal import late_bars, quiet
 
 
 @dataclass
@@ -153,6 +154,7 @@ def check_models(script_args: OnlineDPOScriptArguments, model_args: ModelArgumen
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
+    quiet()
     parser = StrictTrlParser(
         (OnlineDPOScriptArguments, "trl_ext.DPOConfig", ModelArguments),
         without_arguments=__doc__,
@@ -167,6 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("`eval_strategy` is not supported here: leave it unset, each round is evaluated at its end")
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir)
+
+    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch
@@ -322,7 +326,7 @@ def main(arguments: list[str] | None = None) -> None:
         processes.print(f"Round {number}: {history[-1]['held_out']}")
     if processes.is_main_process:
         write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
-    processes.print(f"Policy: {policy}. Report: {output_dir / 'online_dpo.json'}; next: {next_answer(policy, train)}")
+    processes.print(f"Model: {policy}\nReport: {output_dir / 'online_dpo.json'}; next: {next_answer(policy, train)}")
 
 
 if __name__ == "__main__":

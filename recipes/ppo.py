@@ -14,6 +14,7 @@ from trl_ext import StrictTrlParser
 from trl_ext.arguments import HeldOutArguments, ModelArguments, PromptArguments
 from trl_ext.model_names import check_model
 from trl_ext.output_dir import check_output_dir, is_evaluated
+from trl_ext.terminal import late_bars, quiet
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,12 +82,15 @@ def check_models(script_args: PPOScriptArguments, model_args: ModelArguments) ->
 
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
+    quiet()
     parser = StrictTrlParser(
         (PPOScriptArguments, "trl_ext.PPOConfig", ModelArguments), without_arguments=__doc__, check=check_models
     )
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
+
+    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     from transformers import AutoTokenizer
@@ -158,12 +162,11 @@ def main(arguments: list[str] | None = None) -> None:
     trainer.save_model()
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
     trainer.accelerator.print(
-        f"Model, critic/ and all_results.json are in {training_args.output_dir}. {report}; next: "
-        f"{next_answer(training_args.output_dir, train_dataset)}"
+        f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n"
+        f"{report}; next: {next_answer(training_args.output_dir, train_dataset)}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -16,8 +16,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from trl_ext import PPOConfig, PPOTrainer
-from trl_ext.commands import record_run, report_of
+from trl_ext.terminal import late_bars, quiet
 
 COLOURS = "red green blue yellow".split()
 WORDS = "the a cat dog bird sky sea tree sat ran saw is was and near over".split()
@@ -52,6 +51,11 @@ def tiny_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
 
 
 def main() -> None:
+    quiet()  # before the libraries that are imported next
+    late_bars()
+    from trl_ext import PPOConfig, PPOTrainer
+    from trl_ext.commands import record_run, report_of
+
     torch.set_num_threads(1)  # the tensors are tiny: threads would wait for each other longer than they work
     model, tokenizer = tiny_model()
     draw = random.Random(0)
@@ -87,11 +91,11 @@ def main() -> None:
     after = trainer.evaluate()
     trainer.save_model()
     for name in ("eval_objective/scores", "eval_objective/kl"):
-        trainer.accelerator.print(f"{name}: {before[name]:.2f} → {after[name]:.2f}")
+        trainer.accelerator.print(f"{name.removeprefix('eval_objective/')}: {before[name]:.2f} → {after[name]:.2f}")
     output_dir = trainer.args.output_dir
     trainer.accelerator.print(
-        f"Model: {output_dir}. {report_of(output_dir)}; next: "
-        f"python recipes/generate.py --model_name_or_path {output_dir} --prompt 'the bird saw' --max_new_tokens 12"
+        f"Model: {output_dir}\n{report_of(output_dir)}; next: "
+        f"trl-ext generate --model_name_or_path {output_dir} --prompt 'the bird saw' --max_new_tokens 12"
     )
 
 

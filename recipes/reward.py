@@ -10,6 +10,7 @@ checkpoint in `output_dir`.
 
 import json
 import math
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from trl_ext import StrictTrlParser
 from trl_ext.arguments import ClassifierArguments, HeldOutArguments
 from trl_ext.model_names import check_model
 from trl_ext.output_dir import check_output_dir, is_evaluated
+from trl_ext.terminal import late_bars, quiet
 
 
 @dataclass
@@ -45,8 +47,25 @@ def check_models(script_args: RewardScriptArguments, model_args: ClassifierArgum
     check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
 
 
+def next_ppo(output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments) -> str:
+    """The command that trains the reward model's base with PPO on the same prompts, as a shell takes it."""
+    flags = {
+        "model_name_or_path": model_args.model_name_or_path,
+        "reward_model_name_or_path": output_dir,
+        "dataset_name": script_args.dataset_name,
+        "output_dir": f"{output_dir}-ppo",
+        **({"dataset_config": script_args.dataset_config} if script_args.dataset_config else {}),
+        **({"eval_size": script_args.eval_size} if script_args.eval_size else {}),
+        **({"use_peft": "true"} if model_args.use_peft else {}),
+    }
+    return shlex.join(
+        ["trl-ext", "ppo", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
+    )
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
+    quiet()
     parser = StrictTrlParser(
         (RewardScriptArguments, "trl_ext.resumable.RewardConfig", ClassifierArguments),
         without_arguments=__doc__,
@@ -57,6 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
     with parser.one_line_errors():
         check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
+
+    late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
     from accelerate.utils import GatheredParameters
@@ -97,6 +118,8 @@ def main(arguments: list[str] | None = None) -> None:
             for name in ("chosen", "rejected"):  # the trainer prepares pairs
                 demonstrations = demonstrations.add_column(name, demonstrations["completion"])
 
+    pair_columns = train_dataset.column_names
+
     # 3. Model: the trainer loads it, and the tokenizer, from the path
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
     peft_config = get_peft_config(model_args)
@@ -133,20 +156,21 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 5. Save
     was_trained = bool(result.metrics)
-    if is_evaluated(output_dir, result, "reward_report.json", "*.safetensors"):
-        return  # it is centred already
-    demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
-    result = centre_and_report(trainer, demonstrations, output_dir)
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        (output_dir / "reward_report.json").write_text(json.dumps(result, indent=2))
-    report = report_of(output_dir, was_trained=was_trained)
+    was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")
+    outcome = ""
+    if not was_centred:
+        demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
+        measured = centre_and_report(trainer, demonstrations, output_dir)
+        trainer.save_model()
+        if trainer.is_world_process_zero():
+            (output_dir / "reward_report.json").write_text(json.dumps(measured, indent=2))
+        outcome = f", held-out accuracy {measured['accuracy']:.1%}"
+    has_prompts = architectures[0].endswith("ForCausalLM") and "prompt" in pair_columns
     trainer.accelerator.print(
-        f"Reward model: {output_dir}, held-out accuracy {result['accuracy']:.1%}. {report}; next: "
-        f"accelerate launch recipes/ppo.py --reward_model_name_or_path {output_dir} --model_name_or_path POLICY "
-        "--dataset_name PROMPTS"
+        f"Reward model: {output_dir}{outcome}\n{report_of(output_dir, was_trained=was_trained)}; next: "
+        f"{next_ppo(output_dir, script_args, model_args) if has_prompts else 'trl-ext ppo --help'}"
     )
-    if training_args.push_to_hub:
+    if training_args.push_to_hub and not was_centred:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 

@@ -18,6 +18,7 @@ from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, r
 from .models.adapters import adapter_facts, quantization_of
 from .models.identity import config_identity, tokenizer_identity, weights_identity
 from .redaction import pickled_without_credentials, without_credentials
+from .schedule import schedule
 from .sources import source_identity
 from .temporarily import temporarily
 from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints
@@ -198,6 +199,7 @@ class ResumableRun:
         self._resume_anyway = resume_anyway
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
         self._is_changed = False  # this run goes on from one of other settings
+        self._has_said = False  # its schedule is on the terminal
         super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
 
     # ---- What a trainer adds ----
@@ -255,7 +257,16 @@ class ResumableRun:
     def _load_own_state(self, checkpoint: str) -> None:
         """Load that, before going on from a checkpoint, or from one of a run that is complete."""
 
+    def _schedule(self) -> str:
+        """What the run is going to do."""
+        return schedule(self)
+
     # ---- Training ----
+
+    def _say_schedule(self) -> None:
+        if not self._has_said:  # `train` may be called again
+            self.accelerator.print(self._schedule())
+        self._has_said = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         if not self._facts:  # later, training has changed what was passed in
@@ -269,6 +280,7 @@ class ResumableRun:
         self._check_rollback(resume_from_checkpoint, halting)
         found = _on_first_process(self._find_checkpoint, resume_from_checkpoint)
         if found is None:
+            self._say_schedule()
             return self._unless_rolled_back(super().train(**kwargs))  # type: ignore[misc]
         checkpoint, is_same = found
         self._is_changed = not is_same
@@ -293,6 +305,7 @@ class ResumableRun:
             return TrainOutput(state.global_step, float("nan"), {})
         self._before_resuming(checkpoint)
         self._load_own_state(checkpoint)
+        self._say_schedule()
         self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
         return self._unless_rolled_back(super().train(resume_from_checkpoint=checkpoint, **kwargs))  # type: ignore[misc]
 

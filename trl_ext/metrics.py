@@ -42,15 +42,33 @@ METRICS: dict[str, dict[str, Metric]] = {
         "explained_variance": Metric("val/explained_variance", "", "rollout"),
         "value_loss": Metric("loss/value_avg", "score²", "step"),
         "grad_norm": _NORM,
+        "episodes": Metric("episode", "episodes", "step"),
     },
     # Their `kl` is a mean over tokens. They log it only if `beta` is not 0.
     "RLOOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "rollout")},
     "GRPOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "step")},
-    "DPOConfig": {"entropy": _ENTROPY, "grad_norm": _NORM},
+    "DPOConfig": {
+        "entropy": _ENTROPY,
+        "grad_norm": _NORM,
+        "accuracy": Metric("rewards/accuracies", "share of pairs", "step"),
+        "margin": Metric("rewards/margins", "nats × β", "step"),
+    },
     # KTO's `kl` is left out: it is an estimate over mismatched pairs, clamped at 0, so no budget can bound it
-    "KTOConfig": {"entropy": _ENTROPY, "grad_norm": _NORM},
-    "SFTConfig": {"entropy": _ENTROPY, "grad_norm": _NORM},
-    "RewardConfig": {"grad_norm": _NORM},
+    "KTOConfig": {
+        "entropy": _ENTROPY,
+        "grad_norm": _NORM,
+        "margin": Metric("rewards/margins", "nats × β", "step"),
+    },
+    "SFTConfig": {
+        "entropy": _ENTROPY,
+        "grad_norm": _NORM,
+        "accuracy": Metric("mean_token_accuracy", "share of tokens", "step"),
+    },
+    "RewardConfig": {
+        "grad_norm": _NORM,
+        "accuracy": Metric("accuracy", "share of pairs", "step"),
+        "margin": Metric("margin", "score", "step"),
+    },
 }
 
 # What else is taken over all processes: what reward functions score and log by TRL's `log_metric`, the Trainer's own

@@ -1,8 +1,11 @@
 """TRL's trainers that need nothing else, as runs that can be repeated."""
 
+from typing import Any
+
 import trl
 from trl import RewardTrainer, SFTTrainer
 
+from .callbacks.console import ConsoleCallback
 from .checkpoints import ResumableRun
 from .redaction import HidesCredentials
 
@@ -15,9 +18,15 @@ class RewardConfig(HidesCredentials, trl.RewardConfig):
     """TRL's, which shows no credential to W&B, TensorBoard and the like."""
 
 
-class ResumableSFTTrainer(ResumableRun, SFTTrainer):
+class _Run(ResumableRun):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        ConsoleCallback.replace(self)
+
+
+class ResumableSFTTrainer(_Run, SFTTrainer):
     """TRL's, which goes on only from a complete checkpoint of the same run."""
 
 
-class ResumableRewardTrainer(ResumableRun, RewardTrainer):
+class ResumableRewardTrainer(_Run, RewardTrainer):
     """TRL's, which goes on only from a complete checkpoint of the same run."""

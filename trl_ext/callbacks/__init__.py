@@ -4,6 +4,7 @@ from ..control import request_kl_scale
 from .alerts import Alert, JSONLSink, TensorBoardSink, TrackioSink, WandbSink, WebhookSink
 from .canary import CanaryCallback
 from .clip_fraction import ClipFractionCallback
+from .console import ConsoleCallback
 from .entropy_floor import EntropyFloorCallback
 from .gold_gap import GoldGapCallback
 from .jsonl import JSONLCallback
@@ -25,6 +26,7 @@ __all__ = [
     "Alert",
     "CanaryCallback",
     "ClipFractionCallback",
+    "ConsoleCallback",
     "EntropyFloorCallback",
     "Finding",
     "GoldGapCallback",

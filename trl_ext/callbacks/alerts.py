@@ -75,7 +75,7 @@ class LogSink:
 
     def send(self, alert: Alert) -> None:
         """Write the alert."""
-        logger.warning(str(alert))
+        logger.warning(str(alert), extra={"alert_level": alert.level})
 
 
 class JSONLSink:

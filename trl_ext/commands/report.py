@@ -94,7 +94,7 @@ def next_answer(folder: str | Path, rows: Dataset) -> str:
         asked = next((message["content"] for message in asked if message["role"] == "user"), None)
     is_short = isinstance(asked, str) and 0 < len(asked.strip()) <= 120 and asked.isprintable()
     prompt = shlex.quote(asked if is_short else "hello")
-    command = f"python recipes/generate.py --model_name_or_path {shlex.quote(str(folder))} --prompt {prompt}"
+    command = f"trl-ext generate --model_name_or_path {shlex.quote(str(folder))} --prompt {prompt}"
     return f"{command} --chat true" if is_chat else command
 
 

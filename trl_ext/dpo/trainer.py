@@ -16,6 +16,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
+from ..callbacks.console import ConsoleCallback
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
@@ -24,6 +25,7 @@ from ..models.card import without_none
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
+from ..schedule import schedule
 from ..temporarily import temporarily
 from ..upstream import check_contract, get_config_model_id, use_adapter
 from .beta_controller import BetaController
@@ -157,6 +159,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         if self._pair_columns:
             codes = {source: i for i, source in enumerate(sources)}
             self.data_collator = PairCollator(self.data_collator, self._pair_columns, codes)
+        ConsoleCallback.replace(self)
 
     # ---- The algorithm ----
 
@@ -331,6 +334,16 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         if self._has_own_reference:
             facts["reference"] = weights_identity(self.accelerator.unwrap_model(self.ref_model))
         return facts
+
+    def _schedule(self) -> str:
+        args = self.args
+        adapts = "" if args.beta_controller == "fixed" else f", adapted by {args.beta_controller}"
+        reference = "adapter off" if self.ref_model is None else "frozen copy"
+        return schedule(
+            self,
+            reference="its log-probs, precomputed" if self.precompute_ref_logps else reference,
+            loss=f"{', '.join(self.loss_types)}; β {args.beta:g}{adapts}",
+        )
 
     def _before_resuming(self, checkpoint: str) -> None:
         if self.args.sync_ref_model and not self.args.resume_anyway:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 from trl import RLOOTrainer
 
+from ..callbacks.console import ConsoleCallback
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl, take_kl_scale
 from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
@@ -259,7 +260,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         datasets = [("train", train_dataset), *evals.items()]
         check_templates(self._tokenizer, rewards, datasets)
         check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
-        self.accelerator.print(schedule(self))
+        ConsoleCallback.replace(self)
 
     def _adapt_rloo(self, policy: Any) -> None:
         """Change what RLOO's constructor has set in its own way."""
@@ -729,6 +730,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     def _run_facts(self) -> dict[str, Any]:
         ends = {"eos_token_ids": self.eos_token_ids}  # a model's generation config may name more than its tokenizer
         return {**super()._run_facts(), **ends, **self._rewards.identities(), **self._weights_at_start}
+
+    def _schedule(self) -> str:
+        return schedule(self)
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         # Each process kept the rows of its own rollout, its random states and its part of the metrics

@@ -1,0 +1,258 @@
+"""What a run shows on the terminal: a bar, and a row of a table for each log."""
+
+import inspect
+import logging
+import math
+import os
+import shutil
+import sys
+import textwrap
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
+
+from ..metrics import is_training_log, metrics_of, numbers_in
+
+# Heading → quantity of `trl_ext.metrics`, or key of the Trainer's own; from left to right
+COLUMNS = {
+    "episodes": "episodes",
+    "score": "reward",
+    "KL": "kl",
+    "accuracy": "accuracy",
+    "margin": "margin",
+    "entropy": "entropy",
+    "length": "length",
+    "clip": "clip_fraction",
+    "loss": "loss",
+    "lr": "learning_rate",
+    "s/step": "seconds",
+    "grad": "grad_norm",
+    "epoch": "epoch",
+}
+# Who stays when the terminal is narrow, from the first; the others go from the last
+IMPORTANCE = "score KL accuracy loss margin entropy length clip s/step episodes lr grad epoch".split()
+_OF_THE_TRAINER = ("loss", "learning_rate", "seconds", "epoch")  # of every Trainer, or measured here
+_CONSOLES = (ProgressCallback, PrinterCallback)  # transformers' own; a subclass is a user's
+_IN_BAR = ("score", "KL", "accuracy", "margin", "loss")  # the first two that there are
+_WIDTH = 7  # characters of a number
+_ROWS_A_HEADER = 20
+_NO_TERMINAL = 120  # characters of a row in a file
+_BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}, ETA {remaining}{postfix}]"
+_STYLES = {"header": "2", "eval": "1", "alert": "1;33"}  # of ANSI terminals: dim, bold, bold yellow
+_alerts = logging.getLogger(f"{__package__}.alerts")  # where LogSink writes
+
+
+class ConsoleCallback(ProgressCallback):
+    """
+    Show a run as a bar with score, KL and ETA, and as one row a log under a header that comes again.
+
+    PPOTrainer, DPOTrainer and the recipes have it in place of transformers' own. In a script of TRL's trainers:
+
+        trainer.add_callback(ConsoleCallback())      # from `train` on
+        ConsoleCallback.replace(trainer)             # at once: also for an evaluation before training
+
+    Both take the place of transformers' `ProgressCallback` and `PrinterCallback`, and leave a notebook's progress and
+    a user's own subclasses. Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes
+    greedily), `alert` or `done`, and go to stdout. Without a terminal there are neither bars nor colours;
+    `disable_tqdm` and the environment variable `NO_COLOR` leave out the one or the other. Only the main process shows
+    anything. A narrow terminal gets fewer columns; `-` is what the log does not have.
+
+    Units are those of [`trl_ext.metrics`](METRICS): `score` as the reward functions give it; `KL` nats per response
+    (PPO) or per token (GRPO, RLOO); `entropy` nats per token; `length` tokens of an answer; `clip` share of tokens
+    that the clipping stopped; `accuracy` share of pairs, or for SFT of tokens; `margin` what it is to the trainer's
+    loss; `lr` learning rate; `s/step` seconds of an optimizer step, its rollout included; `grad` norm of the gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current_step = 0
+        self._has_looked = False  # for transformers' consoles beside this one
+        self._kinds = ["greedy"]  # how rows begin; the longest gives the width
+        self._columns: set[str] = set()  # headings that had a number so far
+        self._header, self._rows = "", 0  # the last header, and how many rows ago
+        self._began, self._seconds, self._steps = 0.0, 0.0, 0  # of the optimizer steps since the last log
+
+    @classmethod
+    def replace(cls, trainer: Any) -> None:
+        """Take the place of transformers' own bar or printed logs in any trainer; without them nothing is done."""
+        handler = trainer.callback_handler
+        if any(type(callback) in _CONSOLES for callback in handler.callbacks):
+            cls()._be_alone(handler)
+
+    def _be_alone(self, handler: CallbackHandler | None = None) -> None:
+        """
+        Remove transformers' consoles, and be called first: what monitors say comes on a line that is free of the bar.
+
+        Args:
+            handler: of the callbacks. Without it, the one that is calling: `add_callback` tells callbacks nothing.
+        """
+        if self._has_looked:
+            return
+        self._has_looked, frame = True, inspect.currentframe()
+        while handler is None and frame is not None:
+            found, frame = frame.f_locals.get("self"), frame.f_back
+            handler = found if isinstance(found, CallbackHandler) else None
+        if handler is None:
+            return
+        others = [callback for callback in handler.callbacks if callback is not self]
+        for callback in others:
+            if type(callback) is ProgressCallback:
+                for bar in filter(None, (callback.training_bar, callback.prediction_bar)):
+                    bar.leave = False
+                    bar.close()
+        # A new list: the handler may be going through the old one
+        handler.callbacks = [self, *(callback for callback in others if type(callback) not in _CONSOLES)]
+
+    # ---- Bars ----
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._be_alone()
+        self._seconds, self._steps = 0.0, 0
+        if state.is_world_process_zero:
+            self._close()
+            self.training_bar = _bar(args, total=state.max_steps, initial=state.global_step, desc="train ")
+            _alerts.addFilter(self._show_alert)
+        self.current_step = state.global_step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._began = time.monotonic()
+        if self.training_bar is not None:
+            self.training_bar.refresh()  # what came after the last log has been written by now
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._seconds, self._steps = self._seconds + time.monotonic() - self._began, self._steps + 1
+        if self.training_bar is not None:
+            super().on_step_end(args, state, control, **kwargs)
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        self._be_alone()
+        if not state.is_world_process_zero or not hasattr(eval_dataloader, "__len__"):
+            return
+        if self.prediction_bar is None:
+            if self.training_bar is not None:
+                self.training_bar.refresh()
+            self.prediction_bar = _bar(args, total=len(eval_dataloader), desc="eval  ", leave=False)
+        self.prediction_bar.update()
+        if self.prediction_bar.n >= self.prediction_bar.total:
+            self.on_predict(args, state, control)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._close()
+
+    def _close(self) -> None:
+        _alerts.removeFilter(self._show_alert)
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+    def _clear(self) -> None:
+        for bar in filter(None, (self.prediction_bar, self.training_bar)):
+            bar.clear()
+
+    # ---- Rows ----
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or logs is None:
+            return
+        numbers, keys = numbers_in(logs), _keys(args)
+        prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "")
+        if "train_runtime" in logs:
+            self._say("done", _done(numbers, state))
+        elif prefix or any(key.startswith("eval_") for key in logs):
+            prefix = prefix or "eval_"
+            self._row(prefix[:-1], state, {head: numbers.get(prefix + key) for head, key in keys.items()})
+            greedy = {head: numbers.get(f"{prefix}greedy/{key}") for head, key in keys.items()}
+            if any(number is not None for number in greedy.values()):
+                self._row("greedy", state, greedy)
+        elif is_training_log(logs):
+            if self._steps:
+                numbers["seconds"] = self._seconds / self._steps
+            self._seconds, self._steps = 0.0, 0
+            values = {head: numbers.get(key) for head, key in keys.items()}
+            if episodes := values.get("episodes"):
+                values["episodes"] = int(episodes)  # TRL averages what it logs
+            self._row("train", state, values)
+            if self.training_bar is not None:
+                shown = [f"{head} {_shown(values[head])}" for head in _IN_BAR if values.get(head) is not None]
+                self.training_bar.set_postfix_str(", ".join(shown[:2]), refresh=False)
+        else:  # a script's own
+            self._say("log", ", ".join(f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"))
+
+    def _row(self, kind: str, state: Any, values: dict[str, float | None]) -> None:
+        self._columns |= {head for head, value in values.items() if value is not None}
+        if kind not in self._kinds:
+            self._kinds.append(kind)
+        first = max(map(len, self._kinds))
+        heads, room = [], shutil.get_terminal_size((_NO_TERMINAL, 24)).columns - first - 8
+        for head in filter(self._columns.__contains__, IMPORTANCE):
+            room -= _width(head)
+            if room > 0:
+                heads.append(head)
+        heads = [head for head in COLUMNS if head in heads]
+        header = f"{'':{first}}{'step':>7}" + "".join(f"{head:>{_width(head)}}" for head in heads)
+        if header != self._header or self._rows >= _ROWS_A_HEADER:
+            self._write(header, "header")
+            self._header, self._rows = header, 0
+        self._rows += 1
+        row = f"{kind:{first}}{state.global_step:>7}"
+        row += "".join(f"{_shown(values.get(head)):>{_width(head)}}" for head in heads)
+        self._write(row, "" if kind == "train" else "eval")
+
+    def _say(self, kind: str, text: str, style: str = "", file: Any = None) -> None:
+        """Write a line that is no row of the table, and is wrapped on a terminal."""
+        line = f"{kind:{max(map(len, self._kinds))}} {text}"
+        if sys.stdout.isatty():
+            line = textwrap.fill(line, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
+        self._write(line, style, file)
+
+    def _write(self, line: str, style: str = "", file: Any = None) -> None:
+        file = file or sys.stdout
+        if style and file.isatty() and "NO_COLOR" not in os.environ:
+            line = f"\033[{_STYLES[style]}m{line}\033[0m"
+        self._clear()  # it comes again when the next step begins
+        print(line, file=file, flush=True)
+
+    def _show_alert(self, record: logging.LogRecord) -> bool:
+        """Keep the bar out of an alert's way, and write it where no handler of the script's own does."""
+        if _alerts.hasHandlers():
+            self._clear()
+            return True
+        self._say(getattr(record, "alert_level", "alert"), record.getMessage(), "alert", sys.stderr)
+        return False
+
+
+def _bar(args: Any, **kwargs: Any) -> tqdm:
+    disable = args.disable_tqdm or not sys.stderr.isatty()
+    return tqdm(**kwargs, bar_format=_BAR, disable=disable, dynamic_ncols=True)
+
+
+def _keys(args: Any) -> dict[str, str]:
+    """Heading → key of the logs."""
+    known = metrics_of(args)
+    return {
+        head: known[name].key if name in known else name
+        for head, name in COLUMNS.items()
+        if name in known or name in _OF_THE_TRAINER or not known
+    }
+
+
+def _width(head: str) -> int:
+    return max(len(head), _WIDTH) + 1
+
+
+def _shown(number: float | None) -> str:
+    """Three digits that count, in up to 7 characters."""
+    if number is None:
+        return "-"
+    if isinstance(number, int) or not math.isfinite(number) or number == 0:
+        return f"{number:.0f}" if math.isfinite(number) and abs(number) < 1e8 else f"{number:.1e}"
+    if abs(number) < 1e-3 or abs(number) >= 1e6:
+        return f"{number:.1e}" if number > 0 else f"{number:.0e}"
+    return f"{number:.0f}" if abs(number) >= 999.5 else f"{number:#.3g}".rstrip(".")
+
+
+def _done(numbers: dict[str, float], state: Any) -> str:
+    loss = f", mean loss {_shown(numbers['train_loss'])}" if "train_loss" in numbers else ""
+    return f"step {state.global_step} of {state.max_steps}, {_shown(numbers['train_runtime'])} s{loss}"

@@ -1,0 +1,68 @@
+"""
+What keeps the terminal of a recipe or a command to what is for its user: remarks of libraries by name, and no more.
+
+Nothing here happens by `import trl_ext` or in a trainer: a script of one's own shows what it always showed.
+"""
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+# Logger → beginnings of its messages that say nothing of the run
+REMARKS = {
+    # bitsandbytes, imported by PEFT: a faster kernel for 4-bit weights on CPUs is not installed
+    "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
+    # DeepSpeed, imported by accelerate and by TRL where it is installed, whether or not it is used
+    "DeepSpeed": ("Setting accelerator to CPU", "Setting ds_accelerator to"),
+    # Old checkpoints are then deleted by the step in their name, which is what is wanted
+    "transformers.trainer_utils": ("mtime may not be reliable",),
+}
+# The same of `warnings`: category, pattern of the message
+WARNINGS: tuple[tuple[type[Warning], str], ...] = (
+    # TRL asks a model by the old name, which transformers has changed
+    (FutureWarning, r"`(is_)?gradient_checkpointing` is deprecated"),
+)
+SECONDS = 3.0  # before the bar of a library's own appears; it vanishes when it is done
+
+
+def _is_verbose() -> bool:
+    return os.environ.get("TRL_EXT_VERBOSE", "") not in ("", "0")
+
+
+@functools.cache  # once is enough
+def quiet() -> None:
+    """
+    Leave out remarks of libraries that say nothing of the run. To be called first in a script: it imports nothing.
+
+    What a user must know, such as a warning of TRL or of ours, is shown as before. With the environment variable
+    `TRL_EXT_VERBOSE=1` nothing is left out.
+    """
+    if _is_verbose():
+        return
+    for name, beginnings in REMARKS.items():
+        logging.getLogger(name).addFilter(functools.partial(_is_for_users, beginnings))
+    for category, pattern in WARNINGS:
+        warnings.filterwarnings("ignore", pattern, category)
+
+
+@functools.cache
+def late_bars() -> None:
+    """Show the bars of transformers and datasets ("Loading weights", "Map") only where they last 3 seconds."""
+    if _is_verbose():
+        return
+    from datasets.utils import tqdm
+    from transformers.utils.logging import set_tqdm_hook
+
+    set_tqdm_hook(_late)
+    tqdm.__init__ = functools.partialmethod(tqdm.__init__, delay=SECONDS, leave=False)
+
+
+def _is_for_users(beginnings: tuple[str, ...], record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginnings)
+
+
+def _late(make: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return make(*args, **{"delay": SECONDS, "leave": False, **kwargs})

@@ -1,6 +1,7 @@
 """What a run is going to do, printed when it begins: a few aligned lines."""
 
 import math
+import shutil
 import textwrap
 from typing import Any
 
@@ -8,14 +9,14 @@ from datasets import Dataset
 
 from .models.weights import size_of
 
-WIDTH = 100  # characters of a line
+WIDTH = 100  # characters of a line, at most
 
 
 def block(title: str, lines: dict[str, str]) -> str:
     """Set named lines under a title, wrapped and aligned; empty ones are left out."""
-    room = max(map(len, lines)) + 4
+    room, width = max(map(len, lines)) + 4, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
     shown = [
-        textwrap.fill(f"  {name:{room - 2}}{text}", WIDTH, subsequent_indent=" " * room, break_long_words=False)
+        textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, break_long_words=False)
         for name, text in lines.items()
         if text
     ]

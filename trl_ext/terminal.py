@@ -23,7 +23,7 @@ REMARKS = {
 # The same of `warnings`: category, pattern of the message
 WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # TRL asks a model by the old name, which transformers has changed
-    (FutureWarning, r"`(is_)?gradient_checkpointing` is deprecated"),
+    (FutureWarning, r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated"),
 )
 SECONDS = 3.0  # before the bar of a library's own appears; it vanishes when it is done
 

@@ -71,6 +71,7 @@ class ConsoleCallback(ProgressCallback):
         self._has_looked = False  # for transformers' consoles beside this one
         self._kinds = ["greedy"]  # how rows begin; the longest gives the width
         self._columns: set[str] = set()  # headings that had a number so far
+        self._last: dict[str, float] = {}  # the newest number of each; some logs cover no rollout
         self._header, self._rows = "", 0  # the last header, and how many rows ago
         self._began, self._seconds, self._steps = 0.0, 0.0, 0  # of the optimizer steps since the last log
 
@@ -175,7 +176,8 @@ class ConsoleCallback(ProgressCallback):
                 values["episodes"] = int(episodes)  # TRL averages what it logs
             self._row("train", state, values)
             if self.training_bar is not None:
-                shown = [f"{head} {_shown(values[head])}" for head in _IN_BAR if values.get(head) is not None]
+                self._last |= {head: value for head, value in values.items() if value is not None}
+                shown = [f"{head} {_shown(self._last[head])}" for head in _IN_BAR if head in self._last]
                 self.training_bar.set_postfix_str(", ".join(shown[:2]), refresh=False)
         else:  # a script's own
             self._say("log", ", ".join(f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"))
@@ -243,13 +245,15 @@ def _width(head: str) -> int:
 
 
 def _shown(number: float | None) -> str:
-    """Three digits that count, in up to 7 characters."""
+    """Up to three digits that count, in 7 characters."""
     if number is None:
         return "-"
     if isinstance(number, int) or not math.isfinite(number) or number == 0:
         return f"{number:.0f}" if math.isfinite(number) and abs(number) < 1e8 else f"{number:.1e}"
     if abs(number) < 1e-3 or abs(number) >= 1e6:
         return f"{number:.1e}" if number > 0 else f"{number:.0e}"
+    if abs(number) < 1e-2:
+        return f"{number:.4f}"
     return f"{number:.0f}" if abs(number) >= 999.5 else f"{number:#.3g}".rstrip(".")
 
 

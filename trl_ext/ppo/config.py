@@ -270,7 +270,7 @@ class PPOConfig(HidesCredentials, RLOOConfig):
 
     > [!NOTE]
     > Defaults that differ from `RLOOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
-    > `num_generations` 1, `normalize_advantages` True, `bf16` False on a CPU.
+    > `num_generations` 1, `normalize_advantages` True, `bf16` False on a CPU, `num_completions_to_print` 4.
     """
 
     if TYPE_CHECKING:  # set here, declared by parents that mypy reads as Any
@@ -363,6 +363,10 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         default=None, metadata={"help": "Learning rate of the critic; `learning_rate` if unset."}
     )
     critic_warmup_rollouts: int = field(default=0, metadata={"help": "First rollouts that train the critic alone."})
+
+    num_completions_to_print: int | None = field(
+        default=4, metadata={"help": "Completions that `log_completions` prints at a log; `None` prints all."}
+    )
 
     # Evaluation and loading
     eval_greedy: bool = field(default=True, metadata={"help": "Evaluate with greedy decoding, too."})

@@ -18,6 +18,7 @@ def schedule(trainer: Any) -> str:
     reference = "none" if not args.use_ref_model else "frozen copy" if trainer.ref_model is not None else "adapter off"
     ends = ", ".join(trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids))
     answers = f" × {trainer.num_generations}" if trainer.num_generations > 1 else ""
+    passes = "once" if args.num_ppo_epochs == 1 else f"{args.num_ppo_epochs} times"
     return block(
         "PPO",
         {
@@ -27,8 +28,8 @@ def schedule(trainer: Any) -> str:
             "rewards": ", ".join(trainer.reward_func_names),
             "data": f"{rows:,} prompts{answers}; answers end by {ends}, or at {trainer.max_completion_length} tokens",
             "step": f"{args.mini_batch_size:,} episodes = {portions(args)}",
-            "rollout": f"{args.batch_size:,} episodes = {args.num_mini_batches} × {args.mini_batch_size:,}, passed over "
-            f"{'once' if args.num_ppo_epochs == 1 else f'{args.num_ppo_epochs} times'}: {steps_per_rollout} optimizer steps",
+            "rollout": f"{args.batch_size:,} episodes = {args.num_mini_batches} × {args.mini_batch_size:,}, passed "
+            f"over {passes}: {steps_per_rollout} optimizer steps",
             "total": f"{n_rollouts:,} rollouts = {steps:,} optimizer steps, {episodes:,} episodes{rounded}",
             "saves": saves(args),
         },

@@ -1,0 +1,336 @@
+"""What a run shows on the terminal: each trainer's rows, in a terminal and in a file, and nothing twice."""
+
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
+
+import pytest
+from datasets import Dataset
+from transformers import PrinterCallback, ProgressCallback
+from trl import GRPOConfig, GRPOTrainer, KTOConfig, SFTConfig, SFTTrainer
+
+from tests.callbacks.replay import Replay
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import DPOConfig, DPOTrainer, PPOTrainer
+from trl_ext.callbacks import ConsoleCallback, Finding, MonitorCallback
+
+PAIRS = {"prompt": ["the cat"] * 8, "chosen": [" sat on the mat"] * 8, "rejected": [" flew over"] * 8}
+PPO = {  # a log of PPOTrainer, shortened
+    "loss": -0.05519,
+    "learning_rate": 0.003,
+    "grad_norm": 0.5431,
+    "completions/mean_length": 9.016,
+    "objective/kl": 0.04433,
+    "objective/scores": -0.1109,
+    "policy/clipfrac_avg": 0.1696,
+    "policy/entropy_avg": 3.115,
+    "episode": 128.0,
+    "epoch": 0.25,
+}
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+def rows(text):
+    """The printed rows as dicts, by the header above each."""
+    found, heads = [], []
+    for line in text.splitlines():
+        words = line.split()
+        if words and words[0] == "step":
+            heads = ["row", *words]
+        elif words and words[0] in ("train", "eval", "greedy") and heads:
+            found.append(dict(zip(heads, words, strict=True)))
+    return found
+
+
+# ---- Rows ----
+
+
+def test_ppo_row_and_its_header(tmp_path, capsys, wide):
+    Replay(tiny_config(tmp_path), ConsoleCallback()).log(16, logs=PPO)
+    assert capsys.readouterr().out.splitlines() == [
+        "         step episodes   score      KL entropy  length    clip    loss      lr    grad   epoch",
+        "train      16      128  -0.111  0.0443    3.12    9.02   0.170 -0.0552  0.0030   0.543   0.250",
+    ]
+
+
+def test_a_narrow_terminal_has_what_matters(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run = Replay(tiny_config(tmp_path), ConsoleCallback())
+    run.log(16, logs=PPO)
+    monkeypatch.setenv("COLUMNS", "40")
+    run.log(32, logs=PPO)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "episodes", "score", "KL", "entropy", "length", "clip", "loss", "lr"]
+    assert lines[2].split() == ["step", "score", "KL", "loss"]
+    assert max(map(len, lines[:2])) < 80 and max(map(len, lines[2:])) < 40
+
+
+def test_the_header_comes_again(tmp_path, capsys):
+    run = Replay(tiny_config(tmp_path), ConsoleCallback())
+    for step in range(1, 46):
+        run.log(step, logs=PPO)
+    lines = capsys.readouterr().out.splitlines()
+    assert [i for i, line in enumerate(lines) if "score" in line] == [0, 21, 42]
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (None, "-"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (0.0, "0"),
+        (6.0, "6.00"),
+        (999.7, "1000"),
+        (-0.00771, "-0.0077"),
+        (-5.78e-5, "-6e-05"),
+        (3e-6, "3.0e-06"),
+        (-123456.0, "-123456"),
+        (1.5e12, "1.5e+12"),
+        ("text", "-"),
+    ],
+)
+def test_numbers_have_seven_characters(tmp_path, capsys, number, shown):
+    run = Replay(tiny_config(tmp_path), ConsoleCallback())
+    run.log(1, logs={**PPO, "objective/kl": 1.0})
+    run.log(2, logs={**PPO, "objective/kl": number})
+    assert rows(capsys.readouterr().out)[-1]["KL"] == shown and len(shown) <= 7
+
+
+def test_rows_of_evaluations_are_told_apart(tmp_path, capsys, wide):
+    run = Replay(tiny_config(tmp_path), ConsoleCallback())
+    run.log(4, logs=PPO)
+    metrics = {"objective/scores": 0.56, "objective/kl": 6.24, "greedy/objective/scores": 0.6, "runtime": 1.0}
+    run.evaluate(4, {f"eval_{key}": value for key, value in metrics.items()})
+    run.evaluate(4, {f"eval_hard_{key}": value for key, value in metrics.items()})
+    out = capsys.readouterr().out
+    first, second, greedy = rows(out)[:3]
+    assert (first["row"], second["row"], second["score"], second["KL"]) == ("train", "eval", "0.560", "6.24")
+    assert (greedy["row"], greedy["score"], greedy["KL"]) == ("greedy", "0.600", "-")
+    assert re.search(r"^eval_hard +4 ", out, re.MULTILINE)  # one of several datasets
+
+
+def test_the_end_and_a_log_of_the_scripts_own(tmp_path, capsys):
+    run = Replay(tiny_config(tmp_path), ConsoleCallback())
+    run.state.global_step, run.state.max_steps = 8, 8
+    run.fire("on_log", logs={"mine": 2.0, "name": "text", "epoch": 1.0})
+    run.fire("on_log", logs={"train_runtime": 5.644, "train_loss": -0.03528})
+    said = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert said == [["log", "mine 2.00"], ["done", "step 8 of 8, 5.64 s, mean loss -0.0353"]]
+
+
+def test_only_the_main_process_shows(tmp_path, capsys):
+    run = Replay(tiny_config(tmp_path), ConsoleCallback())
+    run.state.is_world_process_zero = False
+    run.log(1, logs=PPO)
+    assert capsys.readouterr().out == ""
+
+
+def test_ktos_estimate_of_the_kl_is_not_shown(tmp_path, capsys, wide):
+    config = KTOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    Replay(config, ConsoleCallback()).log(1, loss=0.5, kl=0.1, logs={"rewards/margins": 0.2})
+    assert rows(capsys.readouterr().out)[0].keys() == {"row", "step", "margin", "loss", "lr"}
+
+
+# ---- Trainers ----
+
+
+class Always(MonitorCallback):
+    """Alerts at the first log."""
+
+    def watch(self, logs):
+        yield Finding("it speaks", 1.0, 0.5, "Look at it.", acts=False)
+
+
+def consoles(trainer):
+    return [type(c) for c in trainer.callback_handler.callbacks if isinstance(c, (ProgressCallback, PrinterCallback))]
+
+
+def ppo(folder, **kwargs):
+    callbacks, kwargs["eval_strategy"] = kwargs.pop("callbacks", None), kwargs.get("eval_strategy", "no")
+    return PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=length_reward,
+        args=tiny_config(folder, **kwargs),
+        train_dataset=prompts(16),
+        eval_dataset=prompts(4, seed=1),
+        processing_class=tiny_tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def test_ppo(tmp_path, capsys, wide):
+    trainer = ppo(tmp_path, eval_strategy="steps", eval_steps=4)
+    assert consoles(trainer) == [ConsoleCallback]
+    trainer.train()
+    out = capsys.readouterr().out
+    assert "{'loss'" not in out and out.count("\nPPO\n") + out.startswith("PPO\n") == 1
+    found = rows(out)
+    assert [(row["row"], row["step"]) for row in found] == [
+        *[("train", str(step)) for step in range(1, 5)],
+        ("eval", "4"),
+        ("greedy", "4"),
+    ]
+    assert float(found[0]["score"]) > 0 and float(found[0]["s/step"]) > 0 and found[0]["episodes"] == "8"
+    assert found[0]["entropy"] != "-" and found[1]["score"] == "-"  # no rollout begins at step 2
+    assert float(found[-1]["length"]) > 0
+
+
+def test_dpo(tmp_path, capsys, wide):
+    trainer = DPOTrainer(
+        tiny_llama(),
+        args=DPOConfig(str(tmp_path), **ON_CPU, max_steps=2, beta_controller="drift", drift_target=5.0),
+        train_dataset=Dataset.from_dict(PAIRS),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    out = capsys.readouterr().out
+    assert "\n  reference  frozen copy\n  loss       sigmoid; β 0.1, adapted by drift\n" in out
+    assert [float(row["accuracy"]) >= 0 and row["margin"] != "-" for row in rows(out)] == [True, True]
+
+
+def test_sft_added_to_a_stock_trainer(tmp_path, capsys, wide):
+    trainer = SFTTrainer(
+        tiny_llama(),
+        args=SFTConfig(str(tmp_path), **ON_CPU, max_steps=2, eval_strategy="steps", eval_steps=1),
+        train_dataset=Dataset.from_dict({"text": ["the cat sat"] * 8}),
+        eval_dataset=Dataset.from_dict({"text": ["the dog ran"] * 8}),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.add_callback(ConsoleCallback())
+    assert consoles(trainer) == [PrinterCallback, ConsoleCallback]
+    trainer.train()
+    assert consoles(trainer) == [ConsoleCallback]
+    out = capsys.readouterr().out
+    assert "'loss'" not in out and "train_runtime" not in out
+    assert [row["row"] for row in rows(out)] == ["train", "eval"] * 2
+    assert all(0 <= float(row["accuracy"]) <= 1 for row in rows(out))
+
+
+def test_grpo_replaced_at_once(tmp_path, capsys, wide):
+    tiny_llama().save_pretrained(tmp_path / "model")  # with `beta` TRL loads the reference by its path
+    args = GRPOConfig(
+        str(tmp_path),
+        **ON_CPU,
+        max_steps=2,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        beta=0.1,
+        max_completion_length=4,
+        gradient_checkpointing=False,
+    )
+    model, data = str(tmp_path / "model"), prompts(8)
+    trainer = GRPOTrainer(model, length_reward, args, data, processing_class=tiny_tokenizer())
+    ConsoleCallback.replace(trainer)
+    ConsoleCallback.replace(trainer)
+    assert consoles(trainer) == [ConsoleCallback]
+    trainer.train()
+    out = capsys.readouterr().out
+    assert "'loss'" not in out
+    assert {"score", "KL", "entropy", "length", "clip"} <= rows(out)[0].keys() and len(rows(out)) == 2
+
+
+def test_a_users_own_stay(tmp_path):
+    class Mine(ProgressCallback):
+        pass
+
+    trainer = ppo(tmp_path, callbacks=[Mine()])
+    assert consoles(trainer) == [ConsoleCallback, Mine]
+    trainer.remove_callback(ConsoleCallback)
+    ConsoleCallback.replace(trainer)  # there is nothing to replace, as in a notebook
+    assert consoles(trainer) == [Mine]
+
+
+# ---- A terminal ----
+
+SCRIPT = """
+import sys, torch
+torch.set_num_threads(1)
+from tests.callbacks.test_console import Always, ppo
+ppo(sys.argv[1], max_steps=8, learning_rate=1e-2, disable_tqdm={quiet}, logging_steps=2, eval_strategy="steps",
+    eval_steps=4, callbacks=[Always()]).train()
+"""
+ENVIRONMENT = {"COLUMNS": "100", "TERM": "xterm", "HF_HUB_OFFLINE": "1"}
+
+
+def in_terminal(folder, **kwargs):
+    """What a terminal of 100 columns is sent by a run."""
+    script = SCRIPT.format(quiet=kwargs.get("quiet", False))
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 100))
+    env = {**os.environ, **ENVIRONMENT, **kwargs.get("env", {})}
+    with subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=theirs, stderr=theirs, env=env) as run:
+        os.close(theirs)
+        sent = b""
+        while True:
+            try:
+                part = os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+            sent += part
+        assert run.wait(60) == 0, sent.decode()
+    os.close(ours)
+    return sent.decode()
+
+
+def screen(sent):
+    """What is left on the screen, of text that returns to the start of a line and writes over it."""
+    lines, at = [""], 0
+    for part in re.split(r"(\r|\n|\x1b\[A|\x1b\[[0-9;]*m)", sent):
+        if part == "\r":
+            at = 0
+        elif part == "\n":
+            lines.append("")
+            at = 0
+        elif part == "\x1b[A":
+            pass
+        elif not part.startswith("\x1b"):
+            lines[-1] = lines[-1][:at].ljust(at) + part + lines[-1][at + len(part) :]
+            at += len(part)
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.slow
+def test_in_a_terminal_a_bar_and_alerts_that_do_not_tear_it(tmp_path):
+    sent = in_terminal(tmp_path)
+    assert re.search(r"train  50%\|.*\| 4/8 \[\d\d:\d\d, ETA \d\d:\d\d, score [\d.]+, KL ", sent)
+    lines = screen(sent)
+    assert sum("train 100%" in line for line in lines) == 1 and "8/8" in "".join(lines)
+    begins = [line.split()[0] for line in lines if line]
+    assert begins.count("alert") == 1 and "\x1b[1;33malert" in sent
+    assert begins.count("eval") == begins.count("greedy") == 2
+    assert all("%|" not in line or line.startswith("train 100%") for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.slow
+def test_in_a_terminal_without_bar_or_colours(tmp_path):
+    sent = in_terminal(tmp_path, quiet=True, env={"NO_COLOR": "1"})
+    assert "%|" not in sent and "\x1b" not in sent and "\ntrain " in sent
+
+
+@pytest.mark.slow
+def test_in_a_file_plain_rows(tmp_path):
+    command = [sys.executable, "-c", SCRIPT.format(quiet=False), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT})
+    assert run.returncode == 0, run.stderr
+    assert "\x1b" not in run.stdout + run.stderr and "\r" not in run.stdout + run.stderr and "%|" not in run.stderr
+    assert len(re.findall(r"^train ", run.stdout, re.MULTILINE)) == 4
+    assert len(re.findall(r"^alert ", run.stderr, re.MULTILINE)) == 1
+
+
+def test_alerts_go_to_a_scripts_own_logging(tmp_path, capsys, caplog):
+    """They are not taken from it, and not shown a second time."""
+    trainer = ppo(tmp_path, max_steps=1, callbacks=[Always()])
+    trainer.train()
+    assert sum("it speaks" in record.message for record in caplog.records) == 1
+    said = capsys.readouterr()
+    assert "it speaks" not in said.out and not re.search("^alert", said.err, re.MULTILINE)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from trl_ext import StrictTrlParser
 from trl_ext.model_names import check_model
 from trl_ext.output_dir import check_output_dir
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.terminal import SECONDS, late_bars, quiet
 
 
 @dataclass
@@ -105,6 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
     from accelerate import PartialState
     from accelerate.utils import gather_object
+    from tqdm.auto import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
@@ -137,7 +138,9 @@ def main(arguments: list[str] | None = None) -> None:
     if args.output_file and state.is_main_process:
         partial.parent.mkdir(parents=True, exist_ok=True)
     with open(partial, "w") if args.output_file and state.is_main_process else nullcontext() as file:
-        for first in range(0, len(starts), state.num_processes):
+        rounds = range(0, len(starts), state.num_processes)
+        hidden = None if state.is_main_process else True  # by itself where there is no terminal
+        for first in tqdm(rounds, "Answering", delay=SECONDS, leave=False, disable=hidden):
             mine = starts[first + state.process_index :][:1]
             rows: list[dict] = []
             for start in mine:

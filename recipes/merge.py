@@ -7,6 +7,7 @@ A policy's adapter becomes a causal language model, a critic's or reward model's
 loaded again, and must give the adapter model's logits.
 """
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # These take seconds to import: what was mistyped has been refused by now
     import torch
+    from transformers import AutoModelForCausalLM
 
     with parser.one_line_errors():
         model, tokenizer, kind = load(args)
@@ -115,9 +117,13 @@ def main(arguments: list[str] | None = None) -> None:
     with torch.no_grad():
         difference = (written(input_ids=input_ids).logits - expected.cpu()).abs().max().item()
     allowed = max(1e-4, 8 * torch.finfo(merged.dtype).eps) * max(1.0, expected.abs().max().item())
-    print(f"{args.output_dir}: {merged.dtype}, logits differ from the adapter model's by up to {difference:.1e}")
+    print(
+        f"Model: {args.output_dir}, {merged.dtype}; logits differ from the adapter model's by up to {difference:.1e}"
+    )
     if not difference <= allowed:
         raise RuntimeError(f"{merged.dtype} explains a difference of {allowed:.1e} only: do not use {args.output_dir}")
+    if kind is AutoModelForCausalLM:
+        print(f"next: trl-ext generate --model_name_or_path {shlex.quote(args.output_dir)} --prompt hello")
 
 
 if __name__ == "__main__":

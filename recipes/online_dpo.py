@@ -136,6 +136,15 @@ def write(path: Path, text: str) -> None:
     path.with_suffix(".tmp").replace(path)
 
 
+def in_words(facts: dict) -> str:
+    """The mean scores of a round, with their intervals."""
+    shown = [
+        f"{name} {mean:.3f} ({low:.3f} to {high:.3f})"
+        for (name, mean), (low, high) in zip(facts["held_out"].items(), facts["intervals"].values(), strict=True)
+    ]
+    return ", ".join([*shown, f"length {facts['length']:.1f} tokens"])
+
+
 def check_settings(path: Path, settings: dict) -> None:
     """Raise what differs if the rounds beside the file `path` were begun with other settings."""
     from trl_ext.checkpoints import differences
@@ -272,7 +281,7 @@ def main(arguments: list[str] | None = None) -> None:
         write(output_dir / "online_dpo_settings.json", json.dumps(settings, indent=2))
     policy: str | Path = start
     history = [measure(policy, output_dir / "round-0", 0, {})]
-    processes.print(f"Before training: {history[0]['held_out']}")
+    processes.print(f"Before training, on {len(held_out)} held-out prompts: {in_words(history[0])}")
     for number in range(1, script_args.num_rounds + 1):
         folder = output_dir / f"round-{number}"
         if not (folder / "round.json").is_file():
@@ -323,7 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
             facts = {}
         history.append(measure(folder, folder, number, facts))
         policy = folder
-        processes.print(f"Round {number}: {history[-1]['held_out']}")
+        processes.print(f"Round {number} of {script_args.num_rounds}, held-out: {in_words(history[-1])}")
     if processes.is_main_process:
         write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
     processes.print(f"Model: {policy}\nReport: {output_dir / 'online_dpo.json'}; next: {next_answer(policy, train)}")

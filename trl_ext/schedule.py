@@ -26,19 +26,23 @@ def block(title: str, lines: dict[str, str]) -> str:
 def schedule(trainer: Any, **own: str) -> str:
     """Say what SFT, reward modelling or DPO will train, on what, how long, and where it is saved; `own` lines, too."""
     args = trainer.args
-    evaluated = rows_of(trainer.eval_dataset).removesuffix(" rows")
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    evaluated = rows_of(trainer.eval_dataset).removesuffix(" rows").removesuffix(" row")
     return block(
         type(trainer).__name__.removeprefix("Resumable").removesuffix("Trainer"),
         {
             "model": sizes(trainer.accelerator.unwrap_model(trainer.model).parameters()),
             **own,
             "data": f"{rows_of(trainer.train_dataset)}{f', {evaluated} to evaluate on' if evaluated else ''}",
-            "step": f"{args.train_batch_size * args.gradient_accumulation_steps * args.world_size:,} rows = "
-            f"{portions(args)}",
+            "step": f"{count(rows, 'row')} = {portions(args)}",
             "total": _total(trainer),
             "saves": saves(args),
         },
     )
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def sizes(parameters: Any) -> str:
@@ -51,7 +55,7 @@ def sizes(parameters: Any) -> str:
 def rows_of(dataset: Any) -> str:
     if isinstance(dataset, dict):
         return " + ".join(f"{rows_of(part)} of {name}" for name, part in dataset.items())
-    return "" if dataset is None else f"{len(dataset):,} rows" if isinstance(dataset, Dataset) else "a stream"
+    return "" if dataset is None else count(len(dataset), "row") if isinstance(dataset, Dataset) else "a stream"
 
 
 def portions(args: Any) -> str:
@@ -84,5 +88,7 @@ def saves(args: Any) -> str:
 
 def _total(trainer: Any) -> str:
     args, steps = trainer.args, steps_of(trainer)
+    if steps is None:
+        return "as long as the stream lasts"
     epochs = f"{args.num_train_epochs:g} {'epoch' if args.num_train_epochs == 1 else 'epochs'} = "
-    return f"{'' if args.max_steps > 0 else epochs}{'?' if steps is None else f'{steps:,}'} optimizer steps"
+    return f"{'' if args.max_steps > 0 else epochs}{count(steps, 'optimizer step')}"

@@ -24,6 +24,8 @@ REMARKS = {
 WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # TRL asks a model by the old name, which transformers has changed
     (FutureWarning, r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated"),
+    # DeepSpeed calls torch by old names, dozens of times a step
+    (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
 )
 SECONDS = 3.0  # before the bar of a library's own appears; it vanishes when it is done
 

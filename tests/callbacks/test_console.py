@@ -253,6 +253,8 @@ def test_a_users_own_stay(tmp_path):
 
 SCRIPT = """
 import sys, torch
+from trl_ext.terminal import quiet
+quiet()
 torch.set_num_threads(1)
 from tests.callbacks.test_console import Always, ppo
 ppo(sys.argv[1], max_steps=8, learning_rate=1e-2, disable_tqdm={quiet}, logging_steps=2, eval_strategy="steps",
@@ -282,18 +284,18 @@ def in_terminal(folder, **kwargs):
 
 
 def screen(sent):
-    """What is left on the screen, of text that returns to the start of a line and writes over it."""
-    lines, at = [""], 0
+    """What is left on the screen, of text that goes to the start of a line or a line up, and writes over it."""
+    lines, row, at = [""], 0, 0
     for part in re.split(r"(\r|\n|\x1b\[A|\x1b\[[0-9;]*m)", sent):
         if part == "\r":
             at = 0
         elif part == "\n":
-            lines.append("")
-            at = 0
+            row += 1
+            lines += [""] * (row == len(lines))
         elif part == "\x1b[A":
-            pass
+            row -= 1
         elif not part.startswith("\x1b"):
-            lines[-1] = lines[-1][:at].ljust(at) + part + lines[-1][at + len(part) :]
+            lines[row] = lines[row][:at].ljust(at) + part + lines[row][at + len(part) :]
             at += len(part)
     return [line.rstrip() for line in lines]
 

@@ -129,8 +129,8 @@ def test_the_command_that_a_recipe_ends_by_works_as_it_stands(inputs, subtests, 
         ({"prompt": None, "input_ids": [3]}, ["hello"]),
     ]:
         with subtests.test(row=row):
-            python, script, *flags = shlex.split(next_answer(folder, Dataset.from_list([row])))
-            assert [python, script, flags[3:]] == ["python", "recipes/generate.py", asked]
+            program, command, *flags = shlex.split(next_answer(folder, Dataset.from_list([row])))
+            assert [program, command, flags[3:]] == ["trl-ext", "generate", asked]
             main([*flags, "--use_cpu", "true"])
             assert capsys.readouterr().out
 

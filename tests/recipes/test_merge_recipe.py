@@ -55,8 +55,8 @@ def merge(adapter, output_dir, *more):
 def test_plain_transformers_loads_the_trained_policy(run, tmp_path, capsys):
     folder, base, trained = run
     merge(folder / "adapter", tmp_path / "merged")
-    printed = capsys.readouterr().out
-    assert float(printed.rsplit(" ", 1)[1]) <= 1e-4
+    said, onwards = capsys.readouterr().out.splitlines()
+    assert float(said.rsplit(" ", 1)[1]) <= 1e-4 and onwards.startswith("next: trl-ext generate --model_name_or_path ")
     merged, plain = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (tmp_path / "merged", base))
     mask = batch()["attention_mask"].bool()
     logits, expected = merged(**batch()).logits[mask], trained(**batch()).logits[mask]

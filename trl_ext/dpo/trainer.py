@@ -338,7 +338,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     def _schedule(self) -> str:
         args = self.args
         adapts = "" if args.beta_controller == "fixed" else f", adapted by {args.beta_controller}"
-        reference = "adapter off" if self.ref_model is None else "frozen copy"
+        reference = "the base, adapters off" if self.ref_model is None else "frozen copy"
         return schedule(
             self,
             reference="its log-probs, precomputed" if self.precompute_ref_logps else reference,

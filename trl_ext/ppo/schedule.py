@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from ..schedule import block, portions, saves, sizes
+from ..schedule import block, count, portions, saves, sizes
 
 
 def schedule(trainer: Any) -> str:
@@ -15,22 +15,25 @@ def schedule(trainer: Any) -> str:
     n_rollouts = -(-steps // steps_per_rollout)
     episodes, asked = n_rollouts * args.batch_size, args.total_episodes
     rounded = f" (`total_episodes` {asked:,}, rounded up to whole rollouts)" if asked not in (None, episodes) else ""
-    reference = "none" if not args.use_ref_model else "frozen copy" if trainer.ref_model is not None else "adapter off"
+    reference = "frozen copy" if trainer.ref_model is not None else "the base, adapters off"
     ends = ", ".join(trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids))
     answers = f" × {trainer.num_generations}" if trainer.num_generations > 1 else ""
     passes = "once" if args.num_ppo_epochs == 1 else f"{args.num_ppo_epochs} times"
+    minibatches = f"{args.num_mini_batches} × {args.mini_batch_size:,}"
     return block(
         "PPO",
         {
             "policy": sizes(actor_critic.parameters_of("policy")),
             "critic": f"{sizes(actor_critic.parameters_of('critic'))}: {trainer._critic_origin}",
-            "reference": reference,
+            "reference": reference if args.use_ref_model else "none",
             "rewards": ", ".join(trainer.reward_func_names),
-            "data": f"{rows:,} prompts{answers}; answers end by {ends}, or at {trainer.max_completion_length} tokens",
-            "step": f"{args.mini_batch_size:,} episodes = {portions(args)}",
-            "rollout": f"{args.batch_size:,} episodes = {args.num_mini_batches} × {args.mini_batch_size:,}, passed "
-            f"over {passes}: {steps_per_rollout} optimizer steps",
-            "total": f"{n_rollouts:,} rollouts = {steps:,} optimizer steps, {episodes:,} episodes{rounded}",
+            "data": f"{count(rows, 'prompt')}{answers}; answers end by {ends}, or at "
+            f"{count(trainer.max_completion_length, 'token')}",
+            "step": f"{count(args.mini_batch_size, 'episode')} = {portions(args)}",
+            "rollout": f"{count(args.batch_size, 'episode')} = {minibatches}, passed over {passes}: "
+            f"{count(steps_per_rollout, 'optimizer step')}",
+            "total": f"{count(n_rollouts, 'rollout')} = {count(steps, 'optimizer step')}, "
+            f"{count(episodes, 'episode')}{rounded}",
             "saves": saves(args),
         },
     )

@@ -74,7 +74,7 @@ def main() -> None:
             kl_controller="adaptive",
             kl_target=6.0,
             kl_horizon=1000,
-            logging_steps=16,
+            logging_steps=32,
             save_strategy="no",
             report_to="none",
             bf16=False,

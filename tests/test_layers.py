@@ -90,6 +90,7 @@ def test_recipes_import_public_names_only():
         "trl_ext.output_dir",
         "trl_ext.resumable",
         "trl_ext.shipped",
+        "trl_ext.terminal",
         *(f"trl_ext.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")),
     }
     for path in sources("recipes"):

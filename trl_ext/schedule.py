@@ -82,7 +82,8 @@ def saves(args: Any) -> str:
         "steps": f"every {args.save_steps:g} steps" if args.save_steps >= 1 else f"every {args.save_steps:.0%}",
         "epoch": "every epoch",
     }.get(args.save_strategy, f"the best by {args.metric_for_best_model}")
-    kept = f", the newest {args.save_total_limit} are kept" if args.save_total_limit else ""
+    limit = args.save_total_limit
+    kept = ", the newest is kept" if limit == 1 else f", the newest {limit} are kept" if limit else ""
     return f"{when} in {args.output_dir}{kept}"
 
 

@@ -19,6 +19,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.terminal import late_bars, quiet
 
 from . import stages
 from .measure import measure
@@ -75,6 +76,8 @@ def run(args: stages.DemoArguments) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = StrictTrlParser(RunArguments, prog="trl-ext demo", description=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
+    quiet()
+    late_bars()
     start = time.time()
     stages.use_one_thread()
     try:

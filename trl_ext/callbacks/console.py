@@ -11,9 +11,10 @@ import time
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..metrics import is_training_log, metrics_of, numbers_in
+from ..upstream import CallbackHandler
 
 # Heading → quantity of `trl_ext.metrics`, or key of the Trainer's own; from left to right
 COLUMNS = {

@@ -10,13 +10,14 @@ from datasets import Dataset
 from .models.weights import size_of
 
 WIDTH = 100  # characters of a line, at most
+_WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}  # paths stay whole
 
 
 def block(title: str, lines: dict[str, str]) -> str:
     """Set named lines under a title, wrapped and aligned; empty ones are left out."""
     room, width = max(map(len, lines)) + 4, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
     shown = [
-        textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, break_long_words=False)
+        textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, **_WHOLE_WORDS)
         for name, text in lines.items()
         if text
     ]

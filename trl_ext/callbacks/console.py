@@ -68,6 +68,8 @@ class ConsoleCallback(ProgressCallback):
 
     def __init__(self) -> None:
         super().__init__()
+        self.training_bar: Any = None
+        self.prediction_bar: Any = None
         self.current_step = 0
         self._has_looked = False  # for transformers' consoles beside this one
         self._kinds = ["greedy"]  # how rows begin; the longest gives the width
@@ -207,7 +209,8 @@ class ConsoleCallback(ProgressCallback):
         """Write a line that is no row of the table, and is wrapped on a terminal."""
         line = f"{kind:{max(map(len, self._kinds))}} {text}"
         if sys.stdout.isatty():
-            line = textwrap.fill(line, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
+            width = shutil.get_terminal_size().columns - 1
+            line = textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         self._write(line, style, file)
 
     def _write(self, line: str, style: str = "", file: Any = None) -> None:

@@ -71,6 +71,7 @@ class ConsoleCallback(ProgressCallback):
         self.training_bar: Any = None
         self.prediction_bar: Any = None
         self.current_step = 0
+        self._is_lifted = False  # the bar is not on the terminal, until the next step begins
         self._has_looked = False  # for transformers' consoles beside this one
         self._kinds = ["greedy"]  # how rows begin; the longest gives the width
         self._columns: set[str] = set()  # headings that had a number so far
@@ -122,8 +123,9 @@ class ConsoleCallback(ProgressCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.monotonic()
-        if self.training_bar is not None:
+        if self.training_bar is not None and self._is_lifted:
             self.training_bar.refresh()  # what came after the last log has been written by now
+        self._is_lifted = False
 
     def on_step_end(self, args, state, control, **kwargs):
         self._seconds, self._steps = self._seconds + time.monotonic() - self._began, self._steps + 1
@@ -154,6 +156,7 @@ class ConsoleCallback(ProgressCallback):
     def _clear(self) -> None:
         for bar in filter(None, (self.prediction_bar, self.training_bar)):
             bar.clear()
+        self._is_lifted = True
 
     # ---- Rows ----
 

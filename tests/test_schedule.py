@@ -45,7 +45,7 @@ def test_it_is_said_once_and_from_where_a_run_goes_on(tmp_path, capsys):
 
 def test_long_lines_are_wrapped_and_paths_stay_whole(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
-    path = "/tmp/a-path-that-has-hyphens/and-goes-on"
+    path = "outputs/a-path-that-has-hyphens/and-goes-on"
     assert block("PPO", {"a": "one two three four five six", "long": path, "none": ""}).splitlines() == [
         "PPO",
         "  a     one two three four",

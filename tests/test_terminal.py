@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each starts a process
+
 SPEAKS = """
 import logging, sys, warnings
 from trl_ext.terminal import late_bars, quiet
@@ -47,7 +49,6 @@ def test_remarks_are_left_out_and_warnings_are_not():
     assert "slow" in text  # what takes long has a bar
 
 
-@pytest.mark.slow
 def test_verbose_shows_all():
     text = said(TRL_EXT_VERBOSE="1")
     assert [part for part in (*LEFT_OUT, *SHOWN) if part not in text] == []

@@ -262,15 +262,15 @@ def test_each_pass_has_a_progress_bar_of_its_own(tmp_path, monkeypatch):
 
     class Bar(SimpleNamespace):
         def __init__(self, total, **kwargs):
-            super().__init__(total=total, done=0, closed=False)
+            super().__init__(total=total, n=0, closed=False)
             bars.append(self)
 
-        def update(self, number):
-            self.done += number
+        def update(self):
+            self.n += 1
 
         def close(self):
             self.closed = True
 
-    monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
+    monkeypatch.setattr("trl_ext.callbacks.console.tqdm", Bar)
     make(tmp_path, disable_tqdm=False).evaluate()
-    assert [(bar.total, bar.done, bar.closed) for bar in bars] == [(3, 3, True)] * 2  # 9 prompts in batches of 4
+    assert [(bar.total, bar.n, bar.closed) for bar in bars] == [(3, 3, True)] * 2  # 9 prompts in batches of 4

@@ -24,9 +24,6 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
     "transformers.trainer_utils": {
         "rotate_checkpoints": "output_dir=, save_total_limit=, best_model_checkpoint=, use_mtime=",
     },
-    "transformers.trainer_callback": {
-        "CallbackHandler": "callbacks, model, processing_class, optimizer, lr_scheduler"
-    },
     "transformers.utils": {"find_adapter_config_file": "model_id"},
     "trl.cli.accelerate_config": {"resolve_accelerate_config_argument": "launch_args"},
     "trl.cli.accelerate_launcher": {

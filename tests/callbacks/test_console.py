@@ -197,7 +197,7 @@ def test_dpo(tmp_path, capsys, wide):
     assert [float(row["accuracy"]) >= 0 and row["margin"] != "-" for row in rows(out)] == [True, True]
 
 
-def test_sft_added_to_a_stock_trainer(tmp_path, capsys, wide):
+def test_stock_sft(tmp_path, capsys, wide):
     trainer = SFTTrainer(
         tiny_llama(),
         args=SFTConfig(str(tmp_path), **ON_CPU, max_steps=2, eval_strategy="steps", eval_steps=1),
@@ -205,17 +205,17 @@ def test_sft_added_to_a_stock_trainer(tmp_path, capsys, wide):
         eval_dataset=Dataset.from_dict({"text": ["the dog ran"] * 8}),
         processing_class=tiny_tokenizer(),
     )
-    trainer.add_callback(ConsoleCallback())
-    assert consoles(trainer) == [PrinterCallback, ConsoleCallback]
-    trainer.train()
+    assert consoles(trainer) == [PrinterCallback]
+    ConsoleCallback.replace(trainer)
     assert consoles(trainer) == [ConsoleCallback]
+    trainer.train()
     out = capsys.readouterr().out
     assert "'loss'" not in out and "train_runtime" not in out
     assert [row["row"] for row in rows(out)] == ["train", "eval"] * 2
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows(out))
 
 
-def test_grpo_replaced_at_once(tmp_path, capsys, wide):
+def test_stock_grpo(tmp_path, capsys, wide):
     tiny_llama().save_pretrained(tmp_path / "model")  # with `beta` TRL loads the reference by its path
     args = GRPOConfig(
         str(tmp_path),

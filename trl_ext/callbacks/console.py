@@ -1,6 +1,5 @@
 """What a run shows on the terminal: a bar, and a row of a table for each log."""
 
-import inspect
 import logging
 import math
 import os
@@ -14,7 +13,6 @@ from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..metrics import is_training_log, metrics_of, numbers_in
-from ..upstream import CallbackHandler
 
 # Heading → quantity of `trl_ext.metrics`, or key of the Trainer's own; from left to right
 COLUMNS = {
@@ -49,18 +47,19 @@ class ConsoleCallback(ProgressCallback):
     """
     Show a run as a bar with score, KL and ETA, and as one row a log under a header that comes again.
 
-    PPOTrainer, DPOTrainer and the recipes have it in place of transformers' own. In a script of TRL's trainers:
+    PPOTrainer, DPOTrainer and the recipes have it. In a script of any other trainer:
 
-        trainer.add_callback(ConsoleCallback())      # from `train` on
-        ConsoleCallback.replace(trainer)             # at once: also for an evaluation before training
+        ConsoleCallback.replace(trainer)
 
-    Both take the place of transformers' `ProgressCallback` and `PrinterCallback`, and leave a notebook's progress and
-    a user's own subclasses. Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes
-    greedily), `alert` or `done`, and go to stdout. Without a terminal there are neither bars nor colours;
-    `disable_tqdm` and the environment variable `NO_COLOR` leave out the one or the other. Only the main process shows
-    anything. A narrow terminal gets fewer columns; `-` is what the log does not have.
+    It takes the place of transformers' `ProgressCallback` and `PrinterCallback`, and leaves a notebook's progress and
+    a user's own subclasses. (Given to `add_callback`, it would show a run beside them.)
 
-    Units are those of [`trl_ext.metrics`](METRICS): `score` as the reward functions give it; `KL` nats per response
+    Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `alert` or `done`,
+    and go to stdout. Without a terminal there are neither bars nor colours; `disable_tqdm` and the environment
+    variable `NO_COLOR` leave out the one or the other. Only the main process shows anything. A narrow terminal gets
+    fewer columns; `-` is what the log does not have.
+
+    Units are those of `trl_ext.metrics.METRICS`: `score` as the reward functions give it; `KL` nats per response
     (PPO) or per token (GRPO, RLOO); `entropy` nats per token; `length` tokens of an answer; `clip` share of tokens
     that the clipping stopped; `accuracy` share of pairs, or for SFT of tokens; `margin` what it is to the trainer's
     loss; `lr` learning rate; `s/step` seconds of an optimizer step, its rollout included; `grad` norm of the gradient.
@@ -72,7 +71,6 @@ class ConsoleCallback(ProgressCallback):
         self.prediction_bar: Any = None
         self.current_step = 0
         self._is_lifted = False  # the bar is not on the terminal, until the next step begins
-        self._has_looked = False  # for transformers' consoles beside this one
         self._kinds = ["greedy"]  # how rows begin; the longest gives the width
         self._columns: set[str] = set()  # headings that had a number so far
         self._last: dict[str, float] = {}  # the newest number of each; some logs cover no rollout
@@ -81,39 +79,19 @@ class ConsoleCallback(ProgressCallback):
 
     @classmethod
     def replace(cls, trainer: Any) -> None:
-        """Take the place of transformers' own bar or printed logs in any trainer; without them nothing is done."""
+        """
+        Take the place of transformers' own bar or printed logs in any trainer; where there are none, do nothing.
+
+        It is called before other callbacks: what monitors say comes on a line that is free of the bar.
+        """
         handler = trainer.callback_handler
-        if any(type(callback) in _CONSOLES for callback in handler.callbacks):
-            cls()._be_alone(handler)
-
-    def _be_alone(self, handler: CallbackHandler | None = None) -> None:
-        """
-        Remove transformers' consoles, and be called first: what monitors say comes on a line that is free of the bar.
-
-        Args:
-            handler: of the callbacks. Without it, the one that is calling: `add_callback` tells callbacks nothing.
-        """
-        if self._has_looked:
-            return
-        self._has_looked, frame = True, inspect.currentframe()
-        while handler is None and frame is not None:
-            found, frame = frame.f_locals.get("self"), frame.f_back
-            handler = found if isinstance(found, CallbackHandler) else None
-        if handler is None:
-            return
-        others = [callback for callback in handler.callbacks if callback is not self]
-        for callback in others:
-            if type(callback) is ProgressCallback:
-                for bar in filter(None, (callback.training_bar, callback.prediction_bar)):
-                    bar.leave = False
-                    bar.close()
-        # A new list: the handler may be going through the old one
-        handler.callbacks = [self, *(callback for callback in others if type(callback) not in _CONSOLES)]
+        others = [callback for callback in handler.callbacks if type(callback) not in _CONSOLES]
+        if len(others) < len(handler.callbacks):
+            handler.callbacks = [cls(), *others]
 
     # ---- Bars ----
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._be_alone()
         self._seconds, self._steps = 0.0, 0
         if state.is_world_process_zero:
             self._close()
@@ -133,7 +111,6 @@ class ConsoleCallback(ProgressCallback):
             super().on_step_end(args, state, control, **kwargs)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        self._be_alone()
         if not state.is_world_process_zero or not hasattr(eval_dataloader, "__len__"):
             return
         if self.prediction_bar is None:

@@ -1,6 +1,6 @@
 """Train a causal language model with DPO on preference pairs: columns `prompt`, `chosen` and `rejected`, text or chat.
 
-    accelerate launch recipes/dpo.py --config recipes/demo/dpo.yaml --model_name_or_path PATH_OR_HUB_NAME
+    trl-ext dpo --config demo/dpo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 see --help. Beside the model this writes how it does on the held-out pairs: `eval_results.json`. The same
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
             training_args.seed,
         )
     if eval_dataset is None:
-        training_args.eval_strategy = "no"
+        training_args.eval_strategy, training_args.eval_on_start = "no", False
 
     # 3. Model: the trainer loads it, and the tokenizer, from the path
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)

@@ -1,6 +1,6 @@
 """Train a causal language model with PPO, on text or chat prompts.
 
-    accelerate launch recipes/ppo.py --config recipes/tinystories/ppo.yaml --model_name_or_path PATH_OR_HUB_NAME
+    trl-ext ppo --config tinystories/ppo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
 reward: `reward_model_name_or_path`, `reward_funcs`, or both. Flags override the file; see --help. The same
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
             train_dataset = without_long_prompts(train_dataset, tokenizer, longest)
             eval_dataset = eval_dataset and without_long_prompts(eval_dataset, tokenizer, longest)
     if eval_dataset is None:
-        training_args.eval_strategy = "no"
+        training_args.eval_strategy, training_args.eval_on_start = "no", False
     elif "held_out" not in eval_dataset.column_names:  # what a gold judge scores
         eval_dataset = eval_dataset.add_column("held_out", [True] * len(eval_dataset))
 

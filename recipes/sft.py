@@ -1,6 +1,6 @@
 """Fine-tune a causal language model on demonstrations: columns `prompt` and `completion`, or `messages`, or `text`.
 
-    accelerate launch recipes/sft.py --config recipes/demo/sft.yaml --model_name_or_path PATH_OR_HUB_NAME
+    trl-ext sft --config demo/sft --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset. Flags override the file; see --help.
 The same command again goes on from the newest complete checkpoint in `output_dir`.
@@ -96,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
                 training_args.seed,
             )
     if eval_dataset is None:
-        training_args.eval_strategy = "no"
+        training_args.eval_strategy, training_args.eval_on_start = "no", False
 
     # 4. Train
     with parser.one_line_errors():

@@ -72,11 +72,11 @@ def test_missing_arguments_are_named(subtests, monkeypatch, capsys):
         ('{"question": "a"}', [], "The train dataset needs a column `prompt` (text or messages) or `input_ids`"),
         ('{"prompt": "a"}\n{"prompt": null}', [], "'prompt' must hold text or messages, but 1 of 2 rows do not"),
         ('{"prompt": "a"}', ["--eval_size", "5"], "`eval_size` 5 leaves none of the 1 rows to train on"),
-        ('{"prompt": "a"}', ["--use_vllm", "true"], "vLLM is not installed: `pip install 'trl-ext[vllm]'`"),
+        ('{"prompt": "a"}', ["--use_vllm", "true"], "vLLM is not installed: `pip install vllm`"),
         (
             '{"prompt": "a"}',
             ["--deepspeed", "z.json"],
-            "DeepSpeed is asked for, but not installed: `pip install 'trl-ext[",
+            "DeepSpeed is asked for, but not installed: `pip install deepspeed`",
         ),
     ],
     ids=["columns", "empty", "evaluation", "vllm", "deepspeed"],
@@ -109,7 +109,7 @@ def test_eval_size_0_switches_evaluation_off(monkeypatch, tmp_path):
         pass
 
     def build(args, eval_dataset, **kwargs):
-        assert eval_dataset is None and args.eval_strategy == "no"
+        assert eval_dataset is None and args.eval_strategy == "no" and not args.eval_on_start
         raise Built
 
     monkeypatch.setattr("trl_ext.ppo.PPOTrainer", build)
@@ -117,6 +117,6 @@ def test_eval_size_0_switches_evaluation_off(monkeypatch, tmp_path):
         part.save_pretrained(tmp_path)
     config = ["--config", "recipes/tinystories/ppo.yaml", "--eval_size", "0"]  # the file sets `eval_strategy: steps`
     flags = ["--model_name_or_path", str(tmp_path), "--use_cpu", "true", "--output_dir", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["ppo.py", *config, *flags])
+    monkeypatch.setattr(sys, "argv", ["ppo.py", *config, *flags, "--eval_on_start", "true"])
     with pytest.raises(Built):
         main()

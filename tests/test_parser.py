@@ -225,7 +225,7 @@ class Sharded:
 
 def test_deepspeed_that_is_not_there(subtests, capsys):
     for what, message in [
-        ("absent", "not installed: `pip install 'trl-ext[deepspeed]'`"),
+        ("absent", "not installed: `pip install deepspeed`"),
         (
             "zero3.json",
             f"Received: zero3.json; the working directory is {os.getcwd()}, give an absolute path or start",

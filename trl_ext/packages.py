@@ -4,14 +4,14 @@ from importlib.util import find_spec
 from typing import Any
 
 OPTIONAL = {  # package -> what needs it, and what pip installs
-    "deepspeed": ("ZeRO, `--accelerate_config zero2` or `zero3`", "'trl-ext[deepspeed]'"),
-    "vllm": ("generation by vLLM, `use_vllm: true`", "'trl-ext[vllm]'"),
+    "deepspeed": ("ZeRO, `--accelerate_config zero2` or `zero3`", "deepspeed"),
+    "vllm": ("generation by vLLM, `use_vllm: true`", "vllm"),
     "bitsandbytes": ("quantised bases and 8-bit optimizers, `load_in_4bit: true`", "bitsandbytes"),
     "wandb": ("`report_to: wandb`", "wandb"),
     "tensorboard": ("`report_to: tensorboard`", "tensorboard"),
     "trackio": ("`report_to: trackio`", "trackio"),
     "matplotlib": ("curves in reports, `MonitoringPlotCallback`", "matplotlib"),
-    "prometheus_client": ("`PrometheusCallback`", "'trl-ext[prometheus]'"),
+    "prometheus_client": ("`PrometheusCallback`", "prometheus-client"),
 }
 # transformers' names of trackers that are the package's name, too
 _TRACKERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio"}

@@ -150,7 +150,7 @@ class StrictTrlParser(TrlParser):
         except kinds as error:
             what = str(error)
             if isinstance(error, ImportError) and "deepspeed" in what.lower():
-                what = "DeepSpeed is asked for, but not installed: `pip install 'trl-ext[deepspeed]'`"
+                what = "DeepSpeed is asked for, but not installed: `pip install deepspeed`"
             elif "support bf16" in what:
                 what = "`bf16` needs a GPU that has it: on a CPU add `--use_cpu true --bf16 false`"
             elif "existing deepspeed config" in what:

@@ -227,14 +227,14 @@ def test_monitor_whose_package_is_missing(subtests, monkeypatch):
 def test_deepspeed_that_is_not_installed(monkeypatch, capsys, elsewhere):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     words = ["dpo", "--accelerate_config", "zero2", "--num_processes", "1", "--main_process_port", "0"]
-    assert "`pip install 'trl-ext[deepspeed]'`" in refusal(capsys, *words)
+    assert "`pip install deepspeed`" in refusal(capsys, *words)
 
 
 def test_doctor_says_what_is_there(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^ok +trl +1\.", shown, re.M) and "`pip install 'trl-ext[vllm]'`" in shown
+    assert re.search(r"^ok +trl +1\.", shown, re.M) and "`pip install vllm`" in shown
 
     monkeypatch.delattr("trl.RLOOTrainer._compute_loss")
     with pytest.raises(SystemExit) as ended:

@@ -18,6 +18,7 @@ import trl_ext
 from ..fields import docstring, option_names, parsed_names
 from ..nearest import did_you_mean
 from ..shipped import accelerate_file, config_file, find, recipe
+from ..terminal import quiet
 
 TRAINING = {
     "sft": "fine-tune a language model on demonstrations",
@@ -36,12 +37,13 @@ TOOLS = {
     "doctor": "say what is installed, what is missing, and how to get it",
 }
 _RECIPES = {"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"}
-NO_DEEPSPEED = "DeepSpeed is asked for, but not installed: `pip install 'trl-ext[deepspeed]'`"
+NO_DEEPSPEED = "DeepSpeed is asked for, but not installed: `pip install deepspeed`"
 _INTERRUPTED = 128 + signal.SIGINT
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status."""
+    quiet()
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help"):
         print(usage())

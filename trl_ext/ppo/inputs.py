@@ -105,9 +105,7 @@ def check_inputs(
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `PPOConfig`, got {type(args).__name__}.")
     if args.use_vllm and not is_vllm_available():
-        raise ImportError(
-            "`use_vllm=True`, but vLLM is not installed: `pip install 'trl-ext[vllm]'`, or leave it out."
-        )
+        raise ImportError("`use_vllm=True`, but vLLM is not installed: `pip install vllm`, or leave it out.")
     if ref_model is not None and not args.use_ref_model:
         raise ValueError("`ref_model` was passed, but `use_ref_model=False`: drop one.")
     named = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]

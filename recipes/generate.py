@@ -1,6 +1,6 @@
 """Answer prompts with a saved policy: a dataset's column `prompt`, or one `--prompt`, in; JSON lines out.
 
-    accelerate launch recipes/generate.py --model_name_or_path PATH_OR_HUB_NAME --dataset_name DATA --output_file PATH
+    trl-ext generate --model_name_or_path PATH_OR_HUB_NAME --dataset_name DATA --output_file PATH
 
 The policy is a model's folder, an adapter's, or a hub name. Each line has `prompt`, `completion` (text or
 messages, as the prompt is) and `finished`: whether the answer ended by EOS, or was cut at `max_new_tokens`. Prompts

@@ -1,6 +1,6 @@
 """Merge an adapter into its base, for use without PEFT: what is written loads with plain transformers.
 
-    python recipes/merge.py --adapter PATH_OR_HUB_NAME --output_dir PATH
+    trl-ext merge --adapter PATH_OR_HUB_NAME --output_dir PATH
 
 A policy's adapter becomes a causal language model, a critic's or reward model's a sequence classifier, by its
 `task_type`. An adapter that was trained on a quantised base is merged into the unquantised one. The merged model is

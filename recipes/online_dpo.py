@@ -1,6 +1,6 @@
 """Online DPO in rounds: sample k answers from the current policy, score them, train on the best against the worst.
 
-    accelerate launch recipes/online_dpo.py --config recipes/demo/online_dpo.yaml --model_name_or_path PATH_OR_HUB_NAME
+    trl-ext online-dpo --config demo/online_dpo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
 `reward_model_name_or_path`, `reward_funcs`, or both. Round r is the folder `round-r` of `output_dir`: the model (with
@@ -335,7 +335,8 @@ def main(arguments: list[str] | None = None) -> None:
         processes.print(f"Round {number} of {script_args.num_rounds}, held-out: {in_words(history[-1])}")
     if processes.is_main_process:
         write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
-    processes.print(f"Model: {policy}\nReport: {output_dir / 'online_dpo.json'}; next: {next_answer(policy, train)}")
+    report = report_of(output_dir)
+    processes.print(f"Model: {policy}\n{report}; next: {next_answer(policy, train)}")
 
 
 if __name__ == "__main__":

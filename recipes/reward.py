@@ -1,6 +1,6 @@
 """Train a reward model on preference pairs: columns `chosen` and `rejected`, and `prompt` if they do not contain it.
 
-    accelerate launch recipes/reward.py --config recipes/demo/reward.yaml --model_name_or_path PATH_OR_HUB_NAME
+    trl-ext reward --config demo/reward --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 see --help. Beside the model, a plain sequence classifier with one label, this writes what it is worth:

@@ -1,6 +1,6 @@
 """One self-contained HTML page of a run, or of several.
 
-    python -m trl_ext.commands.report RUN [RUN …] [--output PAGE.html] [--x episode]
+    trl-ext report RUN [RUN …] [--output PAGE.html] [--x episode]
 
 RUN is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallback) or else from the newest
 `trainer_state.json`; alerts from `alerts.jsonl`; score histograms and samples from `completions.rank*.jsonl`, which
@@ -122,7 +122,7 @@ def record_run(trainer: Any, samples: bool = False) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        "python -m trl_ext.commands.report",
+        "trl-ext report",
         description="One self-contained HTML page of a run, or of several, with their curves over each other.",
     )
     parser.add_argument("run", type=Path, nargs="+", help="output directory of a run")

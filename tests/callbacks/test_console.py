@@ -215,6 +215,21 @@ def test_stock_sft(tmp_path, capsys, wide):
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows(out))
 
 
+def test_an_evaluation_on_a_stream_has_no_bar_and_ends_nothing(tmp_path, capsys, wide):
+    sizes = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "max_length": 8}
+    texts = Dataset.from_dict({"text": ["the cat sat on the mat"] * 8})
+    trainer = SFTTrainer(
+        tiny_llama(),
+        args=SFTConfig(str(tmp_path), **ON_CPU | sizes, gradient_checkpointing=False),
+        train_dataset=texts,
+        eval_dataset=texts.to_iterable_dataset(),
+        processing_class=tiny_tokenizer(),
+    )
+    ConsoleCallback.replace(trainer)
+    trainer.train()
+    assert [row["row"] for row in rows(capsys.readouterr().out)] == ["train", "train", "eval"]
+
+
 def test_stock_grpo(tmp_path, capsys, wide):
     tiny_llama().save_pretrained(tmp_path / "model")  # with `beta` TRL loads the reference by its path
     args = GRPOConfig(

@@ -11,6 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import has_length
 
 from ..metrics import is_training_log, metrics_of, numbers_in
 
@@ -111,7 +112,7 @@ class ConsoleCallback(ProgressCallback):
             super().on_step_end(args, state, control, **kwargs)
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if not state.is_world_process_zero or not hasattr(eval_dataloader, "__len__"):
+        if not state.is_world_process_zero or not has_length(eval_dataloader):
             return
         if self.prediction_bar is None:
             if self.training_bar is not None:

@@ -373,6 +373,16 @@ def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
     assert "<code>--x" not in text
 
 
+@pytest.mark.parametrize("name", ["setting", "prompt", "first → last"])
+def test_a_run_may_be_called_as_a_column_of_the_page(name, tmp_path):
+    runs = [
+        write_run(tmp_path / each, LOGS, config={"output_dir": each, "beta": beta}, samples=[answer("p", each, 1)])
+        for each, beta in ((name, 0.1), ("other", 0.2))
+    ]
+    text = write_report(runs, tmp_path / "page.html").read_text()
+    assert text.count(f'data-name="{name}"') >= 3  # its own cells, in each of three tables
+
+
 def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_path):
     logs = [{"step": step, "rewards/margins": 0.1 * step, "rewards/accuracies": 0.5, "beta": 0.1} for step in (1, 2)]
     for number in (1, 2):

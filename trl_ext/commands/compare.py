@@ -116,7 +116,7 @@ def _summary(runs: dict[str, Run]) -> str:
         shown.setdefault("alerts", {})[name] = str(len(_alarms(run)))
     rows = [[text(label), *(text(of.get(name, "–")) for name in runs)] for label, of in shown.items()]
     keys = {name: f"{_key(place)} " for place, name in enumerate(runs)}
-    return table({"first → last": "", **dict.fromkeys(runs, "number")}, rows, keys)
+    return table([("first → last", ""), *((name, "number") for name in runs)], rows, keys)
 
 
 def _alerts(runs: dict[str, Run]) -> str:
@@ -177,7 +177,7 @@ def _settings(runs: dict[str, Run]) -> str:
             rows.append([text(key), *map(text, values)])
     if not rows:
         return none("None.")
-    return table({"setting": "short", **dict.fromkeys(runs, "")}, rows)
+    return table([("setting", "short"), *((name, "") for name in runs)], rows)
 
 
 def _shown(value: Any) -> str:
@@ -206,4 +206,4 @@ def _samples(runs: dict[str, Run]) -> str:
             scores = f"step {text(row['step'])}: {shown_scores(row['scores'])}"
             cells.append(f'{text(str(row.get("completion"))[:800])}<br><small class="none">{scores}</small>')
         rows.append(cells)
-    return table({"prompt": "text", **dict.fromkeys(last, "text")}, rows)
+    return table([("prompt", "text"), *((name, "text") for name in last)], rows)

@@ -91,21 +91,23 @@ def tiles(shown: dict[str, str]) -> str:
     return f'<div class="tiles">{boxes}</div>'
 
 
-def table(columns: dict[str, str], rows: list[list[str]], before: dict[str, str] | None = None) -> str:
+def table(columns: Iterable[tuple[str, str]], rows: list[list[str]], before: dict[str, str] | None = None) -> str:
     """
     A table of HTML cells; on a narrow page each cell says its column's name.
 
     Args:
-        columns: name → class of its cells: `number`, `short` (one line), `text` (line breaks are kept) or none.
+        columns: name and class of its cells: `number`, `short` (one line), `text` (line breaks are kept) or none.
+            Names need not differ: a run may be called as the column before it.
         rows: cells, one a column.
         before: name → HTML before it in the head.
     """
-    head = "".join(f'<th scope="col">{(before or {}).get(name, "")}{text(name)}</th>' for name in columns)
+    columns = list(columns)
+    head = "".join(f'<th scope="col">{(before or {}).get(name, "")}{text(name)}</th>' for name, _ in columns)
     body = "".join(
         "<tr>"
         + "".join(
             f'<td class="{style}" data-name="{text(name)}">{cell}</td>'
-            for (name, style), cell in zip(columns.items(), row, strict=True)
+            for (name, style), cell in zip(columns, row, strict=True)
         )
         + "</tr>"
         for row in rows

@@ -73,7 +73,7 @@ def alerts(run: Run) -> str:
             [text(alert["step"]), shown, text(alert.get("monitor")), what, *numbers, f"{advice} {link(alert)}"]
         )
     columns = {"step": "number", "action": "short", "monitor": "short", "what": ""}
-    return table({**columns, "value": "number", "bound": "number", "advice": ""}, rows)
+    return table({**columns, "value": "number", "bound": "number", "advice": ""}.items(), rows)
 
 
 def _phases(run: Run) -> list[list[dict[str, Any]]]:
@@ -123,7 +123,7 @@ def _samples(run: Run) -> str:
         spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
         for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
             rows.append([label, text(step), text(prompt[:400]), text(completion[:800]), shown_scores(scores)])
-    return table({"phase": "short", "step": "number", "prompt": "text", "completion": "text", "scores": ""}, rows)
+    return table({"phase": "short", "step": "number", "prompt": "text", "completion": "text", "scores": ""}.items(), rows)
 
 
 def _config(run: Run) -> str:

@@ -1,5 +1,7 @@
 """Packages that only some settings need: what for, how to get them, and whether a run has those that it needs."""
 
+import inspect
+import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,7 +23,10 @@ def is_installed(package: str) -> bool:
     """Return whether a package can be imported; it is not."""
     if package == "tensorboard" and find_spec("tensorboardX"):
         return True
-    return find_spec(package) is not None
+    spec = find_spec(package)
+    return (
+        spec is not None and spec.origin is not None
+    )  # a folder of its name has none: W&B writes its runs to `wandb`
 
 
 def check_packages(*settings: Any) -> None:
@@ -31,14 +36,14 @@ def check_packages(*settings: Any) -> None:
 
     Raises:
         ImportError: a package is missing; the message has the command that installs it.
-        ValueError: W&B has no key.
+        ValueError: W&B has no key, or one that cannot be. Only the first process is asked: it alone reports.
     """
     for each in settings:
         if getattr(each, "load_in_4bit", False) or getattr(each, "load_in_8bit", False):
             _need("bitsandbytes", "a quantised base (`load_in_4bit`, `load_in_8bit`)")
         for tracker in {*(getattr(each, "report_to", None) or ())} & {*_TRACKERS, "wandb"}:
             _need(tracker, f"`report_to` {tracker}", f", or give `--report_to none` instead of {tracker}")
-            if tracker == "wandb" and not has_wandb_login():
+            if tracker == "wandb" and os.environ.get("RANK", "0") == "0" and not has_wandb_login():
                 raise ValueError(
                     "`report_to` wandb needs a login: run `wandb login`, or set WANDB_MODE=offline, or give "
                     "`--report_to none`"
@@ -46,10 +51,22 @@ def check_packages(*settings: Any) -> None:
 
 
 def has_wandb_login() -> bool:
-    """Return whether W&B has a key, or is told to do without: in its settings, or by WANDB_MODE."""
+    """
+    Return whether W&B has a key, or is told to do without: in its settings, or by WANDB_MODE. Its server is not asked.
+
+    Raises:
+        ValueError: what it has is no key.
+    """
     import wandb
 
-    return wandb.setup().settings.mode in ("offline", "disabled", "dryrun") or wandb.login(prompt=False)
+    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
+        return True
+    if "prompt" not in inspect.signature(wandb.login).parameters:  # an older W&B, whose `login` would ask for one
+        return bool(wandb.api.api_key)
+    try:
+        return wandb.login(prompt=False, verify=False)
+    except wandb.Error as error:
+        raise ValueError(f"W&B: {error}") from error
 
 
 def _need(package: str, what: str, otherwise: str = "") -> None:

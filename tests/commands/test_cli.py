@@ -16,9 +16,10 @@ from recipes import dpo, online_dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext.callbacks import load_monitors
+from trl_ext.commands.doctor import packages
 from trl_ext.commands.main import TOOLS, TRAINING, launch_file, main, several, split
 from trl_ext.fields import option_names, parsed_names
-from trl_ext.packages import check_packages
+from trl_ext.packages import check_packages, is_installed
 from trl_ext.shipped import accelerate_file, config_file, find, names, recipe, root
 from trl_ext.upstream import launch_training_script  # noqa: F401 - raises if it changed
 
@@ -211,6 +212,37 @@ def test_missing_package_or_login_is_one_sentence(subtests, monkeypatch):
             ValueError, match="run `wandb login`, or set WANDB_MODE=offline, or give `--report_to none`"
         ):
             check_packages(settings(report_to=["wandb"]))
+
+
+def test_wandb_is_asked_for_its_key_alone_and_by_who_reports(monkeypatch, tmp_path):
+    def login(prompt=True, verify=True):
+        assert not prompt and not verify, "neither a question, nor a server"
+        return True
+
+    settings = type("Settings", (), {"report_to": ["wandb"]})()
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("wandb.login", login)
+        check_packages(settings)
+    with monkeypatch.context() as patch:  # before `login` had a `prompt`
+        patch.setattr("wandb.login", lambda key=None: pytest.fail("it would ask"))
+        patch.setattr("wandb.api", type("Api", (), {"api_key": None}), raising=False)
+        with pytest.raises(ValueError, match="run `wandb login`"):
+            check_packages(settings)
+        patch.setenv("RANK", "1")
+        check_packages(settings)
+    monkeypatch.setenv("WANDB_API_KEY", "too-short")
+    with pytest.raises(ValueError, match="WANDB_API_KEY invalid"):
+        check_packages(settings)
+    verdict, _, text = next(found for found in packages() if found[1] == "wandb")
+    assert verdict == "note" and "WANDB_API_KEY invalid" in text
+
+
+def test_a_folder_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "clearml").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("clearml")
 
 
 def test_monitor_whose_package_is_missing(subtests, monkeypatch):

@@ -89,10 +89,19 @@ def packages() -> Iterator[Finding]:
                 package,
                 "installed, but it compiles what it needs and there is no g++: install a C++ compiler",
             )
-        elif package == "wandb" and not has_wandb_login():
-            yield "note", package, "installed, not logged in: `wandb login`, or WANDB_MODE=offline, if you use it"
+        elif package == "wandb":
+            yield _wandb()
         else:
             yield "ok", package, f"installed, for {purpose}"
+
+
+def _wandb() -> Finding:
+    try:
+        if has_wandb_login():
+            return "ok", "wandb", f"installed, for {OPTIONAL['wandb'][0]}"
+        return "note", "wandb", "installed, not logged in: `wandb login`, or WANDB_MODE=offline, if you use it"
+    except ValueError as error:
+        return "note", "wandb", f"installed, but {error}"
 
 
 def places() -> Iterator[Finding]:

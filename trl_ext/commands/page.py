@@ -123,7 +123,9 @@ def _samples(run: Run) -> str:
         spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
         for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
             rows.append([label, text(step), text(prompt[:400]), text(completion[:800]), shown_scores(scores)])
-    return table({"phase": "short", "step": "number", "prompt": "text", "completion": "text", "scores": ""}.items(), rows)
+    return table(
+        {"phase": "short", "step": "number", "prompt": "text", "completion": "text", "scores": ""}.items(), rows
+    )
 
 
 def _config(run: Run) -> str:

@@ -71,7 +71,8 @@ def steps_of(trainer: Any) -> int | None:
         return args.max_steps
     if not isinstance(trainer.train_dataset, Dataset):
         return None
-    micro_batches = math.ceil(len(trainer.train_dataset) / (args.train_batch_size * args.world_size))
+    round_up_or_down = math.floor if args.dataloader_drop_last else math.ceil
+    micro_batches = round_up_or_down(len(trainer.train_dataset) / (args.train_batch_size * args.world_size))
     return math.ceil(args.num_train_epochs * max(math.ceil(micro_batches / args.gradient_accumulation_steps), 1))
 
 

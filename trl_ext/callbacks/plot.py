@@ -60,7 +60,10 @@ class MonitoringPlotCallback(TrainerCallback):
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error.strerror}).")
             return
-        send_picture(args, path.stem, path, state.global_step)
+        try:
+            send_picture(args, path.stem, path, state.global_step)
+        except Exception as error:  # a tracker that fails must not end a run
+            logger.warning(f"The picture could not be sent: {error}")
 
 
 def plot_monitoring(

@@ -14,9 +14,12 @@ def tensorboard_writer(args: Any) -> Iterator[Any]:
 
     Its own one cannot be had, and it is closed when training ends.
     """
-    from torch.utils.tensorboard import SummaryWriter
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:  # transformers takes the one or the other, too
+        from tensorboardX import SummaryWriter  # type: ignore[no-redef]
 
-    folder = Path(os.getenv("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir) / "runs")
+    folder = Path(os.getenv("TENSORBOARD_LOGGING_DIR") or Path(args.output_dir) / "runs").expanduser()
     with SummaryWriter(str(folder / "monitors")) as writer:
         yield writer
 

@@ -1,5 +1,6 @@
 """What a run shows on the terminal: each trainer's rows, in a terminal and in a file, and nothing twice."""
 
+import logging
 import math
 import os
 import pty
@@ -125,6 +126,15 @@ def test_the_end_and_a_log_of_the_scripts_own(tmp_path, capsys):
     run.fire("on_log", logs={"train_runtime": 5.644, "train_loss": -0.03528})
     said = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert said == [["log", "mine 2.00"], ["done", "step 8 of 8, 5.64 s, mean loss -0.0353"]]
+
+
+def test_what_a_sink_says_of_itself_is_no_alert(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("logging.Logger.hasHandlers", lambda logger: False)  # pytest has some
+    run = Replay(tiny_config(tmp_path), ConsoleCallback())
+    run.fire("on_log", logs={"of the script": "no number"})
+    logging.getLogger("trl_ext.callbacks.alerts").warning("https://example.org is too slow")
+    run.fire("on_train_end")
+    assert capsys.readouterr() == ("", "notice https://example.org is too slow\n")
 
 
 def test_only_the_main_process_shows(tmp_path, capsys):

@@ -163,8 +163,8 @@ class ConsoleCallback(ProgressCallback):
                 self._last |= {head: value for head, value in values.items() if value is not None}
                 shown = [f"{head} {_shown(self._last[head])}" for head in _IN_BAR if head in self._last]
                 self.training_bar.set_postfix_str(", ".join(shown[:2]), refresh=False)
-        else:  # a script's own
-            self._say("log", ", ".join(f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"))
+        elif own := [f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"]:  # a script's
+            self._say("log", ", ".join(own))
 
     def _row(self, kind: str, state: Any, values: dict[str, float | None]) -> None:
         self._columns |= {head for head, value in values.items() if value is not None}
@@ -206,7 +206,7 @@ class ConsoleCallback(ProgressCallback):
         if _alerts.hasHandlers():
             self._clear()
             return True
-        self._say(getattr(record, "alert_level", "alert"), record.getMessage(), "alert", sys.stderr)
+        self._say(getattr(record, "alert_level", "notice"), record.getMessage(), "alert", sys.stderr)
         return False
 
 

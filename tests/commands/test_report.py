@@ -373,6 +373,16 @@ def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
     assert "<code>--x" not in text
 
 
+def test_no_credential_of_a_monitor_is_shown_beside_another_run(two_runs, tmp_path):
+    for folder, secret in zip(two_runs, ("T0/first", "T0/second"), strict=True):
+        hook = {"sinks": [f"https://hooks.slack.com/services/{secret}"], "limit": float(len(secret))}
+        with open(folder / "metrics.rank0.jsonl", "a") as file:
+            log = {"type": "train", "step": 9, "logs": {"loss": 1.0}, "monitors": {"KLBudgetCallback": hook}}
+            file.write(f"{json.dumps(log)}\n")
+    text = write_report(two_runs, tmp_path / "page.html").read_text()
+    assert "KLBudgetCallback" in text and "&lt;redacted&gt;" in text and "T0/" not in text
+
+
 @pytest.mark.parametrize("name", ["setting", "prompt", "first → last"])
 def test_a_run_may_be_called_as_a_column_of_the_page(name, tmp_path):
     runs = [

@@ -78,6 +78,7 @@ def read_run(folder: Path) -> Run:
         known: dict[str, Any] = next((event["monitors"] for event in reversed(events) if "monitors" in event), {})
         run.registry = {**{name: {"args": args} for name, args in known.items()}, **run.registry}
         run.config = redacted(next((e["config"] for e in reversed(events) if "config" in e), {}))
+    run.registry = redacted(run.registry)  # the page shows the monitors' arguments, too
     if (folder / "alerts.jsonl").is_file():
         run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
     run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])

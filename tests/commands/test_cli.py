@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
@@ -276,6 +278,24 @@ def test_doctor_says_what_is_there(capsys, monkeypatch):
 
 
 # ---- Through accelerate ----
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's death")
+def test_who_kills_the_command_kills_the_run(elsewhere):
+    tokenizer = make_tokenizer()
+    for part in (tokenizer, make_model(tokenizer, 0)):
+        part.save_pretrained(elsewhere / "model")
+    (elsewhere / "stay.py").write_text("import pathlib, time\npathlib.Path('pid').touch()\ntime.sleep(300)\n")
+    words = "ppo --model_name_or_path model --dataset_name rows.jsonl --output_dir out --reward_funcs stay.py:reward"
+    command = [sys.executable, "-m", "trl_ext", *words.split(), "--use_cpu", "true"]
+    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    while not (elsewhere / "pid").exists():
+        assert started.poll() is None
+        time.sleep(0.1)
+    runs = psutil.Process(started.pid).children()
+    started.kill()
+    assert runs and not psutil.wait_procs(runs, timeout=30)[1]
 
 
 @pytest.mark.distributed

@@ -68,6 +68,7 @@ KEPT = [
     ("max_tokens", 12),
     ("stop_tokens", ["a", "b"]),
     ("unit", "nats per token: 3"),
+    ("unit", "per token: 0.6709, bound 1; per token: -1.5e-05; per token: inf."),
     ("sinks", ["log", "jsonl", "wandb"]),
     ("keys", {"kl": "objective/kl"}),
     ("model_name_or_path", "Qwen/Qwen2.5-0.5B-Instruct"),

@@ -125,7 +125,8 @@ def _redacted_text(text: str, is_webhook: bool = False) -> str:
 
 
 def _redacted_pair(match: re.Match) -> str:
-    is_number = re.fullmatch(r"[\d.]{1,5}%?", match["value"])  # as in "nats per token: 3"
+    # As in "nats per token: 0.6709"; a longer row of digits may be a password
+    is_number = re.fullmatch(r"-?(\d{1,5}|\d{1,5}\.\d{0,6}(e[+-]?\d+)?|inf|nan)[.%]?", match["value"])
     hide = _is_credential(_words(match["name"])) and not is_number
     return f"{match['name']}{match['is']}{HIDDEN}" if hide else match[0]
 

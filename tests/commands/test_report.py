@@ -411,7 +411,7 @@ def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_p
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["a/ppo", "b"], "b has neither metrics.rank0.jsonl"),
+        (["a/ppo", "b"], "b is no run, but has some within: give one or several of b/ppo"),
         (["a/ppo", "c"], "c is no folder"),
         (["a/ppo", "a/../a/ppo"], "is given twice"),
         (["a/ppo", "b/ppo", "--x", "epsiode"], "no 'epsiode' in its logs"),
@@ -445,3 +445,12 @@ def test_the_first_tile_is_what_the_trainers_reader_asks_first(config_class, log
     found = re.findall(r'class="tile">([^<]*)<b>([^<]*)', text)
     assert found[0] == (first, value) and found[-2:] == [("steps", "1"), ("alerts", "0")]
     assert ("KL, nats per response", "nan") in found or "objective/kl" not in log
+
+
+def test_a_folder_of_runs_is_no_run(run_dir, tmp_path_factory, capsys):
+    folder = tmp_path_factory.mktemp("runs")
+    for name in "ab":
+        shutil.copytree(run_dir, folder / name)
+    with pytest.raises(SystemExit):
+        main([str(folder)])
+    assert f"is no run, but has some within: give one or several of {folder}/a, {folder}/b" in capsys.readouterr().err

@@ -68,7 +68,8 @@ def read_run(folder: Path) -> Run:
     begins = _begins(events)
     events = _of_this_run(events, begins)
     since = begins[0]["timestamp"] if begins and is_finite(begins[0].get("timestamp")) else 0
-    states = [path for path in folder.glob("**/trainer_state.json") if path.stat().st_mtime >= since]
+    found = [path for place in ("", "checkpoint-*/") for path in folder.glob(f"{place}trainer_state.json")]
+    states = [path for path in found if path.stat().st_mtime >= since]
     state = _newest(states)
     registry = (state.get("stateful_callbacks") or {}).get(REGISTRY, {})
     run = Run(folder, state.get("log_history", []), alerts=registry.get("alerts", []), registry=registry)
@@ -89,6 +90,9 @@ def read_run(folder: Path) -> Run:
     if events and not (run.history or run.samples):
         raise ValueError(f"{folder} is a run that has logged nothing: it ended, or is still, before its first log")
     if not (run.history or run.samples):
+        within = sorted({str(path.parent) for path in folder.glob("**/metrics.rank0.jsonl")})
+        if within:
+            raise ValueError(f"{folder} is no run, but has some within: give one or several of {', '.join(within)}")
         raise ValueError(
             f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
             "JSONLCallback to the script, or give the folder that a checkpoint is in"

@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n"
-        f"{report}; next: {next_answer(training_args.output_dir, train_dataset)}"
+        f"{report}; next: {next_answer(training_args.output_dir, train_dataset, training_args.max_completion_length)}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -47,8 +47,10 @@ def check_models(script_args: RewardScriptArguments, model_args: ClassifierArgum
     check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
 
 
-def next_ppo(output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments) -> str:
-    """The command that trains the reward model's base with PPO on the same prompts, as a shell takes it."""
+def next_ppo(
+    output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int
+) -> str:
+    """The command that trains the base of the reward model with PPO on its prompts, as a shell takes it."""
     flags = {
         "model_name_or_path": model_args.model_name_or_path,
         "reward_model_name_or_path": output_dir,
@@ -57,6 +59,7 @@ def next_ppo(output_dir: Path, script_args: RewardScriptArguments, model_args: C
         **({"dataset_config": script_args.dataset_config} if script_args.dataset_config else {}),
         **({"eval_size": script_args.eval_size} if script_args.eval_size else {}),
         **({"use_peft": "true"} if model_args.use_peft else {}),
+        **({"max_completion_length": context // 2} if context <= 1024 else {}),  # PPOConfig's own would not fit
     }
     return shlex.join(
         ["trl-ext", "ppo", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
@@ -165,10 +168,11 @@ def main(arguments: list[str] | None = None) -> None:
         if trainer.is_world_process_zero():
             (output_dir / "reward_report.json").write_text(json.dumps(measured, indent=2))
         outcome = f", held-out accuracy {measured['accuracy']:.1%}"
+    context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", math.inf)
     has_prompts = architectures[0].endswith("ForCausalLM") and "prompt" in pair_columns
     trainer.accelerator.print(
         f"Reward model: {output_dir}{outcome}\n{report_of(output_dir, was_trained=was_trained)}; next: "
-        f"{next_ppo(output_dir, script_args, model_args) if has_prompts else 'trl-ext ppo --help'}"
+        f"{next_ppo(output_dir, script_args, model_args, context) if has_prompts else 'trl-ext ppo --help'}"
     )
     if training_args.push_to_hub and not was_centred:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -345,8 +345,9 @@ class ResumableRun:
         if different and not (may_differ or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
             raise CannotResume(
                 f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
-                "was written with, or choose another `output_dir` to start anew, or set `resume_anyway=True` to go "
-                f"on from it all the same.{_SAY_YOURSELF if any(d.startswith('reward ') for d in different) else ''}"
+                "was written with, or choose another `output_dir` to start anew, or set `resume_anyway=True` "
+                "(`--resume_anyway true`) to go on from it all the same."
+                f"{_SAY_YOURSELF if any(d.startswith('reward ') for d in different) else ''}"
             )
         if different:
             print(f"Going on from {checkpoint} with other settings: {'; '.join(different)}.")

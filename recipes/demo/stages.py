@@ -68,7 +68,7 @@ def build(folder: Path, settings: dict, write: Callable[[Path], None]) -> None:
     if complete:
         return
     partial = folder.with_name(f"{folder.name}.partial")
-    processes.print(f"Building {folder}, which is missing.", flush=True)
+    processes.print(f"Building {folder}.", flush=True)
     if processes.is_main_process:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -152,7 +152,7 @@ def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], argume
     processes.wait_for_everyone()
     if not complete:
         if not folder.exists():
-            processes.print(f"Building {folder}, which is missing.", flush=True)
+            processes.print(f"Building {folder}.", flush=True)
         processes.wait_for_everyone()
         main(arguments)
         if processes.is_main_process:

@@ -220,7 +220,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     for is_missing in (True, False):
         run.main(["--short", "--output_dir", str(tmp_path), "--stage", "guarded"])
         output = capsys.readouterr().out
-        assert (f"Building {demo / 'reward'}, which is missing." in output) == is_missing
+        assert (f"Building {demo / 'reward'}." in output) == is_missing
         assert f"guarded: {demo / 'guarded'} (" in output
     for name, weights in before.items():  # the same run as the whole demo's
         assert (demo / name / "model.safetensors").read_bytes() == weights

@@ -203,7 +203,7 @@ def test_a_dataset_without_prompts_is_named(subtests, inputs, tmp_path, capsys):
 def test_without_arguments_it_says_how_to_run_it(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "accelerate launch recipes/generate.py --model_name_or_path" in capsys.readouterr().err
+    assert "trl-ext generate --model_name_or_path" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def test_without_arguments_the_recipe_says_how_to_run_it(subtests, capsys):
         with subtests.test(recipe=recipe):
             with pytest.raises(SystemExit, match="2"):
                 recipe.main([])
-            name = recipe.__name__.rpartition(".")[2]
-            assert f"accelerate launch recipes/{name}.py --config" in capsys.readouterr().err
+            name = recipe.__name__.rpartition(".")[2].replace("_", "-")
+            assert f"    trl-ext {name} --config" in capsys.readouterr().err
 
 
 def test_the_quickstart_takes_no_arguments(monkeypatch):

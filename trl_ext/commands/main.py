@@ -82,7 +82,7 @@ def run_here(name: str, arguments: list[str]) -> int:
             import_module(f".{name}", __package__).main(arguments)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("\nInterrupted. A run goes on from its newest checkpoint with the same command.", file=sys.stderr)
+            print("\nInterrupted. The same command goes on from the newest checkpoint, if any.", file=sys.stderr)
         return _INTERRUPTED
     return 0
 

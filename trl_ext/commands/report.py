@@ -85,7 +85,7 @@ def report_of(folder: str | Path, was_trained: bool = True) -> str:
         return f"No report: {' '.join(str(error).split())}"
 
 
-def next_answer(folder: str | Path, rows: Dataset) -> str:
+def next_answer(folder: str | Path, rows: Dataset, max_new_tokens: int | None = None) -> str:
     """The command that answers the first prompt of these rows with the model in `folder`, as a shell takes it."""
     row = rows[0]
     asked = row.get("prompt", row.get("messages"))
@@ -95,6 +95,7 @@ def next_answer(folder: str | Path, rows: Dataset) -> str:
     is_short = isinstance(asked, str) and 0 < len(asked.strip()) <= 120 and asked.isprintable()
     prompt = shlex.quote(asked if is_short else "hello")
     command = f"trl-ext generate --model_name_or_path {shlex.quote(str(folder))} --prompt {prompt}"
+    command += f" --max_new_tokens {max_new_tokens}" if max_new_tokens else ""
     return f"{command} --chat true" if is_chat else command
 
 

@@ -54,6 +54,7 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
     "allow_off_policy_sampling": "a permission, and `sampling/logprob_difference`",
     "dataset_num_proc": "nothing, as documented",
     "eval_greedy": "what an evaluation logs",
+    "num_completions_to_print": "what `log_completions` prints",
     "logits_budget_gb": "memory and time: the log-probs are the same",
     "num_sample_generations": "`log_completions`",
     "old_logprobs": "rounding, and a forward less",

@@ -1,6 +1,5 @@
 """Packages that only some settings need: what for, how to get them, and whether a run has those that it needs."""
 
-import inspect
 import os
 from importlib.util import find_spec
 from typing import Any
@@ -24,9 +23,7 @@ def is_installed(package: str) -> bool:
     if package == "tensorboard" and find_spec("tensorboardX"):
         return True
     spec = find_spec(package)
-    return (
-        spec is not None and spec.origin is not None
-    )  # a folder of its name has none: W&B writes its runs to `wandb`
+    return bool(spec and spec.origin)  # a folder of that name has none: W&B writes its runs to `wandb`
 
 
 def check_packages(*settings: Any) -> None:
@@ -61,8 +58,6 @@ def has_wandb_login() -> bool:
 
     if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
         return True
-    if "prompt" not in inspect.signature(wandb.login).parameters:  # an older W&B, whose `login` would ask for one
-        return bool(wandb.api.api_key)
     try:
         return wandb.login(prompt=False, verify=False)
     except wandb.Error as error:

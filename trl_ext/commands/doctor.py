@@ -43,7 +43,7 @@ def versions() -> Iterator[Finding]:
         try:
             installed = version(package)
         except PackageNotFoundError:
-            yield "PROBLEM", package, "is missing: `pip install trl-ext`"
+            yield "PROBLEM", package, f"is missing: `pip install {package}`"
             continue
         is_tested = installed.partition("+")[0] == tested
         yield "ok" if is_tested else "note", package, installed + ("" if is_tested else f", tested with {tested}")

@@ -14,6 +14,7 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "matplotlib": ("curves in reports, `MonitoringPlotCallback`", "matplotlib"),
     "prometheus_client": ("`PrometheusCallback`", "prometheus-client"),
 }
+NO_DEEPSPEED = f"DeepSpeed is asked for, but not installed: `pip install {OPTIONAL['deepspeed'][1]}`"
 # transformers' names of trackers that are the package's name, too
 _TRACKERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune", "swanlab", "tensorboard", "trackio"}
 
@@ -24,6 +25,11 @@ def is_installed(package: str) -> bool:
         return True
     spec = find_spec(package)
     return bool(spec and spec.origin)  # a folder of that name has none: W&B writes its runs to `wandb`
+
+
+def is_of_deepspeed(error: Exception) -> bool:
+    """Return whether an error says that DeepSpeed is not there, in whichever library's words."""
+    return isinstance(error, ImportError) and "deepspeed" in str(error).lower()
 
 
 def check_packages(*settings: Any) -> None:

@@ -19,7 +19,7 @@ from trl import TrlParser
 
 from .fields import field_names
 from .nearest import did_you_mean
-from .packages import check_packages
+from .packages import NO_DEEPSPEED, check_packages, is_of_deepspeed
 from .redaction import redacted
 from .shipped import config_file
 
@@ -149,8 +149,8 @@ class StrictTrlParser(TrlParser):
             yield
         except kinds as error:
             what = str(error)
-            if isinstance(error, ImportError) and "deepspeed" in what.lower():
-                what = "DeepSpeed is asked for, but not installed: `pip install deepspeed`"
+            if is_of_deepspeed(error):
+                what = NO_DEEPSPEED
             elif "support bf16" in what:
                 what = "`bf16` needs a GPU that has it: on a CPU add `--use_cpu true --bf16 false`"
             elif "existing deepspeed config" in what:

@@ -17,6 +17,7 @@ import trl_ext
 
 from ..fields import docstring, option_names, parsed_names
 from ..nearest import did_you_mean
+from ..packages import NO_DEEPSPEED, is_of_deepspeed
 from ..shipped import accelerate_file, config_file, find, recipe
 from ..terminal import quiet
 
@@ -37,7 +38,6 @@ TOOLS = {
     "doctor": "say what is installed, what is missing, and how to get it",
 }
 _RECIPES = {"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"}
-NO_DEEPSPEED = "DeepSpeed is asked for, but not installed: `pip install deepspeed`"
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -100,8 +100,7 @@ def start(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:  # before there was a process to say it
         return _INTERRUPTED
     except (ValueError, OSError, ImportError, LookupError, AssertionError, argparse.ArgumentError) as error:
-        is_deepspeed = isinstance(error, ImportError) and "deepspeed" in str(error).lower()
-        return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_deepspeed else str(error))
+        return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_of_deepspeed(error) else str(error))
 
 
 def split(

@@ -38,7 +38,7 @@ from trl_ext.callbacks.prometheus import GAUGES
 from trl_ext.commands import record_run, report_of
 from trl_ext.jsonl import JSONLWriter, read_jsonl
 from trl_ext.metrics import METRICS, metrics_of, rollout_steps, series
-from trl_ext.rewards.watch import Watch
+from trl_ext.rewards.watches.watch import Watch
 
 TOKEN = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gH3j"
 LOG = {

@@ -24,7 +24,7 @@ from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.commands.report import main, page, read_run, record_run, report_of, write_report
 from trl_ext.jsonl import read_jsonl
 from trl_ext.metrics import series
-from trl_ext.rewards.watch import Watch
+from trl_ext.rewards.watches.watch import Watch
 
 LOGS = [
     {"step": step, "loss": 1 / step, "objective/kl": 0.5 * step, "objective/scores": step, "objective/scores_std": 1.0}

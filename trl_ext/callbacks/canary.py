@@ -9,8 +9,9 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from ..jsonl import JSONLWriter
-from ..rewards.repetition import RepetitionWatch
-from ..rewards.watch import numbers_of, words_of
+from ..rewards.texts import words_of
+from ..rewards.watches.repetition import RepetitionWatch
+from ..rewards.watches.watch import numbers_of
 from .generation import generate_answers
 from .monitor import Finding, MonitorCallback, on_main_process
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..halts import rolled_back
 from ..metrics import is_training_log, metrics_of
-from ..rewards.watch import numbers_of
+from ..rewards.watches.watch import numbers_of
 from .generation import generate_answers
 from .monitor import Finding, MonitorCallback, on_main_process
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from ..jsonl import JSONLWriter, read_jsonl
 from ..metrics import is_training_log, metrics_of, numbers_in
 from ..redaction import redacted
-from ..rewards.watch import Watch
+from ..rewards.watches.watch import Watch
 from .monitor import REGISTRY
 
 PHASES = {"time/generate": "seconds_generation", "time/score": "seconds_scoring", "time/update": "seconds_update"}

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..metrics import rollout_steps
-from ..rewards.watch import Watch
+from ..rewards.watches.watch import Watch
 
 
 @dataclass(eq=False, kw_only=True)

@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ..rewards.member import finite_number, scores_in
 from ..upstream import is_async_callable
 
 
@@ -53,25 +53,8 @@ class CheckedReward:
         return [0.0] * len(prompts)
 
     def _checked(self, rewards: Any, prompts: list) -> list[float | None]:
-        rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards
-        if not isinstance(rewards, (list, tuple)):
-            raise TypeError(f"must return a list with one float or None per completion, got {type(rewards).__name__}")
-        if len(rewards) != len(prompts):
-            raise ValueError(f"returned {len(rewards)} rewards for {len(prompts)} completions; return one for each")
-        return [None if reward is None else number(reward, row) for row, reward in enumerate(rewards)]
-
-
-def number(reward: Any, row: int) -> float:
-    """Return the reward of completion `row` as a finite float: a number of Python, NumPy or torch."""
-    try:
-        value = None if isinstance(reward, (str, bytes)) else float(reward)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        value = None
-    if value is None:
-        raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float, or None")
-    if not abs(value) <= torch.finfo(torch.float32).max:  # NaN, too
-        raise ValueError(f"returned {value} for completion {row}; return None where it does not apply")
-    return value
+        rewards = scores_in(rewards, len(prompts))
+        return [None if reward is None else finite_number(reward, row) for row, reward in enumerate(rewards)]
 
 
 class CheckedAsyncReward(CheckedReward):

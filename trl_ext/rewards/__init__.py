@@ -1,12 +1,16 @@
-"""Reward functions with TRL's signature. Most have weight zero and only measure what no callback sees: completions."""
+"""Reward functions with TRL's signature. Those in `watches` have weight zero and only measure."""
 
 from ..sources import source_identity
-from .gold_judge import GoldJudgeReward
 from .loading import load_reward
 from .model import ModelReward
-from .phrases import PhraseReviewReward
-from .repetition import RepetitionWatch, repetition_watch
-from .scores import ScoreWatch, score_watch
+from .watches import (
+    GoldJudgeReward,
+    PhraseReviewReward,
+    RepetitionWatch,
+    ScoreWatch,
+    repetition_watch,
+    score_watch,
+)
 
 __all__ = [
     "GoldJudgeReward",

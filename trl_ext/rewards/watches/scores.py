@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..upstream import get_callable_name, is_async_callable
-from .watch import Watch, log_to
+from ...upstream import get_callable_name, is_async_callable
+from ..member import log_to
+from .watch import Watch
 
 
 class ScoreWatch(Watch):

@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .watch import Watch, log_to, text_of, words_of
+from ..member import log_to
+from ..texts import text_of, words_of
+from .watch import Watch
 
 
 class RepetitionWatch(Watch):

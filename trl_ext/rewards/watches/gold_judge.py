@@ -5,9 +5,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..jsonl import read_jsonl
-from ..upstream import get_callable_name, is_async_callable
-from .watch import Watch, log_to, numbers_of, text_of
+from ...jsonl import read_jsonl
+from ...upstream import get_callable_name, is_async_callable
+from ..member import log_to
+from ..texts import text_of
+from .watch import Watch, numbers_of
 
 
 class GoldJudgeReward(Watch):

@@ -3,28 +3,13 @@
 import math
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import regex
 from accelerate import PartialState
 
-from ..jsonl import JSONLWriter
-
-# Scripts that put no spaces between words
-UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
-_UNSPACED_OR_RUN = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
-
-
-def words_of(text: str) -> list[str]:
-    """Return the words of a text; in scripts without spaces each character counts as one."""
-    return [part for word in text.split() for part in _UNSPACED_OR_RUN.findall(word)]
-
-
-def text_of(completion: Any) -> str:
-    """Return the text of a prompt or completion, whether it is text or messages."""
-    return completion if isinstance(completion, str) else "\n".join(str(turn.get("content")) for turn in completion)
+from ...jsonl import JSONLWriter
+from ..texts import text_of
 
 
 class Watch:
@@ -78,10 +63,3 @@ def numbers_of(scores: Any) -> list[float | None]:
     """Return NumPy's, torch's and other numbers as Python's own; None for None and NaN, rows without a score."""
     numbers = [None if score is None else float(score) for score in scores]
     return [None if number is None or math.isnan(number) else number for number in numbers]
-
-
-def log_to(log_metric: Callable[[str, float], None] | None, metrics: dict[str, float | None]) -> None:
-    """Log the metrics that are not None. Outside TRL `log_metric` is None, and nothing is logged."""
-    for name, value in metrics.items():
-        if value is not None and log_metric is not None:
-            log_metric(name, float(value))

@@ -7,7 +7,9 @@ from typing import Any
 import regex
 from accelerate import PartialState
 
-from .watch import UNSPACED, Watch, log_to, text_of
+from ..member import log_to
+from ..texts import UNSPACED, text_of
+from .watch import Watch
 
 # Letters, digits and marks that make up words; in scripts without spaces there is no telling where a word ends
 _WORD = rf"[[\p{{L}}\p{{N}}\p{{M}}]--[{UNSPACED}]]"

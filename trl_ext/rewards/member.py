@@ -1,0 +1,131 @@
+"""How a reward function within another one is called, what it may return, and what happens when it fails."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import torch
+
+from ..upstream import get_callable_name
+
+OnError = Literal["raise", "skip"] | float
+
+
+class Member:
+    """
+    A reward function within another: any with TRL's signature, async or not.
+
+    What it does wrong is an exception, another number of scores than completions, or a score that is no finite number.
+    A wrong score is that of one row; everything else is that of all rows of the call.
+
+    Args:
+        function: with TRL's signature.
+        on_error: `"raise"` raises a `RuntimeError` that names function and completion; `"skip"` scores None, so that
+            the function takes no part in the row; a number is the score instead. Without `"raise"` the share of such
+            rows is logged as `rewards/<name>/failed`.
+    """
+
+    def __init__(self, function: Callable, on_error: OnError = "raise"):
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"a member must be a reward function, got {function!r}")
+        self.function = function
+        self.on_error = check_on_error(on_error)
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return get_callable_name(self.function)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether its time goes by elsewhere, see [`runs_in_background`]."""
+        return runs_in_background(self.function)
+
+    def __call__(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
+        """Return a finite number or None for each completion."""
+        kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
+        failed: list[int] = []
+        scores: list[float | None] = []
+        try:
+            returned = scores_in(awaited(self.function(**kwargs)), len(completions))
+        except Exception as error:
+            if self.on_error == "raise":
+                raise RuntimeError(f"reward '{self.name}': {type(error).__name__}: {error}") from error
+            returned, failed = [None] * len(completions), list(range(len(completions)))
+        for row, score in enumerate(returned):
+            try:
+                scores.append(None if score is None else finite_number(score, row))
+            except (TypeError, ValueError) as error:
+                if self.on_error == "raise":
+                    raise RuntimeError(f"reward '{self.name}': {error}") from error
+                scores.append(None)
+                failed.append(row)
+        if self.on_error != "raise":
+            log_to(log_metric, {f"rewards/{self.name}/failed": len(failed) / max(len(scores), 1)})
+            if self.on_error != "skip":
+                for row in failed:
+                    scores[row] = float(self.on_error)
+        return scores
+
+
+def check_on_error(on_error: Any) -> OnError:
+    """Return `on_error` if it is a policy of [`Member`]; raise a `ValueError` if not."""
+    is_number = isinstance(on_error, (int, float)) and not isinstance(on_error, bool) and math.isfinite(on_error)
+    if not (on_error in ("raise", "skip") or is_number):
+        raise ValueError(f"`on_error` must be 'raise', 'skip' or a finite number, got {on_error!r}")
+    return on_error
+
+
+def runs_in_background(function: Any) -> bool:
+    """
+    Return whether a function's time goes by elsewhere: on a server, in other processes.
+
+    It says so by an attribute `in_background`. [`~trl_ext.PPOTrainer`] starts such functions when generation ends, in
+    a thread, and awaits them after its own passes.
+    """
+    return bool(getattr(function, "in_background", False))
+
+
+def awaited(scores: Any) -> Any:
+    """Return what a function returned, and of an async one what it will, also where an event loop is running."""
+    if not inspect.isawaitable(scores):
+        return scores
+
+    async def wait() -> Any:
+        return await scores
+
+    with ThreadPoolExecutor(1) as thread:  # a thread has no running loop
+        return thread.submit(lambda: asyncio.run(wait())).result()
+
+
+def scores_in(returned: Any, count: int) -> list:
+    """Return what a reward function returned as a list; raise if it does not hold one score a completion."""
+    returned = returned.tolist() if hasattr(returned, "tolist") else returned
+    if not isinstance(returned, (list, tuple)):
+        raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")
+    if len(returned) != count:
+        raise ValueError(f"returned {len(returned)} rewards for {count} completions; return one for each")
+    return list(returned)
+
+
+def finite_number(reward: Any, row: int) -> float:
+    """Return the reward of completion `row` as a finite float: a number of Python, NumPy or torch."""
+    try:
+        value = None if isinstance(reward, (str, bytes)) else float(reward)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        value = None
+    if value is None:
+        raise TypeError(f"returned {repr(reward)[:80]} for completion {row}; return a float, or None")
+    if not abs(value) <= torch.finfo(torch.float32).max:  # NaN, too
+        raise ValueError(f"returned {value} for completion {row}; return None where it does not apply")
+    return value
+
+
+def log_to(log_metric: Callable[[str, float], None] | None, metrics: dict[str, float | None]) -> None:
+    """Log the metrics that are not None. Outside TRL `log_metric` is None, and nothing is logged."""
+    for name, value in metrics.items():
+        if value is not None and log_metric is not None:
+            log_metric(name, float(value))

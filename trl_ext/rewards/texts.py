@@ -1,0 +1,19 @@
+"""What a reward reads of a completion: its text, and the words of that."""
+
+from typing import Any
+
+import regex
+
+# Scripts that put no spaces between words
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
+_UNSPACED_OR_RUN = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text; in scripts without spaces each character counts as one."""
+    return [part for word in text.split() for part in _UNSPACED_OR_RUN.findall(word)]
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a prompt or completion, whether it is text or messages."""
+    return completion if isinstance(completion, str) else "\n".join(str(turn.get("content")) for turn in completion)

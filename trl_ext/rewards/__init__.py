@@ -1,6 +1,7 @@
 """Reward functions with TRL's signature. Those in `watches` have weight zero and only measure."""
 
 from ..sources import source_identity
+from .ensemble import EnsembleReward
 from .loading import load_reward
 from .model import ModelReward
 from .watches import (
@@ -13,6 +14,7 @@ from .watches import (
 )
 
 __all__ = [
+    "EnsembleReward",
     "GoldJudgeReward",
     "ModelReward",
     "PhraseReviewReward",

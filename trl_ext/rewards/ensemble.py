@@ -83,13 +83,21 @@ class EnsembleReward:
         """Whether the time of a member goes by elsewhere."""
         return any(member.in_background for member in self.members)
 
-    def __call__(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
+    def __call__(
+        self,
+        prompts: list,
+        completions: list,
+        completion_ids: list[list[int]] | None = None,
+        log_metric: Any = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
         """Return the ensemble's score of each completion; None where no member has one, or they disagree too much."""
-        kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
-        rows = [[math.nan if s is None else s for s in member(**kwargs)] for member in self.members]
-        scores = torch.tensor(rows, dtype=torch.float64)
+        kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if not prompts:
             return []
+        said_by = [member(log_metric=log_metric, **kwargs) for member in self.members]
+        rows = [[math.nan if score is None else score for score in row] for row in said_by]
+        scores = torch.tensor(rows, dtype=torch.float64)
         if self.scales:
             mean, std = torch.tensor(self.scales, dtype=torch.float64).T[:, :, None]
             scores = (scores - mean) / std

@@ -99,8 +99,8 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
     before = json.loads(file.read_text()) if file.is_file() and not (anew or resume_anyway) else settings
     if different := differences(before, settings):
         raise ValueError(
-            f"{output_dir} was begun with other settings ({'; '.join(different)}): choose another `output_dir`, or set "
-            "`resume_anyway: true` to go on all the same"
+            f"{output_dir} was begun with other settings ({'; '.join(different)}): choose another `output_dir`, or "
+            "set `resume_anyway: true` to go on all the same"
         )
     PartialState().wait_for_everyone()  # all have read
     if PartialState().is_main_process:

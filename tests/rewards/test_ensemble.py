@@ -115,6 +115,11 @@ def test_adapters_of_one_base_share_it_and_score_as_each_does_alone(tmp_path):
     adapters = sum(p.numel() for name, p in models[0].named_parameters() if ".member_" in name)
     assert sum(weights(models).values()) == own[0] + adapters + own[1]  # one base for four
     assert len({member.function.identity for member in ensemble.members}) == 5
+    assert (
+        source_identity(ensemble)
+        == source_identity(EnsembleReward(paths))
+        != source_identity(EnsembleReward(paths[1:]))
+    )  # though one has been called, and so placed
 
 
 def test_an_adapter_of_another_base_gets_its_own(tmp_path):

@@ -128,8 +128,8 @@ def loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> l
     from ..models.adapters import SharedBase, base_named_by, is_adapter
 
     bases = [base_named_by(member) if isinstance(member, str) and is_adapter(member) else None for member in members]
-    shared = {base: SharedBase() for base, count in Counter(bases).items() if base is not None and count > 1}
+    shared = {base: SharedBase() if base and count > 1 else None for base, count in Counter(bases).items()}
     return [
-        ModelReward(member, shared_base=shared.get(base), **model_kwargs) if isinstance(member, str) else member
+        ModelReward(member, shared_base=shared[base], **model_kwargs) if isinstance(member, str) else member
         for member, base in zip(members, bases, strict=True)
     ]

@@ -295,8 +295,9 @@ class ModelReward:
         return [self._tokenize(*part) for part in zip(prompts, completions, ended, strict=True)]
 
     def _fitting(self, rows: list[list[int]], log_metric: Any) -> list[list[int]]:
-        limit = self.max_length
-        longest, too_long = max(map(len, rows)), [limit is not None and len(row) > limit for row in rows]
+        longest = max(map(len, rows))
+        limit = self.max_length or longest
+        too_long = [len(row) > limit for row in rows]
         if any(too_long) and self.truncation == "refuse":
             raise ValueError(
                 f"a prompt with its completion has {longest} tokens, the reward model's context {limit}: shorten the "

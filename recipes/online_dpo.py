@@ -232,7 +232,16 @@ def main(arguments: list[str] | None = None) -> None:
         with_settings, own_weights = load_rewards(script_args.rewards)
         rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []] + with_settings
         if path := script_args.reward_model_name_or_path:
-            rewards.insert(0, ModelReward.from_pretrained(path, tokenizer, ends, size, training_args.device))
+            rewards.insert(
+                0,
+                ModelReward(
+                    path,
+                    policy_tokenizer=tokenizer,
+                    eos_token_ids=ends,
+                    batch_size=size,
+                    device=training_args.device,
+                ),
+            )
         members = [Member(reward) for reward in rewards]
         names = distinct([member.name for member in members])
         reward_weights = joined_weights(
@@ -247,8 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
             "reward_weights": reward_weights,
         }
         for name, reward in zip(names, rewards, strict=True):
-            is_model = isinstance(reward, ModelReward) and path
-            settings[f"reward {name}"] = path_identity(path) if is_model else source_identity(reward)
+            settings[f"reward {name}"] = source_identity(reward)
         settings = fingerprint(training_args, **settings)
         check_settings(output_dir / "online_dpo_settings.json", settings)
     held_out = held_out.to_list()

@@ -10,8 +10,10 @@ there. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the all
 
 import argparse
 import contextlib
+import json
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from trl_ext.planning import (
     Efficiency,
     Job,
     Layout,
+    LoadedReward,
     Plan,
     examples,
     hours,
@@ -87,6 +90,74 @@ def origin(name: str, folder: Path) -> tuple[str, dict | None]:
     return name, first
 
 
+def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]) -> Iterator[LoadedReward]:
+    """The reward models that `rewards:` names, wherever within it, as the reward functions load them."""
+    if isinstance(entries, list):
+        for entry in entries:
+            yield from loaded_rewards(entry, folder, load_config)
+    if not isinstance(entries, dict):
+        return
+    for name, given in entries.items():
+        if name == "ModelReward" and isinstance(given, dict) and isinstance(given.get("model"), str):
+            yield loaded_reward(given["model"], given, 1, folder, load_config)
+        elif name == "EnsembleReward" and isinstance(given, dict):
+            members, kwargs = given.get("members"), given.get("model_kwargs") or {}
+            if isinstance(members, str):
+                yield from members_of(members, kwargs, folder, load_config)
+            else:
+                named = [member for member in members or [] if isinstance(member, str) and ".py:" not in member]
+                bases = Counter((base_of(member, folder), is_adapter_of(member, folder)) for member in named)
+                for (base, is_shared), count in bases.items():
+                    each = loaded_reward(base, kwargs, count if is_shared else 1, folder, load_config)
+                    yield from [each] * (1 if is_shared else count)
+                yield from loaded_rewards(members, folder, load_config)
+        else:
+            yield from loaded_rewards(given, folder, load_config)
+
+
+def members_of(ensemble: str, kwargs: dict, folder: Path, load_config: Callable[[str], Any]) -> Iterator[LoadedReward]:
+    """The members of what `trl-ext reward --ensemble k` has made, or a recipe in `folder` will make."""
+    file, (base, maker) = Path(ensemble, "ensemble.json"), origin(ensemble, folder)
+    if file.is_file():
+        members = [str(Path(ensemble, each["folder"])) for each in json.loads(file.read_text())["members"]]
+        base, count, is_shared = base_of(members[0], folder), len(members), is_adapter_of(members[0], folder)
+    elif maker and maker.get("ensemble"):
+        count, is_shared = maker["ensemble"], bool(maker.get("use_peft"))
+    else:
+        raise ValueError(f"{ensemble} holds no ensemble.json, and no recipe in {folder} makes an ensemble there")
+    each = loaded_reward(base, kwargs, count if is_shared else 1, folder, load_config)
+    yield from [each] * (1 if is_shared else count)
+
+
+def is_adapter_of(name: str, folder: Path) -> bool:
+    """Whether a reward model is, or will be, an adapter."""
+    maker = origin(name, folder)[1]
+    return bool(maker and maker.get("use_peft")) or Path(name, "adapter_config.json").exists()
+
+
+def base_of(name: str, folder: Path) -> str:
+    """What a reward model's configuration is read from: of an adapter its base."""
+    name, _ = origin(name, folder)
+    file = Path(name, "adapter_config.json")
+    return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else name
+
+
+def loaded_reward(
+    name: str, kwargs: dict, members: int, folder: Path, load_config: Callable[[str], Any]
+) -> LoadedReward:
+    """One base with its settings, as `ModelReward` takes them."""
+    config = load_config(base_of(name, folder))
+    dtype = kwargs.get("dtype") or getattr(config, "dtype", None) or torch.float32
+    return LoadedReward(
+        config,
+        getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+        8 if kwargs.get("load_in_8bit") else None,
+        kwargs.get("max_batch_tokens", LoadedReward.max_batch_tokens),
+        kwargs.get("batch_size"),
+        members,
+    )
+
+
 def make_job(
     stage: str, script_args: Any, args: Any, model_args: Any, folder: Path, layout: Layout, prompt_length: int,
     load_config: Callable[[str], Any],
@@ -122,6 +193,7 @@ def make_job(
         value_model=value_model,
         ref_model=bool(getattr(script_args, "ref_model_name_or_path", None)),
         shared_rewards=shared,
+        loaded_rewards=tuple(loaded_rewards(getattr(script_args, "rewards", None), folder, load_config)),
     )
 
 

@@ -5,14 +5,18 @@
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
 see --help. Beside the model, a plain sequence classifier with one label, this writes what it is worth:
 `reward_report.json` and `margins.png`. The same command again goes on from the newest complete
-checkpoint in `output_dir`.
+checkpoint in `output_dir`. `--ensemble k` trains k models into `member-0`, `member-1`, … of `output_dir`, each from
+another seed and without another one of k parts of the pairs; `EnsembleReward` takes the one folder.
 """
 
+import copy
+import gc
 import json
 import math
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import ClassifierArguments, HeldOutArguments
@@ -36,8 +40,17 @@ class RewardScriptArguments(HeldOutArguments):
         default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
     )
 
+    ensemble: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train so many models, from other seeds, each without another one of as many parts of the pairs."
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ensemble is not None and self.ensemble < 2:
+            raise ValueError(f"`ensemble` must be 2 or more, got {self.ensemble}; leave it out to train one model")
         if self.eval_size == 0:
             raise ValueError("`eval_size` must be 1 or more: what the model is worth is measured on held-out pairs")
 
@@ -66,6 +79,76 @@ def next_ppo(
     )
 
 
+def without_folds(rows: Any, k: int, seed: int) -> list:
+    """The rows k times, each time without another one of k parts, which are drawn at random."""
+    import torch
+
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+    return [rows.select(sorted(order[torch.arange(len(rows)) % k != i].tolist())) for i in range(k)]
+
+
+def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: bool) -> None:
+    """Write down the settings of the members; raise what differs if some were trained with others."""
+    from accelerate import PartialState
+
+    from trl_ext.checkpoints import differences
+
+    file = output_dir / "ensemble_settings.json"
+    if (output_dir / "train_results.json").is_file() or any(output_dir.glob("checkpoint-*")):
+        raise ValueError(f"`output_dir` {output_dir} holds a run of one model: choose another")
+    before = json.loads(file.read_text()) if file.is_file() and not (anew or resume_anyway) else settings
+    if different := differences(before, settings):
+        raise ValueError(
+            f"{output_dir} was begun with other settings ({'; '.join(different)}): choose another `output_dir`, or "
+            "set `resume_anyway: true` to go on all the same"
+        )
+    PartialState().wait_for_everyone()  # all have read
+    if PartialState().is_main_process:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("ensemble.json", "reward_report.json"):
+            (output_dir / name).unlink(missing_ok=True)
+        file.write_text(json.dumps(settings, indent=2))
+
+
+def is_complete(member: str) -> bool:
+    """Whether a member was measured, which is what comes last; asked on the first process, for all."""
+    from accelerate.utils import broadcast_object_list
+
+    found = [all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json"))]
+    broadcast_object_list(found)
+    return found[0]
+
+
+def finish_ensemble(output_dir: Path, k: int) -> str:
+    """Measure the members together, and write the file by which `EnsembleReward` finds them; what to do with it."""
+    import torch
+    from accelerate import PartialState
+
+    from trl_ext.evaluation import ensemble_report
+
+    if not PartialState().is_main_process:
+        return ""
+    folders = [f"member-{i}" for i in range(k)]
+    scores = [json.loads((output_dir / folder / "held_out_scores.json").read_text()) for folder in folders]
+    chosen, rejected = (torch.tensor([each[name] for each in scores]) for name in ("chosen", "rejected"))
+    report, both = ensemble_report(chosen, rejected), torch.cat([chosen, rejected], dim=1)
+    reports = {folder: json.loads((output_dir / folder / "reward_report.json").read_text()) for folder in folders}
+    shown = ("accuracy", "accuracy_interval", "calibration_error", "margin_mean", "margin_std")
+    report["members"] = {folder: {name: each[name] for name in shown} for folder, each in reports.items()}
+    (output_dir / "reward_report.json").write_text(json.dumps(report, indent=2))
+    members = [
+        {"folder": folder, "mean": row.mean().item(), "std": row.std().item()}
+        for folder, row in zip(folders, both, strict=True)
+    ]
+    (output_dir / "ensemble.json").write_text(json.dumps({"members": members}, indent=2))  # last: all is there
+    alone = ", ".join(f"{each['accuracy']:.1%}" for each in reports.values())
+    return (
+        f"Ensemble: {output_dir}, held-out accuracy of the mean {report['accuracy']['mean']:.1%}, of the members "
+        f"{alone}; disagreement {report['disagreement']['mean']:.3f}\nNext: `rewards: [EnsembleReward: {{members: "
+        f"{output_dir}}}]` in a configuration of `trl-ext ppo`"
+    )
+
+
 def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
@@ -77,23 +160,28 @@ def main(arguments: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(arguments)
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not training_args.bf16:
         parser.error("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")
-    with parser.one_line_errors():
-        check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
+    resume = str(training_args.resume_from_checkpoint or "").lower()
+    if script_args.ensemble and (training_args.push_to_hub or resume not in ("", "false")):
+        parser.error("with `ensemble` leave `push_to_hub` unset, and `resume_from_checkpoint` unset or `false`")
+    with parser.one_line_errors():  # of an ensemble, `begin_ensemble` says what may be gone on with
+        may_go_on = "false" if script_args.ensemble else training_args.resume_from_checkpoint
+        check_output_dir(training_args.output_dir, may_go_on)
 
     late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
+    from accelerate import PartialState
     from accelerate.utils import GatheredParameters
     from torch import nn
     from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
     from trl_ext.commands import record_run, report_of
-    from trl_ext.data import check_chat_template, check_texts, held_out_rows, usable_pairs
+    from trl_ext.data import check_chat_template, check_texts, held_out_rows, rows_identity, usable_pairs
     from trl_ext.evaluation import centre_and_report, head_of
-    from trl_ext.models import keep_unpacked
+    from trl_ext.models import keep_unpacked, path_identity
     from trl_ext.resumable import ResumableRewardTrainer
 
     # 2. Data
@@ -121,61 +209,79 @@ def main(arguments: list[str] | None = None) -> None:
             for name in ("chosen", "rejected"):  # the trainer prepares pairs
                 demonstrations = demonstrations.add_column(name, demonstrations["completion"])
 
-    pair_columns = train_dataset.column_names
-
-    # 3. Model: the trainer loads it, and the tokenizer, from the path
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
-    peft_config = get_peft_config(model_args)
-    if peft_config is not None:
-        peft_config.task_type = "SEQ_CLS"  # so that the head is trained, and saved with the adapter
+
+    def train(args: Any, rows: Any) -> tuple[str, str]:
+        """Train one model; say what was done, and the command that comes next."""
+        # 3. Model: the trainer loads it, and the tokenizer, from the path
+        peft_config = get_peft_config(model_args)
+        if peft_config is not None:
+            peft_config.task_type = "SEQ_CLS"  # so that the head is trained, and saved with the adapter
+        with parser.one_line_errors():
+            trainer = ResumableRewardTrainer(
+                model=model_args.model_name_or_path,
+                args=args,
+                train_dataset=rows,
+                eval_dataset=test_dataset,
+                quantization_config=get_quantization_config(model_args),
+                peft_config=peft_config,
+                resume_anyway=script_args.resume_anyway,
+            )
+        keep_unpacked(trainer.model)
+        saved = AutoConfig.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs).architectures or [""]
+        if "SequenceClassification" not in saved[0]:  # so the head is new (N+ details: std 1/√(d+1))
+            head = head_of(trainer.model)
+            with GatheredParameters([head.weight], modifier_rank=0):
+                nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
+        output_dir = Path(args.output_dir)
+        if peft_config is not None:  # so that a LoRA policy on the same base can score with the adapter alone
+            output_dir.mkdir(parents=True, exist_ok=True)
+            # Before FSDP2 shards it
+            save_base_fingerprint(trainer.model, output_dir, model_args.model_name_or_path, model_args.model_revision)
+
+        # 4. Train
+        record_run(trainer)
+        with parser.one_line_errors(CannotResume):
+            result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+        if result.metrics:  # none where the run was complete already
+            trainer.save_metrics("train", result.metrics)
+
+        # 5. Save
+        was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")
+        outcome = ""
+        if not was_centred:
+            texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")
+            measured = centre_and_report(trainer, texts, output_dir)
+            trainer.save_model()
+            if trainer.is_world_process_zero():
+                (output_dir / "reward_report.json").write_text(json.dumps(measured, indent=2))
+            outcome = f", held-out accuracy {measured['accuracy']:.1%}"
+        if args.push_to_hub and not was_centred:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        done = f"Reward model: {output_dir}{outcome}\n{report_of(output_dir, was_trained=bool(result.metrics))}"
+        context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", math.inf)
+        has_prompts = saved[0].endswith("ForCausalLM") and "prompt" in train_dataset.column_names
+        return done, next_ppo(output_dir, script_args, model_args, context) if has_prompts else "trl-ext ppo --help"
+
+    if script_args.ensemble is None:
+        done, following = train(training_args, train_dataset)
+        PartialState().print(f"{done}; next: {following}")
+        return
+    facts = {"train_data": rows_identity(train_dataset), "held_out_data": rows_identity(test_dataset)}
+    facts |= {"demonstrations": rows_identity(demonstrations), "drop": script_args.drop_unusable_pairs}
+    facts |= {"model_name_or_path": path_identity(model_args.model_name_or_path, model_args.model_revision)}
+    settings = fingerprint(training_args, **{**vars(model_args), **facts}, ensemble=script_args.ensemble)
     with parser.one_line_errors():
-        trainer = ResumableRewardTrainer(
-            model=model_args.model_name_or_path,
-            args=training_args,
-            train_dataset=train_dataset,
-            eval_dataset=test_dataset,
-            quantization_config=get_quantization_config(model_args),
-            peft_config=peft_config,
-            resume_anyway=script_args.resume_anyway,
-        )
-    keep_unpacked(trainer.model)
-    architectures = AutoConfig.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs).architectures or [""]
-    if "SequenceClassification" not in architectures[0]:  # so the head is new (N+ details: std 1/√(d+1))
-        head = head_of(trainer.model)
-        with GatheredParameters([head.weight], modifier_rank=0):
-            nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
-    output_dir = Path(training_args.output_dir)
-    if peft_config is not None:  # so that a LoRA policy on the same base can score with the adapter alone
-        output_dir.mkdir(parents=True, exist_ok=True)
-        # Before FSDP2 shards it
-        save_base_fingerprint(trainer.model, output_dir, model_args.model_name_or_path, model_args.model_revision)
-
-    # 4. Train
-    record_run(trainer)
-    with parser.one_line_errors(CannotResume):
-        result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
-    if result.metrics:  # none where the run was complete already
-        trainer.save_metrics("train", result.metrics)
-
-    # 5. Save
-    was_trained = bool(result.metrics)
-    was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")
-    outcome = ""
-    if not was_centred:
-        demonstrations = trainer._prepare_dataset(demonstrations, trainer.processing_class, training_args, "reference")
-        measured = centre_and_report(trainer, demonstrations, output_dir)
-        trainer.save_model()
-        if trainer.is_world_process_zero():
-            (output_dir / "reward_report.json").write_text(json.dumps(measured, indent=2))
-        outcome = f", held-out accuracy {measured['accuracy']:.1%}"
-    context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", math.inf)
-    has_prompts = architectures[0].endswith("ForCausalLM") and "prompt" in pair_columns
-    trainer.accelerator.print(
-        f"Reward model: {output_dir}{outcome}\n{report_of(output_dir, was_trained=was_trained)}; next: "
-        f"{next_ppo(output_dir, script_args, model_args, context) if has_prompts else 'trl-ext ppo --help'}"
-    )
-    if training_args.push_to_hub and not was_centred:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        begin_ensemble(Path(training_args.output_dir), settings, resume == "false", script_args.resume_anyway)
+    for i, rows in enumerate(without_folds(train_dataset, script_args.ensemble, training_args.seed)):
+        args = copy.copy(training_args)
+        args.output_dir, args.seed = str(Path(training_args.output_dir, f"member-{i}")), training_args.seed + i
+        if resume != "false" and is_complete(args.output_dir):
+            PartialState().print(f"{args.output_dir} is complete, and left as it is.")
+            continue
+        PartialState().print(train(args, rows)[0])
+        gc.collect()  # the next one needs the room
+    PartialState().print(finish_ensemble(Path(training_args.output_dir), script_args.ensemble))
 
 
 if __name__ == "__main__":

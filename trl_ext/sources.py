@@ -41,7 +41,8 @@ def source_identity(function: Any) -> str:
     count, and `_x` if `x` is an argument of `__init__`. What comes from an installed package counts by name, and what
     is none of these, as a connection, by its type. What a function imports within its body does not count.
 
-    A function says by itself which it is with an attribute `identity`, a string: `my_reward.identity = "2"`.
+    A function says by itself which it is with an attribute `identity`, a string: `my_reward.identity = "2"`. So does
+    one within another.
 
     Returns:
         The attribute `identity`, or `xxh3:…`
@@ -62,7 +63,9 @@ def _digest(value: Any, seen: Seen) -> str:
 
 def _parts(value: Any, seen: Seen) -> Iterator[str]:
     inner: list[Any] = []
-    if isinstance(value, Enum):
+    if callable(value) and isinstance(identity := getattr(value, "identity", None), str):  # a reward in another one
+        yield identity
+    elif isinstance(value, Enum):
         inner = [type(value), value.name, value.value]
     elif isinstance(value, _SHOWN):
         yield repr(value)

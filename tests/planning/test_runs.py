@@ -11,7 +11,7 @@ from trl import RewardConfig, SFTConfig
 
 from tests.recipes.real_models import PARAMETERS, config_of
 from tests.tiny import tiny_config, tiny_llama
-from trl_ext.planning import Job, Layout, known_not_to_work, known_to_go_wrong, plan, quantized_bytes
+from trl_ext.planning import Job, Layout, LoadedReward, known_not_to_work, known_to_go_wrong, plan, quantized_bytes
 from trl_ext.planning.roles import classifier
 
 CONFIG = tiny_llama(num_hidden_layers=3).config
@@ -83,6 +83,26 @@ def test_ppo_has_four_models_or_one_base_with_adapters():
     assert role(shared, "critic").trained == role(shared, "critic").parameters == adapter + 16
     assert role(shared, "reference").weights == role(shared, "reward model").weights == 0
     assert shared.peak < full.peak
+
+
+@pytest.mark.slow
+def test_models_of_reward_functions_are_counted_whole_on_each_process_and_a_shared_base_once():
+    without = plan(Job("ppo", ppo(), CONFIG, Layout("ddp", 2), prompt_length=8))
+    loaded = (LoadedReward(CONFIG, torch.bfloat16), LoadedReward(CONFIG, members=3))
+    counted = plan(Job("ppo", ppo(), CONFIG, Layout("ddp", 2), prompt_length=8, loaded_rewards=loaded))
+    head = 16 + PARAMS - len_of_lm_head()
+    roles = [role for role in counted.roles if role.name == "reward function"]
+    assert [role.weights for role in roles] == [2 * head, 4 * head, 0, 0]
+    assert [role.parameters for role in roles] == [head] * 4  # each is a pass of its own
+    assert counted.peak - without.peak >= 6 * head
+    assert LoadedReward(CONFIG, max_batch_tokens=100, batch_size=8).rows(64, 16) == 6
+    assert LoadedReward(CONFIG, max_batch_tokens=None, batch_size=8).rows(64, 16) == 8
+    wide = tiny_llama(hidden_size=256, intermediate_size=1024).config
+    few, many = (
+        plan(Job("ppo", ppo(), CONFIG, prompt_length=8, loaded_rewards=(LoadedReward(wide, max_batch_tokens=n),)))
+        for n in (16, 16384)
+    )
+    assert many.phases["score"]["activations"] > 2 * few.phases["score"]["activations"]
 
 
 def len_of_lm_head():

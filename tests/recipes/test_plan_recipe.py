@@ -1,11 +1,13 @@
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
-from recipes.plan import main, origin, what_the_data_says
+from recipes.plan import loaded_rewards, main, origin, what_the_data_says
 from tests.recipes.real_models import config_of
 from tests.tiny import tiny_llama, tiny_tokenizer
 
@@ -158,6 +160,37 @@ def test_a_shipped_file_says_what_is_computed_for_it(subtests, capsys, monkeypat
             planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]
             variants = [path, *path.parent.glob("ppo_vllm_*.yaml")] if path.name == "ppo.yaml" else [path]
             assert all(f"# Memory: {planned} GiB per GPU" in variant.read_text() for variant in variants)
+
+
+def test_reward_models_named_anywhere_in_rewards_are_found(tmp_path):
+    """Paths, ensembles that are there, and ones that a recipe beside it will make; adapters of one base count once."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text('{"base_model_name_or_path": "hub/base"}')
+    made = {"members": [{"folder": name} for name in ("a", "b")]}
+    (tmp_path / "ensemble.json").write_text(json.dumps(made))
+    maker = {"model_name_or_path": "hub/other", "output_dir": "outputs/reward", "ensemble": 3}
+    (tmp_path / "reward.yaml").write_text(yaml.safe_dump(maker))
+    rewards = [
+        {"SumReward": {"members": [{"ModelReward": {"model": "hub/one", "dtype": "bfloat16", "batch_size": 4}}]}},
+        {"EnsembleReward": {"members": str(tmp_path)}, "weight": 2.0},
+        {"EnsembleReward": {"members": "outputs/reward", "model_kwargs": {"load_in_8bit": True}}},
+        {"EnsembleReward": {"members": [str(tmp_path / "a"), str(tmp_path / "b"), "hub/c", "file.py:function"]}},
+        "recipes/demo/world.py:gold_reward",
+    ]
+    found = list(loaded_rewards(rewards, tmp_path, lambda name: SimpleNamespace(name=name, dtype=None)))
+    assert [(each.config.name, each.members, each.bits, each.batch_size) for each in found] == [
+        ("hub/one", 1, None, 4),
+        ("hub/base", 2, None, None),
+        *[("hub/other", 1, 8, None)] * 3,
+        ("hub/base", 2, None, None),
+        ("hub/c", 1, None, None),
+    ]
+    assert found[0].dtype == torch.bfloat16
+    with pytest.raises(
+        ValueError, match="nowhere holds no ensemble.json, and no recipe in .* makes an ensemble there"
+    ):
+        list(loaded_rewards({"EnsembleReward": {"members": "nowhere"}}, tmp_path, None))
 
 
 def test_without_arguments_it_says_how_to_run_it(capsys):

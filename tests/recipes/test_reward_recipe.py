@@ -9,8 +9,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
-from recipes.reward import main
+from recipes.reward import main, without_folds
 from trl_ext.data import usable_pairs
+from trl_ext.evaluation import ensemble_report
+from trl_ext.rewards import EnsembleReward
 
 ROOT = Path(__file__).parents[2]
 FAST = ["--per_device_train_batch_size", "32", "--max_steps", "3", "--disable_tqdm", "true", "--use_cpu", "true"]
@@ -225,3 +227,62 @@ def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
     data = ["--dataset_name", str(inputs / "preferences" / "train.jsonl"), "--eval_size", "20"]
     main([*arguments(inputs, tmp_path), *data])
     assert json.loads((tmp_path / "reward_report.json").read_text())["pairs"] == 20
+
+
+# ---- Ensembles ----
+
+
+def test_each_pair_is_left_out_by_one_member():
+    rows = Dataset.from_dict({"row": range(11)})
+    left_out = [set(range(11)) - set(part["row"]) for part in without_folds(rows, 3, seed=0)]
+    assert sorted(row for part in left_out for row in part) == list(range(11))
+    assert {len(part) for part in left_out} == {3, 4} and without_folds(rows, 3, seed=1)[0]["row"] != list(range(11))
+
+
+def test_the_report_of_an_ensemble_by_hand():
+    chosen = torch.tensor([[2.0, 0.0, 1.0], [2.0, 1.0, -3.0]])  # two members, three pairs
+    report = ensemble_report(chosen, torch.zeros(2, 3))
+    # Means 2, 0.5, −1; worst cases 2, 0, −3; mean − std: 2, 0, −3. A tie is half
+    assert report["accuracy"] == {"mean": 2 / 3, "median": 2 / 3, "min": 0.5, "uncertainty": 0.5}
+    spread = report["disagreement"]  # of the chosen 0, 0.5, 2, of the rejected 0
+    assert_close([spread[name] for name in ("mean", "where_right", "where_wrong")], [2.5 / 6, 0.5 / 4, 1.0])
+
+
+@pytest.mark.slow
+def test_an_ensemble_is_trained_member_by_member_gone_on_with_and_scored_by_its_folder(inputs, tmp_path, capsys):
+    command = [*arguments(inputs, tmp_path), "--ensemble", "2", "--use_peft", "true", "--lora_r", "4"]
+    main(command)
+    rows = rows_of(inputs / "preferences", "test")
+    ensemble = EnsembleReward(str(tmp_path))
+    written = []
+    for i, member in enumerate(ensemble.members):
+        scores = json.loads((tmp_path / f"member-{i}" / "held_out_scores.json").read_text())["chosen"]
+        said = member.function(
+            [row["prompt"] for row in rows], [row["chosen"] for row in rows], finished=[True] * len(rows)
+        )
+        assert_close(said, scores, rtol=1e-4, atol=1e-5)
+        written.append(scores)
+    assert written[0] != written[1]
+    report = json.loads((tmp_path / "reward_report.json").read_text())
+    assert report["pairs"] == 40 and report["disagreement"]["mean"] > 0 and len(report["members"]) == 2
+
+    # As if it had been interrupted when the second was about to be measured
+    capsys.readouterr()
+    (tmp_path / "ensemble.json").unlink()
+    (tmp_path / "member-1" / "reward_report.json").unlink()
+    main(command)
+    out = capsys.readouterr().out
+    assert "member-0 is complete" in out and "Reward model" in out and "member-1 is complete" not in out
+    again = json.loads((tmp_path / "member-1" / "held_out_scores.json").read_text())["chosen"]
+    assert_close(again, written[1])  # the same seed and pairs
+    assert (tmp_path / "ensemble.json").is_file()
+
+    with pytest.raises(SystemExit):
+        main([*command, "--learning_rate", "0.5"])
+    assert "was begun with other settings (learning_rate: 0.001 → 0.5)" in capsys.readouterr().err
+
+
+def test_an_ensemble_is_two_or_more(inputs, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments(inputs, tmp_path), "--ensemble", "1"])
+    assert "`ensemble` must be 2 or more, got 1" in capsys.readouterr().err

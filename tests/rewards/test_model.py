@@ -1,13 +1,63 @@
-"""A reward model as a reward function, outside of any trainer."""
+"""A reward model as a reward function, outside of any trainer, in TRL's own and in ours."""
+
+import copy
+import os
+import pickle
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+import trl
+from datasets import Dataset
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers.modeling_utils import PreTrainedModel
+from trl import GRPOConfig, RLOOConfig
 
-from tests.tiny import WORDS, tiny_gpt2, tiny_reward_model, tiny_tokenizer
-from trl_ext.rewards import ModelReward
+from tests.tiny import (
+    ON_CPU,
+    WORDS,
+    prompts,
+    tiny_config,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_reward_model,
+    tiny_tokenizer,
+)
+from trl_ext import PPOTrainer
+from trl_ext.rewards import ModelReward, source_identity
+from trl_ext.rewards.model import batches
 
 PROMPTS, ANSWERS, FINISHED = ["the cat ", "a dog ran "], ["sat", "flew over the sky"], [True, False]
+TALK = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+REPLIES = [[{"role": "assistant", "content": answer}] for answer in ANSWERS]
+
+
+def saved(folder, model=None, tokenizer=None):
+    (model or tiny_reward_model(tiny_gpt2(), seed=3)).save_pretrained(folder)
+    (tokenizer or tiny_tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+def adapted(folder, base, seed, **kwargs):
+    """Save a LoRA adapter with a head, both random, on the reward model in `base`."""
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    model = get_peft_model(
+        model, LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "task_type": "SEQ_CLS"} | kwargs)
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return saved(folder, model)
+
+
+def alone(model, tokenizer, texts):
+    """What a model says of each text, without any padding."""
+    with torch.no_grad():
+        return [model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item() for text in texts]
+
+
+# ---- What it reads ----
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "[PAD]"], ids=["pad", "pad out of the vocabulary"])
@@ -16,31 +66,272 @@ def test_a_saved_model_scores_each_answer_as_it_does_the_text_alone(tmp_path, ot
     tokenizer, policy_tokenizer = tiny_tokenizer(), tiny_tokenizer(words=WORDS[::-1] if other else WORDS)
     for each in (tokenizer, policy_tokenizer):
         each.add_special_tokens({"pad_token": pad})
-    tiny_reward_model(tiny_gpt2(), seed=3).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    eos = policy_tokenizer.eos_token_id
-    reward = ModelReward.from_pretrained(str(tmp_path), policy_tokenizer, [eos], 2, torch.device("cpu"))
+    reward = ModelReward(saved(tmp_path, tokenizer=tokenizer), policy_tokenizer=policy_tokenizer, batch_size=2)
 
     answers = policy_tokenizer(ANSWERS, add_special_tokens=False)["input_ids"]
-    scores = reward(
-        PROMPTS,
-        ANSWERS,
-        [ids + [eos] * ended for ids, ended in zip(answers, FINISHED, strict=True)],
-        policy_tokenizer(PROMPTS)["input_ids"],
-        topic=["x", "y"],  # columns that it has no use for
-    )
+    ids = [row + [policy_tokenizer.eos_token_id] * end for row, end in zip(answers, FINISHED, strict=True)]
+    prompt_ids = policy_tokenizer(PROMPTS)["input_ids"]
+    scores = reward(PROMPTS, ANSWERS, ids, prompt_ids, topic=["x", "y"])  # a column that it has no use for
 
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1).eval()
-    for score, prompt, answer, ended in zip(scores, PROMPTS, ANSWERS, FINISHED, strict=True):
-        text = prompt + answer + (" </s>" if ended else "")
-        assert score == pytest.approx(model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item(), abs=1e-5)
+    texts = [p + a + " </s>" * end for p, a, end in zip(PROMPTS, ANSWERS, FINISHED, strict=True)]
+    assert scores == pytest.approx(alone(model, tokenizer, texts), abs=1e-5)
     assert reward.__name__ == tmp_path.name
 
+    # A stock trainer has no prompt_ids, another caller no token ids at all
+    assert reward(PROMPTS, ANSWERS, ids) == pytest.approx(scores, abs=1e-5)
+    assert ModelReward(str(tmp_path))(PROMPTS, ANSWERS, finished=FINISHED) == pytest.approx(scores, abs=1e-5)
 
-def test_an_answer_that_does_not_fit_the_model_raises(tmp_path):
+
+def test_messages_are_put_into_the_models_own_chat_template(tmp_path):
     tokenizer = tiny_tokenizer()
-    tiny_reward_model(tiny_gpt2()).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    reward = ModelReward.from_pretrained(str(tmp_path), tokenizer, [2], 2, torch.device("cpu"))
+    reward = ModelReward(saved(tmp_path, tokenizer=tokenizer))
+    texts = ["<user> the cat </s> <assistant> sat </s>", "<user> a dog ran </s> <assistant> flew over the sky"]
+    expected = alone(reward.model, tokenizer, texts)
+    assert reward(TALK, REPLIES, finished=FINISHED) == pytest.approx(expected, abs=1e-5)
+    reward.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="are messages, but the tokenizer of .* has no chat template"):
+        reward(TALK, REPLIES, finished=FINISHED)
+
+
+def test_nobody_guesses_whether_an_answer_was_finished(tmp_path):
+    ids = [[7, 2], [8]]
+    path = saved(tmp_path)
+    said = ModelReward(path)(PROMPTS, ANSWERS, ids, finished=[True, False])
+    assert ModelReward(path, eos_token_ids=[2])(PROMPTS, ANSWERS, ids) == said
+    assert ModelReward(path, policy_tokenizer=path)(PROMPTS, ANSWERS, ids) == said
+    assert ModelReward(path, eos_token_ids=[8])(PROMPTS, ANSWERS, ids) != said
+    with pytest.raises(
+        ValueError, match="which answers were finished is not known: give the policy's `eos_token_ids`"
+    ):
+        ModelReward(path)(PROMPTS, ANSWERS, ids)
+
+
+def test_a_row_that_does_not_fit_is_refused_or_cut_at_the_prompts_beginning(tmp_path):
+    tokenizer, logged = tiny_tokenizer(bos=True), {}
+    path = saved(tmp_path, tokenizer=tokenizer)
+    reward = ModelReward(path, policy_tokenizer=tiny_tokenizer())
     with pytest.raises(ValueError, match="has 70 tokens, the reward model's context 64"):
         reward(["the"], ["cat"], [[6] * 69], [[7]])
+
+    reward = ModelReward(path, max_length=4, truncation="left", name="short")
+    scores = reward(
+        ["big bird ran on ", "the "], ["the mat", "cat"], finished=[True, False], log_metric=logged.__setitem__
+    )
+    expected = alone(reward.model, tokenizer, ["the mat </s>", "the cat"])  # behind <s>
+    assert scores == pytest.approx(expected, abs=1e-5) and logged == {"rewards/short/truncated": 0.5}
+
+
+# ---- How it is run ----
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
+def test_scores_do_not_depend_on_batches_order_or_padding_side(kind, side):
+    """Of classifiers that score the last token and the first one, position ids counted from the left."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = BertConfig(vocab_size=len(tiny_tokenizer()), num_labels=1, initializer_range=0.2, **sizes)
+    model = {
+        "gpt2": lambda: tiny_reward_model(tiny_gpt2()),
+        "llama": lambda: tiny_reward_model(tiny_llama()),
+        "bert": lambda: BertForSequenceClassification(bert),
+    }[kind]()
+    tokenizer = tiny_tokenizer(bos=True)
+    tokenizer.padding_side = side
+    rows = prompts(24)["prompt"]
+    ended = [i % 3 == 0 for i in range(24)]
+    expected = None
+    for bounds in ({"batch_size": 1}, {"batch_size": 7}, {"max_batch_tokens": 1}, {"max_batch_tokens": 40}, {}):
+        reward = ModelReward(model, tokenizer=tokenizer, **bounds)
+        for order in (torch.arange(24), torch.randperm(24)):
+            place = order.tolist()
+            scores = torch.tensor(
+                reward([rows[i] for i in place], [" sat on"] * 24, finished=[ended[i] for i in place])
+            )[order.argsort()]
+            expected = scores if expected is None else expected
+            torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
+    assert expected.std() > 0.05
+
+
+def test_batches_hold_each_row_once_within_both_bounds():
+    lengths = torch.randint(1, 50, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    for tokens, rows in ((100, None), (None, 7), (100, 3), (10, None), (None, None)):
+        made = batches(lengths, tokens, rows)
+        assert sorted(row for batch in made for row in batch) == list(range(200))
+        for batch in made:
+            longest = max(lengths[row] for row in batch)
+            assert tokens is None or len(batch) * longest <= tokens or len(batch) == 1
+            assert rows is None or len(batch) <= rows
+    assert len(batches(lengths, None, 7)) == 29  # as many on each process, whatever its lengths
+
+
+def test_an_adapter_is_scored_with_as_peft_does_also_in_8_bit(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    base = saved(tmp_path / "base", tiny_reward_model(tiny_llama()))
+    path = adapted(tmp_path / "adapter", base, seed=1)
+    expected = alone(
+        AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1).eval(),
+        tiny_tokenizer(),
+        [p + a for p, a in zip(PROMPTS, ANSWERS, strict=True)],
+    )
+    for kwargs, tolerance in (({}, 1e-5), ({"dtype": "bfloat16"}, 0.05), ({"load_in_8bit": True}, 0.05)):
+        reward = ModelReward(path, **kwargs)
+        assert reward(PROMPTS, ANSWERS, finished=[False] * 2) == pytest.approx(expected, abs=tolerance)
+    names = {type(module).__name__ for module in reward.model.modules()}
+    assert "Linear8bitLt" in names and reward.identity != ModelReward(path).identity
+
+
+def test_a_device_map_is_what_the_model_is_loaded_with_and_nobody_moves_it_then(tmp_path, monkeypatch):
+    """Over several devices accelerate's hooks move what passes: `.to` would put all on one."""
+    path, seen, load = saved(tmp_path), {}, AutoModelForSequenceClassification.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForSequenceClassification, "from_pretrained", lambda *a, **k: seen.update(k) or load(*a, **k)
+    )
+    monkeypatch.setattr(PreTrainedModel, "to", lambda *_: pytest.fail("it was moved"))
+    scores = ModelReward(path, device_map={"": "cpu"})(PROMPTS, ANSWERS, finished=FINISHED)
+    assert seen["device_map"] == {"": "cpu"} and len(scores) == 2
+
+
+def test_it_is_loaded_whole_where_trainers_would_have_it_sharded(tmp_path, monkeypatch):
+    """FSDP loads weights on the first process alone, and ZeRO-3 partitions them, for a trainer that wraps them."""
+    from transformers.integrations import deepspeed, is_deepspeed_zero3_enabled
+
+    class ZeRO3:
+        def is_zero3(self):
+            return True
+
+    config, seen, load = ZeRO3(), [], AutoModelForSequenceClassification.from_pretrained
+    path = saved(tmp_path)
+    monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: config)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
+
+    def loading(*args, **kwargs):
+        seen.append((is_deepspeed_zero3_enabled(), os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"].lower()))
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", loading)
+    ModelReward(path)
+    assert seen == [(False, "false")] and is_deepspeed_zero3_enabled()
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"max_batch_tokens": 0}, "`max_batch_tokens` must be 1 or more, got 0"),
+        ({"truncation": "right"}, "`truncation` must be 'refuse' or 'left', got 'right'"),
+        ({"device": "cpu", "device_map": "auto"}, "`device` cpu does nothing with `device_map`"),
+        ({"model": "object", "dtype": "bfloat16"}, "`dtype` is for a model that is loaded by its path"),
+        ({"model": "object", "tokenizer": None}, "its `tokenizer` must be given"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, kwargs, message):
+    model = tiny_reward_model(tiny_gpt2())
+    if kwargs.get("model") == "object":
+        kwargs = {"model": model, "tokenizer": tiny_tokenizer()} | {k: v for k, v in kwargs.items() if k != "model"}
+    else:
+        kwargs = {"model": saved(tmp_path, model)} | kwargs
+    with pytest.raises(ValueError, match=message):
+        ModelReward(**kwargs)
+
+
+# ---- Which it is ----
+
+
+def test_its_identity_is_that_of_what_it_says(tmp_path):
+    path = saved(tmp_path / "a")
+    reward = ModelReward(path)
+    same = ModelReward(saved(tmp_path / "b"), batch_size=3, name="other")
+    assert source_identity(reward) == reward.identity == same.identity
+    others = [
+        ModelReward(saved(tmp_path / "c", tiny_reward_model(tiny_gpt2(), seed=4))),
+        ModelReward(path, tokenizer=tiny_tokenizer(words=WORDS[::-1])),
+        ModelReward(path, max_length=32),
+        ModelReward(path, dtype="bfloat16"),
+        ModelReward(path, truncation="left"),
+    ]
+    assert len({reward.identity, *(other.identity for other in others)}) == 6
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    changed = copy.deepcopy(model)
+    changed.score.weight.data += 1
+    tokenizer = tiny_tokenizer()
+    assert ModelReward(model, tokenizer=tokenizer).identity != ModelReward(changed, tokenizer=tokenizer).identity
+
+
+def test_it_pickles(tmp_path):
+    reward = ModelReward(saved(tmp_path))
+    again = pickle.loads(pickle.dumps(reward))
+    assert again(PROMPTS, ANSWERS, finished=FINISHED) == reward(PROMPTS, ANSWERS, finished=FINISHED)
+    assert again.identity == reward.identity
+
+
+# ---- In trainers ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+def test_a_stock_trainer_logs_its_scores(tmp_path, trainer, chat):
+    seen, tokenizer = [], tiny_tokenizer()
+    reward = ModelReward(saved(tmp_path / "rm"), policy_tokenizer=tokenizer, name="rm")
+
+    def watched(prompts, completions, **kwargs):
+        seen.append((prompts, completions, kwargs["completion_ids"]))
+        return reward(prompts, completions, **kwargs)
+
+    rows = prompts(8)["prompt"]
+    if chat:
+        rows = [[{"role": "user", "content": text}] for text in rows]
+    config = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}[trainer](
+        output_dir=str(tmp_path / "run"),
+        **{
+            **ON_CPU,
+            "per_device_train_batch_size": 4,
+            "num_generations": 2,
+            "max_completion_length": 6,
+            "beta": 0.0,
+            "max_steps": 1,
+        },
+    )
+    trained = getattr(trl, f"{trainer}Trainer")(
+        model=tiny_llama(),
+        reward_funcs=watched,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": rows}),
+        processing_class=tokenizer,
+    )
+    trained.train()
+    means = [log["rewards/watched/mean"] for log in trained.state.log_history if "rewards/watched/mean" in log]
+    asked, said, ids = seen[0]
+    scores = [
+        reward(
+            [prompt],
+            [answer],
+            finished=[row[-1] == tokenizer.eos_token_id],
+        )[0]
+        for prompt, answer, row in zip(asked, said, ids, strict=True)
+    ]
+    assert means[0] == pytest.approx(sum(scores) / len(scores), abs=1e-5) and len(set(scores)) > 1
+
+
+def test_in_ppo_it_says_what_the_trainers_own_reward_model_says(tmp_path):
+    """With another tokenizer, too; ids and all: the same code."""
+    other = saved(tmp_path / "other", tokenizer=tiny_tokenizer(words=WORDS[::-1]))
+    path, tokenizer = saved(tmp_path / "rm"), tiny_tokenizer()
+    functions = [
+        each
+        for folder in (path, other)
+        for each in (folder, ModelReward(folder, policy_tokenizer=tokenizer, max_batch_tokens=20, name="ours"))
+    ]
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=functions,
+        args=tiny_config(tmp_path / "ppo", max_steps=1),
+        train_dataset=prompts(),
+        processing_class=tokenizer,
+    )
+    rows, calculate = [], trainer._calculate_rewards
+    trainer._calculate_rewards = lambda *args: rows.append(calculate(*args)) or rows[-1]
+    trainer.train()
+    torch.testing.assert_close(rows[0][:, [1, 3]], rows[0][:, [0, 2]], rtol=1e-5, atol=1e-5)
+    assert rows[0].std(0).min() > 0.05

@@ -2,6 +2,7 @@
 
 from .bootstrap import bootstrap_interval
 from .centring import centre_and_report, centring_shift, head_of
+from .ensemble import ensemble_report
 from .overoptimization import fit_overoptimization, overoptimization_curve
 from .reward_model import (
     accuracy_by_length_gap,
@@ -17,6 +18,7 @@ __all__ = [
     "calibration_error",
     "centre_and_report",
     "centring_shift",
+    "ensemble_report",
     "fit_overoptimization",
     "head_of",
     "overoptimization_curve",

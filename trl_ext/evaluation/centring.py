@@ -1,5 +1,6 @@
 """Centring the scores of a reward model, also of one whose head has no bias."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,11 @@ def _subtract(parameter: Tensor, value: Tensor) -> None:
 
 
 def centre_and_report(trainer: Any, demonstrations: Dataset, output_dir: Path) -> dict:
-    """Make demonstrations score 0 on average, then measure the model as it will be saved."""
+    """
+    Make demonstrations score 0 on average, then measure the model as it will be saved.
+
+    Beside `margins.png` it writes `held_out_scores.json`, the scores of both answers of each pair.
+    """
     head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
     reference = _features(trainer, demonstrations["chosen_ids"])
     chosen, rejected = _features(trainer, held_out["chosen_ids"]), _features(trainer, held_out["rejected_ids"])
@@ -114,4 +119,6 @@ def centre_and_report(trainer: Any, demonstrations: Dataset, output_dir: Path) -
         }
     if trainer.is_world_process_zero():
         plot_margins(margins, output_dir / "margins.png")
+        both = {name: part.tolist() for name, part in zip(("chosen", "rejected"), centred, strict=True)}
+        (output_dir / "held_out_scores.json").write_text(json.dumps(both))
     return report

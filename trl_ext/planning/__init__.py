@@ -4,7 +4,7 @@ from .checks import known_not_to_work, known_to_go_wrong
 from .duration import GPU, GPUS, Efficiency, examples, hours, seconds_per_example
 from .layout import Layout
 from .memory import GIB, kv_cache_bytes, optimizer_bytes, quantized_bytes, share
-from .runs import Job, Plan, Role
+from .runs import Job, LoadedReward, Plan, Role
 from .simulate import LiveBytes, fake, forward_peak, training_peak
 from .stages import plan
 
@@ -16,6 +16,7 @@ __all__ = [
     "Job",
     "Layout",
     "LiveBytes",
+    "LoadedReward",
     "Plan",
     "Role",
     "examples",

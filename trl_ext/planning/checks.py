@@ -113,7 +113,11 @@ def _too_long(job: Job) -> list[str]:
     length = job.prompt_length + job.args.max_completion_length
     limits = {
         f"the {whose} reads": getattr(config.get_text_config(), "max_position_embeddings", None)
-        for whose, config in (("policy", job.policy), *(("reward model", reward) for reward in job.rewards))
+        for whose, config in (
+            ("policy", job.policy),
+            *(("reward model", reward) for reward in job.rewards),
+            *(("reward function's model", each.config) for each in job.loaded_rewards),
+        )
     }
     if job.args.use_vllm and job.args.vllm_mode == "colocate":
         limits["`vllm_max_model_length` is"] = job.args.vllm_max_model_length

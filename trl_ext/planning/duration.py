@@ -81,6 +81,7 @@ def seconds_per_example(
 
     def forward(role: Role) -> float:
         config = job.rewards[0] if role.name == "reward model" and is_ppo and job.rewards else job.policy
+        config = role.config or config
         weights = plan.roles[0].parameters if role.note else role.parameters  # a note: it runs on the policy's base
         return _forward(config.get_text_config(), weights, length) / rate
 

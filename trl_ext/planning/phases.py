@@ -44,11 +44,14 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int) -> dict[str, i
     }
 
 
-def scoring_phase(job: Job, mode: Any, model: Any, rewards: list, rows: int, length: int) -> dict[str, int]:
+def scoring_phase(
+    job: Job, mode: Any, model: Any, rewards: list, rows: int, length: int, loaded: list[tuple[Any, int]]
+) -> dict[str, int]:
     """
     Return what log-probs, values and rewards of a rollout take.
 
-    The reference's pass is left out, since it takes less than that of policy and critic.
+    The reference's pass is left out, since it takes less than that of policy and critic. `loaded` are the models of
+    reward functions, with the rows that each reads at once.
     """
     with mode:
         batch = tokens(rows, length)
@@ -59,10 +62,19 @@ def scoring_phase(job: Job, mode: Any, model: Any, rewards: list, rows: int, len
     for reward in rewards:
         if type(reward.config) is type(job.policy) and reward.config.hidden_size <= job.policy.hidden_size:
             continue  # it takes no more than the policy
-        limit = getattr(reward.config, "max_position_embeddings", length)
-        cut = {name: values[:, :limit] for name, values in batch.items()}
-        peaks.append(forward_peak(mode, reward, partial(reward, **cut)))
+        peaks.append(_reads(mode, reward, batch))
+    for reward, most in loaded:
+        with mode:
+            batch = tokens(most, length)
+        peaks.append(_reads(mode, reward, batch))
     return {"activations": max(peaks), "gathered weights": _gathered(job, model)}
+
+
+def _reads(mode: Any, reward: Any, batch: dict[str, Tensor]) -> int:
+    """Return the peak of a reward model's forward, of as many tokens as it can read."""
+    limit = getattr(reward.config, "max_position_embeddings", None)
+    cut = {name: values[:, :limit] for name, values in batch.items()}
+    return forward_peak(mode, reward, partial(reward, **cut))
 
 
 def scored(batch: dict[str, Tensor], width: int) -> dict[str, Any]:

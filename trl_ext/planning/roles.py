@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ..models.weights import base_model_of
 from ..upstream import add_fused_lm_head
 from .memory import optimizer_bytes, quantized_bytes, share
-from .runs import Job, Role
+from .runs import Job, LoadedReward, Role
 
 _HEADS = ("lm_head", "score", "classifier")  # the names of output heads, which stay as they are
 
@@ -23,11 +23,22 @@ def causal_lm(job: Job, config: Any, outputs: tuple[str, ...] = ("log_probs",)) 
     return model
 
 
-def classifier(job: Job, config: Any) -> Any:
-    """Build a sequence classifier with one score."""
+def classifier(job: Job, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Build a sequence classifier with one score, in the dtype of a pass if none is given."""
     given = {name: value for name, value in config.to_dict().items() if name not in ("id2label", "label2id")}
     config = type(config)(**{**given, "num_labels": 1, "pad_token_id": config.pad_token_id or 0})
-    return AutoModelForSequenceClassification.from_config(config, dtype=job.compute_dtype)
+    return AutoModelForSequenceClassification.from_config(config, dtype=dtype or job.compute_dtype)
+
+
+def loaded_roles(reward: LoadedReward, model: Any) -> list[Role]:
+    """Count what a reward function's model keeps on each GPU: the base once, whatever reads it."""
+    numel = sum(p.numel() for p in model.parameters())
+    small = linear_weights(model) if reward.bits else frozenset()
+    weights = sum(quantized_bytes(p.numel(), 8) if id(p) in small else p.nbytes for p in model.parameters())
+    return [
+        Role("reward function", numel, 0, 0 if i else weights, 0, 0, config=reward.config)
+        for i in range(reward.members)
+    ]
 
 
 def adapted(job: Job, model: Any) -> Any:

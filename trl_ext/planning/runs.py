@@ -10,6 +10,31 @@ from .layout import Layout
 Stage = Literal["sft", "reward", "ppo", "dpo"]
 
 
+@dataclass(frozen=True)
+class LoadedReward:
+    """
+    A reward model that a reward function loads itself, whole on each process: a `ModelReward`, or some on one base.
+
+    Args:
+        config: of the classifier.
+        dtype: of its weights.
+        bits: 8 if they are quantised.
+        max_batch_tokens, batch_size: tokens and rows in a forward, at most.
+        members: of an ensemble, adapters on this one base. The adapters are not counted: their rank is not known.
+    """
+
+    config: Any
+    dtype: torch.dtype = torch.float32
+    bits: int | None = None
+    max_batch_tokens: int | None = 16384
+    batch_size: int | None = None
+    members: int = 1
+
+    def rows(self, most: int, length: int) -> int:
+        """Return the rows of `length` tokens in a forward, of `most` that there are."""
+        return max(1, min(most, self.batch_size or most, (self.max_batch_tokens or most * length) // length))
+
+
 @dataclass
 class Job:
     """
@@ -28,6 +53,7 @@ class Job:
         value_model: configuration of PPO's critic if it is given by a path. None has the policy's.
         ref_model: whether the reference is given, so that it is held even with adapters.
         shared_rewards: number of reward models that are adapters on the policy's base.
+        loaded_rewards: the models of reward functions, see [`LoadedReward`].
         mixed: dtype of mixed precision, which `args` say; not to be passed.
     """
 
@@ -44,6 +70,7 @@ class Job:
     value_model: Any = None
     ref_model: bool = False
     shared_rewards: int = 0
+    loaded_rewards: tuple[LoadedReward, ...] = ()
     mixed: torch.dtype | None = None
 
     def __post_init__(self):
@@ -76,6 +103,7 @@ class Role:
         parameters, trained: numbers of weights, and of those that are trained.
         weights, gradients, optimizer: bytes.
         note: what else is to be said.
+        config: of a model that is neither the policy's nor one of `Job.rewards`.
     """
 
     name: str
@@ -85,6 +113,7 @@ class Role:
     gradients: int
     optimizer: int
     note: str = ""
+    config: Any = None
 
 
 @dataclass

@@ -11,7 +11,7 @@ from ..models.classifier import AdapterClassifier
 from ..models.lm_head import add_dense_lm_head
 from .memory import optimizer_bytes
 from .phases import generation_phase, scored, scoring_phase, update_phases
-from .roles import adapted, causal_lm, classifier, linear_weights, prepare, role_of
+from .roles import adapted, causal_lm, classifier, linear_weights, loaded_roles, prepare, role_of
 from .runs import Job, Plan, Role
 from .simulate import fake, tokens
 
@@ -96,9 +96,11 @@ def _plan_ppo(job: Job) -> Plan:
             critic = classifier(job, job.value_model or job.policy)
             model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
         reference = causal_lm(job, job.policy).requires_grad_(False).eval() if has_reference else None
-        return prepare(job, model), reference, [classifier(job, c).requires_grad_(False).eval() for c in job.rewards]
+        rewards = [classifier(job, config).requires_grad_(False).eval() for config in job.rewards]
+        loaded = [classifier(job, each.config, each.dtype).requires_grad_(False).eval() for each in job.loaded_rewards]
+        return prepare(job, model), reference, rewards, loaded
 
-    (model, reference, rewards), mode = fake(build)
+    (model, reference, rewards, loaded), mode = fake(build)
     quantized = linear_weights(model.policy)
     critic_note = "an adapter on the policy's base" if shares_base else ""
     roles = [
@@ -114,17 +116,21 @@ def _plan_ppo(job: Job) -> Plan:
     for _ in range(job.shared_rewards):
         roles.append(Role("reward model", 0, 0, 0, 0, 0, "an adapter on the policy's base"))
 
+    step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    local = step * args.num_mini_batches
+    rows, read = min(args.local_rollout_forward_batch_size, local), []
+    for each, built in zip(job.loaded_rewards, loaded, strict=True):
+        roles += loaded_roles(each, built)
+        read.append((built, each.rows(local, length)))
+
     def loss():
         batch = scored(tokens(args.per_device_train_batch_size, length), args.max_completion_length)
         said = model(**batch, with_values=True, with_entropies=True)
         return said["logprobs"].sum() + said["entropies"].sum() + said["values"].sum()
 
-    step = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    local = step * args.num_mini_batches
-    rows = min(args.local_rollout_forward_batch_size, local)
     phases = {
         "generate": generation_phase(job, mode, model.policy, rows),
-        "score": scoring_phase(job, mode, model, rewards, rows, length),
+        "score": scoring_phase(job, mode, model, rewards, rows, length, read),
         **update_phases(job, mode, model, loss, roles),
     }
     episodes = local * layout.processes

@@ -1,6 +1,7 @@
 """Reward functions with TRL's signature. Those in `watches` have weight zero and only measure."""
 
 from ..sources import source_identity
+from .ensemble import EnsembleReward
 from .loading import joined_weights, load_reward, load_rewards
 from .member import Member, distinct
 from .model import ModelReward
@@ -16,6 +17,7 @@ from .watches import (
 )
 
 __all__ = [
+    "EnsembleReward",
     "GoldJudgeReward",
     "Member",
     "ModelReward",

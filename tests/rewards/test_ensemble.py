@@ -1,0 +1,199 @@
+"""Ensembles of reward functions and of reward models."""
+
+import json
+import pickle
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from trl import GRPOConfig
+
+from tests.rewards.test_model import adapted, saved
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model
+from tests.tiny import tiny_tokenizer as tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.callbacks import RewardDisagreementCallback
+from trl_ext.callbacks.monitor import alerts_of
+from trl_ext.models import save_base_fingerprint
+from trl_ext.rewards import EnsembleReward, ModelReward, source_identity
+
+ROWS = ["the cat ", "a dog ran ", "then it was ", "the "]
+ANSWERS = ["sat", "flew over the sky", "very happy", "big bird sat"]
+
+
+class Fixed:
+    def __init__(self, name, scores):
+        self.__name__, self.scores = name, scores
+
+    def __call__(self, prompts, completions, completion_ids, **kwargs):
+        return self.scores
+
+
+def failing(**kwargs):
+    raise OSError("no connection")
+
+
+A, B, C = Fixed("a", [1.0, 2.0, None, None]), Fixed("b", [3.0, 2.0, 5.0, None]), Fixed("c", [8.0, 2.0, 5.0, None])
+
+
+def test_rows_on_which_members_disagree_too_much_or_say_nothing_have_no_score():
+    logged = {}
+    reward = EnsembleReward([A, B, C], "min", max_disagreement=2.9)
+    assert reward(ROWS, ANSWERS, [[1]] * 4, log_metric=logged.__setitem__) == [None, 2, 5, None]
+    # stds √(26/3), 0, 0, and a row of which nobody says anything
+    assert logged == {
+        "rewards/min_of_a_b_c/disagreement": pytest.approx((26 / 3) ** 0.5 / 3),
+        "rewards/min_of_a_b_c/rejected": 0.25,
+    }
+    assert EnsembleReward([A, B, C], "min", max_disagreement=3)(ROWS, ANSWERS, [[1]] * 4) == [1, 2, 5, None]
+    assert pickle.loads(pickle.dumps(reward))(ROWS, ANSWERS, [[1]] * 4) == [None, 2, 5, None]
+
+
+def test_a_member_that_fails_is_named_or_takes_no_part_or_gives_its_number():
+    with pytest.raises(RuntimeError, match="reward 'failing': OSError: no connection"):
+        EnsembleReward([B, failing])(ROWS, ANSWERS, [[1]] * 4)
+    assert EnsembleReward([B, failing], on_error="skip")(ROWS, ANSWERS, [[1]] * 4) == [3, 2, 5, None]
+    assert EnsembleReward([B, failing], "min", on_error=-1)(ROWS, ANSWERS, [[1]] * 4) == [-1, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"combine": "max"}, "`combine` must be one of mean, median, min, uncertainty, got 'max'"),
+        ({"uncertainty_coef": 1.0}, "`uncertainty_coef` is for combine='uncertainty', got 'mean'"),
+        ({"max_disagreement": -1}, "`max_disagreement` must be a finite number >= 0, got -1"),
+        ({"members": [A]}, "an ensemble needs two members or more, got 1"),
+        ({"members": "nowhere"}, "nowhere holds no ensemble.json"),
+        ({"normalize": True}, "`normalize` needs the folder"),
+        ({"model_kwargs": {"dtype": "bfloat16"}}, "all are functions"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        EnsembleReward(**{"members": [A, B], **kwargs})
+
+
+def test_what_combines_and_who_they_are_is_the_identity():
+    made = [
+        EnsembleReward([A, B]),
+        EnsembleReward([A, C]),
+        EnsembleReward([A, B], "min"),
+        EnsembleReward([A, B], "uncertainty", 0.5),
+        EnsembleReward([A, B], max_disagreement=1.0),
+    ]
+    assert len({source_identity(each) for each in made}) == 5
+    assert source_identity(EnsembleReward([A, B])) == source_identity(made[0])
+
+
+# ---- Reward models ----
+
+
+def scores_of(members, **kwargs):
+    return [
+        (member.function if hasattr(member, "function") else member)(ROWS, ANSWERS, finished=[True, False] * 2)
+        for member in members
+    ]
+
+
+def test_adapters_of_one_base_share_it_and_score_as_each_does_alone(tmp_path):
+    """Also where they adapt other layers: what one adds must not act in another."""
+    base = saved(tmp_path / "base", tiny_reward_model(tiny_llama()))
+    layers = (["q_proj"], ["q_proj", "v_proj"], ["up_proj"], ["q_proj"])
+    paths = [adapted(tmp_path / f"m{i}", base, i, target_modules=names) for i, names in enumerate(layers)]
+    paths.append(saved(tmp_path / "whole"))
+    ensemble = EnsembleReward(paths)
+    assert scores_of(ensemble.members) == [
+        pytest.approx(scores, abs=1e-5) for scores in scores_of(map(ModelReward, paths))
+    ]
+
+    def weights(models):
+        return {p.data_ptr(): p.numel() for model in models for p in model.parameters()}
+
+    models = [member.function.model for member in ensemble.members]
+    own = [sum(weights([model]).values()) for model in (ModelReward(base).model, models[-1])]
+    adapters = sum(p.numel() for name, p in models[0].named_parameters() if ".member_" in name)
+    assert sum(weights(models).values()) == own[0] + adapters + own[1]  # one base for four
+    assert len({member.function.identity for member in ensemble.members}) == 5
+    assert (
+        source_identity(ensemble)
+        == source_identity(EnsembleReward(paths))
+        != source_identity(EnsembleReward(paths[1:]))
+    )  # though one has been called, and so placed
+
+
+def test_an_adapter_of_another_base_gets_its_own(tmp_path):
+    """Told apart by what is recorded beside them, though the name is the same."""
+    base, paths = saved(tmp_path / "base", tiny_reward_model(tiny_llama())), []
+    for i in range(2):
+        paths.append(adapted(tmp_path / f"m{i}", base, i))
+        save_base_fingerprint(tiny_reward_model(tiny_llama(), seed=5 + i), paths[-1])
+    models = [member.function.model for member in EnsembleReward(paths).members]
+    assert not {p.data_ptr() for p in models[0].parameters()} & {p.data_ptr() for p in models[1].parameters()}
+
+
+def test_the_folder_of_an_ensemble_names_its_members_and_their_scales(tmp_path):
+    for i in range(2):
+        saved(tmp_path / f"member-{i}", tiny_reward_model(tiny_gpt2(), seed=i))
+    facts = [{"folder": "member-0", "mean": 1.0, "std": 2.0}, {"folder": "member-1", "mean": -1.0, "std": 0.5}]
+    (tmp_path / "ensemble.json").write_text(json.dumps({"members": facts}))
+    ensemble = EnsembleReward(str(tmp_path), normalize=True, model_kwargs={"batch_size": 1})
+    a, b = torch.tensor(scores_of(ensemble.members))
+    expected = ((a - 1) / 2 + (b + 1) / 0.5) / 2
+    assert ensemble(ROWS, ANSWERS, finished=[True, False] * 2) == pytest.approx(expected.tolist(), abs=1e-6)
+    assert ensemble.__name__ == f"mean_of_{tmp_path.name}"
+
+
+# ---- In trainers ----
+
+
+def drifting(name, sign):
+    """A member that goes another way than its twin from the third rollout on, and in the first row always."""
+    calls = []
+
+    def score(completions, **kwargs):
+        calls.append(1)
+        others = [sign * (1.0 if len(calls) <= 2 else 5.0)] * (len(completions) - 1)
+        return [sign * 20.0, *others]
+
+    score.__name__ = name
+    return score
+
+
+def test_ppo_logs_the_disagreement_that_the_monitor_alerts_of_and_leaves_rejected_rows_out(tmp_path):
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=EnsembleReward([drifting("up", 1), drifting("down", -1)], max_disagreement=10.0),
+        args=tiny_config(tmp_path, max_steps=6, num_mini_batches=1),
+        train_dataset=prompts(),
+        processing_class=tokenizer(),
+        callbacks=[RewardDisagreementCallback(rollouts=2, factor=1.5)],
+    )
+    rows, calculate = [], trainer._calculate_rewards
+    trainer._calculate_rewards = lambda *args: rows.append(calculate(*args)) or rows[-1]
+    trainer.train()
+    key = "rewards/mean_of_up_down/disagreement"
+    logged = [log[key] for log in trainer.state.log_history if key in log]
+    n = len(rows[0])  # ± 20 in one row, ± 1 and later ± 5 in the others
+    assert logged[0] == pytest.approx((20 + n - 1) / n) and logged[-1] == pytest.approx((20 + 5 * (n - 1)) / n)
+    assert [row.isnan().squeeze().tolist() for row in rows] == [[True] + [False] * (n - 1)] * len(rows)
+    assert any(f"`{key}` grew" in alert["what"] for alert in alerts_of(trainer.state))
+
+
+@pytest.mark.slow
+def test_it_works_in_a_stock_trainer(tmp_path):
+    path = saved(tmp_path / "rm", tiny_reward_model(tiny_llama()))
+    reward = EnsembleReward([path, length_reward], model_kwargs={"eos_token_ids": [2]}, name="both")
+    trainer = trl.GRPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(tmp_path / "run"),
+            **{**ON_CPU, "per_device_train_batch_size": 4, "max_steps": 1},
+            **{"num_generations": 2, "max_completion_length": 6},
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts(8)["prompt"]}),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    assert any("rewards/both/disagreement" in log for log in trainer.state.log_history)

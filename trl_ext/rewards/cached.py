@@ -137,7 +137,7 @@ class CachedReward:
         with self._lock:
             look_up = self._memory.get
             scores = [look_up(key) for key in keys]
-        unknown = {}  # key → its first row
+        unknown: dict[bytes, int] = {}  # key → its first row
         if None in scores:
             for row, key in enumerate(keys):
                 if scores[row] is None:
@@ -153,7 +153,7 @@ class CachedReward:
             if self.redis_url and len(found) > len(shared):
                 self._to_redis({key: score for key, score in found.items() if key not in shared})
         if count:
-            log_to(log_metric, {f"rewards/{self.__name__}/cache_hits": 1 - len(rows) / count})
+            log_to(log_metric, {f"rewards/{self.__name__}/cache_hits": (count - len(rows)) / count})
             if self.redis_url:
                 log_to(log_metric, {f"rewards/{self.__name__}/redis_hits": len(shared) / count})
         return scores
@@ -242,7 +242,7 @@ class CachedReward:
         if self._redis is None:
             password = os.environ[self.redis_password_env] if self.redis_password_env else None
             self._redis = redis.Redis.from_url(
-                self.redis_url,
+                str(self.redis_url),
                 socket_timeout=self.timeout,
                 socket_connect_timeout=self.timeout,
                 retry=Retry(NoBackoff(), 0),  # the next call tries again

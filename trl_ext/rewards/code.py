@@ -111,9 +111,7 @@ class CodeReward:
     def __call__(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
         """Return the share of tests that pass for each completion."""
         if kwargs.get(self.tests) is None:
-            raise ValueError(
-                f"reward '{self.__name__}': no column {self.tests!r} with tests; there are {sorted(kwargs)}"
-            )
+            raise ValueError(f"reward '{self.__name__}': no column {self.tests!r}; there are {sorted(kwargs)}")
         of_row = [self._tests_of(row, kwargs, len(completions)) for row in range(len(completions))]
         self._probe()
         codes = [last_block(text_of(completion)) for completion in completions]

@@ -93,7 +93,7 @@ class ConstitutionReward:
             check(self._judge, self.judge_minimum, self._names[-1], [row for row in range(count) if not breaks[row]])
         for row in range(count):
             if breaks[row]:
-                scores[row] = self.cap if scores[row] is None else min(scores[row], self.cap)
+                scores[row] = self.cap if (score := scores[row]) is None else min(score, self.cap)
             elif unchecked[row]:
                 scores[row] = None
         if count:

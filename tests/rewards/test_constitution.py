@@ -3,8 +3,18 @@
 import math
 
 import pytest
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from trl_ext.rewards import ConstitutionReward, PatternReward
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.rewards import (
+    CachedReward,
+    ConstitutionReward,
+    JSONSchemaReward,
+    PatternReward,
+    get_repetition_penalty_reward,
+    get_soft_overlong_punishment,
+)
 
 
 def length(completions, **kwargs):
@@ -81,3 +91,25 @@ def test_bad_arguments(subtests):
     ]:
         with subtests.test(message=message), pytest.raises(error, match=message):
             build()
+
+
+def rules():
+    """One of each reward with settings of its own, within another where it can be."""
+    kept = ConstitutionReward(CachedReward(length_reward), [PatternReward(forbidden=[r"\bcat\b"])], cap=-1.0)
+    json = JSONSchemaReward({"type": "integer"})
+    return [kept, json, get_soft_overlong_punishment(8, 4), get_repetition_penalty_reward(2)]
+
+
+@pytest.mark.parametrize("trainer, config", [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig), (PPOTrainer, None)])
+def test_in_stock_trainers_and_in_ours(trainer, config, tmp_path):
+    given = {"max_completion_length": 8, "max_steps": 4, "logging_steps": 1}
+    args = tiny_config(tmp_path, **given)
+    if config is not None:
+        args = config(str(tmp_path), **ON_CPU | given, per_device_train_batch_size=4, num_generations=2, beta=0.0)
+    run = trainer(tiny_gpt2(), rules(), args=args, train_dataset=prompts(), processing_class=tiny_tokenizer())
+    run.train()
+    logged = {key for log in run.state.log_history for key in log}
+    name = "rewards/constitution_cached_length_reward"
+    assert {f"{name}/mean", f"{name}/violations", "rewards/cached_length_reward/cache_hits"} <= logged
+    assert {f"rewards/{each}_reward/mean" for each in ("soft_overlong_punishment", "repetition_penalty")} <= logged
+    assert {f"{name}/violations/forbidden_pattern", "rewards/json_schema/mean"} <= logged

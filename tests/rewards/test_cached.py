@@ -71,6 +71,7 @@ def test_all_that_a_score_may_depend_on_is_in_the_key():
     cached = CachedReward(reward)
     for change in others:
         cached(**base | change)
+    cached(["p"], ["a"], [[1, 2]], finished=[True], topic=[1])  # completion_ids by their place
     cached(**base)
     assert len(reward._asked) == len(others) + 1
     cached(**base, trainer_state=object(), log_extra=None)  # what is of no row

@@ -130,9 +130,13 @@ class CachedReward:
         """Which reward this is: the one within. Where its scores are kept changes none of them."""
         return f"cached {self._of_the_reward()} {self.columns} {self.normalize}"
 
-    def __call__(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
+    def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
+    ) -> list[float | None]:
         """Return the scores, of which only those not known yet are asked of the reward."""
         count = len(completions)
+        if completion_ids is not None:
+            kwargs["completion_ids"] = completion_ids
         keys = self._keys(prompts, completions, kwargs)
         with self._lock:
             look_up = self._memory.get

@@ -108,7 +108,9 @@ class CodeReward:
         counted = (self.tests, self.template, self.timeout, self.memory_mb, self.max_output, self.max_chars)
         return f"code {counted}"
 
-    def __call__(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
+    def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
+    ) -> list[float | None]:
         """Return the share of tests that pass for each completion."""
         if kwargs.get(self.tests) is None:
             raise ValueError(f"reward '{self.__name__}': no column {self.tests!r}; there are {sorted(kwargs)}")

@@ -71,10 +71,12 @@ class ConstitutionReward:
         self.in_background = any(each.in_background for each in every)
         self.__name__ = checked_name(name, f"constitution_{self._scorer.name}")
 
-    def __call__(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
+    def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
+    ) -> list[float | None]:
         """Return the scores, capped where a principle is broken."""
         count = len(completions)
-        columns = {"prompts": prompts, "completions": completions, **kwargs}
+        columns = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
         scores = self._scorer(log_metric=log_metric, **columns)
         breaks, unchecked = [False] * count, [False] * count
         shares: dict[str, float | None] = {}

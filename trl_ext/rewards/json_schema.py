@@ -64,7 +64,7 @@ class JSONSchemaReward:
         vars(self).update(state)
         self._validator = _validator(self.schema, self.check_formats)
 
-    def __call__(self, prompts: list, completions: list, **kwargs: Any) -> list[float]:
+    def __call__(self, prompts: list, completions: list, completion_ids: Any = None, **kwargs: Any) -> list[float]:
         """Return 1.0 or 0.0 for each completion."""
         return [float(self._is_kept(text_of(completion))) for completion in completions]
 

@@ -46,7 +46,9 @@ class PatternReward:
         self.__name__ = checked_name(name, default)
         self._rules = [(_compiled(p), True) for p in required] + [(_compiled(p), False) for p in forbidden]
 
-    def __call__(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
+    def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
+    ) -> list[float | None]:
         """Return 1.0 or 0.0 for each completion."""
         scores: list[float | None] = []
         failed = 0

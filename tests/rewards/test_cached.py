@@ -301,11 +301,11 @@ def test_a_redis_that_dies_costs_speed_and_one_that_comes_back_is_used(serve, ca
 def test_a_redis_that_never_answers_is_waited_for_once():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
-        cached = CachedReward(Counted(), redis_url=url, timeout=0.3)
+        cached = CachedReward(Counted(), redis_url=url, timeout=1.0)
         start = time.monotonic()
         for i in range(20):
             call(cached, "x" * i)
-        assert time.monotonic() - start < 2.5
+        assert time.monotonic() - start < 10
 
 
 def test_a_server_that_is_no_redis_is_left_alone():

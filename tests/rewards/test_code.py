@@ -1,5 +1,6 @@
 """Code that a model wrote: its tests decide, and it reaches nothing."""
 
+import contextlib
 import os
 import pickle
 import signal
@@ -109,12 +110,12 @@ def test_leaving_early_printing_without_end_and_running_on_pass_nothing(reward):
         *("import signal, os\nos.abort()", f"{ADD}\n{'#' * 200_000}"),
     ]
     assert score(reward, *bombs) == [0.0] * len(bombs)
-    late = CodeReward(timeout=1.0)
+    late = CodeReward(timeout=3.0)
     start = time.monotonic()
     hangs = ["import time; time.sleep(99)", f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN){endless}"]
     tests = [[TEST]] * 3
     assert late(["p"] * 3, [*hangs, ADD], tests=tests, log_metric=logged.__setitem__) == [0.0, 0.0, 1.0]
-    assert time.monotonic() - start < 8 and logged == {"rewards/code/timeouts": 2 / 3}
+    assert time.monotonic() - start < 60 and logged == {"rewards/code/timeouts": 2 / 3}
 
 
 def test_the_token_of_another_test_and_a_printed_one_pass_nothing(reward):
@@ -166,16 +167,19 @@ def test_a_trainer_that_is_killed_leaves_no_code_running(tmp_path, reward):
 
     def locked_up():
         """Its process that runs code: under seccomp."""
-        for task in Path(f"/proc/{run.pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                if "Seccomp:\t2" in Path(f"/proc/{child}/status").read_text():
-                    return int(child)
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            for task in Path(f"/proc/{run.pid}/task").iterdir():
+                for child in (task / "children").read_text().split():
+                    if "Seccomp:\t2" in Path(f"/proc/{child}/status").read_text():
+                        return int(child)
 
     try:
         deadline = time.monotonic() + 120
-        while not (child := locked_up()):
+        child = last = None
+        while child is None or child != last:  # the one that looks which walls there are ends by itself
             assert time.monotonic() < deadline and run.poll() is None
-            time.sleep(0.1)
+            last, child = child, locked_up()
+            time.sleep(1)
     finally:
         run.kill()
         run.wait()

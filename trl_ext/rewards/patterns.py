@@ -19,7 +19,7 @@ class PatternReward:
     Args:
         required: regular expressions that must each be found.
         forbidden: regular expressions of which none may be found.
-        timeout: seconds that the search for one pattern in one answer may take.
+        timeout: seconds of this process' processor time that the search for one pattern in one answer may take.
         on_error: what happens where it takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores None; a number
             is the score instead. Without `"raise"` the share of such answers is logged as `rewards/<name>/failed`.
         name: in the logs; by default `required_pattern`, `forbidden_pattern` or `pattern` (both).

@@ -323,6 +323,13 @@ def test_a_server_that_is_no_redis_is_left_alone():
         assert call(cached, "abc")[0] == [3.0]
 
 
+@pytest.mark.parametrize("said", [5, None, [5], [[1.0]], [], [b"7.0", b"8.0"], "7.0"], ids=repr)
+def test_an_answer_of_another_form_is_no_score(said, monkeypatch):
+    cached = CachedReward(Counted(), redis_url="redis://127.0.0.1:1")
+    monkeypatch.setattr(cached, "_ask_redis", lambda question: said)
+    assert call(cached, "abc")[0] == [7.0 if said == [b"7.0", b"8.0"] else 3.0]
+
+
 def test_bad_arguments(subtests, monkeypatch):
     reward = Counted()
     number = PatternReward("a", on_error=0.0)

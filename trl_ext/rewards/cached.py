@@ -255,8 +255,8 @@ class CachedReward:
         return self._redis
 
     def _from_redis(self, keys: list[bytes]) -> dict[bytes, float]:
-        values = self._ask_redis(lambda client: client.mget([_redis_key(key) for key in keys])) or []
-        numbers = map(_number, values)
+        values = self._ask_redis(lambda client: client.mget([_redis_key(key) for key in keys]))
+        numbers = map(_number, values if isinstance(values, list) else [])
         return {key: number for key, number in zip(keys, numbers, strict=False) if number is not None}
 
     def _to_redis(self, scores: dict[bytes, float]) -> None:
@@ -310,9 +310,9 @@ def _redis_key(key: bytes) -> str:
     return f"trl-ext:reward:{key.hex()}"
 
 
-def _number(value: bytes | None) -> float | None:
+def _number(value: Any) -> float | None:
     """Return what Redis holds as a finite number; None if there is nothing, or something else."""
-    if value is None or len(value) > _LONGEST_NUMBER:
+    if not isinstance(value, (bytes, str)) or len(value) > _LONGEST_NUMBER:
         return None
     try:
         number = json.loads(value)

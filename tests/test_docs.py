@@ -306,7 +306,8 @@ def public(package):
     module = importlib.import_module(package)
     for name in module.__all__:
         thing = getattr(module, name)
-        if inspect.isclass(thing) or inspect.isfunction(thing):
+        is_ours = getattr(thing, "__module__", "").startswith("trl_ext")  # TRL documents what is TRL's
+        if is_ours and (inspect.isclass(thing) or inspect.isfunction(thing)):
             yield name, thing
 
 

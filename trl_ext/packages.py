@@ -13,6 +13,8 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "trackio": ("`report_to: trackio`", "trackio"),
     "matplotlib": ("curves in reports, `MonitoringPlotCallback`", "matplotlib"),
     "prometheus_client": ("`PrometheusCallback`", "prometheus-client"),
+    "redis": ("`CachedReward` with `redis_url`", "'trl-ext[rewards]'"),
+    "jsonschema": ("`JSONSchemaReward`", "'trl-ext[rewards]'"),
 }
 NO_DEEPSPEED = f"DeepSpeed is asked for, but not installed: `pip install {OPTIONAL['deepspeed'][1]}`"
 # transformers' names of trackers that are the package's name, too

@@ -1,10 +1,17 @@
 """Reward functions with TRL's signature. Those in `watches` have weight zero and only measure."""
 
+from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
+
 from ..sources import source_identity
+from .cached import CachedReward
+from .code import CodeReward
+from .constitution import ConstitutionReward
 from .ensemble import EnsembleReward
+from .json_schema import JSONSchemaReward
 from .loading import joined_weights, load_reward, load_rewards
 from .member import Member, distinct
 from .model import ModelReward
+from .patterns import PatternReward
 from .segments import SegmentScores
 from .sum import SumReward
 from .watches import (
@@ -17,16 +24,23 @@ from .watches import (
 )
 
 __all__ = [
+    "CachedReward",
+    "CodeReward",
+    "ConstitutionReward",
     "EnsembleReward",
     "GoldJudgeReward",
+    "JSONSchemaReward",
     "Member",
     "ModelReward",
+    "PatternReward",
     "PhraseReviewReward",
     "RepetitionWatch",
     "ScoreWatch",
     "SegmentScores",
     "SumReward",
     "distinct",
+    "get_repetition_penalty_reward",
+    "get_soft_overlong_punishment",
     "joined_weights",
     "load_reward",
     "load_rewards",

@@ -7,6 +7,7 @@ import regex
 # Scripts that put no spaces between words
 UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
 _UNSPACED_OR_RUN = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
+_BLOCK = regex.compile(r"(?ms)^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```")
 
 
 def words_of(text: str) -> list[str]:
@@ -17,3 +18,8 @@ def words_of(text: str) -> list[str]:
 def text_of(completion: Any) -> str:
     """Return the text of a prompt or completion, whether it is text or messages."""
     return completion if isinstance(completion, str) else "\n".join(str(turn.get("content")) for turn in completion)
+
+
+def last_block(text: str) -> str:
+    """Return what stands in the last fenced block (```) of a text, or all of it if there is none."""
+    return ([text, *_BLOCK.findall(text)])[-1]

@@ -66,7 +66,9 @@ def test_running_moments_are_those_of_all_scores_so_far_and_are_restored():
     everything = torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0])
     expected = (second - everything.mean()) / everything.std()
     for one in (normalizer, again):
-        torch.testing.assert_close(one(second), expected, rtol=1e-5, atol=1e-6)
+        scores, scales = one(second)
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(scales, (1 / everything.std()).expand(3), rtol=1e-5, atol=1e-6)
 
 
 # ---- Metrics ----

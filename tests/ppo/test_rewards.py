@@ -304,16 +304,17 @@ MISTAKES = {  # what it returns -> the message, and what the error was
         type(value).__name__: (lambda c, v=value: [v] * len(c), f"returned .*{kind}.* for completion 0; return", error)
         for value, kind, error in [
             ({"a": 1}, "a", TypeError),
-            ((1.0,), "1.0", TypeError),
             (1j, "1j", TypeError),
             (b"1", "b'1'", TypeError),
-            (torch.ones(2), "tensor", TypeError),
-            (np.ones(1), "array", TypeError),
             (10**400, "1000", TypeError),
             (np.float32("nan"), "nan", ValueError),
         ]
     },
-    "nested": (lambda c: torch.ones(len(c), 1), r"\[1.0\] for completion 0", TypeError),
+    "nested": (
+        lambda c: torch.ones(len(c), 7),
+        "returned 7 token scores for completion 0, which has 2 tokens: return one for each of its `completion_ids`",
+        ValueError,
+    ),
     "number": (lambda c: 1.0, "must return a list with one float or None per completion, got float", TypeError),
     "scalar tensor": (lambda c: torch.tensor(1.0), "must return a list .* got float", TypeError),
     "None": (lambda c: None, "must return a list .* got NoneType", TypeError),

@@ -23,6 +23,7 @@ from .moments import (
     standard_deviation,
     variance,
     whiten,
+    whitening_scale,
 )
 
 __all__ = [
@@ -53,4 +54,5 @@ __all__ = [
     "value_loss",
     "variance",
     "whiten",
+    "whitening_scale",
 ]

@@ -7,17 +7,24 @@ from .masking import last_token_index
 from .shapes import check_shapes
 
 
-def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+def token_rewards(
+    scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float, token_scores: Tensor | None = None
+) -> Tensor:
     """Spread the score and the KL penalty over the tokens of each response.
 
     On real tokens r_t = -kl_coef kl_t + [t is the last real token] score; under the mask r_t = 0. A row without a real
     token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
+
+    With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token T, and the last one gets what is left:
+    r_T = -kl_coef kl_T + score - sum_{t<T} x_t. So a row's rewards always sum to score - kl_coef sum kl_t, and x_T
+    is not read.
 
     Args:
         scores: (B,), score units.
         kl: (B, T), nats, per token.
         mask: (B, T), 1 = real response token, EOS included.
         kl_coef: score units per nat.
+        token_scores: (B, T), score units: the part of the score that belongs to each token; None is all 0.
 
     Returns:
         (B, T), score units.
@@ -31,9 +38,13 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
             f"scores must be (B,) with the B = {kl.shape[0]} of kl, got shape {tuple(scores.shape)}; "
             "give one score per sequence."
         )
-    penalty = torch.where(mask.bool(), -kl_coef * kl, 0.0)
+    rewards = torch.where(mask.bool(), -kl_coef * kl, 0.0)
     is_last = torch.arange(kl.shape[1], device=kl.device) == last_token_index(mask).unsqueeze(1)
-    return penalty + torch.where(is_last, scores.unsqueeze(1), 0.0)
+    if token_scores is not None:
+        check_shapes(kl=kl, token_scores=token_scores)
+        earlier = torch.where(mask.bool() & ~is_last, token_scores, 0.0)
+        rewards, scores = rewards + earlier, scores - earlier.sum(dim=1)
+    return rewards + torch.where(is_last, scores.unsqueeze(1), 0.0)
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:

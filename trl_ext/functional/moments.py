@@ -123,6 +123,22 @@ def standard_deviation(moments: Tensor, unbiased: bool = True) -> Tensor:
     return variance(moments, unbiased).sqrt()
 
 
+def whitening_scale(moments: Tensor, eps: float = 1e-8) -> Tensor:
+    """Return what [`whiten`] multiplies by: 1 / sqrt(var + eps), var unbiased; 1 where n < 2.
+
+    Args:
+        moments: (..., 5) moments.
+        eps: added to the variance, in its unit.
+
+    Returns:
+        (...), in the inverse unit of the values.
+
+    Raises:
+        ValueError: the last dimension is not 5.
+    """
+    return torch.where(moments[..., 0] < 2, 1.0, torch.rsqrt(variance(moments) + eps))
+
+
 def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """Whiten the real tokens with given moments: (x - mean) / sqrt(var + eps), var unbiased; 0 under the mask.
 
@@ -145,9 +161,8 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = Tru
     check_shapes(values=values, mask=mask)
     _check_moments("moments", moments)
     check_shapes(ndim=1, moments=moments)
-    count, mean = moments[0], moments[1]
-    scale = torch.where(count < 2, 1.0, torch.rsqrt(variance(moments) + eps))
-    whitened = (values.to(moments.dtype) - mean) * scale
+    mean = moments[1]
+    whitened = (values.to(moments.dtype) - mean) * whitening_scale(moments, eps)
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask.bool(), whitened, 0.0).to(values.dtype)

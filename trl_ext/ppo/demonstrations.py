@@ -25,7 +25,7 @@ def mean_demonstration_score(trainer: Any) -> float:
         ]
         prompts = [row["prompt"] for row in inputs]
         prompt_ids = token_ids or trainer._tokenize_prompts(prompts)[0]
-        inputs = [{**row, "prompt_ids": ids} for row, ids in zip(inputs, prompt_ids, strict=True)]
+        inputs = [{**row, "prompt_ids": ids, "finished": True} for row, ids in zip(inputs, prompt_ids, strict=True)]
         chat = is_conversational(inputs[0])
         completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
         rewards = trainer._local(trainer._calculate_rewards(inputs, prompts, completions, completion_ids))

@@ -70,7 +70,7 @@ def migrate(model, reward_funcs, reward_processing_classes, args, processing_cla
 
 
 _GIVEN = {  # to every reward function, beside the dataset's columns
-    *("prompts", "completions", "completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric")
+    *("prompts", "completions", "completion_ids", "prompt_ids", "finished", "trainer_state", "log_extra", "log_metric")
 }
 
 
@@ -151,10 +151,11 @@ def check_inputs(
             )
         if "prompt" in dataset.column_names:
             check_texts(dataset, ("prompt",), f"The {name} dataset")
-        if "prompt_ids" in dataset.column_names:
+        given = {"prompt_ids": "the prompts' tokens", "finished": "whether an answer ended"}
+        if taken := [column for column in given if column in dataset.column_names]:
             raise ValueError(
-                f"The {name} dataset has a column `prompt_ids`, the name under which reward functions are given the "
-                "prompts' tokens: rename it."
+                f"The {name} dataset has a column `{taken[0]}`, the name under which reward functions are given "
+                f"{given[taken[0]]}: rename it."
             )
         if {"image", "images"} & set(dataset.column_names):
             raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..functional import empty_moments, merge_moments, moments, whiten
+from ..functional import empty_moments, merge_moments, moments, whiten, whitening_scale
 
 
 class RewardNormalizer:
@@ -26,33 +26,33 @@ class RewardNormalizer:
         self.groups: dict[str, Tensor] = {}
         self.reference_mean: float | None = None
 
-    def __call__(self, scores: Tensor, groups: list[str] | None = None) -> Tensor:
+    def __call__(self, scores: Tensor, groups: list[str] | None = None) -> tuple[Tensor, Tensor]:
         """
         Args:
             scores: (N,) on the CPU, of all processes; NaN where no reward function applies, and left out.
             groups: N group names, for `group`.
 
         Returns:
-            (N,) standardised scores.
+            (N,) standardised scores, and (N,) what each was multiplied by once the mean was off.
         """
         match self.kind:
             case "none":
-                return scores
+                return scores, torch.ones_like(scores)
             case "reference":
                 assert self.reference_mean is not None
-                return scores - self.reference_mean
+                return scores - self.reference_mean, torch.ones_like(scores)
             case "batch":
                 return _standardise(scores, moments(scores, ~scores.isnan()))
             case "running":
                 self.running = _merge(self.running, scores)
                 return _standardise(scores, self.running)
         assert groups is not None
-        normalised = torch.full_like(scores, torch.nan)
+        normalised, scales = torch.full_like(scores, torch.nan), torch.ones_like(scores)
         for group in sorted(set(groups)):
             rows = torch.tensor([name == group for name in groups])
             self.groups[group] = _merge(self.groups.get(group, empty_moments("cpu")), scores[rows])
-            normalised[rows] = _standardise(scores[rows], self.groups[group])
-        return normalised
+            normalised[rows], scales[rows] = _standardise(scores[rows], self.groups[group])
+        return normalised, scales
 
     def state_dict(self) -> dict:
         return {"running": self.running, "groups": self.groups, "reference_mean": self.reference_mean}
@@ -66,6 +66,7 @@ def _merge(seen: Tensor, scores: Tensor) -> Tensor:
     return merge_moments(torch.stack([seen, moments(scores, ~scores.isnan())]))
 
 
-def _standardise(scores: Tensor, score_moments: Tensor) -> Tensor:
+def _standardise(scores: Tensor, score_moments: Tensor) -> tuple[Tensor, Tensor]:
     valid = ~scores.isnan()
-    return whiten(scores, valid, score_moments).masked_fill(~valid, torch.nan)
+    scale = whitening_scale(score_moments).to(scores).expand_as(scores)
+    return whiten(scores, valid, score_moments).masked_fill(~valid, torch.nan), scale

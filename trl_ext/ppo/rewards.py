@@ -1,15 +1,16 @@
 """What stands between the trainer and its reward functions."""
 
-import asyncio
+import math
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ..rewards.member import finite_number, scores_in
-from ..upstream import is_async_callable
+from ..rewards.member import Started, awaited, finite_number, runs_in_background, scores_in
+from ..rewards.segments import by_token, is_by_token
 
 
 class Mistakes:
@@ -35,39 +36,68 @@ class Mistakes:
 
 
 class CheckedReward:
-    """A reward function whose mistakes are noted instead of raised."""
+    """
+    A reward function as TRL calls it: async ones are awaited, and mistakes are noted instead of raised.
+
+    Of scores of single tokens TRL gets the sum; `token_scores` keeps those of the last call, None for other rows.
+
+    A function whose time goes by elsewhere can be started before, with [`CheckedReward.start`]. TRL's call then waits
+    for it.
+    """
 
     def __init__(self, function: Callable, name: str, mistakes: Mistakes):
         self.function = function
         self.name = name
         self.mistakes = mistakes
+        self.in_background = runs_in_background(function)
+        self.token_scores: list[list[float] | None] = []
+        self._started: Started | None = None
+        self._waiting: AbstractContextManager = nullcontext()
 
-    def __call__(self, prompts: list, **kwargs) -> list[float | None]:
+    def start(self, waiting: AbstractContextManager, **kwargs: Any) -> None:
+        """Start the function in a thread if its time goes by elsewhere; `waiting` is entered to wait for it."""
+        if self.in_background:
+            self._started, self._waiting = Started(self.function, **kwargs), waiting
+
+    def forget(self) -> None:
+        """Wait no more for what was started."""
+        self._started = None
+
+    def __call__(self, prompts: list, completion_ids: list, **kwargs: Any) -> list[float | None]:
         try:
-            return self._checked(self.function(prompts=prompts, **kwargs), prompts)
+            if self._started is not None:
+                with self._waiting:
+                    returned = self._started.result(kwargs["log_metric"], kwargs["log_extra"])
+            else:
+                returned = awaited(self.function(prompts=prompts, completion_ids=completion_ids, **kwargs))
+            return self._checked(returned, completion_ids)
         except Exception as error:
-            return self._note(error, prompts)
+            self.mistakes.notes.append((f"reward function '{self.name}': {type(error).__name__}: {error}", error))
+            self.token_scores = [None] * len(prompts)
+            return [0.0] * len(prompts)
 
-    def _note(self, error: Exception, prompts: list) -> list[float | None]:
-        self.mistakes.notes.append((f"reward function '{self.name}': {type(error).__name__}: {error}", error))
-        return [0.0] * len(prompts)
-
-    def _checked(self, rewards: Any, prompts: list) -> list[float | None]:
-        rewards = scores_in(rewards, len(prompts))
-        return [None if reward is None else finite_number(reward, row) for row, reward in enumerate(rewards)]
-
-
-class CheckedAsyncReward(CheckedReward):
-    async def __call__(self, prompts: list, **kwargs) -> list[float | None]:  # type: ignore[override]
-        try:
-            return self._checked(await self.function(prompts=prompts, **kwargs), prompts)
-        except (Exception, asyncio.CancelledError) as error:
-            return self._note(error if isinstance(error, Exception) else RuntimeError("cancelled"), prompts)
+    def _checked(self, rewards: Any, completion_ids: list) -> list[float | None]:
+        scores: list[float | None] = []
+        self.token_scores = []
+        for row, (reward, ids) in enumerate(zip(scores_in(rewards, len(completion_ids)), completion_ids, strict=True)):
+            tokens = None
+            if is_by_token(reward):
+                given = by_token(reward, row, len(ids))
+                tokens = [finite_number(score, f"{row}, token {token}") for token, score in enumerate(given)]
+                reward = math.fsum(tokens)
+            self.token_scores.append(tokens)
+            scores.append(None if reward is None else finite_number(reward, row))
+        return scores
 
 
 def checked(function: Callable, name: str, mistakes: Mistakes) -> CheckedReward:
     """Wrap a reward function so that its mistakes are noted."""
-    return (CheckedAsyncReward if is_async_callable(function) else CheckedReward)(function, name, mistakes)
+    return CheckedReward(function, name, mistakes)
+
+
+def background_last(functions: list[CheckedReward]) -> list[int]:
+    """Return the order to call functions in: those in the background have time while the others score."""
+    return sorted(range(len(functions)), key=lambda place: functions[place].in_background)
 
 
 class AdapterReward:

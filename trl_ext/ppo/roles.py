@@ -33,6 +33,7 @@ from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
+from ..rewards.member import distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
 from ..sources import source_identity
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
@@ -178,8 +179,7 @@ class Rewards:
         self.paths = paths or [None] * len(functions)
         self.tokenizers = list(tokenizers)
         # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
-        names = [name or f"reward_model_{i}" for i, name in enumerate(names)]
-        self.names = [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
+        self.names = distinct([name or f"reward_model_{i}" for i, name in enumerate(names)])
         self.policy_tokenizer = policy_tokenizer
         for reward in functions:
             if isinstance(reward, nn.Module):

@@ -33,6 +33,7 @@ class Rollout:
     scores: Tensor  # (B,), after the EOS rule, NaN for rows that take no part
     ended: Tensor  # (B,), whether EOS came
     lengths: Tensor  # (B,), tokens drawn, EOS included
+    token_scores: Tensor | None = None  # (B, T), what of `scores` is for single tokens; None if no function says so
 
     @property
     def valid(self) -> Tensor:
@@ -95,6 +96,38 @@ def sequence_scores(
     return scores
 
 
+def summed_token_scores(
+    given: list[list[list[float] | None]],
+    weights: Tensor,
+    ended: Tensor,
+    width: int,
+    missing_eos_score: float | None = None,
+) -> Tensor | None:
+    """
+    Weigh and add up what the reward functions gave to single tokens, at their positions.
+
+    Args:
+        given: of each of F functions, for each of B responses one float per token, or None for a score of the whole.
+        weights: (F,).
+        ended: (B,), whether the response ends by EOS.
+        width: T.
+        missing_eos_score: replaces the score of a response without EOS, so that nothing is left for its tokens.
+
+    Returns:
+        (B, T), on the device of `ended`; None if no function scored any token.
+    """
+    if not any(tokens is not None for rows in given for tokens in rows):
+        return None
+    total = torch.zeros(len(ended), width, dtype=torch.double)
+    for weight, rows in zip(weights.tolist(), given, strict=True):
+        for row, tokens in enumerate(rows):
+            if tokens is not None:
+                total[row, : len(tokens)] += weight * torch.tensor(tokens, dtype=torch.double)
+    if missing_eos_score is not None:
+        total = torch.where(ended.cpu()[:, None], total, 0.0)
+    return total.to(ended.device, torch.float32)
+
+
 class RolloutRecorder:
     """
     Stand in for the trainer while TRL's own rollout runs, and note what its steps return.
@@ -108,6 +141,7 @@ class RolloutRecorder:
         self.passes: list[Tensor] = []  # (B, T) log-probs: the policy's, then the reference's
         self.values: Tensor | None = None  # (B, T)
         self.given_ids: list[list[int]] | None = None  # prompt tokens of rows with `input_ids`
+        self.inputs: list[dict[str, Any]] = []  # each row's columns, and what reward functions are given beside them
         self.prompt_ids: list[list[int]] = []
         self.completion_ids: list[list[int]] = []
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
@@ -122,10 +156,15 @@ class RolloutRecorder:
         """Run TRL's rollout; raise if it did not take the steps that we know."""
         trainer, args = self.trainer, self.trainer.args
         inputs, self.given_ids = with_prompts(inputs, trainer._tokenizer)
+        self.inputs = inputs
         if trainer._trusts_sampler or (args.allow_off_policy_sampling and not trainer.use_vllm):
             self.sampler = SamplerRecorder()
-        with temporarily(trainer._actor_critic, sampler_recorder=self.sampler):
-            output = RLOOTrainer._generate_and_score_completions(self, inputs)
+        try:
+            with temporarily(trainer._actor_critic, sampler_recorder=self.sampler):
+                output = RLOOTrainer._generate_and_score_completions(self, inputs)
+        finally:
+            for function in trainer.reward_funcs:
+                function.forget()
         expected = 1 + (trainer.beta != 0)
         if len(self.passes) != expected:
             raise RuntimeError(
@@ -152,13 +191,42 @@ class RolloutRecorder:
             sampler_logprobs=None if logprobs is self.sampler_logprobs else self.sampler_logprobs,
             rewards_per_func=rewards,
             scores=scores.masked_fill(~takes_part, torch.nan),
+            token_scores=summed_token_scores(
+                [function.token_scores for function in trainer.reward_funcs],
+                trainer.reward_weights,
+                ended,
+                mask.size(1),
+                args.missing_eos_score,
+            ),
             ended=ended,
             lengths=torch.tensor([len(ids) for ids in self.completion_ids], device=device, dtype=torch.float32),
         )
 
     def _generate(self, prompts: list) -> tuple[list, list, list]:
-        self.prompt_ids, self.completion_ids, completions = self.trainer._generate(tokenized(prompts, self.given_ids))
+        trainer = self.trainer
+        self.prompt_ids, self.completion_ids, completions = trainer._generate(tokenized(prompts, self.given_ids))
+        is_greedy = trainer._evaluation is not None and trainer._evaluation.is_greedy
+        self.inputs = [
+            {
+                **row,
+                "prompt_ids": asked,
+                "finished": answer[-1] in trainer.eos_token_ids,
+                **({"is_greedy": True} if is_greedy else {}),
+            }
+            for row, asked, answer in zip(self.inputs, self.prompt_ids, self.completion_ids, strict=True)
+        ]
+        self._start_scoring(prompts, completions)
         return self.prompt_ids, self.completion_ids, completions
+
+    def _start_scoring(self, prompts: list, completions: list) -> None:
+        """Start the reward functions whose time goes by elsewhere, with what TRL will call them with."""
+        columns = {key: [row[key] for row in self.inputs] for key in self.inputs[0]}
+        for name in ("prompt", "completion", "completion_ids"):  # TRL passes on no columns of these names
+            columns.pop(name, None)
+        given = {"prompts": prompts, "completions": completions, "completion_ids": self.completion_ids, **columns}
+        for function in self.trainer.reward_funcs:
+            waiting = self.trainer.metrics.timed("score_wait")
+            function.start(waiting, **given, trainer_state=self.trainer.state)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size=None, **kwargs
@@ -183,8 +251,7 @@ class RolloutRecorder:
         return said["logprobs"], None, None
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        inputs = [{**row, "prompt_ids": ids} for row, ids in zip(inputs, self.prompt_ids, strict=True)]
-        self.rewards_per_func = self.trainer._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self.rewards_per_func = self.trainer._calculate_rewards(self.inputs, prompts, completions, completion_ids_list)
         return self.rewards_per_func
 
 

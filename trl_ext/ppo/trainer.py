@@ -56,7 +56,7 @@ from .optimizer import check_all_optimized, set_critic_rate
 from .passes import Passes
 from .reference import SyncReference, moved_reference, save_reference
 from .reward_normalizer import RewardNormalizer
-from .rewards import Mistakes
+from .rewards import Mistakes, background_last
 from .roles import (
     Rewards,
     check_base,
@@ -85,7 +85,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         reward_funcs (`str`, model, callable, or list of them):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
             `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
-            they are given `prompt_ids`, the tokens of each prompt.
+            they are given `prompt_ids`, the tokens of each prompt, and `finished`, whether the answer ended by EOS. In
+            place of a row's float they may give a list with one for each completion token, or
+            [`~trl_ext.rewards.SegmentScores`].
         args ([`PPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset ([`~datasets.Dataset`], the latter also a `dict` of them):
@@ -333,10 +335,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         rollout = self._collect(inputs)
         if not self.model.training:
             return self._observe_evaluation(rollout)
-        scores = self._normalize(rollout.scores, inputs)  # (B,)
+        scores, token_scores = self._normalize(rollout, inputs)  # (B,), and (B, T) if functions scored tokens
         kl = rollout.kl(args.kl_estimator)  # (B, T)
         kl_coef = self.kl_controller.kl_coef
-        rewards = token_rewards(scores, kl, rollout.mask, kl_coef)  # (B, T)
+        rewards = token_rewards(scores, kl, rollout.mask, kl_coef, token_scores)  # (B, T)
         advantages, returns = self._advantages(rewards, rollout)  # (B, T) each
         if args.use_ref_model and not self._critic_only(self._step):
             mean_kl, episodes = self._global_mean((rollout.kl("k1") * rollout.mask).sum(1), rollout.valid)
@@ -367,16 +369,18 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             is_trusted = is_plain and is_exact and args.disable_dropout
         return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
 
-    def _normalize(self, scores: Tensor, inputs: list[dict[str, Any]]) -> Tensor:
-        """Standardise and clip: (B,) as they enter the token rewards."""
+    def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
+        """Standardise and clip the scores, and scale those of tokens alike: (B,) and (B, T), for the token rewards."""
         normalizer, groups = self.reward_normalizer, None
         if normalizer.kind == "group":
             groups = gather_object([str(row[str(self.args.reward_group_column)]) for row in inputs])
         if normalizer.kind == "reference" and normalizer.reference_mean is None:
             normalizer.reference_mean = mean_demonstration_score(self)
-        everyones = self.accelerator.gather(scores).cpu()
-        normalized = self._local(normalizer(everyones, groups)).to(scores)
-        return normalized.clamp(*self.reward_clip_range) if self.reward_clip_range else normalized
+        everyones = self.accelerator.gather(rollout.scores).cpu()
+        scores, scales = (self._local(each).to(rollout.scores) for each in normalizer(everyones, groups))
+        if self.reward_clip_range:
+            scores = scores.clamp(*self.reward_clip_range)
+        return scores, None if rollout.token_scores is None else rollout.token_scores * scales[:, None]
 
     def _advantages(self, rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Return (B, T) advantages, whitened if asked for, and (B, T) returns, the critic's target."""
@@ -534,12 +538,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         return kept_by_fsdp2(policy)
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        if self._evaluation is not None and self._evaluation.is_greedy:
-            inputs = [{**row, "is_greedy": True} for row in inputs]  # a column that reward functions can tell by
-        with self.metrics.timed("score"):
+        order = background_last(self.reward_funcs)
+        functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
+        with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._mistakes.raise_everywhere(self.state.global_step)
-        return rewards
+        return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _log_advantages(self, advantages: Tensor, mask: Tensor) -> None:
         """Put each row's mean advantage into the completions table, in place of RLOO's."""

@@ -3,15 +3,21 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import os
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 
-from ..upstream import get_callable_name
+from ..upstream import get_callable_name, is_async_callable
+from .segments import is_by_token
 
 OnError = Literal["raise", "skip"] | float
+_LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
 class Member:
@@ -57,6 +63,11 @@ class Member:
             returned, failed = [None] * len(completions), list(range(len(completions)))
         for row, score in enumerate(returned):
             try:
+                if is_by_token(score):
+                    raise TypeError(
+                        f"scored each token of completion {row}, but within another reward only whole completions are "
+                        "scored: give this function to the trainer by itself"
+                    )
                 scores.append(None if score is None else finite_number(score, row))
             except (TypeError, ValueError) as error:
                 if self.on_error == "raise":
@@ -71,6 +82,44 @@ class Member:
         return scores
 
 
+class Started:
+    """
+    A call of a reward function that runs in a thread of its own, until its scores are asked for.
+
+    What the function logs is handed on then, in the caller's thread. The thread ends with the program: it keeps nobody
+    from leaving.
+
+    Args:
+        function: with TRL's signature, async or not.
+        **kwargs: of the call, without `log_metric` and `log_extra`.
+    """
+
+    def __init__(self, function: Callable, **kwargs: Any):
+        self._logged: list[tuple[str, tuple, dict]] = []
+        self._scores: Future = Future()
+        notes = {log: partial(self._note, log) for log in ("log_metric", "log_extra")}
+        threading.Thread(target=self._run, args=(function, {**kwargs, **notes}), daemon=True).start()
+
+    def _note(self, log: str, *args: Any, **kwargs: Any) -> None:
+        self._logged.append((log, args, kwargs))
+
+    def _run(self, function: Callable, kwargs: dict[str, Any]) -> None:
+        try:
+            self._scores.set_result(awaited(function(**kwargs)))
+        except BaseException as error:  # whoever asks for the scores would wait for ever
+            self._scores.set_exception(error)
+
+    def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
+        """Wait for the function; return what it returned, or raise what it raised."""
+        try:
+            return self._scores.result()
+        finally:
+            loggers = {"log_metric": log_metric, "log_extra": log_extra}
+            for log, args, kwargs in self._logged:
+                if (logger := loggers[log]) is not None:
+                    logger(*args, **kwargs)
+
+
 def check_on_error(on_error: Any) -> OnError:
     """Return `on_error` if it is a policy of [`Member`]; raise a `ValueError` if not."""
     is_number = isinstance(on_error, (int, float)) and not isinstance(on_error, bool) and math.isfinite(on_error)
@@ -83,22 +132,49 @@ def runs_in_background(function: Any) -> bool:
     """
     Return whether a function's time goes by elsewhere: on a server, in other processes.
 
-    It says so by an attribute `in_background`. [`~trl_ext.PPOTrainer`] starts such functions when generation ends, in
-    a thread, and awaits them after its own passes.
+    It says so by an attribute `in_background`, and async functions do. [`~trl_ext.PPOTrainer`] starts such functions
+    when generation ends, in a thread, and awaits them after its own passes.
     """
-    return bool(getattr(function, "in_background", False))
+    return is_async_callable(function) or bool(getattr(function, "in_background", False))
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Return the names, those that occur more than once with their place behind them: metrics are kept by name."""
+    return [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
+
+
+def telling_name(*parts: str) -> str:
+    """Return parts joined to a reward's name: letters, digits, `_`, `-` and `.`."""
+    return "_".join(re.sub(r"[^\w.-]+", "_", part, flags=re.ASCII).strip("_") for part in parts)
 
 
 def awaited(scores: Any) -> Any:
-    """Return what a function returned, and of an async one what it will, also where an event loop is running."""
+    """
+    Return what a function returned, and of an async one what it will, also where an event loop is running.
+
+    Coroutines run in one event loop of the process, in a thread: a client that a function keeps stays usable.
+    """
     if not inspect.isawaitable(scores):
         return scores
 
     async def wait() -> Any:
-        return await scores
+        try:
+            return await scores
+        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop, and whoever waits would wait on
+            raise RuntimeError(repr(error)) from error
 
-    with ThreadPoolExecutor(1) as thread:  # a thread has no running loop
-        return thread.submit(lambda: asyncio.run(wait())).result()
+    if threading.current_thread().name == _LOOP:  # of an async function that calls a reward with an async member
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: asyncio.run(wait())).result()
+    return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result()
+
+
+@cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the event loop of a process: a fork inherits none that runs."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name=_LOOP, daemon=True).start()
+    return loop
 
 
 def scores_in(returned: Any, count: int) -> list:
@@ -111,7 +187,7 @@ def scores_in(returned: Any, count: int) -> list:
     return list(returned)
 
 
-def finite_number(reward: Any, row: int) -> float:
+def finite_number(reward: Any, row: int | str) -> float:
     """Return the reward of completion `row` as a finite float: a number of Python, NumPy or torch."""
     try:
         value = None if isinstance(reward, (str, bytes)) else float(reward)

@@ -1,0 +1,69 @@
+"""A score for each token of a completion, or for each of its segments."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SegmentScores:
+    """
+    The scores of a completion's segments, sentences or steps, each at the token that ends it.
+
+    A reward function of [`~trl_ext.PPOTrainer`] may return it for a row, in place of one float: it is the same as a
+    list with one float per token, of which most are 0.
+
+    Args:
+        ends: position of each segment's last token in the row's `completion_ids`, from 0 on, rising.
+        values: score of each segment.
+
+    Raises:
+        ValueError: there are not as many ends as values, or the ends are no rising positions.
+    """
+
+    ends: Sequence[int]
+    values: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.ends) != len(self.values):
+            raise ValueError(f"`ends` and `values` must be as many, got {len(self.ends)} and {len(self.values)}")
+        ends = list(self.ends)
+        if not all(a < b for a, b in zip([-1, *ends], ends, strict=False)):
+            raise ValueError(f"`ends` must be token positions from 0 on, rising, got {ends}")
+
+    def by_token(self, length: int) -> list[float]:
+        """Return one float for each of `length` tokens; raise a `ValueError` if a segment ends behind them."""
+        if len(self.ends) and self.ends[-1] >= length:
+            raise ValueError(f"a segment ends at token {self.ends[-1]}, but the completion has {length}, from 0 on")
+        scores = [0.0] * length
+        for end, value in zip(self.ends, self.values, strict=True):
+            scores[end] = value
+        return scores
+
+
+def is_by_token(reward: Any) -> bool:
+    """Return whether what a function gave for a row is a score for each token."""
+    return isinstance(reward, (SegmentScores, list, tuple)) or getattr(reward, "ndim", 0) == 1
+
+
+def total_of(reward: Any) -> Any:
+    """Return the sum of scores of single tokens; what scores the whole completion stays as it is."""
+    if not is_by_token(reward):
+        return reward
+    return math.fsum(reward.values if isinstance(reward, SegmentScores) else reward)
+
+
+def by_token(reward: Any, row: int, length: int) -> list:
+    """Return such scores of completion `row` as a list; raise a `ValueError` if they are not one for each token."""
+    if isinstance(reward, SegmentScores):
+        try:
+            return reward.by_token(length)
+        except ValueError as error:
+            raise ValueError(f"returned {reward} for completion {row}: {error}") from error
+    if len(reward) != length:
+        raise ValueError(
+            f"returned {len(reward)} token scores for completion {row}, which has {length} tokens: return one for "
+            "each of its `completion_ids`, or one float, or None"
+        )
+    return reward.tolist() if hasattr(reward, "tolist") else list(reward)

@@ -3,10 +3,10 @@
     trl-ext online-dpo --config demo/online_dpo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt`, and a reward:
-`reward_model_name_or_path`, `reward_funcs`, or both. Round r is the folder `round-r` of `output_dir`: the model (with
-`use_peft`, its adapter merged), the pairs it was trained on, and in `round.json` what it gets on the held-out prompts;
-`online_dpo.json` has all rounds. The same command again goes on, within a round from its newest complete checkpoint; a
-larger `num_rounds` adds rounds.
+`reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. Round r is the folder `round-r` of `output_dir`:
+the model (with `use_peft`, its adapter merged), the pairs it was trained on, and in `round.json` what it gets on the
+held-out prompts; `online_dpo.json` has all rounds. The same command again goes on, within a round from its newest
+complete checkpoint; a larger `num_rounds` adds rounds.
 """
 
 import copy
@@ -43,7 +43,7 @@ class OnlineDPOScriptArguments(PromptArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or [])
+        rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or []) + len(self.rewards or [])
         if self.reward_weights is not None and len(self.reward_weights) != rewards:
             raise ValueError(f"`reward_weights` must be one for each of {rewards} rewards, got {self.reward_weights}")
         least = {"num_rounds": 1, "prompts_per_round": 1, "num_samples": 2, "max_completion_length": 1}
@@ -195,13 +195,21 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.data import check_chat_template, check_texts, rows_identity
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, path_identity, tokenizer_identity
-    from trl_ext.rewards import ModelReward, load_reward, source_identity
+    from trl_ext.rewards import (
+        Member,
+        ModelReward,
+        distinct,
+        joined_weights,
+        load_reward,
+        load_rewards,
+        source_identity,
+    )
 
     processes, output_dir = PartialState(), Path(training_args.output_dir)
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
     settings = {**vars(script_args), **vars(model_args), "per_device_eval_batch_size": size}
     del settings["num_rounds"]  # more of them go on
-    for name in ("dataset_name", "model_name_or_path", "reward_model_name_or_path", "reward_funcs"):
+    for name in ("dataset_name", "model_name_or_path", "reward_model_name_or_path", "reward_funcs", "rewards"):
         del settings[name]  # what they hold counts, see below
 
     # 2. Data and rewards
@@ -221,16 +229,22 @@ def main(arguments: list[str] | None = None) -> None:
             check_chat_template(dataset, f"the split {split!r}", start, **tokenizer_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(start, **tokenizer_kwargs)
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
-        rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []]
+        with_settings, own_weights = load_rewards(script_args.rewards)
+        rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []] + with_settings
         if path := script_args.reward_model_name_or_path:
             rewards.insert(0, ModelReward.from_pretrained(path, tokenizer, ends, size, training_args.device))
-        names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
+        members = [Member(reward) for reward in rewards]
+        names = distinct([member.name for member in members])
+        reward_weights = joined_weights(
+            script_args.reward_weights, [None] * (len(rewards) - len(own_weights)) + own_weights
+        )
         settings |= {
             "train_data": rows_identity(train),
             "held_out_data": rows_identity(held_out),
             "model": path_identity(start, model_args.model_revision),
             "tokenizer": tokenizer_identity(tokenizer),
             "eos_token_ids": ends,
+            "reward_weights": reward_weights,
         }
         for name, reward in zip(names, rewards, strict=True):
             is_model = isinstance(reward, ModelReward) and path
@@ -238,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
         settings = fingerprint(training_args, **settings)
         check_settings(output_dir / "online_dpo_settings.json", settings)
     held_out = held_out.to_list()
-    weights = script_args.reward_weights or [1.0] * len(rewards)
+    weights = reward_weights or [1.0] * len(rewards)
 
     # 3. Rounds
     kwargs = {
@@ -259,7 +273,7 @@ def main(arguments: list[str] | None = None) -> None:
         mine = rows[processes.process_index :: processes.num_processes]
         torch.manual_seed(seed * processes.num_processes + processes.process_index)
         answers = answer(policy, tokenizer, mine, number, ends, script_args, size) if mine else []
-        scores = score(rewards, mine, answers, size) if mine else []
+        scores = score(members, mine, answers, size) if mine else []
         return tuple(gather_object(part) for part in (mine, answers, scores))  # type: ignore[return-value]
 
     def measure(path: str | Path, folder: Path, round_number: int, facts: dict) -> dict:

@@ -3,8 +3,8 @@
     trl-ext ppo --config tinystories/ppo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
-reward: `reward_model_name_or_path`, `reward_funcs`, or both. Flags override the file; see --help. The same
-command again goes on from the newest complete checkpoint in `output_dir`.
+reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. Flags override the file; see --help. The
+same command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass, field
@@ -101,13 +101,17 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
     from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows
-    from trl_ext.rewards import load_reward
+    from trl_ext.rewards import joined_weights, load_reward, load_rewards
 
     with parser.one_line_errors():
         rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
         monitors = load_monitors(script_args.monitors)
-    if script_args.reward_model_name_or_path:
-        rewards.insert(0, script_args.reward_model_name_or_path)
+        with_settings, weights = load_rewards(script_args.rewards)
+        if script_args.reward_model_name_or_path:
+            rewards.insert(0, script_args.reward_model_name_or_path)
+        weights = [None] * len(rewards) + weights
+        training_args.reward_weights = joined_weights(training_args.reward_weights, weights)
+    rewards += with_settings
 
     # 2. Model: the trainer loads it, and the tokenizer, from the path
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from trl import ModelConfig, ScriptArguments
 
+from .parser import entry_of
 from .settings import check_settings
 
 
@@ -47,18 +48,27 @@ class PromptArguments(DataArguments):
     reward_model_name_or_path: str | None = field(
         default=None,
         metadata={
-            "help": "Sequence classifier with one label. `reward_weights` are: this model's, then `reward_funcs`'."
+            "help": "Sequence classifier with one label. `reward_weights` are: this model's, then those of "
+            "`reward_funcs`, then those of `rewards`."
         },
     )
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={"help": "Reward functions, each `path/to/file.py:function` or `package.module.function`."},
     )
+    rewards: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "The same, and rewards of trl_ext.rewards with their settings, e.g. `{SumReward: {members: "
+            "[a.py:f, b.py:g], weights: [1, 2]}, weight: 0.5}`."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.reward_model_name_or_path or self.reward_funcs):
-            raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs`, or both")
+        if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards):
+            raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`, or several")
+        self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
 
 
 _ONLY_WITH: dict[str, tuple[str, Any]] = {  # name: (the setting without which it does nothing, its value)

@@ -1,6 +1,7 @@
 """A `TrlParser` that refuses what it does not know."""
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -179,7 +180,7 @@ class StrictTrlParser(TrlParser):
             self._check_key(key, self._fields)
             (action, types), node = self._fields[key], nodes[key]
             if isinstance(value, list) and value and action.nargs not in (None, "?"):
-                lists += [f"--{key}", *(str(item.value) for item in node.value)]
+                lists += [f"--{key}", *map(_text, node.value)]
             elif type(value) in {NoneType, bool, dict, list} & {get_origin(kind) or kind for kind in types}:
                 self.set_defaults_with_config(**{key: value})
             elif value is not None and isinstance(node, yaml.ScalarNode):
@@ -271,6 +272,33 @@ def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
     return nodes, dict(zip(nodes, config.values(), strict=True))
 
 
+def _text(node: yaml.Node) -> str:
+    """What a list item says: a scalar as it is written, a mapping or a list in YAML's flow style."""
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value)
+    inner = [node]
+    for part in inner:
+        if isinstance(part, yaml.CollectionNode):
+            part.flow_style = True
+            inner += [each for item in part.value for each in (item if isinstance(item, tuple) else (item,))]
+    return yaml.serialize(node, Dumper=yaml.SafeDumper, width=math.inf, allow_unicode=True).strip()
+
+
+def entry_of(text: str) -> Any:
+    """
+    Return what a text in YAML's flow style says; one that is no mapping or list stays as it is, such as a path.
+
+    Raises:
+        ValueError: the text begins one, but is no YAML.
+    """
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return yaml.load(text, _WithExponents)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is no YAML: {' '.join(str(error).split())}") from error
+
+
 class _NoRepeatedKeys(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [(key.value, key.start_mark) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -278,3 +306,12 @@ class _NoRepeatedKeys(yaml.SafeLoader):
             if key in (earlier for earlier, _ in keys[:index]):
                 raise yaml.MarkedYAMLError(problem=f"key {key!r} given twice", problem_mark=mark)
         return super().construct_mapping(node, deep)
+
+
+class _WithExponents(_NoRepeatedKeys):
+    """Takes 1e-5 for a number, as flags do: PyYAML wants 1.0e-5."""
+
+
+_WithExponents.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)

@@ -164,12 +164,16 @@ def test_answers_are_the_same_whatever_the_checkpoint_says_of_sampling(model, tm
     prompts = ["the cat", [{"role": "user", "content": "a dog ran"}]]
     trainer = sft(model, tmp_path)
     plain = generate_answers(trainer, prompts, 8)
-    assert len(plain) == 2 and all(plain)
+    text, (message,) = plain["completions"]
+    assert text and message["role"] == "assistant" and message["content"]
+    texts = tiny_tokenizer().batch_decode(plain["completion_ids"], skip_special_tokens=True)
+    assert texts == [text, message["content"]] and plain["finished"] == [i[-1] == 2 for i in plain["completion_ids"]]
     trainer.model.generation_config.update(repetition_penalty=5.0, suppress_tokens=[*range(6, 20)], max_length=2)
     trainer.model.train()
     assert generate_answers(trainer, prompts, 8) == plain and trainer.model.training
-    trainer.model.generation_config.eos_token_id = [2, tiny_tokenizer().convert_tokens_to_ids(plain[0].split()[1])]
-    assert generate_answers(trainer, prompts[:1], 8) == plain[0].split()[:1]
+    trainer.model.generation_config.eos_token_id = [2, tiny_tokenizer().convert_tokens_to_ids(text.split()[1])]
+    ended = generate_answers(trainer, prompts[:1], 8)
+    assert ended["completions"] == text.split()[:1] and ended["finished"] == [True]
 
 
 def test_the_canary_of_a_ppo_run_stays_out_of_the_record_of_its_rollouts(tmp_path):

@@ -1,6 +1,5 @@
 """Watches of rewards/ on completions written by hand."""
 
-import asyncio
 import json
 import math
 import pickle
@@ -245,16 +244,11 @@ def test_greedy_answers_are_not_compared_with_sampled_ones():
 # ---- Bad input ----
 
 
-async def slow(completions, **kwargs):
-    await asyncio.sleep(0)
-
-
 def test_bad_arguments(subtests):
     for build, error, message in [
         (lambda: RepetitionWatch(n=0), ValueError, "1 or more, got 0"),
         (lambda: RepetitionWatch(corpus="text"), TypeError, "a list of texts"),
         (lambda: ScoreWatch("path"), TypeError, "a model object; got 'path'"),
-        (lambda: ScoreWatch(slow), TypeError, "not async"),
         (lambda: ScoreWatch(quality, quantiles=(2,)), ValueError, r"\[0, 1\]"),
         (lambda: PhraseReviewReward([]), ValueError, "one or more texts"),
         (lambda: PhraseReviewReward([" "]), ValueError, "none of them empty"),

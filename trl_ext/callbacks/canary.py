@@ -9,7 +9,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from ..jsonl import JSONLWriter
-from ..rewards.texts import words_of
+from ..rewards.member import awaited
+from ..rewards.texts import text_of, words_of
 from ..rewards.watches.repetition import RepetitionWatch
 from ..rewards.watches.watch import numbers_of
 from .generation import generate_answers
@@ -29,7 +30,7 @@ class CanaryCallback(MonitorCallback):
         trainer: generates the answers.
         prompts: texts or messages.
         minutes: from one time to the next, by the main process' clock.
-        judge: a TRL reward function.
+        judge: a reward function, async or not.
         length_factor: alert when the mean length exceeds this factor of the first, or is below its inverse.
         phrase: alert when the share of answers with the most frequent phrase rises by more than this.
         score_drop: alert when the mean score falls by more than this. None is σ/2 of the first scores.
@@ -99,18 +100,17 @@ class CanaryCallback(MonitorCallback):
             if now["score"] < bound:
                 yield Finding("the canary's score fell", now["score"], bound, advice, first["score"])
 
-    def _measure(self, answers: list[str]) -> dict[str, float]:
-        measured: dict[str, float] = {"length": fmean(len(words_of(answer)) for answer in answers)}
+    def _measure(self, answers: dict[str, list]) -> dict[str, float]:
+        texts = list(map(text_of, answers["completions"]))
+        measured: dict[str, float] = {"length": fmean(len(words_of(text)) for text in texts)}
         found: dict[str, float] = {}
-        RepetitionWatch()(self.prompts or [], answers, log_metric=found.__setitem__)
+        RepetitionWatch()(self.prompts or [], texts, log_metric=found.__setitem__)
         measured["phrase"] = found["repetition/top_phrase_share"]
         if self.judge is not None:
-            scored = numbers_of(self.judge(prompts=self.prompts, completions=answers))
+            scored = numbers_of(awaited(self.judge(**answers)))
             scores = [score for score in scored if score is not None]
             mean = fmean(scores)
             measured |= {"score": mean, "sigma": fmean((s - mean) ** 2 for s in scores) ** 0.5}
-        rows = [
-            {"step": self.step, "prompt": p, "answer": a} for p, a in zip(self.prompts or [], answers, strict=True)
-        ]
+        rows = [{"step": self.step, "prompt": p, "answer": a} for p, a in zip(self.prompts or [], texts, strict=True)]
         JSONLWriter(f"{self._args.output_dir}/canary.jsonl").write(*rows)
         return measured

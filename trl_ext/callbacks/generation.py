@@ -8,11 +8,17 @@ from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
 from ..upstream import unwrap_model_for_generation
 
 
-def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> list[str]:
-    """One greedy answer to each prompt, text or messages; the same list on every process."""
+def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
+    """
+    One greedy answer to each prompt, text or messages; the same on every process.
+
+    Returns:
+        What a reward function is called with: `prompts`, `completions` (messages where the prompts are),
+        `completion_ids`, `prompt_ids` and `finished`.
+    """
     accelerator, args, was_training = trainer.accelerator, trainer.args, trainer.model.training
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
-    prompt_ids = [ids[-tokenizer.model_max_length :] for ids in prompt_token_ids(tokenizer, prompts)]
+    prompt_ids = [list(ids[-tokenizer.model_max_length :]) for ids in prompt_token_ids(tokenizer, prompts)]
     trainer.model.eval()  # without dropout
     try:
         with (
@@ -34,4 +40,14 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> list[s
             )
     finally:
         trainer.model.train(was_training)
-    return gather_object(answer_texts(tokenizer, answers, eos))[: len(prompts)]
+    said = gather_object(list(zip(answer_texts(tokenizer, answers, eos), answers, strict=True)))[: len(prompts)]
+    return {
+        "prompts": prompts,
+        "completions": [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, (text, _) in zip(prompts, said, strict=True)
+        ],
+        "completion_ids": [ids for _, ids in said],
+        "prompt_ids": prompt_ids,
+        "finished": [bool(ids) and ids[-1] in eos for _, ids in said],
+    }

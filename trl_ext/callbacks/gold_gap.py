@@ -7,6 +7,7 @@ from typing import Any
 
 from ..halts import rolled_back
 from ..metrics import is_training_log, metrics_of
+from ..rewards.member import awaited
 from ..rewards.watches.watch import numbers_of
 from .generation import generate_answers
 from .monitor import Finding, MonitorCallback, on_main_process
@@ -29,9 +30,9 @@ class GoldGapCallback(MonitorCallback):
         proxy: key of the proxy's score there. The default is that of the reward that the trainer trains on.
         limit: gap in σ above which the monitor acts.
         win_rate: share of answers better than the start policy's below which the monitor acts.
-        trainer, judge: for trainers without reward functions (SFT, DPO, KTO). `judge`, a TRL reward function, scores
-            greedy answers to the `prompt`s of the trainer's evaluation set. `gold` is then `eval_gold/mean`, which is
-            logged and can be the `metric_for_best_model`.
+        trainer, judge: for trainers without reward functions (SFT, DPO, KTO). `judge`, a reward function, async or not,
+            scores greedy answers to the `prompt`s of the trainer's evaluation set, and is given its other columns.
+            `gold` is then `eval_gold/mean`, which is logged and can be the `metric_for_best_model`.
         num_prompts, max_new_tokens: number and length of these answers.
         others: see [`MonitorCallback`].
     """
@@ -117,9 +118,9 @@ class GoldGapCallback(MonitorCallback):
 
     def _judge(self) -> dict[str, float]:
         """Generate answers on all processes, and score them on the main one."""
-        prompts = list(self.trainer.eval_dataset["prompt"])[: self.num_prompts]
-        answers = generate_answers(self.trainer, prompts, self.max_new_tokens)
-        judged, error = on_main_process(lambda: self._scores(prompts, answers))
+        rows = self.trainer.eval_dataset[: self.num_prompts]
+        answers = rows | generate_answers(self.trainer, list(rows.pop("prompt")), self.max_new_tokens)
+        judged, error = on_main_process(lambda: self._scores(answers))
         if error is not None:
             self._note("the judge failed", f"{error}.")
             return {}
@@ -128,8 +129,8 @@ class GoldGapCallback(MonitorCallback):
         self.trainer.log(dict(metrics))
         return metrics
 
-    def _scores(self, prompts: list, answers: list[str]) -> tuple[dict[str, float], list[float | None]]:
-        scores = numbers_of(self.judge(prompts=prompts, completions=answers))
+    def _scores(self, answers: dict[str, list]) -> tuple[dict[str, float], list[float | None]]:
+        scores = numbers_of(awaited(self.judge(**answers)))
         numbers = [score for score in scores if score is not None]
         metrics = {"eval_gold/mean": fmean(numbers), "eval_gold/std": stdev(numbers) if len(numbers) > 1 else 0.0}
         starts = self.memory.get("start_scores")

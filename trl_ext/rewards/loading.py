@@ -2,12 +2,22 @@
 
 import importlib
 import importlib.util
+import inspect
+import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from ..nearest import did_you_mean
 from ..shipped import find
+from ..upstream import get_callable_name
+from .member import distinct
+
+_MEMBERS = ("reward", "members", "judge")  # arguments that hold reward functions
+_FACTORIES = ("get_repetition_penalty_reward", "get_soft_overlong_punishment")  # TRL's, which return a function
 
 
 def load_reward(path: str) -> Callable:
@@ -34,6 +44,143 @@ def load_reward(path: str) -> Callable:
         raise ValueError(
             f"reward function {path!r} is of type {type(function).__name__}; name a function or an instance"
         )
+    return function
+
+
+def load_rewards(entries: Sequence[str | dict[str, Any]] | None) -> tuple[list[Callable], list[float | None]]:
+    """
+    Build the reward functions that a configuration file lists under `rewards:`.
+
+    An entry is a path, as of [`load_reward`], or `{Name: {argument: value, …}}`, and maybe `weight: number` beside it.
+    `Name` is a class of `trl_ext.rewards`, or one of TRL's functions that return a reward function. What is such an
+    entry within the arguments is built, too; under `reward`, `members` and `judge` so is a path.
+
+    Returns:
+        The functions, and the weight of each, None where none is given.
+
+    Raises:
+        ImportError: no such file, module or function.
+        ValueError: an unknown name or argument, with the nearest one, before anything is built; or a value that is
+            refused, with the entry.
+    """
+    known = _known()
+    functions: list[Callable] = []
+    weights: list[float | None] = []
+    for place, entry in enumerate(entries or []):
+        where, weight = f"`rewards` entry {place + 1}", None
+        if isinstance(entry, dict) and "weight" in entry:
+            entry = dict(entry)
+            weight = entry.pop("weight")
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                raise ValueError(f"{where}: `weight` must be a finite number, got {weight!r}")
+        _check(entry, known, where)
+        weights.append(weight)
+    for place, entry in enumerate(entries or []):
+        entry = {k: v for k, v in entry.items() if k != "weight"} if isinstance(entry, dict) else entry
+        functions.append(_built(entry, known, f"`rewards` entry {place + 1}"))
+    for function, name in zip(functions, distinct([get_callable_name(f) for f in functions]), strict=True):
+        if type(function).__name__ in known:  # what it logs by itself has its name, too
+            function.__name__ = name
+    return functions, weights
+
+
+def joined_weights(reward_weights: list[float] | None, weights: Sequence[float | None]) -> list[float] | None:
+    """
+    Return the weights of all rewards: those of `reward_weights`, or those beside the entries of `rewards`.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if all(weight is None for weight in weights):
+        return reward_weights
+    if reward_weights is not None:
+        raise ValueError(
+            f"`reward_weights` {reward_weights} and `weight` in an entry of `rewards` are both given: drop one"
+        )
+    return [1.0 if weight is None else float(weight) for weight in weights]
+
+
+def _known() -> dict[str, Callable]:
+    """Return what an entry may name: our classes, and TRL's functions that return one."""
+    import trl.rewards
+
+    import trl_ext.rewards as package
+
+    classes = {name: getattr(package, name) for name in package.__all__ if name.endswith(("Reward", "Watch"))}
+    return classes | {name: getattr(trl.rewards, name) for name in _FACTORIES}
+
+
+def _check(entry: Any, known: dict[str, Callable], where: str) -> None:
+    """Refuse what is mistyped in an entry and in those within it; import the functions that it names by path."""
+    if isinstance(entry, str):
+        load_reward(entry)
+        return
+    if not isinstance(entry, dict) or len(entry) != 1:
+        raise ValueError(f"{where}: write a path to a function, or one `Name: {{argument: value}}`, got {entry!r}")
+    ((name, arguments),) = entry.items()
+    if name not in known:
+        nearest = did_you_mean(str(name), known) or f"; there are {', '.join(sorted(known))}"
+        raise ValueError(f"{where}: unknown reward {name!r}{nearest}")
+    if not isinstance(arguments, (dict, type(None))):
+        raise ValueError(f"{where}: the arguments of {name} must be a mapping of names to values, got {arguments!r}")
+    parameters = dict(_parameters(known[name]))
+    for argument, value in (arguments or {}).items():
+        if argument not in parameters:
+            nearest = did_you_mean(str(argument), parameters) or f"; it has {', '.join(parameters)}"
+            raise ValueError(f"{where}: {name} has no argument {argument!r}{nearest}")
+        for inner in _entries(argument, value, known):
+            _check(inner, known, f"{where}, {name}")
+    missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    if missing := [key for key in missing if key not in (arguments or {})]:
+        raise ValueError(f"{where}: {name} needs {', '.join(f'`{key}`' for key in missing)}")
+
+
+def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:
+    """Yield the arguments of a class or function; those of `**kwargs` are its base's."""
+    for base in getattr(built, "__mro__", (built,)):
+        if isinstance(base, type) and "__init__" not in vars(base):
+            continue
+        parameters = inspect.signature(base).parameters
+        yield from ((name, p) for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return
+
+
+def _is_entry(argument: Any, value: Any, known: dict[str, Callable]) -> bool:
+    """Whether a value within an entry is one itself."""
+    if argument in _MEMBERS:
+        return isinstance(value, (str, dict))
+    return isinstance(value, dict) and len(value) == 1 and next(iter(value)) in known
+
+
+def _entries(argument: Any, value: Any, known: dict[str, Callable]) -> Iterator[Any]:
+    """Yield the entries within the value of an argument."""
+    if _is_entry(argument, value, known):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else [(argument, inner) for inner in value]:
+            yield from _entries(key, inner, known)
+
+
+def _built(entry: Any, known: dict[str, Callable], where: str) -> Any:
+    if isinstance(entry, str):
+        return load_reward(entry)
+    ((name, arguments),) = entry.items()
+
+    def value_of(argument: Any, value: Any) -> Any:
+        if _is_entry(argument, value, known):
+            return _built(value, known, f"{where}, {name}")
+        if isinstance(value, dict):
+            return {key: value_of(key, inner) for key, inner in value.items()}
+        return [value_of(argument, inner) for inner in value] if isinstance(value, list) else value
+
+    given = {argument: value_of(argument, value) for argument, value in (arguments or {}).items()}
+    try:
+        function = known[name](**given)
+    except (TypeError, ValueError, OSError, ImportError) as error:
+        raise ValueError(f"{where}: {name}: {error}") from error
+    if name in _FACTORIES:  # the arguments are in a closure of TRL's, which does not count
+        function.identity = json.dumps(entry, sort_keys=True)
     return function
 
 

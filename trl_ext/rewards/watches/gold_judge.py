@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ...jsonl import read_jsonl
-from ...upstream import get_callable_name, is_async_callable
-from ..member import log_to
+from ...upstream import get_callable_name
+from ..member import awaited, log_to, runs_in_background
 from ..texts import text_of
 from .watch import Watch, numbers_of
 
@@ -23,7 +23,7 @@ class GoldJudgeReward(Watch):
     ones.
 
     Args:
-        judge: a reward function, not async. It gets the rows to score, with their columns.
+        judge: a reward function, async or not. It gets the rows to score, with their columns.
         column: a true value in this column marks a row to score. Only the evaluation set should have it:
             `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
         folder: see [`Watch`]. It also keeps the start policy's answers and scores, so that a resumed run compares with
@@ -34,14 +34,19 @@ class GoldJudgeReward(Watch):
     __name__ = "gold_judge"
 
     def __init__(self, judge: Any, column: str = "held_out", **kwargs: Any):
-        if not callable(judge) or is_async_callable(judge):
-            raise TypeError(f"`judge` must be a reward function, and not async, got {judge!r}")
+        if not callable(judge) or isinstance(judge, type):
+            raise TypeError(f"`judge` must be a reward function, got {judge!r}")
         super().__init__(**kwargs)
         self.judge = judge
         self.column = column
         self._run = time.time()
         self._start_step: int | None = None
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the judge's time goes by elsewhere."""
+        return runs_in_background(self.judge)
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
@@ -53,7 +58,8 @@ class GoldJudgeReward(Watch):
             return scores
         columns = {k: [v[i] for i in rows] for k, v in kwargs.items() if isinstance(v, list) and len(v) == len(marks)}
         asked, answers = [prompts[i] for i in rows], [completions[i] for i in rows]
-        judged = numbers_of(self.judge(prompts=asked, completions=answers, trainer_state=trainer_state, **columns))
+        arguments = {"trainer_state": trainer_state, "log_metric": log_metric, **columns}
+        judged = numbers_of(awaited(self.judge(prompts=asked, completions=answers, **arguments)))
         if len(judged) != len(rows):
             raise ValueError(
                 f"{get_callable_name(self.judge)} returned {len(judged)} scores for {len(rows)} rows; return one a row"

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...upstream import get_callable_name, is_async_callable
-from ..member import log_to
+from ...upstream import get_callable_name
+from ..member import awaited, log_to, runs_in_background
+from ..segments import total_of
 from .watch import Watch
 
 
@@ -17,9 +18,9 @@ class ScoreWatch(Watch):
     With a bound it also logs `score_watch/<name>/share_above`. Quantiles are averaged over processes and batches.
 
     Args:
-        reward: a reward function or a reward model object. A function is replaced: put this one in its place, with its
-            weight, and it returns that function's scores. A model stays in `reward_funcs`: put this one behind it,
-            with weight 0, and it returns `score`.
+        reward: a reward function, async or not, or a reward model object. A function is replaced: put this one in its
+            place, with its weight, and it returns that function's scores. A model stays in `reward_funcs`: put this
+            one behind it, with weight 0, and it returns `score`.
         bound: count the share of scores above it; 0.8 suits scores from 0 to 1. None counts nothing.
         quantiles: to log, in [0, 1].
         name: for the metrics. The default is the reward's own name.
@@ -37,8 +38,8 @@ class ScoreWatch(Watch):
         if not all(0 <= q <= 1 for q in quantiles):
             raise ValueError(f"`quantiles` must lie in [0, 1], got {quantiles}")
         is_model = isinstance(reward, nn.Module)
-        if not is_model and (not callable(reward) or is_async_callable(reward)):
-            raise TypeError(f"`reward` must be a function, and not async, or a model object; got {reward!r}")
+        if not callable(reward) or isinstance(reward, type):
+            raise TypeError(f"`reward` must be a function or a model object; got {reward!r}")
         super().__init__(**kwargs)
         self.reward = reward
         self.bound = bound
@@ -49,6 +50,11 @@ class ScoreWatch(Watch):
         if is_model:
             reward.register_forward_hook(lambda module, inputs, output: self._seen.extend(_scores(output)))
 
+    @property
+    def in_background(self) -> bool:
+        """Whether the reward's time goes by elsewhere."""
+        return runs_in_background(self.reward)
+
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
@@ -57,7 +63,8 @@ class ScoreWatch(Watch):
             returned = [self.score] * len(prompts)
         else:
             arguments = {"log_metric": log_metric, "trainer_state": trainer_state, **kwargs}
-            returned = scores = self.reward(prompts=prompts, completions=completions, **arguments)
+            returned = awaited(self.reward(prompts=prompts, completions=completions, **arguments))
+            scores = list(map(total_of, returned))
         values = torch.tensor([score for score in scores if score is not None], dtype=torch.float64)
         values = values[values.isfinite()]
         if len(values):

@@ -1,0 +1,86 @@
+"""Several reward functions as one: their weighted sum."""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from .member import Member, OnError, Started, distinct, log_to, runs_in_background, telling_name
+
+
+class SumReward:
+    """
+    Add up several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
+
+    A member that gives None for a row takes no part in it; the row's score is None only if all members give None. Logs
+    `rewards/<name>/<member>/mean` and `…/std`, of the members' own scores: what `means` and `stds` can be set to.
+    Members in background run at the same time, in threads.
+
+    Args:
+        members: reward functions, async or not.
+        weights: of the members; 1 each if unset.
+        means, stds: what each member's scores are standardised by; 0 and 1 if unset. They are fixed numbers, so that a
+            score depends on nothing but its row: moments of the run so far would differ between processes.
+        on_error: of a member that fails, see [`~trl_ext.rewards.member.Member`]: `"raise"`, `"skip"` or a score.
+        name: in the logs; `sum_` and the members' names if unset.
+
+    Raises:
+        TypeError, ValueError: what is given is none of these.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Callable],
+        weights: Sequence[float] | None = None,
+        means: Sequence[float] | None = None,
+        stds: Sequence[float] | None = None,
+        on_error: OnError = "raise",
+        name: str | None = None,
+    ):
+        if not isinstance(members, (list, tuple)) or not members:
+            raise ValueError(f"`members` must be a list of one or more reward functions, got {members!r}")
+        self.members = [Member(member, on_error) for member in members]
+        self.weights = _numbers("weights", weights, len(members), 1.0)
+        self.means = _numbers("means", means, len(members), 0.0)
+        self.stds = _numbers("stds", stds, len(members), 1.0)
+        if not all(std > 0 for std in self.stds):
+            raise ValueError(f"`stds` must be above 0, got {self.stds}")
+        self.names = distinct([member.name for member in self.members])
+        self.__name__ = name or telling_name("sum", *self.names)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the time of any member goes by elsewhere."""
+        return any(runs_in_background(member) for member in self.members)
+
+    def __call__(
+        self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        """Return the weighted sum for each completion, None where no member gives a score."""
+        kwargs = {"prompts": prompts, "completions": completions, **kwargs}
+        loggers = {"log_metric": log_metric, "log_extra": log_extra}
+        started = {m: Started(member, **kwargs) for m, member in enumerate(self.members) if member.in_background}
+        here = {m: member(**kwargs, **loggers) for m, member in enumerate(self.members) if m not in started}
+        scores = [here[m] if m in here else started[m].result(**loggers) for m in range(len(self.members))]
+        for name, given in zip(self.names, scores, strict=True):
+            numbers = [score for score in given if score is not None]
+            if numbers:
+                where = f"rewards/{self.__name__}/{name}"
+                log_to(log_metric, {f"{where}/mean": fmean(numbers), f"{where}/std": pstdev(numbers)})
+        return [self._sum(row) for row in zip(*scores, strict=True)]
+
+    def _sum(self, row: tuple[float | None, ...]) -> float | None:
+        members = zip(row, self.weights, self.means, self.stds, strict=True)
+        parts = [weight * (score - mean) / std for score, weight, mean, std in members if score is not None]
+        return sum(parts) if parts else None
+
+
+def _numbers(name: str, given: Any, count: int, default: float) -> list[float]:
+    if given is None:
+        return [default] * count
+    are_numbers = isinstance(given, (list, tuple)) and all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) for x in given
+    )
+    if not are_numbers or len(given) != count:
+        raise ValueError(f"`{name}` must be a list of {count} finite numbers, one for each member, got {given!r}")
+    return [float(x) for x in given]

@@ -37,6 +37,30 @@ def test_token_rewards_sum_to_score_minus_the_penalty_of_the_response():
     assert_close(token_rewards(scores, kl, MASK, kl_coef=0.3).sum(dim=1), expected)
 
 
+def test_token_scores_of_worked_example():
+    """What is left of a row's score when its earlier tokens have had theirs goes to its last token."""
+    scores = torch.tensor([10.0, -1.0, 5.0, float("nan")])
+    kl = torch.tensor([[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    # The last real token's own is not read, nor is what the mask hides
+    given = torch.tensor([[1.0, 2.0, 99.0], [4.0, -7.0, float("nan")], [3.0, float("inf"), 0.0], [1.0, 1.0, 1.0]])
+    # 1 - 0.5, 2 - 1, 10 - (1 + 2) - 1.5; 4, -1 - 4; 5 - 1; nothing
+    expected = torch.tensor([[0.5, 1.0, 5.5], [4.0, -5.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+    rewards = token_rewards(scores, kl, mask, 0.5, given)
+    assert_close(rewards, expected)
+    # gamma = lam = 1 and values of 0: the return at each token is the sum of the rewards from there on
+    returns = gae(rewards, torch.zeros(4, 3), mask, gamma=1.0, lam=1.0)
+    assert_close(returns, torch.tensor([[7.0, 6.5, 5.5], [-1.0, -5.0, 0.0], [4.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+
+
+def test_token_scores_of_the_last_token_alone_are_the_score_bit_by_bit():
+    torch.manual_seed(0)
+    scores, kl = torch.randn(5), torch.randn(5, 5)
+    is_last = torch.arange(5) == torch.tensor(LENGTHS).unsqueeze(1) - 1
+    given = torch.where(is_last, scores.unsqueeze(1), 0.0)
+    assert_close(token_rewards(scores, kl, MASK, 0.3, given), token_rewards(scores, kl, MASK, 0.3), rtol=0, atol=0)
+
+
 def test_token_rewards_write_into_no_argument():
     scores, kl, mask = torch.ones(1), torch.ones(1, 2), torch.tensor([[1, 0]])
     token_rewards(scores, kl, mask, kl_coef=0.5)
@@ -118,6 +142,8 @@ def test_wrong_shapes_raise():
         token_rewards(torch.ones(2, 1), ones, ones, kl_coef=0.1)
     with pytest.raises(ValueError, match="mask must have the shape of kl"):
         token_rewards(torch.ones(2), ones, torch.ones(2, 2), kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"token_scores must have the shape of kl \(2, 3\), got \(2,\)"):
+        token_rewards(torch.ones(2), ones, ones, 0.1, torch.ones(2))
     with pytest.raises(ValueError, match=r"values must have the shape of rewards \(2, 3\), got \(2, 4\)"):
         gae(ones, torch.ones(2, 4), ones, gamma=1.0, lam=0.95)
     with pytest.raises(ValueError, match="rewards must have 2 dimensions"):

@@ -30,8 +30,8 @@ class GoldGapCallback(MonitorCallback):
         proxy: key of the proxy's score there. The default is that of the reward that the trainer trains on.
         limit: gap in σ above which the monitor acts.
         win_rate: share of answers better than the start policy's below which the monitor acts.
-        trainer, judge: for trainers without reward functions (SFT, DPO, KTO). `judge`, a reward function, async or not,
-            scores greedy answers to the `prompt`s of the trainer's evaluation set, and is given its other columns.
+        trainer, judge: for trainers without reward functions (SFT, DPO, KTO). `judge`, a reward function, async or
+            not, scores greedy answers to the `prompt`s of the trainer's evaluation set, and gets its other columns.
             `gold` is then `eval_gold/mean`, which is logged and can be the `metric_for_best_model`.
         num_prompts, max_new_tokens: number and length of these answers.
         others: see [`MonitorCallback`].

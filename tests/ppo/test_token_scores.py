@@ -1,0 +1,180 @@
+"""Scores of single tokens: at their positions, with what normalisation, clipping and the EOS rules leave of them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import trl_ext.ppo.trainer as ppo_trainer
+from tests.ppo.worker import collected, make_trainer, scripted
+from tests.tiny import length_reward, prompts
+from trl_ext.ppo.rewards import CheckedReward, Mistakes
+from trl_ext.rewards import SegmentScores
+
+EOS = 2
+ANSWERS = [[7, 8, 9, EOS], [7, 8, 9], [7, EOS], [8, 9, 7, 8, EOS], [9, 9], [EOS], [7, 8, EOS], [8, 8, 8, EOS]]
+FINISHED = [ids[-1] == EOS for ids in ANSWERS]
+TOKENS = [[0.5 * i - t for t in range(len(ids))] for i, ids in enumerate(ANSWERS)]  # row 5 gets None below
+WHOLE = [1.0, -2.0, 3.0, None, 0.5, None, -1.0, 2.0]
+WEIGHTS = [0.5, -2.0, 1.5, 0.0]
+
+
+def each_token(completion_ids, **kwargs):
+    return [None if row == 5 else tokens for row, tokens in enumerate(TOKENS)]
+
+
+def segments(completion_ids, **kwargs):
+    """The first token of a row is worth 4, the last 1; for every other row a float."""
+    return [
+        None if row == 5 else SegmentScores([0, len(ids) - 1], [4.0, 1.0]) if len(ids) > 2 else 2.0
+        for row, ids in enumerate(completion_ids)
+    ]
+
+
+def whole(prompts, **kwargs):
+    return WHOLE
+
+
+def watching(completion_ids, **kwargs):
+    return [np.full(len(ids), 7.0) for ids in completion_ids[:-3]] + [None] * 3
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The token rewards that went into GAE."""
+    rewards, gae = [], ppo_trainer.gae
+
+    def recording(given, *args):
+        rewards.append(given)
+        return gae(given, *args)
+
+    monkeypatch.setattr(ppo_trainer, "gae", recording)
+    return rewards
+
+
+def expected_parts(eos):
+    """Of each row: its score, and what its tokens before the last one have of it; by hand, before normalisation."""
+    rows = []
+    for row, ids in enumerate(ANSWERS):
+        tokens, first = TOKENS[row], [0.0] * len(ids)
+        if row == 5:  # nobody scores it
+            rows.append(None)
+            continue
+        marked = len(ids) > 2
+        if marked:
+            first[0] += 4.0
+        score = 0.5 * sum(tokens) - 2.0 * (5.0 if marked else 2.0) + 1.5 * (WHOLE[row] or 0.0)
+        parts = [0.5 * own - 2.0 * mark for own, mark in zip(tokens, first, strict=True)][:-1]
+        if not FINISHED[row]:
+            score, parts = (-2.5, [0.0] * len(parts)) if eos == "missing_eos_score" else (score - 3.0, parts)
+        rows.append((score, parts))
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["none", "batch", "group"])
+@pytest.mark.parametrize("eos", ["missing_eos_score", "missing_eos_penalty"])
+def test_tokens_are_scaled_and_the_rest_of_the_row_is_on_its_last(tmp_path, seen, kind, eos):
+    trainer = make_trainer(
+        tmp_path,
+        [each_token, segments, whole, watching],
+        reward_weights=WEIGHTS,
+        kl_coef=0.0,
+        reward_normalization=kind,
+        reward_group_column="topic" if kind == "group" else None,
+        reward_clip_range=[-4.0, 1.2],
+        **{eos: -2.5 if eos == "missing_eos_score" else 3.0},
+    )
+    trainer._generate_single_turn = lambda *_: [list(ids) for ids in ANSWERS]
+    topics = trainer.train_dataset["topic"][:8]
+    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
+    rows, clipped = expected_parts(eos), 0
+    for row, ids in enumerate(ANSWERS):
+        expected = [0.0] * len(ids)
+        if rows[row] is not None:
+            score, parts = rows[row]
+            peers = [other for other, topic in enumerate(topics) if kind != "group" or topic == topics[row]]
+            pool = [rows[other][0] for other in peers if rows[other] is not None]
+            deviation = np.std(pool, ddof=1) if len(pool) > 1 else 1.0  # of one score it is not known
+            mean, std = (0.0, 1.0) if kind == "none" else (np.mean(pool), deviation)
+            shaped = min(max((score - mean) / std, -4.0), 1.2)
+            clipped += shaped in (-4.0, 1.2)
+            expected = [part / std for part in parts]
+            expected += [shaped - sum(expected)]
+        actual = seen[0][row]
+        torch.testing.assert_close(actual[: len(ids)], torch.tensor(expected).float(), rtol=1e-4, atol=1e-5)
+        assert actual[len(ids) :].abs().sum() == 0
+    assert clipped or kind != "none"
+
+
+def on_the_last(completions, completion_ids, **kwargs):
+    scores = length_reward(completions)
+    return [[0.0] * (len(ids) - 1) + [score] for score, ids in zip(scores, completion_ids, strict=True)]
+
+
+def spread(completions, completion_ids, **kwargs):
+    scores = length_reward(completions)
+    return [[score / len(ids)] * len(ids) for score, ids in zip(scores, completion_ids, strict=True)]
+
+
+def test_a_score_on_the_last_token_alone_trains_the_same_weights_and_a_spread_one_does_not(tmp_path):
+    ends = []
+    config = {"reward_normalization": "running", "whiten_rewards": True, "missing_eos_penalty": 1.0, "lam": 0.7}
+    for reward in (length_reward, on_the_last, spread):
+        evaluated = {"eval_dataset": prompts(4, seed=3)}
+        trainer = scripted(
+            make_trainer(tmp_path, reward, trainer_kwargs={"train_dataset": prompts(), **evaluated}, **config)
+        )
+        rollouts = collected(trainer)
+        trainer.train()
+        score = trainer.evaluate()["eval_objective/scores"]
+        ends.append((trainer.model.state_dict(), [r.scores for r in rollouts], score))
+    torch.testing.assert_close(ends[1][:2], ends[0][:2], rtol=0, atol=0)
+    torch.testing.assert_close(ends[2][1][0], ends[0][1][0])  # the rows' scores are the same
+    assert any(not torch.equal(a, b) for a, b in zip(ends[2][0].values(), ends[0][0].values(), strict=True))
+    assert ends[0][2] == pytest.approx(ends[2][2], abs=1.0) and ends[0][2] == ends[1][2]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            [1.0],
+            "returned 1 token scores for completion 1, which has 2 tokens: return one for each of its `completion",
+        ),
+        (torch.ones(3), "returned 3 token scores for completion 1, which has 2 tokens"),
+        ([1.0, math.nan], "returned nan for completion 1, token 1"),
+        ([1.0, "2"], "returned '2' for completion 1, token 1"),
+        ([3e38, 3e38], "returned 6e\\+38 for completion 1"),
+        (
+            SegmentScores([0, 2], [1.0, 1.0]),
+            "completion 1: a segment ends at token 2, but the completion has 2, from 0 on",
+        ),
+    ],
+)
+def test_token_scores_that_do_not_fit_name_the_row(given, message, accelerator):
+    mistakes = Mistakes(accelerator)
+    reward = CheckedReward(lambda **_: [None, given], "judge", mistakes)
+    assert reward(prompts=["a", "b"], completion_ids=[[3, 4], [5, 6]]) == [0.0, 0.0]
+    with pytest.raises(RuntimeError, match=f"At step 3, process 0: reward function 'judge': .*{message}"):
+        mistakes.raise_everywhere(3)
+
+
+@pytest.fixture
+def accelerator():
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("ends", "values", "message"),
+    [
+        ([0, 1], [1.0], "`ends` and `values` must be as many, got 2 and 1"),
+        ([1, 1], [1.0, 2.0], r"`ends` must be token positions from 0 on, rising, got \[1, 1\]"),
+        ([-1], [1.0], r"rising, got \[-1\]"),
+    ],
+)
+def test_segments_end_one_after_the_other(ends, values, message):
+    with pytest.raises(ValueError, match=message):
+        SegmentScores(ends, values)

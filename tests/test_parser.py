@@ -11,6 +11,7 @@ from trl import RewardConfig, RLOOConfig, SFTConfig
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser
 from trl_ext.fields import field_names
+from trl_ext.parser import entry_of
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Arguments:
     dtype: str = field(default="float32", metadata={"choices": ["float32", "bfloat16"]})
     multiple: int | str | None = "auto"
     weights: list[float] | None = None
+    entries: list[str] | None = None
     span: tuple[float, float] | None = None
     seen: str | bool = "no"
     extra: dict | str | None = None
@@ -95,6 +97,38 @@ def test_value_takes_its_fields_type(subtests, parse):
             assert type(value) is type(expected)
 
 
+def test_mappings_in_a_list_arrive_as_they_are_written(parse):
+    """A list of texts holds paths as they are, and mappings as YAML in one line, of which `entry_of` makes values."""
+    yaml = """
+entries:
+  - a.py:f
+  - Outer:
+      text: |
+        two 'lines', "quoted"
+        \\bkill\\b
+      numbers: [1e-5, 1, 2.5, 1.0e3, "1e5"]
+      inner: [{Inner: {on: no, "é": null, deep: {deeper: [[]]}}}, b.py:g]
+      pattern: "(?i)\\\\bkill\\\\b: {x}"
+    weight: -2e-1
+"""
+    expected = {
+        "Outer": {
+            "text": "two 'lines', \"quoted\"\n\\bkill\\b\n",
+            "numbers": [1e-5, 1, 2.5, 1000.0, "1e5"],
+            "inner": [{"Inner": {True: False, "é": None, "deep": {"deeper": [[]]}}}, "b.py:g"],
+            "pattern": "(?i)\\bkill\\b: {x}",
+        },
+        "weight": -0.2,
+    }
+    path, text = parse(yaml).entries
+    assert path == entry_of(path) == "a.py:f" and entry_of(text) == expected
+    assert parse("name: other", "--entries", path, text).entries == [path, text]  # the same as a flag
+    with pytest.raises(ValueError, match="'{a: ' is no YAML: .*expected the node content"):
+        entry_of("{a: ")
+    with pytest.raises(ValueError, match="is no YAML: .*'a' given twice"):
+        entry_of("{a: 1, a: 2}")
+
+
 def test_wrong_value_is_refused(subtests, refusal):
     for yaml, message in [
         ("rate: fast", "argument --rate: invalid float value: 'fast'"),
@@ -108,6 +142,7 @@ def test_wrong_value_is_refused(subtests, refusal):
         ("schedule: cosin", "argument --schedule: invalid choice: 'cosin'"),
         ("dtype: fp32", "argument --dtype: invalid choice: 'fp32'"),
         ("weights: [a]", "argument --weights: invalid float value: 'a'"),
+        ("weights: [{a: 1}]", "argument --weights: invalid float value: '{a: 1}'"),
         ("span: [1, 2, 3]", "stray value '3'"),
         ("span: [1]", "argument --span: expected 2 arguments"),
     ]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trl_ext.rewards import load_reward
+import trl_ext.rewards
+from trl_ext.rewards import joined_weights, load_reward, load_rewards, source_identity
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,3 +70,111 @@ def test_unknown_reward_says_what_was_tried(subtests):
 def test_a_class_is_no_reward():
     with pytest.raises(ValueError, match=r"'pathlib\.Path' is of type type; name a function or an instance"):
         load_reward("pathlib.Path")
+
+
+# ---- `rewards:` ----
+
+LENGTH, WORLD = "tests/tiny.py:length_reward", "recipes/demo/world.py:gold_reward"
+NESTED = {
+    "SumReward": {
+        "members": [
+            {"SumReward": {"members": [LENGTH, LENGTH], "weights": [1, -0.5], "name": "half"}},
+            LENGTH,
+            {"get_soft_overlong_punishment": {"max_completion_len": 4, "soft_punish_cache": 2}},
+        ],
+        "weights": [4.0, 1.0, 1.0],
+    }
+}
+CALL = {"prompts": ["", ""], "completions": ["a b", "a b c d e f"], "completion_ids": [[1, 2], [1, 2, 3, 4, 5]]}
+
+
+def test_entries_are_built_from_the_inside_out_and_numbered():
+    entries = [{**NESTED, "weight": 0.5}, LENGTH, {"ScoreWatch": {"reward": WORLD, "bound": 0.8}}, NESTED]
+    functions, weights = load_rewards(entries)
+    # 4 (2 - 1) + 2 + 0, and 4 (6 - 3) + 6 - 1 by the words, the last by the tokens
+    assert functions[0](**CALL) == functions[3](**CALL) == [6.0, 17.0]
+    assert weights == [0.5, None, None, None]
+    name = "sum_half_length_reward_soft_overlong_punishment_reward"
+    assert [f.__name__ for f in functions] == [f"{name}_0", "length_reward", "gold_reward", f"{name}_3"]
+    assert joined_weights(None, [None, *weights]) == [1.0, 0.5, 1.0, 1.0, 1.0]
+    assert joined_weights([1.0, 2.0], [None, None]) == [1.0, 2.0] and joined_weights(None, [None]) is None
+    with pytest.raises(ValueError, match=r"`reward_weights` \[1.0\] and `weight` in an entry of `rewards` are both"):
+        joined_weights([1.0], [2.0])
+
+
+def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypatch):
+    class Expensive:
+        def __init__(self, model, name=None):
+            raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(trl_ext.rewards, "ModelReward", Expensive)
+    model = {"ModelReward": {"model": "somewhere"}}
+    for entry, message in [
+        ({"SumRewrad": {}}, "entry 2: unknown reward 'SumRewrad'; did you mean SumReward?"),
+        (
+            {"Elsewhere": {}},
+            "entry 2: unknown reward 'Elsewhere'; there are .*SumReward.*get_soft_overlong_punishment",
+        ),
+        ({"SumReward": {"member": []}}, "SumReward has no argument 'member'; did you mean members?"),
+        ({"ScoreWatch": {"reward": LENGTH, "fold": "x"}}, "no argument 'fold'; did you mean folder?"),  # its base's
+        ({"SumReward": None}, "SumReward needs `members`"),
+        ({"SumReward": {"members": [model, {"SumRewrad": {}}]}}, "entry 2, SumReward: unknown reward 'SumRewrad'"),
+        ({"SumReward": {"members": [{"SumReward": {"x": 1}}]}}, "entry 2, SumReward: SumReward has no argument 'x'"),
+        ({"SumReward": [LENGTH]}, "arguments of SumReward must be a mapping of names to values, got \\["),
+        ({**NESTED, "weight": "a"}, "entry 2: `weight` must be a finite number, got 'a'"),
+        ({**NESTED, "name": "a"}, "entry 2: write a path to a function, or one `Name: {argument: value}`, got"),
+        (3, "entry 2: write a path to a function"),
+        ("tests/tiny.py:length_rewards", "'tests/tiny.py:length_rewards' cannot be imported"),
+        ({"SumReward": {"members": ["tests/tinny.py:x"]}}, "'tests/tinny.py:x' cannot be imported"),
+    ]:
+        with subtests.test(message), pytest.raises((ValueError, ImportError), match=message):
+            load_rewards([model, entry])
+    with pytest.raises(ValueError, match="`rewards` entry 1, SumReward: SumReward: `stds` must be above 0"):
+        load_rewards([{"SumReward": {"members": [{"SumReward": {"members": [LENGTH], "stds": [0]}}]}}])
+
+
+def test_a_mapping_that_names_no_reward_is_a_value(monkeypatch):
+    class SchemaReward:
+        def __init__(self, schema):
+            self.schema = schema
+
+        def __call__(self, completions, **kwargs):
+            return [0.0] * len(completions)
+
+    monkeypatch.setattr(trl_ext.rewards, "GoldJudgeReward", SchemaReward)
+    schema = {"type": {"properties": {"members": {"type": "array"}, "judge": "a.b"}}, "cases": [{"weight": 1}, "a.b"]}
+    ((function,), _) = load_rewards([{"GoldJudgeReward": {"schema": schema}}])
+    assert function.schema == schema
+    # A model's folder is for the class to take, and SumReward takes functions
+    with pytest.raises(ValueError, match="SumReward: a member must be a reward function, got 'outputs/reward'"):
+        load_rewards([{"SumReward": {"members": ["outputs/reward"]}}])
+
+
+def test_the_identity_is_of_the_settings():
+    def identity(**changed):
+        ((function,), _) = load_rewards([{"SumReward": NESTED["SumReward"] | changed}])
+        return source_identity(function)
+
+    other = {"get_soft_overlong_punishment": {"max_completion_len": 5, "soft_punish_cache": 2}}
+    members = NESTED["SumReward"]["members"]
+    variants = [{}, {"weights": [4.0, 1.0, 2.0]}, {"stds": [1, 1, 2]}, {"on_error": "skip"}]
+    variants += [{"members": [*members[:2], other]}, {"members": [*members[:1], WORLD, members[2]]}]
+    assert len({identity(**changed) for changed in variants}) == len(variants)
+    assert identity() == identity()
+
+
+@pytest.mark.slow
+def test_the_identity_is_the_same_in_another_process():
+    code = (
+        "from trl_ext.rewards import load_rewards, source_identity\n"
+        f"((function,), _) = load_rewards([{NESTED!r}])\nprint(source_identity(function))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7"},
+        capture_output=True,
+        text=True,
+    )
+    ((function,), _) = load_rewards([NESTED])
+    assert run.stdout.strip() == source_identity(function), run.stderr

@@ -148,18 +148,22 @@ def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:
 
 def _is_entry(argument: Any, value: Any, known: dict[str, Callable]) -> bool:
     """Whether a value within an entry is one itself."""
-    if argument in _MEMBERS:
-        return isinstance(value, (str, dict))
-    return isinstance(value, dict) and len(value) == 1 and next(iter(value)) in known
+    if isinstance(value, str):  # a folder or a hub name is a model's, which the class may take
+        is_path = ".py:" in value or ("." in value and "/" not in value and not Path(value).exists())
+        return argument in _MEMBERS and is_path
+    return isinstance(value, dict) and (argument in _MEMBERS or (len(value) == 1 and next(iter(value)) in known))
 
 
 def _entries(argument: Any, value: Any, known: dict[str, Callable]) -> Iterator[Any]:
     """Yield the entries within the value of an argument."""
     if _is_entry(argument, value, known):
         yield value
-    elif isinstance(value, (dict, list)):
-        for key, inner in value.items() if isinstance(value, dict) else [(argument, inner) for inner in value]:
-            yield from _entries(key, inner, known)
+    elif isinstance(value, dict):  # what is named like a member here is none of the class's arguments
+        for inner in value.values():
+            yield from _entries(None, inner, known)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _entries(argument, inner, known)
 
 
 def _built(entry: Any, known: dict[str, Callable], where: str) -> Any:
@@ -171,7 +175,7 @@ def _built(entry: Any, known: dict[str, Callable], where: str) -> Any:
         if _is_entry(argument, value, known):
             return _built(value, known, f"{where}, {name}")
         if isinstance(value, dict):
-            return {key: value_of(key, inner) for key, inner in value.items()}
+            return {key: value_of(None, inner) for key, inner in value.items()}
         return [value_of(argument, inner) for inner in value] if isinstance(value, list) else value
 
     given = {argument: value_of(argument, value) for argument, value in (arguments or {}).items()}

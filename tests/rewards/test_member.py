@@ -1,0 +1,120 @@
+"""Reward functions within others: async ones, those that fail, and those that run elsewhere."""
+
+import asyncio
+import math
+import os
+
+import pytest
+
+from trl_ext.rewards import Member, SegmentScores
+from trl_ext.rewards.member import Started, awaited, distinct, runs_in_background, telling_name
+
+
+class KeepsAClient:
+    """Async, with something that belongs to one event loop, as a client's connections do."""
+
+    def __init__(self):
+        self.client = None
+
+    async def __call__(self, completions, **kwargs):
+        loop = asyncio.get_running_loop()
+        self.client = self.client or loop
+        assert self.client is loop, "the client is of a loop that is closed"
+        return [1.0] * len(completions)
+
+
+def test_an_async_function_keeps_its_event_loop_wherever_it_is_called_from():
+    reward = KeepsAClient()
+    member = Member(reward)
+
+    async def from_a_notebook():
+        return member(["p"], ["c"])
+
+    assert (
+        member(["p"], ["c"])
+        == asyncio.run(from_a_notebook())
+        == Started(member, prompts=["p"], completions=["c"]).result()
+        == [1.0]
+    )
+
+
+def test_an_async_function_may_call_a_reward_with_an_async_member():
+    """Within the loop itself, where waiting for the loop would be waiting for ever."""
+    inner = Member(lambda completions, **_: asyncio.sleep(0, [2.0] * len(completions)))
+
+    async def outer(completions, **kwargs):
+        return inner([""], completions)
+
+    assert Member(outer)([""], ["a"]) == [2.0]
+
+
+def test_an_async_function_that_leaves_the_program_leaves_nobody_waiting():
+    async def leaving(**kwargs):
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match=r"SystemExit\(3\)"):
+        awaited(leaving())
+    assert awaited(asyncio.sleep(0, 1)) == 1  # the loop goes on
+
+
+def test_a_forked_process_has_a_loop_of_its_own():
+    assert awaited(asyncio.sleep(0, 1)) == 1
+    child = os.fork()
+    if child == 0:
+        os._exit(awaited(asyncio.sleep(0, 7)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def unlucky(completions, **kwargs):
+    return [{"nan": math.nan, "text": "1", "tokens": [1.0]}.get(c, 0.5) for c in completions]
+
+
+def raising(completions, **kwargs):
+    raise KeyError("no such key")
+
+
+def short(completions, **kwargs):
+    return [1.0]
+
+
+def test_what_a_member_does_wrong_is_named_skipped_or_scored(subtests):
+    good_and_bad = ["fine", "nan", "text", "tokens"]
+    for function, message, failed in [
+        (unlucky, "reward 'unlucky': returned nan for completion 1", [1, 2, 3]),
+        (raising, "reward 'raising': KeyError: 'no such key'", [0, 1, 2, 3]),
+        (short, "reward 'short': ValueError: returned 1 rewards for 4 completions", [0, 1, 2, 3]),
+    ]:
+        with subtests.test(function.__name__):
+            with pytest.raises(RuntimeError, match=message):
+                Member(function)([""] * 4, good_and_bad)
+            for policy, value in (("skip", None), (-2, -2.0)):
+                logged = {}
+                scores = Member(function, policy)([""] * 4, good_and_bad, log_metric=logged.__setitem__)
+                assert scores == [value if row in failed else 0.5 for row in range(4)]
+                assert logged == {f"rewards/{function.__name__}/failed": len(failed) / 4}
+
+
+def test_scores_of_tokens_have_no_place_within_another_reward():
+    for tokens in ([1.0, 2.0], SegmentScores([1], [2.0])):
+        member = Member(lambda completions, tokens=tokens, **_: [tokens] * len(completions))
+        with pytest.raises(RuntimeError, match="scored each token of completion 0, .* give this function to the"):
+            member([""], ["a"])
+
+
+def test_what_a_started_function_logs_is_handed_on_when_it_is_awaited():
+    def reward(completions, log_metric, log_extra, **kwargs):
+        log_metric("a", 1.0)
+        log_extra(column="b", values=[2.0])
+        raise ValueError("after that")
+
+    logged, columns = {}, {}
+    started = Started(reward, completions=["c"])
+    with pytest.raises(ValueError, match="after that"):
+        started.result(logged.__setitem__, lambda column, values: columns.update({column: values}))
+    assert logged == {"a": 1.0} and columns == {"b": [2.0]}
+
+
+def test_names():
+    assert distinct(["a", "b", "a"]) == ["a_0", "b", "a_2"]
+    assert telling_name("sum", "<lambda>", "a/b c") == "sum_lambda_a_b_c"
+    assert runs_in_background(KeepsAClient()) and not runs_in_background(unlucky)

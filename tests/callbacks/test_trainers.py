@@ -1,5 +1,6 @@
 """Monitors in stock TRL scripts, after a resume, and with PPOTrainer."""
 
+import asyncio
 import json
 
 import pytest
@@ -45,6 +46,17 @@ PAIRS = {"prompt": ["the cat"] * 16, "chosen": [" sat on the mat"] * 16, "reject
 
 def gold(completions, **kwargs):
     return [len(set(text.split())) / 8 for text in completions]
+
+
+class AsyncJudge:
+    """Keeps what is of one event loop, and needs all that reward functions are given."""
+
+    loop = None
+
+    async def __call__(self, prompts, completions, completion_ids, prompt_ids, finished, **kwargs):
+        self.loop = self.loop or asyncio.get_running_loop()
+        assert self.loop is asyncio.get_running_loop() and len(completion_ids) == len(prompt_ids) == len(finished)
+        return gold(completions)
 
 
 @pytest.fixture(autouse=True)
@@ -146,15 +158,18 @@ def test_dpo_sft_and_kto_scripts(cls, args, data, model, tmp_path):
         train_dataset=data,
         eval_dataset=Dataset.from_dict({**data.to_dict(), "prompt": ["the cat", "a dog", "it", "very"] * 4}),
     )
-    trainer.add_callback(GoldGapCallback(trainer=trainer, judge=gold, max_new_tokens=8, num_prompts=6))
+    judge = gold if cls is DPOTrainer else AsyncJudge()
+    trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, max_new_tokens=8, num_prompts=6))
     trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=9))
-    trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=0, max_new_tokens=4))
+    canary = CanaryCallback(trainer=trainer, prompts=["the cat"], minutes=0, max_new_tokens=4, judge=judge)
+    trainer.add_callback(canary)
     trainer.add_callback(EntropyFloorCallback())
     trainer.add_callback(JSONLCallback())
     trainer.train()
     assert trainer.state.global_step == 4
     logged = [log["eval_gold/mean"] for log in trainer.state.log_history if "eval_gold/mean" in log]
     rates = [log["eval_gold/win_rate"] for log in trainer.state.log_history if "eval_gold/win_rate" in log]
+    assert 0 < canary.memory["first"]["score"] <= 1
     assert len(logged) == 4 and len(rates) == 3 and trainer.state.best_metric == pytest.approx(max(logged))
     assert len((tmp_path / "canary.jsonl").read_text().splitlines()) == 5
     assert [event["type"] for event in events(tmp_path)].count("train") == 4

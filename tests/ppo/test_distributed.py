@@ -62,6 +62,11 @@ def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_
     assert first["kl_controller"]["kl_coef"] != 0.05
 
 
+def test_a_reward_in_the_background_changes_nothing(results):
+    for process in results:
+        assert_equal(process["background"]["weights"], process["parity"]["weights"])
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_gradients_on_one_base_are_those_of_separate_models(name, checkpointing, results):
@@ -95,7 +100,11 @@ def test_evaluation_counts_each_generation_once(results, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "mistake"),
-    [("reward raises", "KeyError: 'no such row'"), ("reward is NaN", "returned nan for completion 0")],
+    [
+        ("reward raises", "KeyError: 'no such row'"),
+        ("background raises", "KeyError: 'no such row'"),
+        ("reward is NaN", "returned nan for completion 0"),
+    ],
 )
 def test_a_reward_function_that_fails_on_one_process_ends_both(name, mistake, results):
     for process in results:

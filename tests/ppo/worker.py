@@ -353,7 +353,20 @@ def watched(trainer):
 LORA_PARITY = {"trainer_kwargs": {"peft_config": LoraConfig(**LORA)}, "activation_checkpointing": True}
 
 
-def parity(folder, processes, **config):
+class InBackground:
+    """Another reward, as one whose time goes by elsewhere."""
+
+    in_background = True
+
+    def __init__(self, reward):
+        self.reward = reward
+        self.__name__ = reward.__name__
+
+    def __call__(self, **kwargs):
+        return self.reward(**kwargs)
+
+
+def parity(folder, processes, reward=topic_reward, **config):
     """Two rollouts of 8 with one minibatch, passed over twice, of the same 8 answers on any number of processes."""
     config = {
         "per_device_train_batch_size": 4 // processes,
@@ -368,7 +381,7 @@ def parity(folder, processes, **config):
         "entropy_coef": 0.02,
         "weight_decay": 0.1,
     } | config
-    trainer = scripted(make_trainer(folder, topic_reward, **config))
+    trainer = scripted(make_trainer(folder, reward, **config))
     trainer.train()
     return end_state(trainer) | {"processes": trainer.accelerator.num_processes, "wrapper": wrapper(trainer)}
 
@@ -396,11 +409,11 @@ def reward_mistake(folder, kind, model=None):
     rank = PartialState().process_index
 
     def reward(completions, **kwargs):
-        if rank == 1 and kind == "raises":
+        if rank == 1 and kind.startswith("raises"):
             raise KeyError("no such row")
         return [float("nan") if rank == 1 else 1.0] * len(completions)
 
-    return raised_by(make_trainer(folder, reward, model))
+    return raised_by(make_trainer(folder, InBackground(reward) if "background" in kind else reward, model))
 
 
 def with_nan(trainer):
@@ -496,9 +509,11 @@ def on_two_processes(output_dir):
     results = {
         "parity": parity(folder / "parity", 2),
         "generations": parity(folder / "generations", 2, num_generations=2),
+        "background": parity(folder / "background", 2, InBackground(topic_reward)),
         "evaluation": [evaluation(folder / "evaluation", size) for size in (1, 2, 4)],
         "evaluation, 2 generations": evaluation(folder / "evaluation", 2, num_generations_eval=2),
         "reward raises": reward_mistake(folder / "raises", "raises"),
+        "background raises": reward_mistake(folder / "raises", "raises in the background"),
         "reward is NaN": reward_mistake(folder / "nan", "nan"),
         "not finite": not_finite(folder / "not finite"),
         "warm-up": warmup(folder / "warm-up"),

@@ -1,4 +1,6 @@
 import importlib.util
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -6,9 +8,11 @@ import pytest
 from datasets import Dataset
 
 from recipes.ppo import PPOScriptArguments, main, without_long_prompts
+from tests.recipes.small_runs import arguments, make_inputs
 from tests.tiny import tiny_llama, tiny_tokenizer
 from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.arguments import ModelArguments
+from trl_ext.marker import MARKER
 from trl_ext.rewards import load_reward
 
 ROOT = Path(__file__).parents[2]
@@ -54,13 +58,16 @@ def test_long_prompts_are_left_out(subtests, capsys):
 
 
 def test_missing_arguments_are_named(subtests, monkeypatch, capsys):
-    for arguments, message in [
+    for given, message in [
         (["--output_dir", "x"], "no dataset: give `dataset_name`"),
-        (["--dataset_name", "x"], "no reward: give `reward_model_name_or_path`, `reward_funcs`, or both"),
+        (
+            ["--dataset_name", "x"],
+            "no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`",
+        ),
         (["--dataset_name", "x", "--reward_funcs", "m.f", "--use_cpu"], "no model: give `model_name_or_path`"),
     ]:
-        with subtests.test(arguments=arguments):
-            monkeypatch.setattr(sys, "argv", ["ppo.py", *arguments])
+        with subtests.test(given=given):
+            monkeypatch.setattr(sys, "argv", ["ppo.py", *given])
             with pytest.raises(SystemExit):
                 main()
             assert message in capsys.readouterr().err
@@ -120,3 +127,66 @@ def test_eval_size_0_switches_evaluation_off(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["ppo.py", *config, *flags, "--eval_on_start", "true"])
     with pytest.raises(Built):
         main()
+
+
+REWARDS = """
+reward_funcs: [recipes/demo/world.py:gold_reward]
+rewards:
+  - SumReward:
+      members:
+        - recipes/demo/world.py:phrase_reward
+        - get_soft_overlong_punishment: {max_completion_len: 8, soft_punish_cache: 4}
+        - SumReward:
+            members: [tests/tiny.py:length_reward]
+            means: [3.0]
+            stds: [2e0]
+      weights: [-1.0, 1.0, 0.5]
+      name: several
+    weight: 2
+  - tests/tiny.py:length_reward
+"""
+
+
+@pytest.mark.slow
+def test_rewards_with_settings_are_trained_on_and_count_for_a_resume(tmp_path, capsys):
+    inputs = make_inputs(tmp_path / "inputs")
+    config = (ROOT / "recipes/demo/unguarded.yaml").read_text()
+    config = re.sub("(?m)^reward_(funcs|weights):.*$", "", config) + REWARDS
+    given = arguments("ppo", inputs, tmp_path / "run")
+
+    def run(text, *more):
+        (tmp_path / "ppo.yaml").write_text(text)
+        flags = [str(tmp_path / "ppo.yaml") if flag.endswith("unguarded.yaml") else flag for flag in given]
+        weights = flags.index("--reward_weights")
+        main([*flags[:weights], *flags[weights + 3 :], "--logging_steps", "1", "--eval_strategy", "no", *more])
+
+    run(config)
+    logs = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    log = next(log for log in logs if "objective/scores" in log)
+    whole = log["rewards/gold_reward/mean"] + 2 * log["rewards/several/mean"] + log["rewards/length_reward/mean"]
+    assert log["objective/scores"] == pytest.approx(whole, rel=1e-4)
+    inner = "rewards/several/sum_length_reward/mean"
+    assert log[inner] == pytest.approx((log["rewards/length_reward/mean"] - 3) / 2, rel=1e-4)
+
+    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
+    (tmp_path / "run" / "checkpoint-4" / MARKER).unlink()
+    (tmp_path / "run" / "model.safetensors").unlink()
+    run(config)
+    assert f"Resuming from {tmp_path / 'run' / 'checkpoint-2'}, step 2 of 4" in capsys.readouterr().out
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
+
+    for old, new, message in [
+        ("stds: [2e0]", "stds: [3.0]", "(reward several: "),
+        ("soft_punish_cache: 4", "soft_punish_cache: 3", "(reward several: "),
+        ("weight: 2", "weight: 3", "(reward_weights: "),
+        (
+            "stds: [2e0]",
+            "std: [2.0]",
+            "entry 1, SumReward: SumReward has no argument 'std'; did you mean stds?",
+        ),
+        ("weight: 2", "weight: 2\nreward_weights: [1, 1, 1]", "and `weight` in an entry of `rewards` are both given"),
+    ]:
+        with pytest.raises(SystemExit, match="2"):
+            run(config.replace(old, new))
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert ": error: " in error and message in error

@@ -241,6 +241,24 @@ def test_greedy_answers_are_not_compared_with_sampled_ones():
         assert call(watch, ["9"], step=step, is_greedy=[True], **columns) == ([9.0], {})
 
 
+def test_judges_and_rewards_may_be_async_and_score_tokens():
+    async def judge(completions, **kwargs):
+        return [float(c) for c in completions]
+
+    assert call(GoldJudgeReward(judge), ["1", "2"], held_out=[True, False])[0] == [1.0, None]
+    watch = ScoreWatch(judge, quantiles=(0.5,))
+    assert call(watch, ["1", "2"]) == ([1.0, 2.0], {"score_watch/judge/q50": 1.5})
+    assert watch.in_background and GoldJudgeReward(judge).in_background and not ScoreWatch(quality).in_background
+
+    def tokens(completions, **kwargs):
+        return [[1.0, float(c)] for c in completions]
+
+    assert call(ScoreWatch(tokens, quantiles=(0.5,)), ["1", "2"]) == (
+        [[1.0, 1.0], [1.0, 2.0]],
+        {"score_watch/tokens/q50": 2.5},
+    )
+
+
 # ---- Bad input ----
 
 

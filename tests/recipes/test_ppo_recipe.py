@@ -184,7 +184,11 @@ def test_rewards_with_settings_are_trained_on_and_count_for_a_resume(tmp_path, c
             "std: [2.0]",
             "entry 1, SumReward: SumReward has no argument 'std'; did you mean stds?",
         ),
-        ("weight: 2", "weight: 2\nreward_weights: [1, 1, 1]", "and `weight` in an entry of `rewards` are both given"),
+        (
+            "reward_funcs:",
+            "reward_weights: [1, 1, 1]\nreward_funcs:",
+            "and `weight` in an entry of `rewards` are both given",
+        ),
     ]:
         with pytest.raises(SystemExit, match="2"):
             run(config.replace(old, new))

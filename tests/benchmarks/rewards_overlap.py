@@ -3,8 +3,8 @@ What it saves that scoring elsewhere goes on during PPO's own passes: seconds a 
 
     python tests/benchmarks/rewards_overlap.py
 
-A reward stands for a server: it sleeps as long as the policy's and the reference's passes over a rollout take, which is
-measured first. It is called in the foreground, and in the background.
+A reward stands for a server: it sleeps as long as the policy's and the reference's passes over a rollout take, which
+is measured first. It is called in the foreground, and in the background.
 """
 
 import statistics
@@ -20,8 +20,8 @@ import torch
 from tests.tiny import prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 
-ROLLOUTS = 8
-MODEL = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "max_position_embeddings": 256}
+ROLLOUTS = 5
+MODEL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
 
 
 class Server:
@@ -39,13 +39,8 @@ class Server:
 
 def seconds_of(folder: str, reward: Server) -> dict[str, float]:
     """Median seconds of a rollout, from its prompts to its advantages, and of its phases."""
-    config = {
-        "max_completion_length": 64,
-        "per_device_train_batch_size": 16,
-        "num_mini_batches": 2,
-        "num_ppo_epochs": 1,
-    }
-    config |= {"old_logprobs": "recompute", "max_steps": 2 * ROLLOUTS, "learning_rate": 1e-5, "logging_steps": 2}
+    config = {"max_completion_length": 48, "per_device_train_batch_size": 16, "num_ppo_epochs": 1, "logging_steps": 2}
+    config |= {"old_logprobs": "recompute", "max_steps": 2 * ROLLOUTS, "learning_rate": 1e-5}
     trainer = PPOTrainer(
         model=tiny_llama(**MODEL, initializer_range=0.02),
         reward_funcs=reward,

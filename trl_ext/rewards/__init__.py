@@ -1,8 +1,10 @@
 """Reward functions with TRL's signature. Those in `watches` have weight zero and only measure."""
 
 from ..sources import source_identity
+from .judge import JudgeReward
 from .loading import load_reward
 from .model import ModelReward
+from .remote import RemoteReward
 from .watches import (
     GoldJudgeReward,
     PhraseReviewReward,
@@ -14,8 +16,10 @@ from .watches import (
 
 __all__ = [
     "GoldJudgeReward",
+    "JudgeReward",
     "ModelReward",
     "PhraseReviewReward",
+    "RemoteReward",
     "RepetitionWatch",
     "ScoreWatch",
     "load_reward",

@@ -223,7 +223,16 @@ def main(arguments: list[str] | None = None) -> None:
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
         rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []]
         if path := script_args.reward_model_name_or_path:
-            rewards.insert(0, ModelReward.from_pretrained(path, tokenizer, ends, size, training_args.device))
+            rewards.insert(
+                0,
+                ModelReward(
+                    path,
+                    policy_tokenizer=tokenizer,
+                    eos_token_ids=ends,
+                    batch_size=size,
+                    device=training_args.device,
+                ),
+            )
         names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
         settings |= {
             "train_data": rows_identity(train),
@@ -233,8 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
             "eos_token_ids": ends,
         }
         for name, reward in zip(names, rewards, strict=True):
-            is_model = isinstance(reward, ModelReward) and path
-            settings[f"reward {name}"] = path_identity(path) if is_model else source_identity(reward)
+            settings[f"reward {name}"] = source_identity(reward)
         settings = fingerprint(training_args, **settings)
         check_settings(output_dir / "online_dpo_settings.json", settings)
     held_out = held_out.to_list()

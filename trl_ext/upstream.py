@@ -20,6 +20,7 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
     "peft.utils": {"AuxiliaryTrainingWrapper": None},
     "torch.distributed.elastic.multiprocessing.api": {"SignalException": None},
     "transformers.integrations": {"is_deepspeed_zero3_enabled": ""},
+    "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
     "transformers.modeling_utils": {"set_zero3_state": ""},
     "transformers.trainer_utils": {
         "rotate_checkpoints": "output_dir=, save_total_limit=, best_model_checkpoint=, use_mtime=",

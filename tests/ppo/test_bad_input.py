@@ -272,7 +272,7 @@ def test_a_reward_model_without_a_head_is_refused(tmp_path, what):
         tiny_tokenizer().save_pretrained(path)
     with pytest.raises(ValueError, match="no weights for score.weight, so .* random|has no `score` head"):
         if what == "ModelReward":
-            ModelReward.from_pretrained(path, tiny_tokenizer(), [2], 4, torch.device("cpu"))
+            ModelReward(path)
         make(tmp_path, reward_funcs=path)
     if what == "a path":  # whoever passes an object knows what it is
         make(tmp_path, reward_funcs=AutoModelForSequenceClassification.from_pretrained(path, num_labels=1))

@@ -208,7 +208,7 @@ def test_no_answer_ends_by_the_token_that_stands_in_for_an_unknown_pad_token():
     def score(input_ids, attention_mask):
         return model(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
-    reward = ModelReward(score, model.config, tokenizer, tokenizer, [2], 8, torch.device("cpu"))
+    reward = ModelReward(model, score=score, tokenizer=tokenizer, policy_tokenizer=tokenizer)
     answers = [[7, 0], [7, 8, 1], [7, 8, 9, 2]]
     with torch.no_grad():
         states = [model.transformer(torch.tensor([[6, *ids]])).last_hidden_state[:, -1] for ids in answers]

@@ -19,7 +19,7 @@ def test_a_saved_model_scores_each_answer_as_it_does_the_text_alone(tmp_path, ot
     tiny_reward_model(tiny_gpt2(), seed=3).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     eos = policy_tokenizer.eos_token_id
-    reward = ModelReward.from_pretrained(str(tmp_path), policy_tokenizer, [eos], 2, torch.device("cpu"))
+    reward = ModelReward(str(tmp_path), policy_tokenizer=policy_tokenizer, batch_size=2)
 
     answers = policy_tokenizer(ANSWERS, add_special_tokens=False)["input_ids"]
     scores = reward(
@@ -41,6 +41,6 @@ def test_an_answer_that_does_not_fit_the_model_raises(tmp_path):
     tokenizer = tiny_tokenizer()
     tiny_reward_model(tiny_gpt2()).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    reward = ModelReward.from_pretrained(str(tmp_path), tokenizer, [2], 2, torch.device("cpu"))
+    reward = ModelReward(str(tmp_path), policy_tokenizer=tokenizer)
     with pytest.raises(ValueError, match="has 70 tokens, the reward model's context 64"):
         reward(["the"], ["cat"], [[6] * 69], [[7]])

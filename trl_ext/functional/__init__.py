@@ -11,6 +11,7 @@ from .dpo import (
     preference_loss,
     sequence_logprobs,
 )
+from .ensemble import disagreement, ensemble_score
 from .kl import adaptive_kl_coef, kl_estimate
 from .logprobs import logprobs_and_entropies
 from .losses import approx_kl, policy_loss, value_loss
@@ -29,8 +30,10 @@ __all__ = [
     "adaptive_kl_coef",
     "approx_kl",
     "beta_dpo",
+    "disagreement",
     "displaced",
     "empty_moments",
+    "ensemble_score",
     "explained_variance",
     "gae",
     "keep_typical",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
 from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, find_adapter_config_file, is_deepspeed_zero3_enabled
-from .adapter_switch import CRITIC, POLICY, REFERENCE
+from .adapter_switch import CRITIC, POLICY, REFERENCE, AdapterSwitch
 from .identity import hash_of, hub_identity, weights_hash
 from .weights import base_model_of
 
@@ -232,6 +232,59 @@ def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
     model = model.merge_and_unload()
     model.config.name_or_path = model.name_or_path = path
     return model
+
+
+class OneAdapter(nn.Module):
+    """A sequence classifier: one of several adapters, each with its head, on a base."""
+
+    def __init__(self, shared: "SharedBase", name: str):
+        super().__init__()
+        self.model, self.config, self.shared, self.name = shared.model, shared.model.config, shared, name
+
+    @property
+    def device(self) -> Any:
+        """Where the base is."""
+        return self.model.device
+
+    def forward(self, **inputs: Any) -> Any:
+        with self.shared.switch.use(self.name):
+            return self.model(**inputs)
+
+
+class SharedBase:
+    """The base of several sequence classifiers of one label that were saved as adapters of it, loaded once."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.base: Any = None
+        self.switch: Any = None
+
+    def add(self, path: str, **kwargs: Any) -> OneAdapter:
+        """Load one more adapter, the first with the base; `kwargs` are those of `from_pretrained`."""
+        base = base_named_by(path)
+        if self.model is None:
+            self.base, names = base, []
+            load = AutoPeftModelForSequenceClassification.from_pretrained
+            self.model = load(path, adapter_name="member_0", num_labels=1, **kwargs)
+        elif base is None or base != self.base:
+            raise ValueError(f"{path} is no adapter of the base that it is to share: load it separately")
+        else:
+            names = list(self.model.peft_config)
+            self.model.load_adapter(path, f"member_{len(names)}")
+        self.switch = AdapterSwitch(self.model)  # each may adapt other layers
+        return OneAdapter(self, f"member_{len(names)}")
+
+
+def base_named_by(path: str) -> tuple[Any, ...] | None:
+    """What names the base of an adapter that can be on a base with others; None if it needs one of its own."""
+    config = PeftConfig.from_pretrained(path)
+    try:
+        check_config(config, path)
+    except ValueError:
+        return None
+    record = Path(path) / FINGERPRINT
+    weights = json.loads(record.read_text())["weights"] if record.is_file() else None
+    return config.base_model_name_or_path, config.revision, weights
 
 
 def check_head(path: str) -> None:

@@ -35,8 +35,11 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
     """`name@commit` of what was loaded by name from the hub; None for a folder, or for nothing."""
     if path is None or os.path.isdir(path):
         return None
-    config = try_to_load_from_cache(path, "config.json", revision=revision)
-    return f"{path}@{Path(config).parent.name}" if isinstance(config, str) else None
+    for name in ("config.json", "adapter_config.json"):
+        config = try_to_load_from_cache(path, name, revision=revision)
+        if isinstance(config, str):
+            return f"{path}@{Path(config).parent.name}"
+    return None
 
 
 def path_identity(path: str, revision: str | None = None) -> str:

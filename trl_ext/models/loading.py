@@ -1,14 +1,18 @@
 """How the models beside the policy are loaded and placed."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, disable_fsdp_ram_efficient_loading
 from torch import nn
+from transformers.integrations import deepspeed
 
+from ..temporarily import temporarily
 from ..upstream import prepare_deepspeed, prepare_fsdp
 
 
@@ -57,3 +61,15 @@ class Loader:
         if shard and self.accelerator.distributed_type == DistributedType.FSDP:
             return prepare_fsdp(model, self.accelerator)
         return self.accelerator.prepare_model(model, evaluation_mode=True, device_placement=True)
+
+
+@contextmanager
+def whole_on_each_process() -> Iterator[None]:
+    """Load models in full within the block, though FSDP or ZeRO-3 would have them sharded: nobody wraps them later."""
+    efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
+    disable_fsdp_ram_efficient_loading()
+    try:
+        with temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None):
+            yield
+    finally:
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = efficient

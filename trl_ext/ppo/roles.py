@@ -265,14 +265,16 @@ class Rewards:
                     reward.eval()  # of DeepSpeed's engine it returns nothing
                     score = partial(logits_of, reward)
                 reward = ModelReward(
-                    score,
-                    owner.config,
-                    tokenizer,
-                    self.policy_tokenizer,
-                    eos_token_ids,
-                    args.local_rollout_forward_batch_size,
-                    args.device,
-                    args.chat_template_kwargs,
+                    owner,
+                    score=score,
+                    tokenizer=tokenizer,
+                    policy_tokenizer=self.policy_tokenizer,
+                    eos_token_ids=eos_token_ids,
+                    max_batch_tokens=None,
+                    batch_size=args.local_rollout_forward_batch_size,
+                    device=args.device,
+                    chat_template_kwargs=args.chat_template_kwargs,
+                    name=name,
                 )
             result.append(checked(reward, name, mistakes))
         return result

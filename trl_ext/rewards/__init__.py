@@ -1,6 +1,7 @@
 """Reward functions with TRL's signature. Those in `watches` have weight zero and only measure."""
 
 from ..sources import source_identity
+from .ensemble import EnsembleReward
 from .judge import JudgeReward
 from .loading import load_reward
 from .model import ModelReward
@@ -15,6 +16,7 @@ from .watches import (
 )
 
 __all__ = [
+    "EnsembleReward",
     "GoldJudgeReward",
     "JudgeReward",
     "ModelReward",

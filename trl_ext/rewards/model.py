@@ -1,22 +1,31 @@
 """A reward model as a reward function."""
 
 import os
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from ..models.generation import check_chat_template
+from ..models.generation import eos_token_ids as ends_of
+from ..models.identity import hash_of, path_identity, tokenizer_identity
+from ..packages import check_packages
 from ..temporarily import temporarily
 from ..upstream import is_conversational
+from .member import log_to
 
 
 def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -55,99 +64,265 @@ def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
     return model
 
 
+def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
+    """Load a tokenizer that is named."""
+    return AutoTokenizer.from_pretrained(tokenizer, revision=revision) if isinstance(tokenizer, str) else tokenizer
+
+
+def batches(lengths: Sequence[int], max_tokens: int | None = None, max_rows: int | None = None) -> list[list[int]]:
+    """
+    Put rows of like length into one batch, the longest first.
+
+    Args:
+        lengths: tokens of each row.
+        max_tokens: of a batch, padding included; a row that is longer has one of its own.
+        max_rows: of a batch. Where weights are sharded, all processes must have as many batches: this sees to it.
+    """
+    result: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        rows = len(result[-1]) if result else 0
+        too_long = bool(rows and max_tokens and (rows + 1) * lengths[result[-1][0]] > max_tokens)
+        if rows == 0 or rows == max_rows or too_long:
+            result.append([])
+        result[-1].append(row)
+    return result
+
+
 class ModelReward:
     """
     Score answers with a reward model, fed what `trl.RewardTrainer` trained it on.
 
-    With the policy's tokenizer it reads the token ids themselves, EOS included, and what a chat template puts behind
-    it. With another tokenizer the text is tokenised as RewardTrainer does, special tokens included. The model's own
-    EOS (for messages: its chat template's end of turn) is there exactly if the answer was finished.
+    The text is tokenised with the model's own tokenizer and chat template. Its EOS (for messages: the template's end
+    of turn) is there exactly if the answer was finished. With the policy's own tokenizer, and `prompt_ids` given, the
+    token ids are read themselves, and behind them what a chat template puts behind an EOS.
+
+    An answer is finished if the column `finished` says so, which [`~trl_ext.PPOTrainer`] passes, or else if its last
+    token is one of `eos_token_ids`, by default the policy tokenizer's. A stock trainer needs one of these.
 
     Args:
-        score: returns the (B,) scores of right-padded `input_ids` and `attention_mask` (B, L).
-        config: the model's configuration.
-        tokenizer: the model's own tokenizer.
-        policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`.
-        eos_token_ids: ids of the policy that finish an answer.
-        batch_size: rows in one forward.
-        device: where `score` reads its inputs.
+        model: a sequence classifier of one label: a folder or hub name, also of an adapter, or a model, which is put
+            into evaluation mode.
+        tokenizer: the model's, or its folder or hub name; None is what was saved with the model.
+        policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`, or the policy's folder or hub name.
+        eos_token_ids: the policy's tokens that finish an answer.
+        revision: of a model on the hub.
+        dtype: of the weights, as `"bfloat16"`; None is what was saved.
+        load_in_8bit: quantise the weights as they are loaded (bitsandbytes).
+        device: of the model. None is the process' own, or of a model that was passed in where it is.
+        device_map: spreads a model over several devices, as in `from_pretrained`: `"auto"`.
+        max_batch_tokens: tokens in one forward, padding included; None for no bound. Rows of like length go together.
+        batch_size: rows in one forward; None for no bound. It alone where weights are sharded over processes, each of
+            which must run as many forwards.
+        max_length: tokens that the model reads at most; None is its context.
+        truncation: `"refuse"` raises for a row that is longer. `"left"` cuts the prompt's beginning off, but for a
+            special token that stands first, and logs the share of such rows as `rewards/<name>/truncated`.
         chat_template_kwargs: passed on to the chat template.
+        shared_base: a [`~trl_ext.models.adapters.SharedBase`], which an adapter shares with others.
+        score: returns the (B,) scores of `input_ids` and `attention_mask` (B, L), in place of `model`'s own forward:
+            for a model that something wraps.
+        name: under which it is logged; of None the last part of the model's.
+
+    Raises:
+        ValueError: the model is no reward model, or a setting is out of its range.
     """
 
     def __init__(
         self,
-        score: Callable[[Tensor, Tensor], Tensor],
-        config: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        policy_tokenizer: PreTrainedTokenizerBase,
-        eos_token_ids: list[int],
-        batch_size: int,
-        device: torch.device,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        policy_tokenizer: Any = None,
+        eos_token_ids: Sequence[int] | None = None,
+        revision: str | None = None,
+        dtype: str | torch.dtype | None = None,
+        load_in_8bit: bool = False,
+        device: str | torch.device | None = None,
+        device_map: Any = None,
+        max_batch_tokens: int | None = 16384,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        truncation: Literal["refuse", "left"] = "refuse",
         chat_template_kwargs: dict[str, Any] | None = None,
+        shared_base: Any = None,
+        score: Callable[[Tensor, Tensor], Tensor] | None = None,
+        name: str | None = None,
     ):
-        self.score = score
-        self.config = config.get_text_config()
-        self.context = getattr(config, "max_position_embeddings", None)
-        self.tokenizer = tokenizer
-        self.policy_tokenizer = policy_tokenizer
-        self.shares_tokenizer = same_tokenizer(tokenizer, policy_tokenizer)
-        self.eos_token_ids = eos_token_ids
-        self.batch_size = batch_size
-        self.device = device
-        self.chat_template_kwargs = chat_template_kwargs or {}
-        self.__name__ = "model_reward"
+        path = model if isinstance(model, str) else None
+        loading = {"revision": revision, "dtype": dtype, "device_map": device_map, "shared_base": shared_base}
+        for argument, value in {**loading, "load_in_8bit": load_in_8bit or None}.items():
+            if path is None and value is not None:
+                raise ValueError(f"`{argument}` is for a model that is loaded by its path: load yours with it")
+        if path is None and tokenizer is None:
+            raise ValueError("with a model that is no path, its `tokenizer` must be given")
+        if device is not None and (device_map is not None or load_in_8bit):
+            raise ValueError(f"`device` {device} does nothing with `device_map` or `load_in_8bit`: drop it")
+        bounds = {"max_batch_tokens": max_batch_tokens, "batch_size": batch_size, "max_length": max_length}
+        for argument, number in bounds.items():
+            if number is not None and not (isinstance(number, int) and number >= 1):
+                raise ValueError(f"`{argument}` must be 1 or more, got {number}")
+        if truncation not in ("refuse", "left"):
+            raise ValueError(f"`truncation` must be 'refuse' or 'left', got {truncation!r}")
 
-    @classmethod
-    def from_pretrained(cls, path: str, policy_tokenizer: Any, eos_token_ids: list[int], batch_size: int, device: Any):
-        """Load a sequence classifier of one label, and its tokenizer, from a folder or the hub."""
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        model: Any = load_reward_model(path).to(device).eval()
-        reward = cls(
-            partial(logits_of, model), model.config, tokenizer, policy_tokenizer, eos_token_ids, batch_size, device
-        )
-        reward.__name__ = os.path.basename(os.path.normpath(path))
-        return reward
+        self.path, self.revision, self.load_in_8bit, self.device = path, revision, load_in_8bit, device
+        if path is not None:
+            check_packages(self)
+            self.tokenizer = _loaded_tokenizer(tokenizer or path, None if tokenizer else revision)
+            model = self._load(path, dtype, device_map, shared_base)
+        else:
+            self.tokenizer = _loaded_tokenizer(tokenizer)
+        if model.config.num_labels != 1:
+            raise ValueError(f"a reward model needs one label, this one has num_labels={model.config.num_labels}")
+        # At the first call: only then has a trainer said which device the process has
+        is_placed = device_map is not None or load_in_8bit or (path is None and device is None)
+        self._to_place = score is None and not is_placed
+        if score is None:
+            model.requires_grad_(False).eval()
+        self.model, self.score = model, score or partial(logits_of, model)
+        self.config = model.config.get_text_config()
+        self.policy_tokenizer = _loaded_tokenizer(policy_tokenizer)
+        self.shares_tokenizer = policy_tokenizer is not None and same_tokenizer(self.tokenizer, self.policy_tokenizer)
+        self.eos_token_ids = list(eos_token_ids) if eos_token_ids is not None else self._ends(policy_tokenizer)
+        self.max_batch_tokens, self.batch_size, self.truncation = max_batch_tokens, batch_size, truncation
+        limits = [max_length, getattr(model.config, "max_position_embeddings", None)]
+        if path is not None:  # RoBERTa has more positions than it can use; its tokenizer knows
+            limits.append(self.tokenizer.model_max_length)
+        self.max_length = min(filter(None, limits), default=None)
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        origin = path or getattr(model.config, "_name_or_path", "") or "model_reward"
+        self.__name__ = name or re.sub(r"[^\w.-]", "_", Path(os.path.normpath(origin)).name, flags=re.ASCII)
+
+    def _load(self, path: str, dtype: Any, device_map: Any, shared_base: Any) -> Any:
+        from ..models.adapters import SharedBase, check_head, is_adapter, load_separately  # PEFT takes seconds
+        from ..models.loading import whole_on_each_process
+
+        kwargs: dict[str, Any] = {"dtype": dtype or "auto", "device_map": device_map}
+        if self.load_in_8bit:
+            kwargs["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
+        if self.revision is not None:
+            kwargs["revision"] = self.revision
+        with whole_on_each_process():
+            if not is_adapter(path):
+                if shared_base is not None:
+                    raise ValueError(f"{path} is no adapter, so it cannot have a `shared_base`")
+                return load_reward_model(path, **kwargs)
+            check_head(path)
+            if shared_base is None and not self.load_in_8bit:  # there merging would round
+                return load_separately(path, **kwargs)
+            return (shared_base or SharedBase()).add(path, **kwargs)
+
+    def _ends(self, policy_tokenizer: Any) -> list[int] | None:
+        if isinstance(policy_tokenizer, str):
+            return ends_of(policy_tokenizer, self.policy_tokenizer)
+        return None if policy_tokenizer is None else [policy_tokenizer.eos_token_id]
+
+    @cached_property
+    def identity(self) -> str:
+        """Say which model this is, with its tokenizer and what changes its scores."""
+        from peft import PeftConfig
+
+        from ..models.adapters import is_adapter
+
+        if self.path is None:
+            weights = [f"xxh3:{hash_of(self.model.state_dict(keep_vars=True))[:12]}"]
+        else:
+            weights = [path_identity(self.path, self.revision)]
+            if is_adapter(self.path):
+                base = PeftConfig.from_pretrained(self.path)
+                weights.append(path_identity(base.base_model_name_or_path, base.revision))
+        dtype = next(self.model.parameters()).dtype
+        settings = [self.load_in_8bit, self.max_length, self.truncation, sorted(self.chat_template_kwargs.items())]
+        return " ".join(map(str, [*weights, tokenizer_identity(self.tokenizer), dtype, *settings]))
 
     def __call__(
-        self, prompts: list, completions: list, completion_ids: list[list[int]], prompt_ids: list[list[int]], **_
+        self,
+        prompts: list,
+        completions: list,
+        completion_ids: list[list[int]] | None = None,
+        prompt_ids: list[list[int]] | None = None,
+        finished: list[bool] | None = None,
+        log_metric: Any = None,
+        **_: Any,
     ) -> list[float]:
-        """Score each completion; `prompt_ids` are the tokens that the policy was given for each prompt."""
-        finished = [row[-1] in self.eos_token_ids for row in completion_ids]
-        if self.shares_tokenizer:
-            ids = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
-            if is_conversational({"prompt": prompts[0]}):
-                for row, prompt, ended in zip(ids, prompts, finished, strict=True):
-                    row += self._after_eos(prompt, row[-1]) if ended else []
-        else:
-            rows = zip(prompts, completions, prompt_ids, completion_ids, finished, strict=True)
-            ids = [
-                self._tokenize(prompt, self._continuation(text, asked, answer), ended)
-                for prompt, text, asked, answer, ended in rows
-            ]
-        longest = max(map(len, ids))
-        if self.context and longest > self.context:
+        """
+        Score each completion.
+
+        Args:
+            prompts, completions: texts or messages.
+            completion_ids: the policy's tokens of each completion, EOS included.
+            prompt_ids: the tokens that the policy was given for each prompt, where they are known.
+            finished: whether each answer was finished, where that is known.
+            log_metric: TRL's.
+
+        Raises:
+            ValueError: it is not known which answers were finished, or a row is longer than the model can read.
+        """
+        if not prompts:
+            return []
+        if self._to_place:
+            self.device = self.device or PartialState().device
+            self.model.to(self.device)
+            self._to_place = False
+        ended = self._ended(completion_ids) if finished is None else finished
+        rows = self._rows(prompts, completions, completion_ids, prompt_ids, ended)
+        rows = self._fitting(rows, log_metric)
+        scores = [0.0] * len(rows)
+        for batch in batches([len(row) for row in rows], self.max_batch_tokens, self.batch_size):
+            for row, score in zip(batch, self._scores([rows[row] for row in batch]), strict=True):
+                scores[row] = score
+        return scores
+
+    def _ended(self, completion_ids: list[list[int]] | None) -> list[bool]:
+        if self.eos_token_ids is None or completion_ids is None:
             raise ValueError(
-                f"a prompt with its completion has {longest} tokens, the reward model's context {self.context}: "
-                "shorten the prompts or `max_completion_length`"
+                "which answers were finished is not known: give the policy's `eos_token_ids` or its tokenizer as "
+                "`policy_tokenizer`, or call it with the column `finished`"
             )
+        return [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
+
+    def _rows(self, prompts, completions, completion_ids, prompt_ids, ended) -> list[list[int]]:
+        """Return the tokens that the model reads of each prompt with its completion."""
+        has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
+        if has_ids and self.shares_tokenizer:
+            rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
+            if is_conversational({"prompt": prompts[0]}):
+                for row, prompt, end in zip(rows, prompts, ended, strict=True):
+                    row += self._after_eos(prompt, row[-1]) if end else []
+            return rows
+        check_chat_template(self.tokenizer, prompts, f"the tokenizer of {self.__name__}", "the prompts")
+        if has_ids:
+            parts = zip(completions, prompt_ids, completion_ids, strict=True)
+            completions = [self._continuation(*part) for part in parts]
+        return [self._tokenize(*part) for part in zip(prompts, completions, ended, strict=True)]
+
+    def _fitting(self, rows: list[list[int]], log_metric: Any) -> list[list[int]]:
+        limit = self.max_length
+        longest, too_long = max(map(len, rows)), [limit is not None and len(row) > limit for row in rows]
+        if any(too_long) and self.truncation == "refuse":
+            raise ValueError(
+                f"a prompt with its completion has {longest} tokens, the reward model's context {limit}: shorten the "
+                "prompts or `max_completion_length`"
+            )
+        if self.truncation == "left":
+            log_to(log_metric, {f"rewards/{self.__name__}/truncated": sum(too_long) / len(rows)})
+        first = {self.tokenizer.bos_token_id, self.tokenizer.cls_token_id}
+        kept = [int(row[0] in first) if row else 0 for row in rows]  # how many stay in front
         return [
-            score
-            for start in range(0, len(ids), self.batch_size)
-            for score in self._scores(ids[start:][: self.batch_size])
+            row[:k] + row[len(row) - limit + k :] if cut else row
+            for row, k, cut in zip(rows, kept, too_long, strict=True)
         ]
 
     def _scores(self, ids: list[list[int]]) -> list[float]:
         pad = self.tokenizer.pad_token_id
-        if pad >= self.config.vocab_size:
+        if pad is None:
+            pad = self.tokenizer.eos_token_id  # as RewardTrainer does
+        if pad is None or pad >= self.config.vocab_size:
             # The model has no row for it. It takes a row's last token that is not the pad token as the end of the row
             last = {row[-1] for row in ids}
             pad = next(token for token in range(len(last) + 1) if token not in last)
-        lengths = torch.tensor([len(row) for row in ids], device=self.device)
-        rows = [torch.tensor(row, device=self.device) for row in ids]
-        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
-        mask = (torch.arange(input_ids.size(1), device=self.device) < lengths[:, None]).long()
+        # On the right, whatever side its tokenizer pads: so did RewardTrainer
+        longest, device = max(map(len, ids)), self.device or self.model.device
+        input_ids = torch.tensor([row + [pad] * (longest - len(row)) for row in ids], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=device)
         with torch.no_grad(), temporarily(self.config, pad_token_id=pad):
             return self.score(input_ids, mask).float().tolist()
 
@@ -172,4 +347,6 @@ class ModelReward:
                 continue_final_message=not finished,
                 **self.chat_template_kwargs,
             )["input_ids"]
-        return self.tokenizer(prompt + completion + (self.tokenizer.eos_token if finished else ""))["input_ids"]
+        return self.tokenizer(prompt + completion + ((self.tokenizer.eos_token or "") if finished else ""))[
+            "input_ids"
+        ]

@@ -22,6 +22,9 @@ class RemoteReward(ServedReward):
     batch that the server refuses is halved until the row is alone which it refuses. Logged, under `rewards/<name>/`:
     `failed` (share of rows, unless `on_error="raise"`), `latency` (seconds of a request), `retries` (in this call).
 
+    An answer is finished if the column `finished` says so, which [`~trl_ext.PPOTrainer`] passes, or else if its last
+    token is one of `eos_token_ids`. A stock trainer needs these.
+
     The score is a logit, unless `logits=False`; of `trl-ext serve-reward` it is what the function there returns.
 
     Args:
@@ -36,6 +39,7 @@ class RemoteReward(ServedReward):
         tokenizer: of the model, a folder or hub name. Its chat template makes a text of messages, and its EOS ends
             finished answers. Without it there is no EOS, and messages are refused. `"trl-ext"` does both by itself,
             `"vllm-score"` needs neither.
+        eos_token_ids: the policy's tokens that finish an answer.
         batch_size: rows of one request.
         name: key in the logs. The default is made of `model`, or of the server's name and port.
         timeout, deadline: seconds for one request, and for a whole call; what is not answered by then has failed.
@@ -56,6 +60,7 @@ class RemoteReward(ServedReward):
         label: int | str | None = None,
         logits: bool = True,
         tokenizer: str | None = None,
+        eos_token_ids: Sequence[int] | None = None,
         batch_size: int = 32,
         name: str | None = None,
         timeout: float = 60.0,
@@ -98,6 +103,7 @@ class RemoteReward(ServedReward):
         self.label = label
         self.logits = logits
         self.tokenizer = tokenizer
+        self.eos_token_ids = None if eos_token_ids is None else list(eos_token_ids)
         self.batch_size = batch_size
 
     @property
@@ -116,9 +122,9 @@ class RemoteReward(ServedReward):
         log_metric: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Score each completion. Without the column `finished`, the server decides, or all count as finished."""
+        """Score each completion; `finished` and `completion_ids` say which were finished."""
         until = time.monotonic() + self.deadline
-        ended = [None if finished is None else bool(end) for end in finished or [None] * len(completions)]
+        ended = self._ended(len(completions), finished, completion_ids)
         outcomes: list[Any] = []
         for prompt, completion, end in zip(prompts, completions, ended, strict=True):
             texts = well_formed(text_of(prompt)), well_formed(text_of(completion))
@@ -136,19 +142,30 @@ class RemoteReward(ServedReward):
                 outcomes[i] = found if isinstance(found, Exception) else found[k]
         return self.settle(outcomes, log_metric, {"latency": mean(seconds), "retries": float(len(retried))})
 
+    def _ended(self, count: int, finished: Sequence[bool] | None, completion_ids: Any) -> list[bool | None]:
+        if finished is not None:
+            return [bool(end) for end in finished]
+        if self.eos_token_ids is not None and completion_ids is not None:
+            return [len(row) > 0 and row[-1] in self.eos_token_ids for row in completion_ids]
+        if self.tokenizer is not None:
+            raise ValueError(
+                f"reward '{self.__name__}': which answers were finished is not known: give the policy's `eos_token_ids`, "
+                "or pass the column `finished`"
+            )
+        return [None] * count
+
     def _row(self, prompt: Any, completion: Any, texts: tuple[str, str], finished: bool | None) -> Row | Exception:
         if self.api == "trl-ext":
             return Row(well_formed(prompt), well_formed(completion), finished)
         if self.api == "vllm-score":
             return Row(*texts, finished)
-        ends = finished is not False
         if isinstance(prompt, str):
-            eos = self._read_tokenizer.eos_token if self.tokenizer and ends else ""
+            eos = (self._read_tokenizer.eos_token or "") if self.tokenizer and finished else ""
             return Row(*texts, finished, texts[0] + texts[1] + eos)
         if not self.tokenizer:
             return ValueError("messages need a chat template: give the model's as `tokenizer`")
         messages = well_formed([*prompt, *completion])
-        text = self._read_tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=not ends)
+        text = self._read_tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=not finished)
         return Row(*texts, finished, text, is_templated=True)
 
     @cached_property

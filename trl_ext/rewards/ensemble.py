@@ -1,0 +1,135 @@
+"""Several reward functions that score the same thing, as one."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from ..functional import disagreement, ensemble_score
+from ..functional.ensemble import Combine
+from .member import Member, OnError, log_to
+from .model import ModelReward
+
+
+class EnsembleReward:
+    """
+    Score answers by several reward functions that were made to say the same, and tell where they disagree.
+
+    `rewards/<name>/disagreement` is logged: the standard deviation of the members' scores of an answer, on average.
+    [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
+
+    A member that scores None takes no part in that row; where all do, the row's score is None.
+
+    Args:
+        members: two or more reward functions, or reward models by their folders or hub names; or the one folder that
+            `recipes/reward.py --ensemble k` wrote. Adapters of one base share it.
+        combine: `"mean"`, `"median"`, `"min"` (the worst case) or `"uncertainty"`, the mean minus `uncertainty_coef`
+            times the members' standard deviation.
+        uncertainty_coef: >= 0, only with `"uncertainty"`; 1 if None.
+        max_disagreement: a row whose members' standard deviation is larger scores None, so that it counts for nothing
+            if no other reward function scores it. The share of such rows is logged as `rewards/<name>/rejected`.
+        normalize: give each member mean 0 and standard deviation 1 on the held-out answers that the recipe scored with
+            it, for members of different scales. Only with the recipe's folder.
+        on_error: what becomes of a member that fails, see [`~trl_ext.rewards.member.Member`].
+        model_kwargs: arguments of [`ModelReward`] for the members that are models by name, as `{"dtype": "bfloat16"}`.
+        name: under which it is logged; `min_of_a_b` if None.
+
+    Raises:
+        ValueError: a setting is out of its range, there are fewer than two members, or the folder holds no ensemble.
+    """
+
+    def __init__(
+        self,
+        members: str | Sequence[Callable | str],
+        combine: Combine = "mean",
+        uncertainty_coef: float | None = None,
+        max_disagreement: float | None = None,
+        normalize: bool = False,
+        on_error: OnError = "raise",
+        model_kwargs: dict[str, Any] | None = None,
+        name: str | None = None,
+    ):
+        if combine not in get_args(Combine):
+            raise ValueError(f"`combine` must be one of {', '.join(get_args(Combine))}, got {combine!r}")
+        for argument, value in (("uncertainty_coef", uncertainty_coef), ("max_disagreement", max_disagreement)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"`{argument}` must be a finite number >= 0, got {value}")
+        if uncertainty_coef is not None and combine != "uncertainty":
+            raise ValueError(f"`uncertainty_coef` is for combine='uncertainty', got {combine!r}: drop it")
+        if normalize and not isinstance(members, str):
+            raise ValueError("`normalize` needs the folder that `recipes/reward.py --ensemble k` wrote, as `members`")
+        facts: list[dict[str, Any]] = []
+        called = ""
+        if isinstance(members, str):
+            called, facts = Path(members).resolve().name, members_in(members)
+            members = [str(Path(members, member["folder"])) for member in facts]
+        if len(members) < 2:
+            raise ValueError(f"an ensemble needs two members or more, got {len(members)}")
+        if model_kwargs and not any(isinstance(member, str) for member in members):
+            raise ValueError("`model_kwargs` is for members that are named, and all are functions: drop it")
+        self.members = [Member(member, on_error) for member in loaded(members, model_kwargs or {})]
+        self.combine = combine
+        self.uncertainty_coef = 1.0 if uncertainty_coef is None else uncertainty_coef
+        self.max_disagreement = max_disagreement
+        self.scales = [(member["mean"], member["std"]) for member in facts] if normalize else None
+        self.__name__ = name or f"{combine}_of_{called or '_'.join(member.name for member in self.members)}"
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the time of a member goes by elsewhere."""
+        return any(member.in_background for member in self.members)
+
+    def __call__(
+        self,
+        prompts: list,
+        completions: list,
+        completion_ids: list[list[int]] | None = None,
+        log_metric: Any = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        """Return the ensemble's score of each completion; None where no member has one, or they disagree too much."""
+        kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        if not prompts:
+            return []
+        said_by = [member(log_metric=log_metric, **kwargs) for member in self.members]
+        rows = [[math.nan if score is None else score for score in row] for row in said_by]
+        scores = torch.tensor(rows, dtype=torch.float64)
+        if self.scales:
+            mean, std = torch.tensor(self.scales, dtype=torch.float64).T[:, :, None]
+            scores = (scores - mean) / std
+        combined, spread = ensemble_score(scores, self.combine, self.uncertainty_coef), disagreement(scores)
+        said = ~spread.isnan()
+        metrics = {"disagreement": spread[said].mean().item()} if said.any() else {}
+        if self.max_disagreement is not None:
+            rejected = spread > self.max_disagreement
+            combined[rejected] = math.nan
+            metrics["rejected"] = rejected.double().mean().item()
+        log_to(log_metric, {f"rewards/{self.__name__}/{key}": value for key, value in metrics.items()})
+        return [None if math.isnan(score) else score for score in combined.tolist()]
+
+
+def members_in(folder: str) -> list[dict[str, Any]]:
+    """Read what `recipes/reward.py --ensemble k` wrote of its members: `{"folder", "mean", "std"}` of each."""
+    file = Path(folder, "ensemble.json")
+    if not file.is_file():
+        raise ValueError(
+            f"{folder} holds no ensemble.json: name a folder that `recipes/reward.py --ensemble k` has written to its "
+            "end, or give a list of members"
+        )
+    return json.loads(file.read_text())["members"]
+
+
+def loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
+    """Return the members, reward models in the place of names; adapters of one base are put on one."""
+    from ..models.adapters import SharedBase, base_named_by, is_adapter
+
+    bases = [base_named_by(member) if isinstance(member, str) and is_adapter(member) else None for member in members]
+    shared = {base: SharedBase() for base, count in Counter(bases).items() if base is not None and count > 1}
+    return [
+        ModelReward(member, shared_base=shared.get(base), **model_kwargs) if isinstance(member, str) else member
+        for member, base in zip(members, bases, strict=True)
+    ]

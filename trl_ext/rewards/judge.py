@@ -152,6 +152,7 @@ class JudgeReward(ServedReward):
             jobs.append((row, asked, answers, False))
             if self.compare:
                 jobs.append((row, asked, answers[::-1], True))
+        self.check(outcomes)  # before anything is sent
         seconds: list[float] = []
         retried: list[float] = []
 

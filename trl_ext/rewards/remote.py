@@ -129,6 +129,7 @@ class RemoteReward(ServedReward):
         for prompt, completion, end in zip(prompts, completions, ended, strict=True):
             texts = well_formed(text_of(prompt)), well_formed(text_of(completion))
             outcomes.append(self.too_long(*texts) or self._row(prompt, completion, texts, end))
+        self.check(outcomes)  # before anything is sent
         rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Row)]
         batches = [rows[start:][: self.batch_size] for start in range(0, len(rows), self.batch_size)]
         seconds: list[float] = []
@@ -149,8 +150,8 @@ class RemoteReward(ServedReward):
             return [len(row) > 0 and row[-1] in self.eos_token_ids for row in completion_ids]
         if self.tokenizer is not None:
             raise ValueError(
-                f"reward '{self.__name__}': which answers were finished is not known: give the policy's `eos_token_ids`, "
-                "or pass the column `finished`"
+                f"reward '{self.__name__}': which answers were finished is not known: give the policy's "
+                "`eos_token_ids`, or pass the column `finished`"
             )
         return [None] * count
 

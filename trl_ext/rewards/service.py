@@ -50,9 +50,7 @@ class Breaker:
         with self._lock:
             if self._in_a_row >= self.failures:
                 if (wait := self._closed_until - time.monotonic()) > 0:
-                    raise ServiceError(
-                        f"not asked: {self._in_a_row} requests in a row failed, next try in {wait:.0f} s"
-                    )
+                    raise ServiceError(f"not asked: {self._in_a_row} requests in a row failed; again in {wait:.1f} s")
                 self._closed_until = time.monotonic() + self.seconds  # this one tries, the others wait for it
 
     def note(self, failed: bool) -> None:
@@ -239,14 +237,18 @@ class ServedReward:
         """Return `function(job)` of each job, or its error, by several threads."""
         return in_threads(function, jobs, self.max_concurrency, until, stop_at_error=self.on_error == "raise")
 
-    def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
-        """Return the scores of a call's rows, errors among them by `on_error`, and log what was met."""
-        scores: list[float | None] = []
-        failed = 0
+    def check(self, outcomes: Sequence[Any]) -> None:
+        """Raise a `RuntimeError` for the first row that failed, if `on_error` is so."""
         errors = [(isinstance(outcome, StoppedError), row) for row, outcome in enumerate(outcomes) if _failed(outcome)]
         if errors and self.on_error == "raise":
             row = min(errors)[1]  # what was left undone for another row's error is not the cause
             raise RuntimeError(self._describe(row, outcomes[row])) from outcomes[row]
+
+    def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
+        """Return the scores of a call's rows, errors among them by `on_error`, and log what was met."""
+        self.check(outcomes)
+        scores: list[float | None] = []
+        failed = 0
         for outcome in outcomes:
             failed += _failed(outcome)
             fallback = None if self.on_error in ("skip", "raise") else float(self.on_error)

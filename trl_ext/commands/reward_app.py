@@ -240,7 +240,8 @@ def make_app(batcher: Batcher, name: str, key: str | None = None) -> Starlette:
         except Exception as error:
             cause = error.__cause__ or error
             is_of_a_row = isinstance(cause, (ValueError, TypeError))  # such as one that the model cannot read
-            logger.warning("scoring failed: %s", redacted(str(error)), exc_info=not is_of_a_row)
+            if not is_of_a_row:
+                logger.exception("scoring failed")
             said = redacted(str(cause))[:300] if is_of_a_row else f"scoring failed: {type(cause).__name__}"
             response = JSONResponse({"error": said}, 422 if is_of_a_row else 500)
         meters.requests.labels(response.status_code).inc()

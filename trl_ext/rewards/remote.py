@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ..nearest import did_you_mean
 from .member import OnError
-from .service import RefusedError, ServedReward, check_counts, check_score, mean, well_formed
+from .service import RefusedError, ServedReward, StoppedError, check_counts, check_score, mean, well_formed
 from .texts import text_of
 from .wire import API, PATHS, Row, request_of, scores_in_answer
 
@@ -184,11 +184,10 @@ class RemoteReward(ServedReward):
             if len(rows) == 1:
                 return [error]
             half = len(rows) // 2
-            return [
-                score
-                for part in (slice(half), slice(half, None))
-                for score in self._scores(rows[part], places[part], until, seconds, retried)
-            ]
+            first = self._scores(rows[:half], places[:half], until, seconds, retried)
+            if self.is_over(first):
+                return first + [StoppedError("not asked: another row failed")] * (len(rows) - half)
+            return first + self._scores(rows[half:], places[half:], until, seconds, retried)
         found: list[Any] = []
         for place, score in zip(places, scores_in_answer(self.api, answer, len(rows), self.label), strict=True):
             try:

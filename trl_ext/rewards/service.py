@@ -179,7 +179,7 @@ class Service:
         text = " ".join(bytes(body[:2000]).decode(errors="replace").split())
         if self.api_key_env:
             text = text.replace(self._key(), "<redacted>")
-        return repr(redacted(text)[:200])
+        return "".join(filter(str.isprintable, redacted(text)))[:200] or "nothing"
 
 
 class ServedReward:
@@ -235,7 +235,11 @@ class ServedReward:
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
         """Return `function(job)` of each job, or its error, by several threads."""
-        return in_threads(function, jobs, self.max_concurrency, until, stop_at_error=self.on_error == "raise")
+        return in_threads(function, jobs, self.max_concurrency, until, self.is_over)
+
+    def is_over(self, outcome: Any) -> bool:
+        """Return whether one outcome, or one of a list, decides on the whole call: an error, if that is to be raised."""
+        return self.on_error == "raise" and any(map(_failed, outcome if isinstance(outcome, list) else [outcome]))
 
     def check(self, outcomes: Sequence[Any]) -> None:
         """Raise a `RuntimeError` for the first row that failed, if `on_error` is so."""
@@ -273,9 +277,11 @@ class StoppedError(ServiceError):
     """Not asked any more, since another one failed."""
 
 
-def in_threads(function: Callable, jobs: Sequence, threads: int, until: float, stop_at_error: bool) -> list[Any]:
+def in_threads(
+    function: Callable, jobs: Sequence, threads: int, until: float, is_over: Callable[[Any], bool]
+) -> list[Any]:
     """
-    Return `function(job)` of each job in order, or the exception that it raised.
+    Return `function(job)` of each job in order, or the exception that it raised; none is begun after an `is_over` one.
 
     The threads are daemonic, unlike those of an executor: neither Ctrl-C nor the end of Python waits for an answer.
     """
@@ -301,7 +307,7 @@ def in_threads(function: Callable, jobs: Sequence, threads: int, until: float, s
         while waiting:
             i, outcomes[i] = done.get(timeout=max(until - time.monotonic(), 0))
             waiting.discard(i)
-            if stop_at_error and isinstance(outcomes[i], Exception):
+            if is_over(outcomes[i]):
                 break
     except queue.Empty:
         for i in waiting:

@@ -170,10 +170,10 @@ def test_nothing_lasts_longer_than_the_deadline(way):
         return by_text(body)
 
     with serving(answer) as (url, _):
-        reward = RemoteReward(url, batch_size=1, deadline=0.6, timeout=0.25, retries=100, on_error="skip")
+        reward = RemoteReward(url, batch_size=1, deadline=2.0, timeout=0.5, retries=100, on_error="skip")
         start = time.monotonic()
         scores = reward(PROMPTS, ANSWERS)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 4
     assert scores == [None if i == 3 else score for i, score in enumerate(EXPECTED)]
 
 

@@ -238,7 +238,7 @@ class ServedReward:
         return in_threads(function, jobs, self.max_concurrency, until, self.is_over)
 
     def is_over(self, outcome: Any) -> bool:
-        """Return whether one outcome, or one of a list, decides on the whole call: an error, if that is to be raised."""
+        """Return whether an outcome, or one of a list of them, is an error that is to be raised."""
         return self.on_error == "raise" and any(map(_failed, outcome if isinstance(outcome, list) else [outcome]))
 
     def check(self, outcomes: Sequence[Any]) -> None:

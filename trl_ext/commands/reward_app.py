@@ -82,7 +82,7 @@ class Meters:
 
     def __init__(self, waiting: Callable[[], float]):
         self.registry = CollectorRegistry()
-        made = {"registry": self.registry, "namespace": "trl_ext_reward"}
+        made: dict[str, Any] = {"registry": self.registry, "namespace": "trl_ext_reward"}
         self.requests = Counter("requests", "Requests to score, by status", ["status"], **made)
         self.rows = Counter("rows", "Completions scored", **made)
         self.batch_rows = Histogram("batch_rows", "Completions in one call", buckets=_SIZES, **made)

@@ -33,7 +33,7 @@ def load(model: str, max_batch_tokens: int | None, dtype: str | None, device: st
     from ..rewards import ModelReward
 
     check_model("MODEL", model, tokenizer=True)
-    budget = {} if max_batch_tokens is None else {"max_batch_tokens": max_batch_tokens}
+    budget: dict[str, Any] = {} if max_batch_tokens is None else {"max_batch_tokens": max_batch_tokens}
     return ModelReward(model, dtype=dtype, device=device, **budget)
 
 

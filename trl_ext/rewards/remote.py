@@ -90,10 +90,9 @@ class RemoteReward(ServedReward):
             api_key_env,
             on_error,
         )
-        kind = {"vllm-classify": int, "tei": str}.get(api)
-        if label is not None and (kind is None or not isinstance(label, kind) or isinstance(label, bool)):
-            wanted = {int: "must be the index of a class", str: "must be the name of a class"}
-            raise ValueError(f"`label` {wanted.get(kind, 'is not read')} with api={api!r}, got {label!r}")
+        wanted = {"vllm-classify": "must be the index of a class", "tei": "must be the name of a class"}
+        if label is not None and type(label) is not {"vllm-classify": int, "tei": str}.get(api):
+            raise ValueError(f"`label` {wanted.get(api, 'is not read')} with api={api!r}, got {label!r}")
         for setting, is_given in {"tokenizer": tokenizer is not None, "logits=False": not logits}.items():
             if is_given and (api == "trl-ext" or (setting, api) == ("tokenizer", "vllm-score")):
                 raise ValueError(f"`{setting}` is not read with api={api!r}: leave it out")

@@ -175,7 +175,7 @@ class Service:
             raise ValueError(f"`api_key_env`: the environment variable {self.api_key_env} holds no key; export it")
         return key
 
-    def _excerpt(self, body: bytes) -> str:
+    def _excerpt(self, body: bytearray) -> str:
         text = " ".join(bytes(body[:2000]).decode(errors="replace").split())
         if self.api_key_env:
             text = text.replace(self._key(), "<redacted>")

@@ -93,8 +93,13 @@ def test_readme_is_short_and_begins_with_two_commands():
 
 # ---- Commands ----
 
-COMMANDS = "sft reward ppo dpo online-dpo generate merge plan report kl demo doctor".split()
-SOURCES = {"plan": "recipes/plan.py", "report": "trl_ext/commands/report.py", "kl": "trl_ext/commands/kl.py"}
+COMMANDS = "sft reward ppo dpo online-dpo generate merge plan serve-reward report kl demo doctor".split()
+SOURCES = {
+    "plan": "recipes/plan.py",
+    "serve-reward": "trl_ext/commands/serve_reward.py",
+    "report": "trl_ext/commands/report.py",
+    "kl": "trl_ext/commands/kl.py",
+}
 
 
 def joined(code):

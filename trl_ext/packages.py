@@ -12,9 +12,11 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "tensorboard": ("`report_to: tensorboard`", "tensorboard"),
     "trackio": ("`report_to: trackio`", "trackio"),
     "matplotlib": ("curves in reports, `MonitoringPlotCallback`", "matplotlib"),
-    "prometheus_client": ("`PrometheusCallback`", "prometheus-client"),
     "redis": ("`CachedReward` with `redis_url`", "'trl-ext[rewards]'"),
     "jsonschema": ("`JSONSchemaReward`", "'trl-ext[rewards]'"),
+    "prometheus_client": ("`PrometheusCallback`, `trl-ext serve-reward`", "prometheus-client"),
+    "starlette": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
+    "uvicorn": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
 }
 NO_DEEPSPEED = f"DeepSpeed is asked for, but not installed: `pip install {OPTIONAL['deepspeed'][1]}`"
 # transformers' names of trackers that are the package's name, too
@@ -53,6 +55,16 @@ def check_packages(*settings: Any) -> None:
                     "`report_to` wandb needs a login: run `wandb login`, or set WANDB_MODE=offline, or give "
                     "`--report_to none`"
                 )
+
+
+def need_server() -> None:
+    """Refuse to serve rewards without the packages for it: an `ImportError` with the command that installs them."""
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if not is_installed(package):
+            install = OPTIONAL["starlette"][1]
+            raise ImportError(
+                f"`trl-ext serve-reward` needs {package}, which is not installed: `pip install {install}`"
+            )
 
 
 def has_wandb_login() -> bool:

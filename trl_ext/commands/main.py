@@ -32,6 +32,7 @@ TOOLS = {
     "generate": "answer prompts with a trained model",
     "merge": "make an adapter a plain model",
     "plan": "say what a run takes, memory and time, before it is started",
+    "serve-reward": "score completions of other processes and machines, over HTTP",
     "report": "write the page of a run, or of several",
     "kl": "estimate the KL between two checkpoints",
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
@@ -62,8 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def usage() -> str:
     lines = ["usage: trl-ext COMMAND [--FLAG VALUE ...]", "", "Training, through `accelerate launch`:"]
-    lines += [f"  {name:<12}{what}" for name, what in TRAINING.items()]
-    lines += ["", "Tools:", *(f"  {name:<12}{what}" for name, what in TOOLS.items()), ""]
+    lines += [f"  {name:<14}{what}" for name, what in TRAINING.items()]
+    lines += ["", "Tools:", *(f"  {name:<14}{what}" for name, what in TOOLS.items()), ""]
     lines += [
         "`trl-ext COMMAND --help` has a command's flags. --config takes a file or a recipe that ships, such as",
         "tinystories/ppo; --accelerate_config a file or a configuration that ships, such as fsdp2. Flags of",
@@ -79,7 +80,7 @@ def run_here(name: str, arguments: list[str]) -> int:
         if name in TRAINING or name in _RECIPES:
             recipe(_RECIPES.get(name, name)).main(arguments)
         else:
-            import_module(f".{name}", __package__).main(arguments)
+            import_module(f".{name.replace('-', '_')}", __package__).main(arguments)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("\nInterrupted. The same command goes on from the newest checkpoint, if any.", file=sys.stderr)

@@ -8,10 +8,12 @@ from .code import CodeReward
 from .constitution import ConstitutionReward
 from .ensemble import EnsembleReward
 from .json_schema import JSONSchemaReward
+from .judge import JudgeReward
 from .loading import joined_weights, load_reward, load_rewards
 from .member import Member, distinct
 from .model import ModelReward
 from .patterns import PatternReward
+from .remote import RemoteReward
 from .segments import SegmentScores
 from .sum import SumReward
 from .watches import (
@@ -30,10 +32,12 @@ __all__ = [
     "EnsembleReward",
     "GoldJudgeReward",
     "JSONSchemaReward",
+    "JudgeReward",
     "Member",
     "ModelReward",
     "PatternReward",
     "PhraseReviewReward",
+    "RemoteReward",
     "RepetitionWatch",
     "ScoreWatch",
     "SegmentScores",

@@ -1,0 +1,54 @@
+"""A server for tests, which does what it is told: a function from request to answer."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@contextmanager
+def serving(answer):
+    """
+    Yield the URL of a server, and the list of the requests' bodies that came.
+
+    `answer(body, handler)` returns an object, which is sent as JSON; bytes, sent as they are; a status with headers
+    and a body; or None, if it has dealt with the request itself.
+    """
+    came, lock = [], threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):  # noqa: N802 - http.server's name
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            with lock:
+                came.append(body)
+            said = answer(body, self)
+            if said is None:
+                self.close_connection = True
+                return
+            status, headers, content = said if isinstance(said, tuple) else (200, {}, said)
+            content = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            for name, value in {"content-length": len(content), **headers}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *args):
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+        def handle_error(self, *args):  # a client that has gone
+            pass
+
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", came
+    finally:
+        server.shutdown()
+        server.server_close()

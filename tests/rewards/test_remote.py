@@ -1,0 +1,389 @@
+"""RemoteReward against servers that answer well, badly, late or not at all."""
+
+import multiprocessing
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.rewards.http_stub import serving
+from tests.tiny import tiny_tokenizer
+from trl_ext.rewards import RemoteReward, source_identity
+
+ANSWERS = [f"{'very ' * (i % 7)}happy {i}" for i in range(40)]
+PROMPTS = [f"prompt {i} " for i in range(40)]
+
+
+def by_text(body, handler=None):
+    """The stub's scores: any function of prompt and completion, so that a mixed-up answer is seen."""
+    return {"scores": [len(p) + len(c) / 100 for p, c in zip(body["prompts"], body["completions"], strict=True)]}
+
+
+EXPECTED = by_text({"prompts": PROMPTS, "completions": ANSWERS})["scores"]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr("trl_ext.rewards.service._wait", lambda state: 0.01)
+
+
+def test_every_row_has_its_score_whatever_the_server_does_meanwhile():
+    """Errors that pass, of all kinds and at random, change nothing but the number of requests."""
+    chance, logged = random.Random(0), {}
+
+    def answer(body, handler):
+        match chance.randrange(8):
+            case 0:
+                return 503, {"retry-after": "0"}, {"error": "busy"}
+            case 1:
+                return 429, {"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, {}
+            case 2:
+                return None  # it hangs up
+            case 3:
+                return 200, {"content-length": 5000}, b'{"scores": [1'  # and here in the middle
+            case 4:
+                time.sleep(0.3)  # longer than the timeout
+        return by_text(body)
+
+    with serving(answer) as (url, came):
+        reward = RemoteReward(url, batch_size=3, timeout=0.2, retries=50, max_concurrency=8)
+        assert reward(PROMPTS, ANSWERS, log_metric=logged.__setitem__) == EXPECTED
+        assert reward([], []) == []
+    name = reward.__name__
+    assert logged[f"rewards/{name}/retries"] == len(came) - 14 > 0 and logged[f"rewards/{name}/latency"] > 0
+    assert f"rewards/{name}/failed" not in logged
+
+
+BAD = {
+    "rubbish": b'{"scores": [1, 2',
+    "a page": b"<html><body>Hello</body></html>",
+    "no UTF-8": b'{"scores": "\xff\xfe"}',
+    "deep": b"[" * 100_000,
+    "no object": [1.0, 2.0],
+    "a text": {"scores": "1.0 2.0"},
+    "too few": {"scores": [1.0]},
+    "other": {"error": "no"},
+    "elsewhere": (302, {"location": "http://127.0.0.1:1/"}, {}),
+    "not found": (404, {}, {"error": "no such model"}),
+    "compressed": (200, {"content-encoding": "gzip"}, b"x" * 100),
+    "enormous": b" " * 300_000,
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_answer_is_an_error_of_its_rows_and_is_not_asked_for_again(bad, monkeypatch):
+    monkeypatch.setattr("trl_ext.rewards.service.MAX_RESPONSE_BYTES", 200_000)
+    logged = {}
+    with serving(lambda body, _: BAD[bad] if "bad" in body["completions"] else by_text(body)) as (url, came):
+        answers = ["good", "fine", "bad", "late", "last"]
+        scores = RemoteReward(url, batch_size=2, name="r", on_error="skip")(
+            PROMPTS[:5], answers, log_metric=logged.__setitem__
+        )
+        expected = by_text({"prompts": PROMPTS[:5], "completions": answers})["scores"]
+        assert scores == [*expected[:2], None, None, expected[4]]
+        assert logged["rewards/r/failed"] == 2 / 5 and len(came) == 3
+        assert RemoteReward(url, batch_size=2, on_error=-1.5)(PROMPTS[:5], answers)[2:4] == [-1.5, -1.5]
+        with pytest.raises(RuntimeError, match=rf"reward 'r': completion 2: {url}/score: \S") as raised:
+            RemoteReward(url, batch_size=2, name="r")(PROMPTS[:5], answers)
+        assert len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), 1e60, "10", True, [1.0], {}])
+def test_a_score_that_is_no_number_is_an_error_of_its_row_alone(score):
+    with serving(lambda body, _: {"scores": [1.0, score, None]}) as (url, _):
+        assert RemoteReward(url, on_error="skip")(["p"] * 3, ["a", "b", "c"]) == [1.0, None, None]
+        with pytest.raises(RuntimeError, match="completion 1: .* for completion 1"):
+            RemoteReward(url)(["p"] * 3, ["a", "b", "c"])
+
+
+def test_a_row_that_the_server_refuses_is_found_and_fails_alone():
+    def answer(body, _):
+        return (422, {}, {"error": "too long"}) if "x" in body["completions"] else by_text(body)
+
+    answers = [*ANSWERS]
+    answers[17] = answers[33] = "x"
+    with serving(answer) as (url, came):
+        scores = RemoteReward(url, batch_size=32, on_error="skip")(PROMPTS, answers)
+        assert scores == [None if i in (17, 33) else score for i, score in enumerate(EXPECTED)]
+        assert len(came) < 20
+        with pytest.raises(RuntimeError, match="completion 17: .*status 422: .*too long"):
+            RemoteReward(url, max_concurrency=1)(PROMPTS, answers)
+
+
+def test_what_cannot_be_sent_does_not_raise_from_deep_inside():
+    logged = {}
+    with serving(by_text) as (url, came):
+        answers = ["a \ud800 b", "x" * 101, "\U0001f600", "\ud83d\ude00", "\x00"]
+        scores = RemoteReward(url, max_characters=100, on_error="skip")(
+            ["p"] * 5, answers, log_metric=logged.__setitem__
+        )
+    assert came[0]["completions"] == ["a \ufffd b", "\U0001f600", "\U0001f600", "\x00"]
+    assert [score is None for score in scores] == [False, True, False, False, False]
+    with pytest.raises(RuntimeError, match="completion 1: .*101 characters, `max_characters` is 100"):
+        RemoteReward(url, max_characters=100)(["p"] * 5, answers)
+
+
+def test_a_server_that_is_gone_costs_no_time_once_that_is_known():
+    with serving(by_text) as (url, _):
+        pass
+    reward = RemoteReward(
+        url, batch_size=1, max_concurrency=1, breaker_failures=3, breaker_seconds=0.5, retries=1, on_error="skip"
+    )
+    assert reward(PROMPTS[:6], ANSWERS[:6]) == [None] * 6
+    logged = {}
+    start = time.monotonic()
+    assert reward(PROMPTS, ANSWERS, log_metric=logged.__setitem__) == [None] * 40
+    assert time.monotonic() - start < 0.3 and logged[f"rewards/{reward.__name__}/retries"] == 0
+    with pytest.raises(RuntimeError, match="not asked: 3 requests in a row failed; again in"):
+        reward.on_error = "raise"
+        reward(PROMPTS, ANSWERS)
+
+
+def test_after_a_pause_one_request_is_let_through_and_if_that_is_answered_all_are():
+    is_up = False
+    with serving(lambda body, _: by_text(body) if is_up else (500, {}, {})) as (url, came):
+        reward = RemoteReward(
+            url, batch_size=1, max_concurrency=1, breaker_failures=2, breaker_seconds=0.3, retries=0, on_error="skip"
+        )
+        assert reward(PROMPTS, ANSWERS) == [None] * 40 and len(came) == 2
+        time.sleep(0.31)
+        assert reward(PROMPTS, ANSWERS) == [None] * 40 and len(came) == 3
+        is_up = True
+        time.sleep(0.31)
+        assert reward(PROMPTS, ANSWERS) == EXPECTED
+
+
+@pytest.mark.parametrize("way", ["says nothing", "drips"])
+def test_nothing_lasts_longer_than_the_deadline(way):
+    def answer(body, handler):
+        if "prompt 3 " in body["prompts"]:
+            if way == "drips":  # each byte comes in time, the whole never
+                handler.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n")
+            for _ in range(100):
+                time.sleep(0.05)
+                if way == "drips":
+                    handler.wfile.write(b" ")
+        return by_text(body)
+
+    with serving(answer) as (url, _):
+        reward = RemoteReward(url, batch_size=1, deadline=2.0, timeout=0.5, retries=100, on_error="skip")
+        start = time.monotonic()
+        scores = reward(PROMPTS, ANSWERS)
+        assert time.monotonic() - start < 4
+    assert scores == [None if i == 3 else score for i, score in enumerate(EXPECTED)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["Ctrl-C", "an error elsewhere"])
+def test_a_process_ends_while_its_server_says_nothing(how):
+    code = f"""
+import threading, sys
+from trl_ext.rewards import RemoteReward
+reward = RemoteReward(sys.argv[1], timeout=100)
+print("ready", flush=True)
+if {how == "Ctrl-C"}:
+    reward(["p"], ["c"])
+threading.Thread(target=reward, args=(["p"], ["c"]), daemon=True).start()
+raise ValueError
+"""
+    with serving(lambda body, _: time.sleep(60)) as (url, came):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        process.stdout.readline()
+        while how == "Ctrl-C" and not came:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    assert ("KeyboardInterrupt" if how == "Ctrl-C" else "") in said
+
+
+def test_a_token_is_sent_and_written_nowhere(monkeypatch):
+    monkeypatch.setenv("SCORES_KEY", "s3cret-token-of-mine")
+    seen = []
+
+    def answer(body, handler):
+        seen.append(handler.headers["authorization"])
+        return 403, {}, {"error": f"wrong token {handler.headers['authorization']}"}
+
+    with serving(answer) as (url, _):
+        reward = RemoteReward(url, api_key_env="SCORES_KEY")
+        with pytest.raises(RuntimeError) as raised:
+            reward(["p"], ["c"])
+    assert seen == ["Bearer s3cret-token-of-mine"]
+    for text in (str(raised.value), repr(vars(reward)), source_identity(reward)):
+        assert "s3cret" not in text
+    assert b"s3cret" not in pickle.dumps(reward)
+    monkeypatch.delenv("SCORES_KEY")
+    with pytest.raises(ValueError, match="environment variable SCORES_KEY holds no key; export it"):
+        RemoteReward(url, api_key_env="SCORES_KEY")
+
+
+def _child(reward, pipe):
+    pipe.send(reward(PROMPTS, ANSWERS))
+
+
+def test_it_works_after_a_fork_and_from_a_pickle():
+    with serving(by_text) as (url, _):
+        reward = RemoteReward(url, batch_size=4)
+        assert reward(PROMPTS, ANSWERS) == EXPECTED  # connections are open now
+        here, there = multiprocessing.Pipe()
+        process = multiprocessing.get_context("fork").Process(target=_child, args=(reward, there))
+        process.start()
+        assert here.recv() == EXPECTED
+        process.join()
+        assert reward(PROMPTS, ANSWERS) == EXPECTED
+        assert pickle.loads(pickle.dumps(reward))(PROMPTS, ANSWERS) == EXPECTED
+
+
+def test_its_identity_is_the_models_not_the_servers():
+    def identity(url="http://a:1", **given):
+        return source_identity(RemoteReward(url, **given))
+
+    assert identity(model="m") == identity("http://b:2", model="m", timeout=3, max_concurrency=2, batch_size=1)
+    assert identity(model="m") != identity(model="n") and identity() != identity("http://b:2")
+
+
+def test_mistakes_are_named(subtests):
+    for given, message in [
+        ({"url": "127.0.0.1:8000"}, "`url` must be as http://127.0.0.1:8000, got '127.0.0.1:8000'"),
+        ({"url": "http://me:pass@host"}, "`url` must hold no user and password: export a token"),
+        ({"url": "http://host/?key=abc"}, "without `\\?` and `#`"),
+        ({"url": None}, "`url` must be as"),
+        ({"api": "vllm"}, "`api` must be one of .*did you mean vllm-"),
+        ({"label": 1}, "`label` is not read with api='trl-ext'"),
+        ({"api": "tei", "label": 1}, "`label` must be the name of a class"),
+        ({"tokenizer": "x"}, "`tokenizer` is not read with api='trl-ext'"),
+        ({"logits": False}, "`logits=False` is not read"),
+        ({"batch_size": 0}, "`batch_size` must be a whole number of 1 or more, got 0"),
+        ({"retries": -1}, "`retries` must be a whole number of 0 or more"),
+        ({"timeout": 0}, "`timeout` must be above 0 seconds"),
+        ({"on_error": "ignore"}, "`on_error` must be"),
+    ]:
+        with subtests.test(given=given), pytest.raises(ValueError, match=message) as raised:
+            RemoteReward(**{"url": "http://127.0.0.1:8000"} | given)
+        assert "pass" not in str(raised.value).replace("password", "")
+
+
+# ---- Other servers ----
+
+# What vLLM 0.32.0 answered for a LlamaForSequenceClassification of random weights; ids, times and usage left out.
+# The logits of transformers: -0.1539589, -2.4897330; of the pairs -3.0957899, -2.4897330
+CLASSIFY = {
+    "id": "classify-9ece188c49d10842",
+    "object": "list",
+    "model": "rm1",
+    "data": [
+        {"index": 0, "label": "LABEL_0", "probs": [-0.15395784378051758], "num_classes": 1},
+        {"index": 1, "label": "LABEL_0", "probs": [-2.4897334575653076], "num_classes": 1},
+    ],
+}
+TWO_LABELS = {
+    "object": "list",
+    "model": "rm2",
+    "data": [
+        {"index": 0, "label": "LABEL_0", "probs": [0.1386905163526535, -0.7515593767166138], "num_classes": 2},
+        {"index": 1, "label": "LABEL_0", "probs": [1.786466121673584, -2.196251153945923], "num_classes": 2},
+    ],
+}
+SCORE = {
+    "object": "list",
+    "model": "rm1",
+    "data": [
+        {"index": 0, "object": "score", "score": -3.095790386199951},
+        {"index": 1, "object": "score", "score": -2.4897334575653076},
+    ],
+}
+# As text-embeddings-inference documents /predict: each row's labels, best first
+PREDICT = [
+    [{"score": 0.9, "label": "good"}, {"score": 0.1, "label": "bad"}],
+    [{"score": 0.7, "label": "bad"}, {"score": 0.3, "label": "good"}],
+]
+TEXTS = ["the cat sat", "a dog ran</s>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "given, answer, path, sent, expected",
+    [
+        (
+            {"api": "vllm-classify"},
+            CLASSIFY,
+            "/classify",
+            {"input": TEXTS, "use_activation": False, "add_special_tokens": True},
+            [-0.15395784378051758, -2.4897334575653076],
+        ),
+        (
+            {"api": "vllm-classify", "model": "rm2", "label": 1, "logits": False},
+            {**TWO_LABELS, "data": TWO_LABELS["data"][::-1]},  # the order is that of `index`
+            "/classify",
+            {"model": "rm2", "input": TEXTS, "use_activation": True, "add_special_tokens": True},
+            [-0.7515593767166138, -2.196251153945923],
+        ),
+        (
+            {"api": "vllm-score"},
+            SCORE,
+            "/score",
+            {"text_1": ["the cat ", "a dog "], "text_2": ["sat", "ran"], "use_activation": False},
+            [-3.095790386199951, -2.4897334575653076],
+        ),
+        (
+            {"api": "tei", "label": "good"},
+            PREDICT,
+            "/predict",
+            {"inputs": [[TEXTS[0]], [TEXTS[1]]], "raw_scores": True, "truncate": False},
+            [0.9, 0.3],
+        ),
+    ],
+    ids=["classify", "classify, two labels", "score", "TEI"],
+)
+def test_other_servers_are_asked_and_read_as_they_want(given, answer, path, sent, expected, tokenizer):
+    paths = []
+    with serving(lambda body, handler: paths.append(handler.path) or answer) as (url, came):
+        templates = {} if given["api"] == "vllm-score" else {"tokenizer": tokenizer, "eos_token_ids": [9]}
+        reward = RemoteReward(url, **templates, **given)
+        assert reward(["the cat ", "a dog "], ["sat", "ran"], [[3, 4], [5, 9]], column=["x", "y"]) == expected
+        assert came == [sent] and paths == [path]
+        if templates:
+            with pytest.raises(ValueError, match="give the policy's `eos_token_ids`, or pass the column `finished`"):
+                RemoteReward(url, tokenizer=tokenizer, **given)(["the cat "], ["sat"], [[3, 4]])
+
+
+def test_messages_are_put_into_the_models_template(tokenizer):
+    prompts = [[{"role": "user", "content": "the cat"}]] * 2
+    completions = [[{"role": "assistant", "content": "sat"}]] * 2
+    with serving(lambda body, _: CLASSIFY) as (url, came):
+        RemoteReward(url, "vllm-classify", tokenizer=tokenizer)(prompts, completions, finished=[True, False])
+        assert [text.strip() for text in came[0]["input"]] == [
+            "<user> the cat </s> <assistant> sat </s>",
+            "<user> the cat </s> <assistant> sat",
+        ]
+        assert came[0]["add_special_tokens"] is False
+        with pytest.raises(RuntimeError, match="messages need a chat template: give the model's as `tokenizer`"):
+            RemoteReward(url, "vllm-classify")(prompts, completions)
+
+
+def test_labels_that_are_not_named_or_not_there(subtests):
+    for given, answer, message in [
+        ({"api": "vllm-classify"}, TWO_LABELS, "the model has 2 labels: give the index of one as `label`"),
+        ({"api": "vllm-classify", "label": 5}, TWO_LABELS, "the answer is not as of 'vllm-classify'"),
+        ({"api": "tei"}, PREDICT, "the model has the labels bad, good: give one as `label`"),
+        ({"api": "tei", "label": "nice"}, PREDICT, "the model has no label 'nice', but bad, good"),
+        ({"api": "vllm-score"}, {"data": [SCORE["data"][0]] * 2}, "the answer is not as of 'vllm-score'"),
+    ]:
+        with (
+            subtests.test(given=given),
+            serving(lambda body, _, answer=answer: answer) as (url, _),
+            pytest.raises(RuntimeError, match=message),
+        ):
+            RemoteReward(url, **given)(["p", "q"], ["a", "b"])

@@ -1,0 +1,383 @@
+"""Ask a service over HTTP, JSON in and JSON out: retries, deadlines, a circuit breaker, and what fails by row."""
+
+import json
+import os
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, stop_any, stop_before_delay
+from tenacity.wait import wait_random_exponential
+
+from ..redaction import redacted
+from .member import OnError, check_on_error, finite_number, log_to
+
+MAX_RESPONSE_BYTES = 32 * 2**20
+
+
+class ServiceError(RuntimeError):
+    """A service gave no usable answer."""
+
+
+class RefusedError(ServiceError):
+    """It refuses what this request holds: with other rows it might not."""
+
+
+class UnavailableError(ServiceError):
+    """It could not be reached, is too busy, or broke off: the same request may succeed later."""
+
+    def __init__(self, message: str, retry_after: float | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Breaker:
+    """Fail at once, for `seconds`, after `failures` failed requests in a row; then let one try."""
+
+    def __init__(self, failures: int, seconds: float):
+        self.failures, self.seconds = failures, seconds
+        self._in_a_row, self._closed_until, self._lock = 0, 0.0, threading.Lock()
+
+    def check(self) -> None:
+        """Raise while requests are not let through."""
+        with self._lock:
+            if self._in_a_row >= self.failures:
+                if (wait := self._closed_until - time.monotonic()) > 0:
+                    raise ServiceError(f"not asked: {self._in_a_row} requests in a row failed; again in {wait:.1f} s")
+                self._closed_until = time.monotonic() + self.seconds  # this one tries, the others wait for it
+
+    def note(self, failed: bool) -> None:
+        """Count how a request ended."""
+        with self._lock:
+            self._in_a_row = self._in_a_row + 1 if failed else 0
+            self._closed_until = time.monotonic() + self.seconds
+
+
+class Service:
+    """
+    One URL to post JSON to, by several threads at once.
+
+    Connection errors, timeouts, 408, 429 and 5xx are tried again, after `Retry-After` or a random time that grows;
+    other answers are not. A client is made in each process that asks, so that this pickles, and works after a fork.
+
+    Args:
+        url: without user and password.
+        timeout: seconds for one answer, all of it.
+        retries: tries after the first one.
+        breaker: see [`Breaker`]: failures and seconds.
+        api_key_env: environment variable with a bearer token. It must be there.
+    """
+
+    def __init__(
+        self, url: str, timeout: float, retries: int, breaker: tuple[int, float], api_key_env: str | None = None
+    ):
+        self.url, self.timeout, self.retries, self.breaker, self.api_key_env = (
+            url,
+            timeout,
+            retries,
+            breaker,
+            api_key_env,
+        )
+        self._connection: tuple[int, httpx2.Client, Breaker] | None = None
+        self._headers()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_connection": None}
+
+    def post(self, body: dict[str, Any], until: float, seconds: list[float], retried: list[float]) -> Any:
+        """
+        Return what is answered to `body`, from JSON.
+
+        Args:
+            body: to be sent as JSON.
+            until: when to give up, in seconds of `time.monotonic`.
+            seconds: the duration of each answered request is appended.
+            retried: the wait before each retry is appended.
+
+        Raises:
+            ServiceError: no usable answer.
+        """
+        content = json.dumps(body, default=str).encode()  # ASCII, whatever the texts are
+        _, client, breaker = self._connected()
+        breaker.check()
+        attempts = Retrying(
+            retry=retry_if_exception_type(UnavailableError),
+            stop=stop_any(stop_after_attempt(self.retries + 1), stop_before_delay(max(until - time.monotonic(), 0))),
+            wait=_wait,
+            before_sleep=lambda state: retried.append(state.upcoming_sleep),
+            reraise=True,
+        )
+        try:
+            answer = attempts(self._send, client, content, until, seconds)
+        except UnavailableError:
+            breaker.note(failed=True)
+            raise
+        except ServiceError:  # it is there, and says no
+            breaker.note(failed=False)
+            raise
+        breaker.note(failed=False)
+        return answer
+
+    def _send(self, client: httpx2.Client, content: bytes, until: float, seconds: list[float]) -> Any:
+        start = time.monotonic()
+        limit = min(self.timeout, until - start)
+        if limit <= 0:
+            raise ServiceError("not asked: the deadline is over")
+        body = bytearray()
+        try:
+            with client.stream("POST", self.url, content=content, headers=self._headers(), timeout=limit) as response:
+                encoding = response.headers.get("content-encoding", "identity")
+                for part in response.iter_raw() if encoding == "identity" else ():
+                    body += part
+                    if len(body) > MAX_RESPONSE_BYTES:
+                        raise ServiceError(f"the answer is longer than {MAX_RESPONSE_BYTES} bytes")
+                    if time.monotonic() - start > limit:  # httpx counts from one part to the next
+                        raise UnavailableError(f"no whole answer within {limit:.0f} s")
+        except (httpx2.TransportError, OSError) as error:
+            raise UnavailableError(f"{type(error).__name__}: {error}"[:200]) from error
+        except httpx2.HTTPError as error:
+            raise ServiceError(f"{type(error).__name__}: {error}"[:200]) from error
+        if encoding != "identity":
+            raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
+        if (status := response.status_code) != 200:
+            said = f"status {status}: {self._excerpt(body)}"
+            if status in (408, 429) or status >= 500:
+                raise UnavailableError(said, _seconds_in(response.headers.get("retry-after")))
+            raise (RefusedError if status in (400, 413, 422) else ServiceError)(said)
+        try:
+            answer = json.loads(body.decode())
+        except (ValueError, RecursionError) as error:
+            raise ServiceError(f"the answer is no JSON: {self._excerpt(body)}") from error
+        seconds.append(time.monotonic() - start)
+        return answer
+
+    def _connected(self) -> tuple[int, httpx2.Client, Breaker]:
+        if self._connection is None or self._connection[0] != os.getpid():
+            client = httpx2.Client(limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64))
+            self._connection = os.getpid(), client, Breaker(*self.breaker)
+        return self._connection
+
+    def _headers(self) -> dict[str, str]:
+        # Not compressed: a small answer could become an enormous one
+        headers = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
+        return headers | ({"authorization": f"Bearer {self._key()}"} if self.api_key_env else {})
+
+    def _key(self) -> str:
+        key = os.environ.get(self.api_key_env or "", "").strip()
+        if not (key and key.isascii() and key.isprintable()):
+            raise ValueError(f"`api_key_env`: the environment variable {self.api_key_env} holds no key; export it")
+        return key
+
+    def _excerpt(self, body: bytearray) -> str:
+        text = " ".join(bytes(body[:2000]).decode(errors="replace").split())
+        if self.api_key_env:
+            text = text.replace(self._key(), "<redacted>")
+        return "".join(filter(str.isprintable, redacted(text)))[:200] or "nothing"
+
+
+class ServedReward:
+    """
+    Base class of rewards whose scores come from a service.
+
+    Args:
+        url: of the service; without user and password, which come from `api_key_env`.
+        path: what is put behind `url`, if it does not end with that.
+        name: key in the logs.
+        timeout: seconds for one request.
+        deadline: seconds for a whole call; what is not answered by then has failed.
+        retries: further tries of a request, after random waits, of up to 1, 2, 4 … 30 seconds.
+        max_concurrency: requests at once.
+        max_characters: of a prompt or completion; a longer one is not sent, and its row has failed.
+        breaker_failures: after that many requests in a row that failed, retries included, all others fail at once,
+        breaker_seconds: for that time. Then one is let through.
+        api_key_env: name of the environment variable with a bearer token. It is not written anywhere.
+        on_error: `"raise"`, `"skip"` (None for a failed row), or the score of a failed row.
+    """
+
+    in_background = True
+
+    def __init__(
+        self,
+        url: str,
+        path: str,
+        name: str,
+        timeout: float,
+        deadline: float,
+        retries: int,
+        max_concurrency: int,
+        max_characters: int,
+        breaker_failures: int,
+        breaker_seconds: float,
+        api_key_env: str | None,
+        on_error: OnError,
+    ):
+        self.url, self.path = _checked_url(url), path
+        for key, value in {"timeout": timeout, "deadline": deadline, "breaker_seconds": breaker_seconds}.items():
+            if not value > 0:
+                raise ValueError(f"`{key}` must be above 0 seconds, got {value!r}")
+        check_counts(max_concurrency=max_concurrency, max_characters=max_characters, breaker_failures=breaker_failures)
+        check_counts(least=0, retries=retries)
+        self.timeout, self.deadline, self.retries = timeout, deadline, retries
+        self.max_concurrency, self.max_characters = max_concurrency, max_characters
+        self.breaker_failures, self.breaker_seconds = breaker_failures, breaker_seconds
+        self.api_key_env = api_key_env
+        self.on_error = check_on_error(on_error)
+        self.__name__ = re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).strip("_")
+        whole = self.url if self.url.endswith(path) else self.url + path
+        self._service = Service(whole, timeout, retries, (breaker_failures, breaker_seconds), api_key_env)
+
+    def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
+        """Return `function(job)` of each job, or its error, by several threads."""
+        return in_threads(function, jobs, self.max_concurrency, until, self.is_over)
+
+    def is_over(self, outcome: Any) -> bool:
+        """Return whether an outcome, or one of a list of them, is an error that is to be raised."""
+        return self.on_error == "raise" and any(map(_failed, outcome if isinstance(outcome, list) else [outcome]))
+
+    def check(self, outcomes: Sequence[Any]) -> None:
+        """Raise a `RuntimeError` for the first row that failed, if `on_error` is so."""
+        errors = [(isinstance(outcome, StoppedError), row) for row, outcome in enumerate(outcomes) if _failed(outcome)]
+        if errors and self.on_error == "raise":
+            row = min(errors)[1]  # what was left undone for another row's error is not the cause
+            raise RuntimeError(self._describe(row, outcomes[row])) from outcomes[row]
+
+    def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
+        """Return the scores of a call's rows, errors among them by `on_error`, and log what was met."""
+        self.check(outcomes)
+        scores: list[float | None] = []
+        failed = 0
+        for outcome in outcomes:
+            failed += _failed(outcome)
+            fallback = None if self.on_error in ("skip", "raise") else float(self.on_error)
+            scores.append(fallback if _failed(outcome) else outcome)
+        metrics = {**metrics, "failed": failed / len(outcomes) if outcomes and self.on_error != "raise" else None}
+        log_to(log_metric, {f"rewards/{self.__name__}/{key}": value for key, value in metrics.items()})
+        return scores
+
+    def too_long(self, *texts: str) -> ServiceError | None:
+        """The error of a row of which a text is too long to be sent."""
+        longest = max(map(len, texts))
+        if longest <= self.max_characters:
+            return None
+        return ServiceError(f"a text has {longest} characters, `max_characters` is {self.max_characters}")
+
+    def _describe(self, row: int, error: Exception) -> str:
+        what = str(error) if isinstance(error, (ServiceError, ValueError, TypeError)) else repr(error)
+        return f"reward '{self.__name__}': completion {row}: {redacted(self._service.url)}: {what}"
+
+
+class StoppedError(ServiceError):
+    """Not asked any more, since another one failed."""
+
+
+def in_threads(
+    function: Callable, jobs: Sequence, threads: int, until: float, is_over: Callable[[Any], bool]
+) -> list[Any]:
+    """
+    Return `function(job)` of each job in order, or the exception that it raised; none is begun after an `is_over` one.
+
+    The threads are daemonic, unlike those of an executor: neither Ctrl-C nor the end of Python waits for an answer.
+    """
+    outcomes: list[Any] = [StoppedError("not asked: another request failed")] * len(jobs)
+    todo, done = deque(enumerate(jobs)), queue.SimpleQueue[tuple[int, Any]]()
+
+    def work() -> None:
+        while todo:
+            try:
+                i, job = todo.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                outcome = function(job)
+            except Exception as error:
+                outcome = error
+            done.put((i, outcome))
+
+    for _ in range(min(threads, len(jobs))):
+        threading.Thread(target=work, name="trl_ext-rewards", daemon=True).start()
+    waiting = set(range(len(jobs)))
+    try:
+        while waiting:
+            i, outcomes[i] = done.get(timeout=max(until - time.monotonic(), 0))
+            waiting.discard(i)
+            if is_over(outcomes[i]):
+                break
+    except queue.Empty:
+        for i in waiting:
+            outcomes[i] = ServiceError("no answer by the deadline")
+    finally:
+        todo.clear()
+    return outcomes
+
+
+def well_formed(value: Any) -> Any:
+    """Return texts, also in lists and mappings, with what UTF-8 cannot say (lone surrogates) replaced by U+FFFD."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(item) for key, item in value.items()}
+    return [well_formed(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_score(score: Any, row: int) -> float | None:
+    """Return a score that came as JSON; raise if it is neither a finite number nor null."""
+    if score is None:
+        return None
+    return finite_number(repr(score) if isinstance(score, bool) else score, row)
+
+
+def check_counts(least: int = 1, **counts: Any) -> None:
+    """Raise a `ValueError` unless each is a whole number of `least` or more."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"`{name}` must be a whole number of {least} or more, got {value!r}")
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Return the mean, None of nothing."""
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _failed(outcome: Any) -> bool:
+    return isinstance(outcome, Exception)
+
+
+def _checked_url(url: Any) -> str:
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        well = parts and parts.scheme in ("http", "https") and parts.hostname and (parts.port or True)
+    except ValueError:  # a port that is no number
+        parts, well = None, False
+    if not well or parts is None:
+        raise ValueError(f"`url` must be as http://127.0.0.1:8000, got {redacted(url)!r}")
+    if parts.username or parts.password:
+        raise ValueError("`url` must hold no user and password: export a token and name its variable in `api_key_env`")
+    if parts.query or parts.fragment:
+        raise ValueError(f"`url` must end with a path, without `?` and `#`, got {redacted(url)!r}")
+    return url.rstrip("/")
+
+
+def _wait(state: RetryCallState) -> float:
+    error = state.outcome.exception() if state.outcome else None
+    asked = getattr(error, "retry_after", None)
+    return asked if asked is not None else wait_random_exponential(multiplier=1, max=30)(state)
+
+
+def _seconds_in(retry_after: str | None) -> float | None:
+    """Read the header `Retry-After`: seconds, or a date."""
+    if retry_after is None:
+        return None
+    try:
+        if retry_after.strip().isdecimal():
+            return float(retry_after)
+        return max(parsedate_to_datetime(retry_after).timestamp() - time.time(), 0.0)
+    except (ValueError, TypeError, OverflowError):
+        return None

@@ -1,0 +1,98 @@
+"""What servers of scores are sent, and what they answer, by API. Pure functions."""
+
+from typing import Any, Literal, NamedTuple
+
+from .service import ServiceError
+
+API = Literal["trl-ext", "vllm-classify", "vllm-score", "tei"]
+PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/score", "tei": "/predict"}
+
+
+class Row(NamedTuple):
+    """One answer: as it is in the data set, and as the text that a classifier reads, by a chat template or not."""
+
+    prompt: Any
+    completion: Any
+    finished: bool | None
+    text: str = ""
+    is_templated: bool = False
+
+
+def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> dict[str, Any]:
+    """
+    Return the body of a request that scores these rows.
+
+    Args:
+        api: one of `API`.
+        rows: to score.
+        model: the server refuses the request if it has another one; None asks for whatever it has.
+        logits: ask for the model's output itself, without sigmoid or softmax. Not for `"trl-ext"`.
+    """
+    named = {"model": model} if model else {}
+    match api:
+        case "trl-ext":
+            finished = [row.finished for row in rows]
+            return named | {
+                "prompts": [row.prompt for row in rows],
+                "completions": [row.completion for row in rows],
+                "finished": None if None in finished else finished,
+            }
+        case "vllm-classify":
+            bare = not any(row.is_templated for row in rows)  # a chat template puts its own special tokens
+            texts = [row.text for row in rows]
+            return named | {"input": texts, "use_activation": not logits, "add_special_tokens": bare}
+        case "vllm-score":
+            pairs = {"text_1": [row.prompt for row in rows], "text_2": [row.completion for row in rows]}
+            return named | pairs | {"use_activation": not logits}
+        case _:
+            # A list of texts would be read as one pair
+            return {"inputs": [[row.text] for row in rows], "raw_scores": logits, "truncate": False}
+
+
+def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None) -> list[Any]:
+    """
+    Return what stands for each row's score in an answer, in order. Whether it is a number is not looked at.
+
+    Raises:
+        ServiceError: the answer is of another form, or has another number of scores.
+    """
+    try:
+        match api:
+            case "trl-ext":
+                scores = answer["scores"]
+            case "vllm-classify":
+                scores = [_of_label(item["probs"], label) for item in _in_order(answer["data"])]
+            case "vllm-score":
+                scores = [item["score"] for item in _in_order(answer["data"])]
+            case _:
+                scores = [_of_name(item, label) for item in answer]
+        if not isinstance(scores, list):
+            raise TypeError
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ServiceError(f"the answer is not as of {api!r}: {repr(answer)[:120]}") from error
+    if len(scores) != count:
+        raise ServiceError(f"{len(scores)} scores came for {count} completions")
+    return scores
+
+
+def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sort by `index`, of which each must be there once."""
+    found = {item["index"]: item for item in items}
+    if sorted(found) != list(range(len(items))):
+        raise LookupError
+    return [found[i] for i in range(len(items))]
+
+
+def _of_label(numbers: list[Any], label: int | str | None) -> Any:
+    if label is None and len(numbers) != 1:
+        raise ServiceError(f"the model has {len(numbers)} labels: give the index of one as `label`")
+    return numbers[int(label or 0)]
+
+
+def _of_name(predictions: list[dict[str, Any]], label: int | str | None) -> Any:
+    by_name = {item["label"]: item["score"] for item in predictions}  # sorted by score, so an index would say nothing
+    if label is None and len(by_name) != 1:
+        raise ServiceError(f"the model has the labels {', '.join(sorted(by_name))[:120]}: give one as `label`")
+    if label is not None and label not in by_name:
+        raise ServiceError(f"the model has no label {label!r}, but {', '.join(sorted(by_name))[:120]}")
+    return by_name[label] if label is not None else next(iter(by_name.values()))

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,10 +66,12 @@ class Loader:
 @contextmanager
 def whole_on_each_process() -> Iterator[None]:
     """Load models in full within the block, though FSDP or ZeRO-3 would have them sharded: nobody wraps them later."""
+    from ..upstream import _hf_deepspeed_config_weak_ref as zero  # as it is now
+
     efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     disable_fsdp_ram_efficient_loading()
     try:
-        with temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None):
+        with nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None):
             yield
     finally:
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = efficient

@@ -116,9 +116,27 @@ def reward_stage(args: DemoArguments) -> Path:
     return _train(args, "reward", reward.main, [*arguments, "--demonstrations_name", world / "sft"])
 
 
-def ppo_stage(args: DemoArguments, name: str, options: Sequence = ()) -> Path:
-    """`guarded`, `unguarded` or `ppo_lora`; a suffix after a hyphen names a variant with other `options`."""
-    return _continue(args, name, "ppo", ppo.main, options)
+def noisy_reward_stage(args: DemoArguments, name: str, options: Sequence, rows: Callable[[list], list]) -> Path:
+    """A reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix."""
+    world, policy = args.folder / "world", sft_stage(args)
+    source, pairs = world / "preferences", args.folder / f"pairs-{name.removeprefix('reward-')}"
+
+    def write(folder: Path) -> None:
+        made = rows([json.loads(line) for line in (source / "train.jsonl").read_text().splitlines()])
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        shutil.copy(source / "test.jsonl", folder)
+
+    build(pairs, _settings(args, name, "reward", options), write)
+    arguments = ["--model_name_or_path", policy, "--dataset_name", pairs, "--demonstrations_name", world / "sft"]
+    return _train(args, name, reward.main, arguments, options)
+
+
+def ppo_stage(args: DemoArguments, name: str, options: Sequence = (), reward: Sequence | None = None) -> Path:
+    """
+    `guarded`, `unguarded` or `ppo_lora`; a suffix after a hyphen names a variant with other `options`, or with
+    another `reward` than the reward stage's model.
+    """
+    return _continue(args, name, "ppo", ppo.main, options, reward)
 
 
 def online_dpo_stage(args: DemoArguments, options: Sequence = ()) -> Path:
@@ -131,18 +149,28 @@ def use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def recipe_arguments(args: DemoArguments, name: str, kind: str, options: Sequence = ()) -> list[str]:
+def recipe_arguments(
+    args: DemoArguments, name: str, kind: str, options: Sequence = (), reward: Sequence | None = None
+) -> list[str]:
     """Command line of `recipes/KIND.py`, after the stages that it needs."""
-    reward_model, world, policy = reward_stage(args), args.folder / "world", args.folder / "sft"
+    reward = ["--reward_model_name_or_path", reward_stage(args)] if reward is None else reward
+    world, policy = args.folder / "world", sft_stage(args)
     arguments = ["--config", HERE / f"{name.split('-')[0]}.yaml", "--model_name_or_path", policy]
-    arguments += ["--dataset_name", world / "prompts", "--reward_model_name_or_path", reward_model]
+    arguments += ["--dataset_name", world / "prompts", *reward]
     arguments += ["--output_dir", args.folder / name, "--seed", args.seed]
     return [str(argument) for argument in (*arguments, *_short(args, kind), *options)]
 
 
-def _continue(args: DemoArguments, name: str, kind: str, main: Callable[[list[str]], None], options: Sequence) -> Path:
-    arguments = recipe_arguments(args, name, kind, options)
-    return _run(args.folder / name, _settings(args, name, kind, options), main, arguments)
+def _continue(
+    args: DemoArguments,
+    name: str,
+    kind: str,
+    main: Callable[[list[str]], None],
+    options: Sequence,
+    reward: Sequence | None = None,
+) -> Path:
+    arguments = recipe_arguments(args, name, kind, options, reward)
+    return _run(args.folder / name, _settings(args, name, kind, [*options, *(reward or ())]), main, arguments)
 
 
 def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], arguments: list[str]) -> Path:
@@ -161,10 +189,13 @@ def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], argume
     return folder
 
 
-def _train(args: DemoArguments, name: str, main: Callable[[list[str]], None], arguments: list) -> Path:
-    paths = ["--config", HERE / f"{name}.yaml", "--output_dir", args.folder / name]
-    flags = [*paths, *arguments, "--seed", args.seed, *_short(args, name)]
-    return _run(args.folder / name, _settings(args, name, name), main, [str(flag) for flag in flags])
+def _train(
+    args: DemoArguments, name: str, main: Callable[[list[str]], None], arguments: list, options: Sequence = ()
+) -> Path:
+    kind = name.split("-")[0]
+    paths = ["--config", HERE / f"{kind}.yaml", "--output_dir", args.folder / name]
+    flags = [*paths, *arguments, "--seed", args.seed, *_short(args, kind), *options]
+    return _run(args.folder / name, _settings(args, name, kind, options), main, [str(flag) for flag in flags])
 
 
 def _short(args: DemoArguments, kind: str) -> list[str]:

@@ -1,0 +1,147 @@
+"""Whether an ensemble of reward models withstands noisy labels: gold of PPO with one model, and with four combined.
+
+    python -m recipes.demo.ensembles --seeds 0 1 2 3 4 --kl_coefs 0 0.05
+
+In each world a share of the training pairs is flipped. The single reward model sees all of them; each of the four
+members leaves out another quarter, and has another seed. PPO trains on the single model, and on the members' mean,
+minimum (worst case) and mean − standard deviation (uncertainty-weighted; Coste et al., 2310.02743). Writes
+`ensembles.csv`, a row a run, and `ensembles.md`; the same command again goes on, also with more seeds.
+"""
+
+import csv
+import itertools
+import json
+import math
+import random
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import fmean, stdev
+
+from trl_ext import StrictTrlParser
+
+from .report import read_curve
+from .stages import DemoArguments, noisy_reward_stage, ppo_stage, use_one_thread
+
+MEMBERS = 4
+# Student's t at 97.5 %, for 2 to 10 seeds
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+COMBINED = {"mean": "mean", "WCO": "min", "UWO": "uncertainty"}
+
+
+@dataclass
+class EnsembleStudyArguments:
+    """The grid: every combination is trained with each kind of reward."""
+
+    seeds: list[int] = field(
+        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
+    )
+    kl_coefs: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "Fixed KL coefficients."})
+    flipped_share: float = field(default=0.25, metadata={"help": "Share of the training pairs that are flipped."})
+    planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
+    output_dir: str = field(default="outputs/ensembles", metadata={"help": "Folder of all runs."})
+    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+
+    def __post_init__(self):
+        for name in ("seeds", "kl_coefs"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"`{name}` must be one or more different values, got {values}")
+        if len(self.seeds) > len(STUDENT) + 1:
+            raise ValueError(f"`seeds` must be {len(STUDENT) + 1} or fewer, got {len(self.seeds)}")
+        if min(self.kl_coefs) < 0 or not 0 <= self.flipped_share <= 0.5:
+            raise ValueError(
+                f"`kl_coefs` must be >= 0, `flipped_share` in [0, 0.5]; got {self.kl_coefs} and {self.flipped_share}"
+            )
+
+
+def flipped(rows: list[dict], share: float, seed: int, left_out: int | None = None) -> list[dict]:
+    """Return the pairs with a share of them the wrong way round, without every fourth from `left_out` on."""
+    draw = random.Random(f"{seed} flipped")
+    wrong = set(draw.sample(range(len(rows)), round(share * len(rows))))
+    rows = [
+        {**row, "chosen": row["rejected"], "rejected": row["chosen"]} if i in wrong else row
+        for i, row in enumerate(rows)
+    ]
+    return rows if left_out is None else [row for i, row in enumerate(rows) if i % MEMBERS != left_out]
+
+
+def reward_models(args: EnsembleStudyArguments, demo: DemoArguments) -> tuple[Path, list[Path]]:
+    """Train the single model and the members of a world."""
+    models = []
+    for left_out in (None, *range(MEMBERS)):
+        suffix, seed = ("single", demo.seed) if left_out is None else (f"member-{left_out}", 100 + left_out)
+        rows = partial(flipped, share=args.flipped_share, seed=demo.seed, left_out=left_out)
+        models.append(noisy_reward_stage(demo, f"reward-{suffix}", ["--seed", seed], rows))
+    return models[0], models[1:]
+
+
+def rewards(single: Path, members: list[Path]) -> dict[str, dict]:
+    """What PPO trains on, by name, as `rewards:` in YAML."""
+    paths = [str(path) for path in members]
+    return {
+        "single": {"ModelReward": {"model": str(single)}},
+        **{name: {"EnsembleReward": {"members": paths, "combine": how}} for name, how in COMBINED.items()},
+    }
+
+
+def measured(folder: Path) -> dict[str, float]:
+    """Gold and proxy on the held-out prompts: before, at gold's peak and at the end, and the KL there."""
+    curve = read_curve(folder)
+    return {
+        "gold_sft": curve["gold"][0].item(),
+        "gold_peak": curve["gold"].max().item(),
+        "gold_end": curve["gold"][-1].item(),
+        "proxy_end": curve["proxy"][-1].item(),
+        "kl_end": curve["kl"][-1].item(),
+    }
+
+
+def in_words(values: list[float]) -> str:
+    """A mean with its 95 % t-interval over the seeds."""
+    if len(values) < 2:
+        return f"{values[0]:+.3f}"
+    half = STUDENT[len(values) - 2] * stdev(values) / math.sqrt(len(values))
+    return f"{fmean(values):+.3f} ± {half:.3f}"
+
+
+def table(rows: list[dict]) -> str:
+    """Means over the seeds, and the difference from the single model in the same world."""
+    lines = ["| KL coefficient | reward | gold − SFT's | at its peak | gold − single's | KL, nats | seeds |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    singles = {(row["kl_coef"], row["seed"]): row for row in rows if row["reward"] == "single"}
+    for kl_coef, name in sorted({(row["kl_coef"], row["reward"]) for row in rows}, key=lambda cell: cell[0]):
+        cells = [row for row in rows if (row["kl_coef"], row["reward"]) == (kl_coef, name)]
+        end = in_words([row["gold_end"] - row["gold_sft"] for row in cells])
+        peak = in_words([row["gold_peak"] - row["gold_sft"] for row in cells])
+        gain = in_words([row["gold_end"] - singles[kl_coef, row["seed"]]["gold_end"] for row in cells])
+        kl = in_words([row["kl_end"] for row in cells])
+        lines.append(f"| {kl_coef:g} | {name} | {end} | {peak} | {gain} | {kl} | {len(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = StrictTrlParser(EnsembleStudyArguments, prog="python -m recipes.demo.ensembles", description=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    use_one_thread()
+    output_dir, rows = Path(args.output_dir), []
+    for seed in args.seeds:
+        folder = str(output_dir / f"planted-{args.planted_share:g}-flipped-{args.flipped_share:g}")
+        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
+        with parser.one_line_errors(ValueError):
+            single, members = reward_models(args, demo)
+            for kl_coef, (name, reward) in itertools.product(args.kl_coefs, rewards(single, members).items()):
+                proxy = ["--rewards", json.dumps(reward), "--reward_weights", 0, 0, 1]
+                run = ppo_stage(demo, f"unguarded-{name}-{kl_coef:g}", ["--kl_coef", kl_coef], proxy)
+                rows.append({"kl_coef": kl_coef, "seed": seed, "reward": name, **measured(run)})
+                print(rows[-1], flush=True)
+        with (output_dir / "ensembles.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        (output_dir / "ensembles.md").write_text(table(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
         monitors = load_monitors(script_args.monitors)
-        with_settings, weights = load_rewards(script_args.rewards)
+        with_settings, weights = load_rewards(script_args.rewards, model_args.model_name_or_path)
         if script_args.reward_model_name_or_path:
             rewards.insert(0, script_args.reward_model_name_or_path)
         weights = [None] * len(rewards) + weights

@@ -7,7 +7,8 @@ import os
 import pytest
 
 from trl_ext.rewards import Member, SegmentScores
-from trl_ext.rewards.member import Started, awaited, distinct, runs_in_background, telling_name
+from trl_ext.rewards.member import Started, awaited, distinct, runs_in_background
+from trl_ext.rewards.naming import checked_name
 
 
 class KeepsAClient:
@@ -116,5 +117,5 @@ def test_what_a_started_function_logs_is_handed_on_when_it_is_awaited():
 
 def test_names():
     assert distinct(["a", "b", "a"]) == ["a_0", "b", "a_2"]
-    assert telling_name("sum", "<lambda>", "a/b c") == "sum_lambda_a_b_c"
+    assert checked_name(None, "sum_<lambda>_a/b c") == "sum_lambda_a_b_c"
     assert runs_in_background(KeepsAClient()) and not runs_in_background(unlucky)

@@ -1,12 +1,11 @@
 """Principles that bound a score: who breaks one cannot earn more than a cap, however good the rest is."""
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from .cached import of_rows
-from .member import Member, OnError, log_to
+from .member import Member, OnError, distinct, log_to
 from .naming import checked_name
 
 
@@ -67,7 +66,7 @@ class ConstitutionReward:
         self._principles = [(Member(each, on_error), least) for each, least in zip(members, minimums, strict=True)]
         self._judge = None if judge is None else Member(judge, on_error)
         every = [self._scorer, *(each for each, _ in self._principles), *([self._judge] if self._judge else [])]
-        self._names = _numbered([each.name for each in every[1:]])
+        self._names = distinct([each.name for each in every[1:]])
         self.in_background = any(each.in_background for each in every)
         self.__name__ = checked_name(name, f"constitution_{self._scorer.name}")
 
@@ -103,13 +102,3 @@ class ConstitutionReward:
             shares |= {"violations": sum(breaks) / count, "unchecked": left_out / count}
         log_to(log_metric, {f"rewards/{self.__name__}/{key}": share for key, share in shares.items()})
         return scores
-
-
-def _numbered(names: list[str]) -> list[str]:
-    """Return the names, with a number behind those that there are several of."""
-    often, seen = Counter(names), Counter[str]()
-    numbered = []
-    for name in names:
-        seen[name] += 1
-        numbered.append(f"{name}_{seen[name]}" if often[name] > 1 else name)
-    return numbered

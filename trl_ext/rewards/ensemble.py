@@ -13,6 +13,7 @@ from ..functional import disagreement, ensemble_score
 from ..functional.ensemble import Combine
 from .member import Member, OnError, log_to
 from .model import ModelReward
+from .naming import checked_name
 
 
 class EnsembleReward:
@@ -76,7 +77,8 @@ class EnsembleReward:
         self.uncertainty_coef = 1.0 if uncertainty_coef is None else uncertainty_coef
         self.max_disagreement = max_disagreement
         self.scales = [(member["mean"], member["std"]) for member in facts] if normalize else None
-        self.__name__ = name or f"{combine}_of_{called or '_'.join(member.name for member in self.members)}"
+        of = called or "_".join(member.name for member in self.members)
+        self.__name__ = checked_name(name, f"{combine}_of_{of}")
 
     @property
     def in_background(self) -> bool:

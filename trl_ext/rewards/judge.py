@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .member import OnError
+from .naming import checked_name
 from .service import ServedReward, ServiceError, check_counts, check_score, mean, well_formed
 from .texts import text_of
 
@@ -102,7 +103,7 @@ class JudgeReward(ServedReward):
         super().__init__(
             url,
             "/chat/completions",
-            name or f"judge_{model.rstrip('/').rpartition('/')[2]}",
+            checked_name(name, f"judge_{model.rstrip('/').rpartition('/')[2]}"),
             timeout,
             deadline,
             retries,

@@ -47,13 +47,19 @@ def load_reward(path: str) -> Callable:
     return function
 
 
-def load_rewards(entries: Sequence[str | dict[str, Any]] | None) -> tuple[list[Callable], list[float | None]]:
+def load_rewards(
+    entries: Sequence[str | dict[str, Any]] | None, policy_tokenizer: str | None = None
+) -> tuple[list[Callable], list[float | None]]:
     """
     Build the reward functions that a configuration file lists under `rewards:`.
 
     An entry is a path, as of [`load_reward`], or `{Name: {argument: value, …}}`, and maybe `weight: number` beside it.
     `Name` is a class of `trl_ext.rewards`, or one of TRL's functions that return a reward function. What is such an
     entry within the arguments is built, too; under `reward`, `members` and `judge` so is a path.
+
+    Args:
+        entries: what is listed.
+        policy_tokenizer: the policy's folder or hub name, for the reward models whose entry names none.
 
     Returns:
         The functions, and the weight of each, None where none is given.
@@ -77,7 +83,7 @@ def load_rewards(entries: Sequence[str | dict[str, Any]] | None) -> tuple[list[C
         weights.append(weight)
     for place, entry in enumerate(entries or []):
         entry = {k: v for k, v in entry.items() if k != "weight"} if isinstance(entry, dict) else entry
-        functions.append(_built(entry, known, f"`rewards` entry {place + 1}"))
+        functions.append(_built(entry, known, policy_tokenizer, f"`rewards` entry {place + 1}"))
     for function, name in zip(functions, distinct([get_callable_name(f) for f in functions]), strict=True):
         if type(function).__name__ in known:  # what it logs by itself has its name, too
             function.__name__ = name
@@ -166,19 +172,24 @@ def _entries(argument: Any, value: Any, known: dict[str, Callable]) -> Iterator[
             yield from _entries(argument, inner, known)
 
 
-def _built(entry: Any, known: dict[str, Callable], where: str) -> Any:
+def _built(entry: Any, known: dict[str, Callable], policy_tokenizer: str | None, where: str) -> Any:
     if isinstance(entry, str):
         return load_reward(entry)
     ((name, arguments),) = entry.items()
 
     def value_of(argument: Any, value: Any) -> Any:
         if _is_entry(argument, value, known):
-            return _built(value, known, f"{where}, {name}")
+            return _built(value, known, policy_tokenizer, f"{where}, {name}")
         if isinstance(value, dict):
             return {key: value_of(None, inner) for key, inner in value.items()}
         return [value_of(argument, inner) for inner in value] if isinstance(value, list) else value
 
     given = {argument: value_of(argument, value) for argument, value in (arguments or {}).items()}
+    if policy_tokenizer is not None:
+        if name == "ModelReward":
+            given = {"policy_tokenizer": policy_tokenizer, **given}
+        elif name == "EnsembleReward" and not all(map(callable, given["members"])):  # some are models by name
+            given["model_kwargs"] = {"policy_tokenizer": policy_tokenizer, **(given.get("model_kwargs") or {})}
     try:
         function = known[name](**given)
     except (TypeError, ValueError, OSError, ImportError) as error:

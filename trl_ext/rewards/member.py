@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import math
 import os
-import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -141,11 +140,6 @@ def runs_in_background(function: Any) -> bool:
 def distinct(names: Sequence[str]) -> list[str]:
     """Return the names, those that occur more than once with their place behind them: metrics are kept by name."""
     return [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
-
-
-def telling_name(*parts: str) -> str:
-    """Return parts joined to a reward's name: letters, digits, `_`, `-` and `.`."""
-    return "_".join(re.sub(r"[^\w.-]+", "_", part, flags=re.ASCII).strip("_") for part in parts)
 
 
 def awaited(scores: Any) -> Any:

@@ -1,7 +1,6 @@
 """A reward model as a reward function."""
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from ..packages import check_packages
 from ..temporarily import temporarily
 from ..upstream import is_conversational
 from .member import log_to
+from .naming import checked_name
 
 
 def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class ModelReward:
         self.max_length = min(filter(None, limits), default=None)
         self.chat_template_kwargs = chat_template_kwargs or {}
         origin = path or getattr(model.config, "_name_or_path", "") or "model_reward"
-        self.__name__ = name or re.sub(r"[^\w.-]", "_", Path(os.path.normpath(origin)).name, flags=re.ASCII)
+        self.__name__ = checked_name(name, Path(os.path.normpath(origin)).name)
 
     def _load(self, path: str, dtype: Any, device_map: Any, shared_base: Any) -> Any:
         from ..models.adapters import SharedBase, check_head, is_adapter, load_separately  # PEFT takes seconds

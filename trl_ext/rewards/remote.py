@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from ..nearest import did_you_mean
 from .member import OnError
+from .naming import checked_name
 from .service import RefusedError, ServedReward, StoppedError, check_counts, check_score, mean, well_formed
 from .texts import text_of
 from .wire import API, PATHS, Row, request_of, scores_in_answer
@@ -79,7 +80,7 @@ class RemoteReward(ServedReward):
         super().__init__(
             url,
             PATHS[api],
-            name or (model or urlsplit(str(url)).netloc).rstrip("/").rpartition("/")[2] or "remote",
+            checked_name(name, (model or urlsplit(str(url)).netloc).rstrip("/").rpartition("/")[2] or "remote"),
             timeout,
             deadline,
             retries,

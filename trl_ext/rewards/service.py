@@ -3,7 +3,6 @@
 import json
 import os
 import queue
-import re
 import threading
 import time
 from collections import deque
@@ -229,7 +228,7 @@ class ServedReward:
         self.breaker_failures, self.breaker_seconds = breaker_failures, breaker_seconds
         self.api_key_env = api_key_env
         self.on_error = check_on_error(on_error)
-        self.__name__ = re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).strip("_")
+        self.__name__ = name
         whole = self.url if self.url.endswith(path) else self.url + path
         self._service = Service(whole, timeout, retries, (breaker_failures, breaker_seconds), api_key_env)
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from .member import Member, OnError, Started, distinct, log_to, runs_in_background, telling_name
+from .member import Member, OnError, Started, distinct, log_to, runs_in_background
+from .naming import checked_name
 
 
 class SumReward:
@@ -46,7 +47,7 @@ class SumReward:
         if not all(std > 0 for std in self.stds):
             raise ValueError(f"`stds` must be above 0, got {self.stds}")
         self.names = distinct([member.name for member in self.members])
-        self.__name__ = name or telling_name("sum", *self.names)
+        self.__name__ = checked_name(name, "_".join(["sum", *self.names]))
 
     @property
     def in_background(self) -> bool:

@@ -59,7 +59,9 @@ class Columns:
         if self.annotators:
             for name in ("annotator", "choice", "scores", "time", "seconds", "confidence"):
                 if value := getattr(self, name):
-                    raise ValueError(f"{name} {value!r} is of a long table, annotators of a wide one: give one of both")
+                    raise ValueError(
+                        f"{name} {value!r} is of a long table, annotators of a wide one: give one of both"
+                    )
             return
         if self.choice and self.scores:
             raise ValueError(

@@ -11,6 +11,7 @@ from .labels import FIRST, SECOND, TIE, Labels
 
 RESAMPLES = 1000
 _KAPPAS = 20  # annotators with the most labels, of whom each two are compared
+_NO_MEASURE, _ROUNDS = -2, 10  # who is below this z-score is no measure for others; looked for at most so often
 _FEW = 20  # labels below which a z-score says little
 
 
@@ -33,7 +34,7 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     per_item = counts.sum(1)
     overlapping = int((per_item > 1).sum())
     alpha, interval = krippendorff_alpha(counts, seed=seed)
-    compared = _compared(labels, counts)
+    compared = _others_share(labels, counts, labels.choice)
     used = np.bincount(labels.choice, minlength=3)
     coin = ((counts[:, FIRST] + counts[:, SECOND]) / np.maximum(per_item, 1))[per_item > 1]
     people = per_annotator(labels, counts)
@@ -49,7 +50,7 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
         "alpha_interval": interval,
         "agreement": _pair_agreement(counts),
         "coin": float(np.average(coin, weights=per_item[per_item > 1]) / 2) if overlapping else None,
-        "most_frequent": float(_others_share(labels, counts, int(used.argmax())).mean()) if overlapping else None,
+        "most_frequent": float(np.nanmean(_others_share(labels, counts, int(used.argmax())))) if overlapping else None,
         "agreement_by_confidence": _by_confidence(labels, compared),
         "missing": labels.missing,
         "repeats": int(labels.repeats.sum()),
@@ -110,12 +111,12 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
     """
     size = len(labels.annotators)
     total = _per(labels.annotator, np.ones(len(labels)), size)
-    compared = _compared(labels, counts)
-    has, agrees = compared.notna().to_numpy(), compared.to_numpy()
-    who, agrees = labels.annotator[has], agrees[has]
+    compared = _others_share(labels, counts, labels.choice)
+    has = np.isfinite(compared)
+    who, agrees = labels.annotator[has], compared[has]
     number = np.bincount(who, minlength=size)
     mean = _per(who, agrees, size) / np.maximum(number, 1)
-    z = zscores(mean, number, float(agrees.std()) if len(agrees) else 0.0)
+    z = zscores(labels)
     drift, drift_z = _drift(labels, compared)
     lean, lean_z = _lean(labels, counts)
     is_choice = labels.choice != TIE
@@ -151,51 +152,70 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
     return rows
 
 
-def zscores(agreement: np.ndarray, number: np.ndarray, std: float) -> np.ndarray:
+def zscores(labels: Labels) -> np.ndarray:
     """
     Compare each annotator's agreement with the median of the others', in standard deviations of what to expect.
 
     z = (x − median) / √(σ²/n + τ²), σ²/n being the noise of n labels, and τ² the spread among the others beyond their
     own noise: (1.4826·MAD)² − median(σ²/n), at least 0. So a few labels are not held against anybody, nor is what is
-    usual among people; and as medians they bear up to half of the others being off.
+    usual among people. Who has z < −2 is no measure for the others: it is done again without them, until nothing
+    changes, as long as three annotators and half of all are left.
 
     Args:
-        agreement: (A,), x, shares in [0, 1].
-        number: (A,), n, labels behind each share; 0 for one that is not known.
-        std: σ, standard deviation of a single label's agreement.
+        labels: of all annotators.
 
     Returns:
         (A,); NaN where it is not known, as with fewer than three annotators.
     """
-    z = np.full(len(agreement), np.nan)
-    known = np.flatnonzero(number)
-    if len(known) < 3:
-        return z
-    noise = std**2 / number[known]
-    for place, mine in enumerate(known):
-        others, their_noise = np.delete(agreement[known], place), np.delete(noise, place)
-        median = np.median(others)
-        spread = (1.4826 * np.median(np.abs(others - median))) ** 2
-        expected = np.sqrt(noise[place] + max(spread - np.median(their_noise), 0))
-        if expected > 0:
-            z[mine] = (agreement[mine] - median) / expected
-        else:
-            z[mine] = 0 if agreement[mine] == median else np.nan
+    size = len(labels.annotators)
+    z, is_measure = np.full(size, np.nan), np.ones(size, bool)
+    for _ in range(_ROUNDS):
+        z = _zscores_against(labels, is_measure)
+        now = ~(z < _NO_MEASURE)
+        people = np.unique(labels.annotator)
+        if (now == is_measure).all() or now[people].sum() < max(3, len(people) / 2):
+            break
+        is_measure = now
     return z
 
 
-def _compared(labels: Labels, counts: np.ndarray) -> "pd.Series[float]":
-    """(L,), the share of the others' labels of the item that are the same; NaN where there is no other."""
-    return pd.Series(_others_share(labels, counts, labels.choice, keep=True))
+def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
+    """The same against those for whom the (A,) mask is True."""
+    size = len(labels.annotators)
+    own = is_measure[labels.annotator]
+    agrees = _others_share(labels, labels.where(own).counts(), labels.choice, own)
+    known = np.isfinite(agrees)
+    who, agrees = labels.annotator[known], agrees[known]
+    number = np.bincount(who, minlength=size)
+    mean = _per(who, agrees, size) / np.maximum(number, 1)
+    noise = agrees.var() / np.maximum(number, 1) if len(agrees) else np.zeros(size)
+    z = np.full(size, np.nan)
+    measure = np.flatnonzero(is_measure & (number > 0))
+    for place in np.flatnonzero(number):
+        others = measure[measure != place]
+        if len(others) < 2:
+            continue
+        median = np.median(mean[others])
+        spread = (1.4826 * np.median(np.abs(mean[others] - median))) ** 2
+        expected = np.sqrt(noise[place] + max(spread - np.median(noise[others]), 0))
+        z[place] = (mean[place] - median) / expected if expected > 0 else 0.0
+    return z
 
 
-def _others_share(labels: Labels, counts: np.ndarray, choice: Any, keep: bool = False) -> np.ndarray:
-    """The share of the others' labels of an item that are `choice`."""
-    others = counts.sum(1)[labels.item] - 1
-    same = counts[labels.item, choice] - (labels.choice == choice)
+def _others_share(labels: Labels, counts: np.ndarray, choice: Any, own: Any = True) -> np.ndarray:
+    """
+    (L,), the share of the others' labels of an item that are `choice`; NaN where there is no other.
+
+    Args:
+        labels: to compare.
+        counts: (I, 3), what they are compared with.
+        choice: one label, or one for each.
+        own: whether the counts hold the label itself; (L,) bool if not of all.
+    """
+    others = counts.sum(1)[labels.item] - own
+    same = counts[labels.item, choice] - own * (labels.choice == choice)
     with np.errstate(invalid="ignore", divide="ignore"):
-        share = np.where(others > 0, same / others, np.nan)
-    return share if keep else share[others > 0]
+        return np.where(others > 0, same / others, np.nan)
 
 
 def _pair_agreement(counts: np.ndarray) -> float | None:
@@ -225,14 +245,14 @@ def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _mean_and_z(labels.annotator[usable], _is_shown_first(labels)[usable] - their_first, size)
 
 
-def _drift(labels: Labels, compared: "pd.Series[float]") -> tuple[np.ndarray, np.ndarray]:
+def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Agreement in the later half of an annotator's labels minus in the earlier one, and its z."""
     size = len(labels.annotators)
     nothing = np.full(size, np.nan)
     if labels.time is None:
         return nothing, nothing
-    known = compared.notna().to_numpy() & np.isfinite(labels.time)
-    who, agrees = labels.annotator[known], compared.to_numpy()[known]
+    known = np.isfinite(compared) & np.isfinite(labels.time)
+    who, agrees = labels.annotator[known], compared[known]
     order = np.lexsort((labels.time[known], who))
     who, agrees = who[order], agrees[order]
     number = np.bincount(who, minlength=size)
@@ -265,14 +285,14 @@ def _medians(labels: Labels, values: np.ndarray | None, how: str = "median") -> 
     return found.reindex(range(len(labels.annotators))).to_numpy()
 
 
-def _by_confidence(labels: Labels, compared: "pd.Series[float]") -> dict[str, float] | None:
+def _by_confidence(labels: Labels, compared: np.ndarray) -> dict[str, float] | None:
     """Agreement of the labels that annotators were less sure of than they usually are, and of the others."""
     if labels.confidence is None:
         return None
     sure = labels.confidence >= _medians(labels, labels.confidence)[labels.annotator]
     halves = {"below_own_median": ~sure & np.isfinite(labels.confidence), "at_or_above": sure}
-    means = {name: compared[half].mean() for name, half in halves.items()}
-    return {name: float(mean) for name, mean in means.items() if np.isfinite(mean)} or None
+    known = {name: compared[half & np.isfinite(compared)] for name, half in halves.items()}
+    return {name: float(shares.mean()) for name, shares in known.items() if len(shares)} or None
 
 
 def _kappas(labels: Labels) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def majority_pairs(
     Yield pairs whose winner is sure enough, in the order of the table.
 
     A pair has `prompt`, `chosen`, `rejected`; `confidence`, the share of the winner, which `use_confidence` reads;
-    `weight`, proportional to 2·confidence − 1 and 1 on average, which `use_weight` reads; `labels`, their number;
+    `weight`, proportional to 2·confidence − 1 and 1 on average, which `use_weight` reads; `votes`, how many labels;
     `annotators`, who gave them; and `row`, its first one in the table.
 
     Args:
@@ -161,7 +161,7 @@ def majority_pairs(
             "rejected": answers[1 - winner],
             "confidence": float(min(confidence[item], 1.0)),
             "weight": float(weight[place]),
-            "labels": int(number[item]),
+            "votes": int(number[item]),
             "annotators": sorted(names[by]),
             "row": int(labels.rows[item]),
         }

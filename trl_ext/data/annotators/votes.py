@@ -1,5 +1,6 @@
 """What the labels of an item come to, and pairs of it to train and to test on."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -52,7 +53,9 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
         )
     model = DawidSkene() if method == "dawid_skene" else MACE()
     table = pd.DataFrame({"task": labels.item, "worker": labels.annotator, "label": labels.choice})
-    shares = model.fit_predict_proba(table).reindex(columns=range(3), fill_value=0.0)
+    with warnings.catch_warnings():  # what it says of pandas is not for who calls it
+        warnings.simplefilter("ignore", DeprecationWarning)
+        shares = model.fit_predict_proba(table).reindex(columns=range(3), fill_value=0.0)
     found = np.zeros(counts.shape)
     found[shares.index.to_numpy()] = shares.to_numpy()
     return found / np.maximum(found.sum(1, keepdims=True), 1e-300)

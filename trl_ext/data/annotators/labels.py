@@ -220,8 +220,26 @@ def _is_new(codes: np.ndarray) -> np.ndarray:
 
 def _batches(dataset: Dataset, columns: Columns) -> Iterator[tuple[int, pa.Table]]:
     rows = dataset.select_columns(list(dict.fromkeys(columns.names))).with_format("arrow")
-    for start, table in enumerate(rows.iter(_ROWS)):
-        yield start * _ROWS, table
+    for place, table in enumerate(rows.iter(_ROWS)):
+        _check_utf8(table, place * _ROWS)
+        yield place * _ROWS, table
+
+
+def _check_utf8(table: pa.Table, start: int) -> None:
+    """Readers of JSON lines let other encodings through."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid as error:
+        for name in table.column_names:
+            for row, value in enumerate(table[name]):
+                try:
+                    value.as_py()
+                except UnicodeDecodeError:
+                    raise ValueError(
+                        f"the column {name!r} holds no UTF-8 in row {start + row}: convert the table, as by "
+                        "`iconv -f latin1 -t utf-8`"
+                    ) from error
+        raise ValueError(f"rows {start} to {start + len(table)} cannot be read: {error}") from error
 
 
 def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, int]) -> dict[str, np.ndarray]:

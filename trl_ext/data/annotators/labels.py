@@ -166,7 +166,9 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
         rows=rows,
         prompt=prompt,
         usable=table["usable"][rows],
-        **{name: table[name] for name in ("time", "seconds", "confidence") if name in table},
+        time=table.get("time"),
+        seconds=table.get("seconds"),
+        confidence=table.get("confidence"),
     )
     known = (labels.choice != _MISSING) & (labels.annotator != _MISSING)
     labels = replace(labels.where(known), missing=int((~known).sum()))

@@ -6,6 +6,7 @@ import krippendorff
 import numpy as np
 import pytest
 from datasets import Dataset
+from sklearn.metrics import cohen_kappa_score
 
 from tests.benchmarks.annotators import COLUMNS, planted
 from trl_ext.data.annotators import (
@@ -74,7 +75,9 @@ def test_a_long_table_in_any_order_says_what_the_wide_one_says(monkeypatch):
     by_pair = [
         {tuple(sorted(row["annotators"])): row["kappa"] for row in report["kappas"]} for report in (got, expected)
     ]
-    assert by_pair[0] == pytest.approx(by_pair[1])
+    for (a, b), kappa in by_pair[1].items():
+        assert kappa == pytest.approx(cohen_kappa_score([*CHOICES[a]], [*CHOICES[b]]))
+    assert by_pair[0] == pytest.approx(by_pair[1]) and len(by_pair[0]) == 3
     for name in ("agreement", "z", "ties"):
         values = [{row["annotator"]: row[name] for row in report["annotators"]} for report in (got, expected)]
         assert values[0] == pytest.approx(values[1]), name
@@ -109,6 +112,15 @@ def test_agreement_by_hand():
     people = {row["annotator"]: row for row in report["annotators"]}
     assert people["x"]["agreement"] == pytest.approx((1 / 2 + 0) / 2) and people["x"]["compared"] == 2
     assert people["z"]["agreement"] == 0 and people["x"]["shown_first"] == pytest.approx(2 / 3)
+
+
+def test_lean_is_against_those_who_saw_the_other_order():
+    rows = [("x", "a0", "b0", "a"), ("y", "b0", "a0", "a"), ("z", "b0", "a0", "b")]
+    each = [dict(zip(("annotator", "response_a", "response_b", "choice"), row, strict=True)) for row in rows]
+    report = agreement_report(read_labels(Dataset.from_list([row | {"prompt": "p"} for row in each])))
+    # x and z took a0, which y was shown second; y took b0, which x was shown second and z first
+    leans = {row["annotator"]: row["lean"] for row in report["annotators"]}
+    assert leans == pytest.approx({"x": 1 / 2, "y": 1, "z": -1 / 2})
 
 
 def test_planted_annotators_are_found_and_good_ones_are_not():

@@ -96,7 +96,7 @@ def _people(report: dict[str, Any]) -> str:
             "lean": _signed(row["lean"], row["lean_z"]),
             "drift": _signed(row["drift"], row["drift_z"]),
         }
-        rows.append([cells.get(name) or number(row.get(name), 4) for name in columns])
+        rows.append([cells.get(name) or number(row.get(name), 3) for name in columns])
     more = none(f"{len(people) - _SHOWN} more are in annotators.json.") if len(people) > _SHOWN else ""
     told = (
         "Agreement is with the others' labels of the same pairs. z is how far it is from the median of the others, in "
@@ -230,4 +230,4 @@ def _percent(share: float | None) -> str:
 def _signed(value: float | None, z: float | None) -> str:
     if value is None:
         return "–"
-    return f"{value:+.0%}" + ("" if z is None else f" (z {z:+.1f})")
+    return f"{round(value, 2) + 0.0:+.0%}" + ("" if z is None else f" (z {z:+.1f})")

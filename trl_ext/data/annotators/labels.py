@@ -131,7 +131,7 @@ class Labels:
 
 def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     """
-    Read a table a part at a time: of texts only hashes are kept, so memory grows by some 60 bytes a label.
+    Read a table a part at a time: of texts only hashes are kept, so memory grows by some 250 bytes a label.
 
     Args:
         dataset: the table.

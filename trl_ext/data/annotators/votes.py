@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ from ..texts import has_content, is_text
 from .labels import FIRST, SECOND, Columns, Labels, texts_of
 
 Method = Literal["majority", "dawid_skene", "mace"]
-METHODS = ("majority", "dawid_skene", "mace")
+METHODS: tuple[str, ...] = get_args(Method)
 _ENOUGH_PER_ITEM, _ENOUGH_EACH = 2, 10
 _ROWS = 1000
 _NO_TEXT = "with an empty text, or the same one twice"

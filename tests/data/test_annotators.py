@@ -148,7 +148,7 @@ def test_drift_is_found():
 
 @pytest.mark.parametrize("method", ["dawid_skene", pytest.param("mace", marks=pytest.mark.slow)])
 def test_models_of_annotators_make_fewer_wrong_pairs_than_votes(method):
-    table, _, better = planted(100, seed=3, off=2)
+    table, _, better = planted(200, seed=3, off=2)
     read = read_labels(table, COLUMNS)
     is_x = np.array([text.startswith("answer x") for text in table.select(read.rows)["response_a"]])
     wrong = []

@@ -1,8 +1,10 @@
 """Who labelled preference pairs, how far they agree, and what their labels come to."""
 
-from .agreement import agreement_report, krippendorff_alpha, zscores
-from .labels import FIRST, SECOND, TIE, Columns, Labels, read_labels
+from .agreement import agreement_report, krippendorff_alpha
+from .columns import Columns
+from .labels import FIRST, SECOND, TIE, Labels, read_labels
 from .votes import METHODS, hold_out_annotators, majority_pairs, shares_of_labels
+from .zscores import zscores
 
 __all__ = [
     "FIRST",

@@ -8,10 +8,10 @@ import pandas as pd
 
 from ...packages import need
 from .labels import FIRST, SECOND, TIE, Labels
+from .zscores import others_share, sums, zscores
 
 RESAMPLES = 1000
 _KAPPAS = 20  # annotators with the most labels, of whom each two are compared
-_NO_MEASURE, _ROUNDS = -2, 10  # who is below this z-score is no measure for others; looked for at most so often
 _FEW = 20  # labels below which a z-score says little
 
 
@@ -34,7 +34,7 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     per_item = counts.sum(1)
     overlapping = int((per_item > 1).sum())
     alpha, interval = krippendorff_alpha(counts, seed=seed)
-    compared = _others_share(labels, counts, labels.choice)
+    compared = others_share(labels, counts, labels.choice)
     used = np.bincount(labels.choice, minlength=3)
     coin = ((counts[:, FIRST] + counts[:, SECOND]) / np.maximum(per_item, 1))[per_item > 1]
     people = per_annotator(labels, counts)
@@ -50,7 +50,7 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
         "alpha_interval": interval,
         "agreement": _pair_agreement(counts),
         "coin": float(np.average(coin, weights=per_item[per_item > 1]) / 2) if overlapping else None,
-        "most_frequent": float(np.nanmean(_others_share(labels, counts, int(used.argmax())))) if overlapping else None,
+        "most_frequent": float(np.nanmean(others_share(labels, counts, int(used.argmax())))) if overlapping else None,
         "agreement_by_confidence": _by_confidence(labels, compared),
         "missing": labels.missing,
         "repeats": int(labels.repeats.sum()),
@@ -110,12 +110,12 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
         earlier one), `confidence` (mean), `repeats`, `contradictions`.
     """
     size = len(labels.annotators)
-    total = _per(labels.annotator, np.ones(len(labels)), size)
-    compared = _others_share(labels, counts, labels.choice)
+    total = sums(labels.annotator, np.ones(len(labels)), size)
+    compared = others_share(labels, counts, labels.choice)
     has = np.isfinite(compared)
     who, agrees = labels.annotator[has], compared[has]
     number = np.bincount(who, minlength=size)
-    mean = _per(who, agrees, size) / np.maximum(number, 1)
+    mean = sums(who, agrees, size) / np.maximum(number, 1)
     z = zscores(labels)
     drift, drift_z = _drift(labels, compared)
     lean, lean_z = _lean(labels, counts)
@@ -124,8 +124,8 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
     rows = []
     seconds = _medians(labels, labels.seconds)
     confidence = _medians(labels, labels.confidence, "mean")
-    ties = _per(labels.annotator, ~is_choice, size)
-    first, choices = (_per(labels.annotator[is_choice], value[is_choice], size) for value in (shown, is_choice))
+    ties = sums(labels.annotator, ~is_choice, size)
+    first, choices = (sums(labels.annotator[is_choice], value[is_choice], size) for value in (shown, is_choice))
     for place in np.argsort(-total, kind="stable"):
         if not total[place]:
             continue
@@ -150,72 +150,6 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def zscores(labels: Labels) -> np.ndarray:
-    """
-    Compare each annotator's agreement with the median of the others', in standard deviations of what to expect.
-
-    z = (x − median) / √(σ²/n + τ²), σ²/n being the noise of n labels, and τ² the spread among the others beyond their
-    own noise: (1.4826·MAD)² − median(σ²/n), at least 0. So a few labels are not held against anybody, nor is what is
-    usual among people. Who has z < −2 is no measure for the others: it is done again without them, until nothing
-    changes, as long as three annotators and half of all are left.
-
-    Args:
-        labels: of all annotators.
-
-    Returns:
-        (A,); NaN where it is not known, as with fewer than three annotators.
-    """
-    size = len(labels.annotators)
-    z, is_measure = np.full(size, np.nan), np.ones(size, bool)
-    for _ in range(_ROUNDS):
-        z = _zscores_against(labels, is_measure)
-        now = ~(z < _NO_MEASURE)
-        people = np.unique(labels.annotator)
-        if (now == is_measure).all() or now[people].sum() < max(3, len(people) / 2):
-            break
-        is_measure = now
-    return z
-
-
-def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
-    """The same against those for whom the (A,) mask is True."""
-    size = len(labels.annotators)
-    own = is_measure[labels.annotator]
-    agrees = _others_share(labels, labels.where(own).counts(), labels.choice, own)
-    known = np.isfinite(agrees)
-    who, agrees = labels.annotator[known], agrees[known]
-    number = np.bincount(who, minlength=size)
-    mean = _per(who, agrees, size) / np.maximum(number, 1)
-    noise = agrees.var() / np.maximum(number, 1) if len(agrees) else np.zeros(size)
-    z = np.full(size, np.nan)
-    measure = np.flatnonzero(is_measure & (number > 0))
-    for place in np.flatnonzero(number):
-        others = measure[measure != place]
-        if len(others) < 2:
-            continue
-        median = np.median(mean[others])
-        spread = (1.4826 * np.median(np.abs(mean[others] - median))) ** 2
-        expected = np.sqrt(noise[place] + max(spread - np.median(noise[others]), 0))
-        z[place] = (mean[place] - median) / expected if expected > 0 else 0.0
-    return z
-
-
-def _others_share(labels: Labels, counts: np.ndarray, choice: Any, own: Any = True) -> np.ndarray:
-    """
-    (L,), the share of the others' labels of an item that are `choice`; NaN where there is no other.
-
-    Args:
-        labels: to compare.
-        counts: (I, 3), what they are compared with.
-        choice: one label, or one for each.
-        own: whether the counts hold the label itself; (L,) bool if not of all.
-    """
-    others = counts.sum(1)[labels.item] - own
-    same = counts[labels.item, choice] - own * (labels.choice == choice)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(others > 0, same / others, np.nan)
 
 
 def _pair_agreement(counts: np.ndarray) -> float | None:
@@ -262,8 +196,8 @@ def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray
     for half in (~later, later):
         n = np.bincount(who[half], minlength=size)
         with np.errstate(invalid="ignore", divide="ignore"):
-            mean = _per(who[half], agrees[half], size) / n
-            errors.append((_per(who[half], agrees[half] ** 2, size) / n - mean**2) / (n - 1))
+            mean = sums(who[half], agrees[half], size) / n
+            errors.append((sums(who[half], agrees[half] ** 2, size) / n - mean**2) / (n - 1))
         means.append(mean)
     drift = np.where(number >= 4, means[1] - means[0], np.nan)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -273,8 +207,8 @@ def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray
 def _mean_and_z(who: np.ndarray, values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     n = np.bincount(who, minlength=size)
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = _per(who, values, size) / n
-        error = np.sqrt((_per(who, values**2, size) / n - mean**2) / (n - 1))
+        mean = sums(who, values, size) / n
+        error = np.sqrt((sums(who, values**2, size) / n - mean**2) / (n - 1))
         return mean, mean / error
 
 
@@ -347,10 +281,6 @@ def _unknown(labels: Labels, report: dict[str, Any]) -> Any:
         yield "The table has no time, so drift is not known."
     if labels.seconds is None:
         yield "The table has no seconds, so speed is not known."
-
-
-def _per(who: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    return np.bincount(who, values, size)
 
 
 def _share(part: Any, whole: Any) -> float | None:

@@ -10,7 +10,8 @@ from datasets import Dataset
 
 from ...packages import need
 from ..texts import has_content, is_text
-from .labels import FIRST, SECOND, Columns, Labels, texts_of
+from .columns import Columns, texts_of
+from .labels import FIRST, SECOND, Labels
 
 Method = Literal["majority", "dawid_skene", "mace"]
 METHODS: tuple[str, ...] = get_args(Method)

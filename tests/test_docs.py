@@ -28,7 +28,10 @@ PAGES = {
 }
 PACKAGES = [
     "trl_ext",
-    *(f"trl_ext.{name}" for name in "callbacks rewards functional data evaluation models planning".split()),
+    *(
+        f"trl_ext.{name}"
+        for name in "callbacks rewards functional data data.annotators evaluation models planning".split()
+    ),
 ]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
 
@@ -93,7 +96,7 @@ def test_readme_is_short_and_begins_with_two_commands():
 
 # ---- Commands ----
 
-COMMANDS = "sft reward ppo dpo online-dpo generate merge plan serve-reward report kl demo doctor".split()
+COMMANDS = "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators kl demo doctor".split()
 SOURCES = {
     "plan": "recipes/plan.py",
     "serve-reward": "trl_ext/commands/serve_reward.py",
@@ -120,6 +123,7 @@ def flags_of(command):
     """The flags that a command takes, read from its recipe's dataclasses, or from its parser's source."""
     from recipes import dpo, generate, merge, online_dpo, plan, ppo, reward, sft
     from recipes.demo import run
+    from trl_ext.commands.annotators import AnnotatorsArguments
 
     recipes = {
         "sft": plan.ARGUMENTS["sft"],
@@ -130,10 +134,11 @@ def flags_of(command):
         "generate": (generate.GenerateArguments,),
         "merge": (merge.MergeArguments,),
         "demo": (run.RunArguments,),
+        "annotators": (AnnotatorsArguments,),
     }
     assert {dpo, ppo, reward, sft}  # what plan.ARGUMENTS is made of
     names = {field.name for cls in recipes.get(command, ()) for field in dataclasses.fields(cls)}
-    if command in recipes and command not in ("generate", "merge", "demo"):
+    if command in recipes and command not in ("generate", "merge", "demo", "annotators"):
         names |= {"config", "accelerate_config", "num_processes", "resume_from_checkpoint", "resume_anyway"}
     if command in SOURCES:
         names |= set(re.findall(r'"--(\w+)"', (ROOT / SOURCES[command]).read_text())) | {"accelerate_config"}

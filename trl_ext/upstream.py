@@ -112,6 +112,10 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "train": "resume_from_checkpoint, ...",
         "training_step": "...",
     },
+    "trl.RewardTrainer": {
+        "_set_signature_columns_if_needed": "",
+        "compute_loss": "model, inputs, return_outputs, num_items_in_batch",
+    },
     "trl.generation.vllm_generation.VLLMGeneration": {"_iter_named_params": ""},
     "transformers.GenerationMixin": {"_get_logits_processor": "generation_config, ..."},
     "transformers.PreTrainedModel": {"_set_gradient_checkpointing": "enable=, gradient_checkpointing_func=, ..."},
@@ -133,6 +137,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
+    "trl.RewardTrainer": "_signature_columns data_collator",
     "trl.generation.vllm_generation.VLLMGeneration": "generation_kwargs temperature",
     "transformers.PreTrainedConfig": "_attn_implementation",
     "bitsandbytes.nn.Linear4bit": "support_avx512bf16_for_cpu",

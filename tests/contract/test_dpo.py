@@ -14,9 +14,9 @@ from tests.contract import observed
 from tests.dpo.worker import QUIET, make_trl_trainer
 from tests.dpo.worker import pairs as dpo_pairs
 from tests.tiny import tiny_llama, tiny_tokenizer
+from trl_ext.data.pair_columns import PAIR_COLUMNS
 from trl_ext.dpo import DPOConfig
 from trl_ext.dpo import config as dpo_config
-from trl_ext.dpo.inputs import PAIR_COLUMNS
 
 LOSSES = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),

@@ -49,8 +49,8 @@ def test_a_violation_caps_the_score_and_no_more():
     assert reward.__name__ == "constitution_length" and not reward.in_background
     name = "rewards/constitution_length"
     assert logged == {
-        f"{name}/violations/forbidden_pattern_1": 0.75,
-        f"{name}/violations/forbidden_pattern_2": 0.25,
+        f"{name}/violations/forbidden_pattern_0": 0.75,
+        f"{name}/violations/forbidden_pattern_1": 0.25,
         f"{name}/violations": 0.75,
         f"{name}/unchecked": 0.0,
     }

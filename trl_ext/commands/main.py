@@ -34,6 +34,7 @@ TOOLS = {
     "plan": "say what a run takes, memory and time, before it is started",
     "serve-reward": "score completions of other processes and machines, over HTTP",
     "report": "write the page of a run, or of several",
+    "annotators": "say how far annotators agree, and make pairs of their labels",
     "kl": "estimate the KL between two checkpoints",
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
     "doctor": "say what is installed, what is missing, and how to get it",

@@ -1,65 +1,20 @@
 """Check what the trainer is given, and bring what else is known of a pair into the batches."""
 
-import math
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
 from transformers import AutoProcessor
 
 from ..data import has_content, is_text
+from ..data.pair_columns import SCORES, column_problem
 from ..models.generation import check_chat_template
 from ..upstream import get_config_model_id
 from .config import DPOConfig
 
-# What a batch may carry beside TRL's columns, which TRL would pass on to the model
-PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
-_SCORES = ("score_chosen", "score_rejected")  # dataset columns, of which `margin` is the difference
-_RULES = {  # column: (rule in words, test of a float)
-    "margin": ("a finite number", math.isfinite),
-    "score_chosen": ("a finite number", math.isfinite),
-    "score_rejected": ("a finite number", math.isfinite),
-    "confidence": ("in [0.5, 1]: below 0.5, the other answer is the chosen one", lambda x: 0.5 <= x <= 1),
-    "weight": ("a finite number >= 0", lambda x: 0 <= x < math.inf),
-}
 _SHOWN = 5
-
-
-@dataclass
-class PairCollator:
-    """
-    Adds what else is known of the pairs to the batch that `collator` makes: (B,) floats, and the source as an int.
-
-    Args:
-        collator: TRL's.
-        columns: dataset columns to read.
-        sources: name of a source → its place in the list of sources; any other one is −1.
-    """
-
-    collator: Any
-    columns: tuple[str, ...]
-    sources: dict[str, int] = field(default_factory=dict)
-
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self.collator(examples)
-        for name in self.columns:
-            if name == "source":
-                batch[name] = torch.tensor([self.sources.get(example[name], -1) for example in examples])
-            elif name not in _SCORES:
-                batch[name] = torch.tensor([float(example[name]) for example in examples])
-        if "score_chosen" in self.columns:
-            batch["margin"] = torch.tensor([float(e["score_chosen"] - e["score_rejected"]) for e in examples])
-        return batch
-
-
-def take_columns(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into our columns and what TRL is to see."""
-    columns = {name: inputs[name] for name in PAIR_COLUMNS if name in inputs}
-    return columns, {name: value for name, value in inputs.items() if name not in columns}
 
 
 def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
@@ -95,14 +50,14 @@ def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
     wanted: list[str] = []
     if args.use_margin:
         found = _columns_of(train_dataset)
-        scores = [column for column in _SCORES if column in found]
+        scores = [column for column in SCORES if column in found]
         if "margin" in found and scores:
             raise ValueError(
                 f"The train dataset has the columns `margin` and {', '.join(f'`{column}`' for column in scores)}, "
                 "which are two ways to say by how much the chosen answer must win: remove one with "
                 "`Dataset.remove_columns`."
             )
-        wanted += _SCORES if scores else ["margin"]
+        wanted += SCORES if scores else ["margin"]
     wanted += ["confidence"] * args.use_confidence + ["weight"] * args.use_weight
     return tuple(wanted + ["source"] * (args.margin_normalization == "source"))
 
@@ -191,9 +146,8 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
             if not isinstance(value, str):
                 yield f"`source` must be a string, got {value!r}"
             continue
-        rule, is_valid = _RULES[column]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
-            yield f"`{column}` must be {rule}, got {value!r}"
+        if problem := column_problem(column, value):
+            yield problem
 
 
 def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:

@@ -19,6 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from ..callbacks.console import ConsoleCallback
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
+from ..data.pair_columns import PairCollator, take_columns
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
 from ..models.adapter_guard import AdapterGuard
 from ..models.card import without_none
@@ -31,14 +32,12 @@ from ..upstream import check_contract, get_config_model_id, use_adapter
 from .beta_controller import BetaController
 from .config import DPOConfig
 from .inputs import (
-    PairCollator,
     check_arguments,
     check_dataset,
     check_evaluation,
     check_not_dropped,
     check_template,
     name_row,
-    take_columns,
     wanted_columns,
 )
 from .margin_normalizer import MarginNormalizer

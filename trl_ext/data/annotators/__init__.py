@@ -1,0 +1,23 @@
+"""Who labelled preference pairs, how far they agree, and what their labels come to."""
+
+from .agreement import agreement_report, krippendorff_alpha
+from .columns import Columns
+from .labels import FIRST, SECOND, TIE, Labels, read_labels
+from .votes import METHODS, hold_out_annotators, majority_pairs, shares_of_labels
+from .zscores import zscores
+
+__all__ = [
+    "FIRST",
+    "METHODS",
+    "SECOND",
+    "TIE",
+    "Columns",
+    "Labels",
+    "agreement_report",
+    "hold_out_annotators",
+    "krippendorff_alpha",
+    "majority_pairs",
+    "read_labels",
+    "shares_of_labels",
+    "zscores",
+]

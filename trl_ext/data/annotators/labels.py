@@ -1,0 +1,277 @@
+"""Tables of labels, long or wide, as arrays: who chose what, of which pair."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset
+
+from .columns import Columns
+
+FIRST, SECOND, TIE = range(3)
+_MISSING = -1
+_ROWS = 50_000  # read at a time
+_EMPTY = pd.util.hash_array(np.array([""], dtype=object))[0]
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
+
+
+@dataclass(frozen=True)
+class Labels:
+    """
+    Labels as arrays, one entry a label; each annotator has one label of an item at most.
+
+    Args:
+        item: (L,) int, place in `rows`.
+        annotator: (L,) int, place in `annotators`.
+        choice: (L,) int, `FIRST`, `SECOND` or `TIE`, in the order of the answers in the item's first row.
+        swapped: (L,) bool, whether this annotator was shown the answers in the other order.
+        annotators: names.
+        rows: (I,) the first row of each item in the table.
+        prompt: (I,) int, equal where prompts are.
+        usable: (I,) bool, whether there are two different answers to choose from.
+        time, seconds, confidence: (L,) float, NaN where unknown; None if the table does not say.
+        repeats: (A,) how often each annotator labelled an item again.
+        contradictions: (A,) in how many items these labels differ; all of them are left out.
+        missing: cells without a label, or labels without an annotator.
+    """
+
+    item: np.ndarray
+    annotator: np.ndarray
+    choice: np.ndarray
+    swapped: np.ndarray
+    annotators: list[str]
+    rows: np.ndarray
+    prompt: np.ndarray
+    usable: np.ndarray
+    time: np.ndarray | None = None
+    seconds: np.ndarray | None = None
+    confidence: np.ndarray | None = None
+    repeats: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    contradictions: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
+    missing: int = 0
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    def where(self, kept: np.ndarray) -> "Labels":
+        """Return the labels for which the (L,) mask is True; items and annotators keep their places."""
+        names = ("item", "annotator", "choice", "swapped", "time", "seconds", "confidence")
+        return replace(self, **{name: getattr(self, name)[kept] for name in names if getattr(self, name) is not None})
+
+    def counts(self) -> np.ndarray:
+        """Return how often each item was labelled `FIRST`, `SECOND`, `TIE`: (I, 3) int."""
+        size = 3 * len(self.rows)
+        return np.bincount(self.item * 3 + self.choice, minlength=size).reshape(-1, 3)
+
+
+def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
+    """
+    Read a table a part at a time: of texts only hashes are kept, so memory grows by some 250 bytes a label.
+
+    Args:
+        dataset: the table.
+        columns: which column holds what.
+
+    Raises:
+        ValueError: a column is missing, a value is none of `columns.values`, a score or a time is no number, one item
+            has different texts, or there is no label. The message names the row.
+    """
+    columns = columns or Columns()
+    if missing := [name for name in columns.names if name not in dataset.column_names]:
+        raise ValueError(
+            f"the table lacks the column(s) {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(map(repr, dataset.column_names))}: say which holds what"
+        )
+    names: dict[str, int] = {name: place for place, name in enumerate(columns.annotators)}
+    parts = [_read_rows(*batch, columns, names) for batch in _batches(dataset, columns)]
+    if not parts:
+        raise ValueError("the table has no rows")
+    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    del parts
+    item, rows, first = _items(table, columns)
+    (prompt,) = pd.factorize(table["prompt"][rows])[:1]
+    row = table.pop("row")
+    swapped = (table["first"] != first)[row]
+    labels = Labels(
+        item=item[row],
+        annotator=table["annotator"],
+        choice=table["choice"],
+        swapped=swapped,
+        annotators=list(names),
+        rows=rows,
+        prompt=prompt,
+        usable=table["usable"][rows],
+        time=table.get("time"),
+        seconds=table.get("seconds"),
+        confidence=table.get("confidence"),
+    )
+    known = (labels.choice != _MISSING) & (labels.annotator != _MISSING)
+    labels = replace(labels.where(known), missing=int((~known).sum()))
+    if not len(labels):
+        raise ValueError(f"the table has {len(row)} rows and no label in them")
+    return _once(_in_order_of_item(labels))
+
+
+def _in_order_of_item(labels: Labels) -> Labels:
+    turned = labels.swapped & (labels.choice != TIE)
+    return replace(labels, choice=np.where(turned, 1 - labels.choice, labels.choice).astype(np.int8))
+
+
+def _once(labels: Labels) -> Labels:
+    """Leave out what an annotator said again of an item, and all of it where it differs."""
+    size = len(labels.annotators)
+    key = labels.item * size + labels.annotator
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    choice = labels.choice[order]
+    differs = np.maximum.reduceat(choice, starts) != np.minimum.reduceat(choice, starts)
+    who = labels.annotator[order][starts]
+    repeats = np.bincount(who, np.diff(starts, append=len(order)) - 1, size).astype(int)
+    contradictions = np.bincount(who[differs], minlength=size)
+    is_kept = np.zeros(len(order), bool)
+    is_kept[order[starts[~differs]]] = True
+    return replace(labels.where(is_kept), repeats=repeats, contradictions=contradictions)
+
+
+def _items(table: dict[str, np.ndarray], columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Item of each row, first row of each item, and hash of the answer that is first in it, for each row."""
+    key = table["key"] if columns.item else table["texts"]
+    item, _ = pd.factorize(key)  # in the order of their first rows
+    rows = np.flatnonzero(_is_new(item))
+    if columns.item:
+        differ = np.flatnonzero(table["texts"] != table["texts"][rows][item])
+        if len(differ):
+            row = int(differ[0])
+            raise ValueError(
+                f"rows {rows[item[row]]} and {row} have one {columns.item!r}, but other texts: give each pair of "
+                "answers a name of its own, or leave the column out"
+            )
+    return item, rows, table["first"][rows][item]
+
+
+def _is_new(codes: np.ndarray) -> np.ndarray:
+    """Of codes that are counted up: where one appears for the first time."""
+    highest = np.maximum.accumulate(codes)
+    return np.diff(highest, prepend=-1) > 0
+
+
+def _batches(dataset: Dataset, columns: Columns) -> Iterator[tuple[int, pa.Table]]:
+    rows = dataset.select_columns(list(dict.fromkeys(columns.names))).with_format("arrow")
+    for place, table in enumerate(rows.iter(_ROWS)):
+        _check_utf8(table, place * _ROWS)
+        yield place * _ROWS, table
+
+
+def _check_utf8(table: pa.Table, start: int) -> None:
+    """Readers of JSON lines let other encodings through."""
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid as error:
+        for name in table.column_names:
+            for row, value in enumerate(table[name]):
+                try:
+                    value.as_py()
+                except UnicodeDecodeError:
+                    raise ValueError(
+                        f"the column {name!r} holds no UTF-8 in row {start + row}: convert the table, as by "
+                        "`iconv -f latin1 -t utf-8`"
+                    ) from error
+        raise ValueError(f"rows {start} to {start + len(table)} cannot be read: {error}") from error
+
+
+def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, int]) -> dict[str, np.ndarray]:
+    """The arrays of some rows: of texts one entry a row, of labels one a label, with its row."""
+    size = len(table)
+    prompt = np.zeros(size, np.uint64)
+    for name in columns.prompt:
+        prompt = prompt * _MIX + _hashes(table[name])
+    first, second = (_hashes(table[name]) for name in columns.responses)
+    texts = (prompt * _MIX + np.minimum(first, second)) * _MIX + np.maximum(first, second)
+    usable = (first != second) & (first != _EMPTY) & (second != _EMPTY)
+    read = {"prompt": prompt, "first": first, "texts": texts, "usable": usable}
+    if columns.item:
+        read["key"] = _hashes(table[columns.item])
+    rows = np.arange(start, start + size)
+    if columns.annotators:
+        read["row"] = np.tile(rows, len(columns.annotators))
+        read["annotator"] = np.repeat(np.arange(len(columns.annotators), dtype=np.int32), size)
+        read["choice"] = np.concatenate([_choices(table[name], name, start, columns) for name in columns.annotators])
+        return read
+    assert columns.annotator
+    read |= {"row": rows, "annotator": _annotators(table[columns.annotator], names)}
+    if columns.scores:
+        a, b = (_numbers(table[name], name, start) for name in columns.scores)
+        read["choice"] = np.select([a > b, a < b, a == b], [FIRST, SECOND, TIE], _MISSING).astype(np.int8)
+    elif columns.choice:
+        read["choice"] = _choices(table[columns.choice], columns.choice, start, columns)
+    if columns.time:
+        read["time"] = _times(table[columns.time], columns.time, start)
+    for name, column in (("seconds", columns.seconds), ("confidence", columns.confidence)):
+        if column:
+            read[name] = _numbers(table[column], column, start)
+    return read
+
+
+def _hashes(column: pa.ChunkedArray) -> np.ndarray:
+    values = _strings(column).fill_null("").to_numpy()
+    return pd.util.hash_array(values.astype(object), categorize=False)
+
+
+def _strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Values as text: 1.0 as 1, as a column of integers that lacks one becomes in CSV; messages as JSON."""
+    kind = column.type
+    if pa.types.is_nested(kind):
+        return pa.chunked_array([[json.dumps(value, sort_keys=True) for value in column.to_pylist()]])
+    if pa.types.is_floating(kind):
+        values = column.to_numpy()
+        whole = np.isfinite(values) & (values == np.round(values))
+        texts = [str(int(x)) if w else None if np.isnan(x) else str(x) for x, w in zip(values, whole, strict=True)]
+        return pa.chunked_array([pa.array(texts, pa.string())])
+    return column.cast(pa.string())
+
+
+def _choices(column: pa.ChunkedArray, name: str, start: int, columns: Columns) -> np.ndarray:
+    values = pc.utf8_trim_whitespace(_strings(column)).combine_chunks().dictionary_encode()
+    known = {value: min(place, TIE) for place, value in enumerate(columns.values)} | {"": _MISSING}
+    codes = values.indices.fill_null(_MISSING).to_numpy()
+    texts = values.dictionary.to_pylist()
+    for code, text in enumerate(texts):
+        if text not in known:
+            row = start + int(np.flatnonzero(codes == code)[0])
+            raise ValueError(
+                f"the column {name!r} holds {text[:40]!r} in row {row}, which is none of {', '.join(columns.values)}: "
+                "say what stands for the first answer, for the second and for a tie"
+            )
+    return np.array([*(known[text] for text in texts), _MISSING], np.int8)[codes]
+
+
+def _annotators(column: pa.ChunkedArray, names: dict[str, int]) -> np.ndarray:
+    values = _strings(column).combine_chunks().dictionary_encode()
+    places = [names.setdefault(text, len(names)) if text else _MISSING for text in values.dictionary.to_pylist()]
+    return np.array([*places, _MISSING], np.int32)[values.indices.fill_null(_MISSING).to_numpy()]
+
+
+def _numbers(column: pa.ChunkedArray, name: str, start: int) -> np.ndarray:
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        return column.cast(pa.float64()).fill_null(np.nan).to_numpy()
+    for row, value in enumerate(column.to_pylist()):
+        if value is not None:
+            raise ValueError(f"the column {name!r} must hold numbers, but row {start + row} has {str(value)[:40]!r}")
+    return np.full(len(column), np.nan)
+
+
+def _times(column: pa.ChunkedArray, name: str, start: int) -> np.ndarray:
+    """Seconds since some moment."""
+    if pa.types.is_string(column.type) or pa.types.is_temporal(column.type) or pa.types.is_large_string(column.type):
+        given = pd.Series(column.to_pandas())
+        dates = pd.to_datetime(given, utc=True, errors="coerce", format="mixed")
+        if wrong := [int(row) for row in np.flatnonzero(dates.isna() & given.notna())[:1]]:
+            raise ValueError(
+                f"the column {name!r} must hold times, but row {start + wrong[0]} has {given.iloc[wrong[0]]!r}"
+            )
+        return (dates - pd.Timestamp(0, tz="UTC")).dt.total_seconds().to_numpy()
+    return _numbers(column, name, start)

@@ -1,0 +1,79 @@
+"""What is known of a pair beside its texts: the columns that trainers read, and how they come into a batch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+# What a batch may carry beside TRL's columns, which TRL would pass on to the model
+PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
+SCORES = ("score_chosen", "score_rejected")  # dataset columns, of which `margin` is the difference
+_RULES = {  # column: (rule in words, test of a float)
+    "margin": ("a finite number", math.isfinite),
+    "score_chosen": ("a finite number", math.isfinite),
+    "score_rejected": ("a finite number", math.isfinite),
+    "confidence": ("in [0.5, 1]: below 0.5, the other answer is the chosen one", lambda x: 0.5 <= x <= 1),
+    "weight": ("a finite number >= 0", lambda x: 0 <= x < math.inf),
+}
+
+
+@dataclass
+class PairCollator:
+    """
+    Adds what else is known of the pairs to the batch that `collator` makes: (B,) floats, and the source as an int.
+
+    Args:
+        collator: TRL's.
+        columns: dataset columns to read.
+        sources: name of a source → its place in the list of sources; any other one is −1.
+    """
+
+    collator: Any
+    columns: tuple[str, ...]
+    sources: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.collator(examples)
+        for name in self.columns:
+            if name == "source":
+                batch[name] = torch.tensor([self.sources.get(example[name], -1) for example in examples])
+            elif name not in SCORES:
+                batch[name] = torch.tensor([float(example[name]) for example in examples])
+        if "score_chosen" in self.columns:
+            batch["margin"] = torch.tensor([float(e["score_chosen"] - e["score_rejected"]) for e in examples])
+        return batch
+
+
+def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split a batch into our columns and what TRL is to see."""
+    columns = {name: inputs[name] for name in names if name in inputs}
+    return columns, {name: value for name, value in inputs.items() if name not in columns}
+
+
+def column_problem(column: str, value: Any) -> str:
+    """What is wrong with a number that is known of a pair; empty if nothing is."""
+    rule, is_valid = _RULES[column]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
+        return f"`{column}` must be {rule}, got {value!r}"
+    return ""
+
+
+def check_columns(dataset: Dataset, name: str, columns: Sequence[str]) -> None:
+    """
+    Refuse a dataset that lacks a column with a number for each pair, or has a wrong one in it.
+
+    Raises:
+        ValueError: the message names the column, or the first row with a wrong number.
+    """
+    for column in columns:
+        if column not in dataset.column_names:
+            raise ValueError(
+                f"The {name} dataset lacks the column `{column}`, which `use_{column}` reads; it has "
+                f"{dataset.column_names}: add it, or unset the option."
+            )
+        for row, value in enumerate(dataset[column]):
+            if problem := column_problem(column, value):
+                raise ValueError(f"The {name} dataset, row {row}: {problem}.")

@@ -13,6 +13,8 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "trackio": ("`report_to: trackio`", "trackio"),
     "matplotlib": ("curves in reports, `MonitoringPlotCallback`", "matplotlib"),
     "prometheus_client": ("`PrometheusCallback`", "prometheus-client"),
+    "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),
+    "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }
 NO_DEEPSPEED = f"DeepSpeed is asked for, but not installed: `pip install {OPTIONAL['deepspeed'][1]}`"
 # transformers' names of trackers that are the package's name, too
@@ -43,9 +45,9 @@ def check_packages(*settings: Any) -> None:
     """
     for each in settings:
         if getattr(each, "load_in_4bit", False) or getattr(each, "load_in_8bit", False):
-            _need("bitsandbytes", "a quantised base (`load_in_4bit`, `load_in_8bit`)")
+            need("bitsandbytes", "a quantised base (`load_in_4bit`, `load_in_8bit`)")
         for tracker in {*(getattr(each, "report_to", None) or ())} & {*_TRACKERS, "wandb"}:
-            _need(tracker, f"`report_to` {tracker}", f", or give `--report_to none` instead of {tracker}")
+            need(tracker, f"`report_to` {tracker}", f", or give `--report_to none` instead of {tracker}")
             if tracker == "wandb" and os.environ.get("RANK", "0") == "0" and not has_wandb_login():
                 raise ValueError(
                     "`report_to` wandb needs a login: run `wandb login`, or set WANDB_MODE=offline, or give "
@@ -70,7 +72,18 @@ def has_wandb_login() -> bool:
         raise ValueError(f"W&B: {error}") from error
 
 
-def _need(package: str, what: str, otherwise: str = "") -> None:
+def need(package: str, what: str, otherwise: str = "") -> None:
+    """
+    Refuse to go on without a package.
+
+    Args:
+        package: its name in `import`.
+        what: what needs it.
+        otherwise: what can be done instead, as the end of the sentence.
+
+    Raises:
+        ImportError: it is not installed; the message has the command that installs it.
+    """
     if not is_installed(package):
         install = OPTIONAL[package][1] if package in OPTIONAL else package
         raise ImportError(f"{what} needs {package}, which is not installed: `pip install {install}`{otherwise}")

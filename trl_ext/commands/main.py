@@ -34,6 +34,7 @@ TOOLS = {
     "plan": "say what a run takes, memory and time, before it is started",
     "report": "write the page of a run, or of several",
     "kl": "estimate the KL between two checkpoints",
+    "prompts": "report on duplicates, leaks and lengths of prompts, and write filtered copies",
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
     "doctor": "say what is installed, what is missing, and how to get it",
 }

@@ -1,0 +1,359 @@
+"""The page and the figures of `trl-ext prompts`."""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ..data import REASONS, SCRIPTS, PromptReport, similarity_of, strata
+from .charts import COLOURS, LINES, chart
+from .markup import document, none, number, section, table, text, tiles
+
+EXAMPLES = 8
+_SHOWN = 400  # characters of a prompt
+_QUANTILES = {"least": 0.0, "5 %": 0.05, "half": 0.5, "95 %": 0.95, "most": 1.0}
+
+
+# ---- Figures ----
+
+
+def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: dict[str, Any]) -> dict[str, Any]:
+    """What `prompts.json` has, but for bounds and settings."""
+    found: dict[str, Any] = {"sets": {}, "shared": {}}
+    for name, rows in report.sets.items():
+        place, others = report.places[name], [other for other in report.sets if other != name]
+        sizes = {"words": report.words[place], "characters": report.characters[place]}
+        filled = report.filled(name)
+        exact, near = (int(report.repeated(name, kind).sum()) for kind in ("exact", "near"))
+        groups = report.duplicates.near[place]
+        largest = int(np.unique(groups[filled], return_counts=True)[1].max()) if filled.any() else 0
+        of_set: dict[str, Any] = {
+            "rows": len(rows),
+            "column": rows.column,
+            "empty": int((~filled).sum()),
+            "exact_duplicates": exact,
+            "near_duplicates": near,
+            "largest_group": largest,
+            "joined_by_others": int((report.duplicates.similarity[place][filled] < args.threshold).sum()),
+            "shared_exact": int(report.shared(name, others, "exact").sum()),
+            "shared_near": int(report.shared(name, others, "near").sum()),
+        }
+        for unit, values in sizes.items():
+            of_set[unit] = {label: float(np.quantile(values, share)) for label, share in _QUANTILES.items()}
+        scripts = np.bincount(report.scripts[place], minlength=len(SCRIPTS)) / len(rows)
+        of_set["scripts"] = {SCRIPTS[i]: float(scripts[i]) for i in np.argsort(-scripts, kind="stable") if scripts[i]}
+        of_set["languages"] = report.languages[name] if report.languages is not None else None
+        if report.other_view is not None:
+            of_set["same_in_the_other_view"] = _repeated_elsewhere(report, name)
+        if name in report.copied:
+            of_set["copied"] = {
+                "answers": int((report.copied[name] > 0).sum()),
+                "share": float((report.copied[name] > 0).mean()),
+                "rows": np.flatnonzero(report.copied[name] > 0)[:1000].tolist(),
+            }
+        counts = np.bincount(reasons[name], minlength=len(REASONS))
+        of_set["left_out"] = {why: int(count) for why, count in zip(REASONS[1:], counts[1:], strict=True)}
+        of_set["kept"] = int(counts[0])
+        if name in splits:
+            of_set["splits"] = {split: int((splits[name] == split).sum()) for split in args.split_shares}
+        found["sets"][name] = of_set
+        found["shared"][name] = {
+            other: {kind: int(report.shared(name, [other], kind).sum()) for kind in ("exact", "near")}
+            for other in others
+        }
+    return found
+
+
+def _repeated_elsewhere(report: PromptReport, name: str) -> int:
+    """Rows that another row of any set equals in the view that groups are not made of, and not in the one they are."""
+    assert report.other_view is not None
+    counts = np.bincount(report.other_view)[report.other_view]
+    exact = report.duplicates.exact
+    same = np.bincount(exact + 1)[exact + 1]
+    place = report.places[name]
+    return int(((counts > same) & (exact >= 0))[place].sum())
+
+
+def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each bound, the share that was found, and whether it is broken."""
+    keys = {
+        "max_overlap": ("shared_near", "have a duplicate in another set"),
+        "max_duplicates": ("near_duplicates", "have a duplicate before them in the set"),
+    }
+    result = []
+    for option, of_option in bounds.items():
+        for name, bound in of_option.items():
+            of_set = found["sets"][name]
+            if option == "max_copied":
+                if "copied" not in of_set:
+                    raise ValueError(f"`max_copied` is for {name!r}, which has no answers or is what copies are from")
+                count, what = of_set["copied"]["answers"], "have an answer that repeats the corpus"
+            else:
+                key, what = keys[option]
+                count = of_set[key]
+            share = count / of_set["rows"]
+            sentence = f"{count} of {of_set['rows']} rows of {name!r} ({share:.2%}) {what}, the bound is {bound:.2%}"
+            result.append(
+                {
+                    "option": option,
+                    "set": name,
+                    "bound": bound,
+                    "share": share,
+                    "broken": share > bound,
+                    "sentence": sentence,
+                }
+            )
+    return result
+
+
+def groups(report: PromptReport) -> Iterator[dict[str, Any]]:
+    """Each group of two or more rows: its rows by set, and the least similarity to its first row."""
+    for _, places in _large_groups(report):
+        rows: dict[str, list[int]] = {}
+        for name, row in _rows(report, places):
+            rows.setdefault(name, []).append(row)
+        exact = bool((report.duplicates.exact[places] == report.duplicates.exact[places[0]]).all())
+        least = float(report.duplicates.similarity[places].min())
+        yield {"kind": "exact" if exact else "near", "similarity": round(least, 4), "rows": rows}
+
+
+def _large_groups(report: PromptReport) -> Iterator[tuple[int, np.ndarray]]:
+    near = report.duplicates.near
+    order = np.argsort(near, kind="stable")
+    order = order[near[order] >= 0]
+    for part in np.split(order, np.flatnonzero(np.diff(near[order])) + 1):
+        if len(part) > 1:
+            yield int(near[part[0]]), part
+
+
+def _rows(report: PromptReport, places: np.ndarray) -> list[tuple[str, int]]:
+    """Set and row of each place in the arrays."""
+    names = list(report.sets)
+    begins = np.array([report.places[name].start for name in names])
+    of = np.searchsorted(begins, places, side="right") - 1
+    return [(names[i], int(place - begins[i])) for i, place in zip(of, places, strict=True)]
+
+
+# ---- Page ----
+
+
+def page(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[str, Any]) -> str:
+    """The HTML."""
+    rows = sum(of_set["rows"] for of_set in found["sets"].values())
+    repeated = sum(of_set["near_duplicates"] for of_set in found["sets"].values())
+    shared = {name: found["sets"][name]["shared_near"] for name in args.held_out}
+    shown = {"rows": number(rows), "near duplicates within sets": f"{repeated / rows:.1%}"}
+    shown |= {f"{name} shared with others": number(count) for name, count in shared.items()}
+    shown |= {"bounds broken": f"{sum(bound['broken'] for bound in found['bounds'])} of {len(found['bounds'])}"}
+    how = (
+        f"Near duplicates share {args.threshold:g} or more of their {args.ngram}-grams of {args.unit} (Jaccard). Chat "
+        f"prompts are compared by {'all turns' if args.by == 'conversation' else 'the last turn of the user'}. Case, "
+        "white space and forms of letters do not count."
+    )
+    parts = [
+        none(text(how)),
+        tiles(shown),
+        section("Bounds", _bounds(found)) if found["bounds"] else "",
+        section("Sets", _sets(report, found)),
+        section("Between sets", _between(found)) if len(report.sets) > 1 else "",
+        section("Examples", _examples(report, args)),
+        section("Lengths", _lengths(report, found)),
+        section("Scripts and languages", _scripts(report, found)),
+        section("Copied answers", _copied(report, found, args)) if args.copied_from else "",
+        section("What is kept", _kept(report, found, args, splits)),
+    ]
+    return document("Prompts", parts)
+
+
+def _bounds(found: dict[str, Any]) -> str:
+    state = {True: '<span class="act">broken</span>', False: "holds"}
+    rows = [[state[b["broken"]], text(f"{b['option']} {b['set']}"), text(b["sentence"])] for b in found["bounds"]]
+    return table([("", "short"), ("bound", "short"), ("found", "")], rows)
+
+
+def _sets(report: PromptReport, found: dict[str, Any]) -> str:
+    keys = {
+        "rows": "rows",
+        "empty": "empty",
+        "exact": "exact_duplicates",
+        "near": "near_duplicates",
+        "largest group": "largest_group",
+        "joined by others": "joined_by_others",
+    }
+    if report.other_view is not None:
+        keys["same otherwise"] = "same_in_the_other_view"
+    rows = [
+        [text(name), text(of_set["column"]), *(number(of_set[key]) for key in keys.values())]
+        for name, of_set in found["sets"].items()
+    ]
+    said = (
+        "<em>exact</em> and <em>near</em> count rows with a duplicate before them in the set, near ones with exact "
+        "ones; <em>joined by others</em>, rows further from the first of their group than the threshold."
+    )
+    if report.other_view is not None:
+        said += (
+            " <em>same otherwise</em> counts rows that have more equals where chat is compared the other way, by the "
+            "user's last turn or by all turns."
+        )
+    return none(said) + table([("set", "short"), ("column", "short"), *((key, "number") for key in keys)], rows)
+
+
+def _between(found: dict[str, Any]) -> str:
+    names = list(found["sets"])
+    rows = []
+    for name in names:
+        total = found["sets"][name]["rows"]
+        cells = [text(name)]
+        for other in names:
+            counts = found["shared"][name].get(other)
+            cells.append(
+                f"{number(counts['near'])} ({counts['near'] / total:.1%}), exact {number(counts['exact'])}"
+                if counts
+                else "–"
+            )
+        rows.append(cells)
+    said = none("Rows of the set on the left that are near duplicates of a row of the set above.")
+    return said + table([("rows of", "short"), *((f"in {name}", "") for name in names)], rows)
+
+
+def _examples(report: PromptReport, args: Any) -> str:
+    """Pairs between sets first, then large groups; near before exact, which need no look."""
+    chosen: dict[int, tuple[tuple, np.ndarray]] = {}
+    for group, places in _large_groups(report):
+        names = {name for name, _ in _rows(report, places[:1000])}
+        is_exact = bool((report.duplicates.exact[places] == report.duplicates.exact[places[0]]).all())
+        chosen[group] = (-min(len(names), 2), is_exact, -len(places), group), places
+        if len(chosen) > 64 * EXAMPLES:
+            best = sorted(chosen, key=lambda each: chosen[each][0])[:EXAMPLES]
+            chosen = {each: chosen[each] for each in best}
+    rows = []
+    for _, places in sorted(chosen.values(), key=lambda each: each[0])[:EXAMPLES]:
+        one, other = _pair(report, places)
+        texts = [report.sets[name].prompt(row, args.by) for name, row in (one, other)]
+        similarity = similarity_of(*texts, args.unit, args.ngram)
+        rows.append(
+            [
+                number(len(places)),
+                number(similarity, 3),
+                *(f'<small class="none">{text(name)} {row}</small><br>{text(_shortened(shown))}'
+                  for (name, row), shown in zip((one, other), texts, strict=True)),
+            ]
+        )  # fmt: skip
+    if not rows:
+        return none("No duplicates.")
+    head = [("rows of the group", "number"), ("similarity", "number"), ("a row", "text"), ("another", "text")]
+    return none("All groups with their rows are in <code>duplicates.jsonl</code>; rows count from 0.") + table(
+        head, rows
+    )
+
+
+def _pair(report: PromptReport, places: np.ndarray) -> list[tuple[str, int]]:
+    """The first row of a group and one that differs: from another set, or else in its text, as far as there is one."""
+    where = _rows(report, places)
+    exact = report.duplicates.exact[places]
+    differs = [(name != where[0][0], digest != exact[0]) for (name, _), digest in zip(where, exact, strict=True)]
+    best = max(range(1, len(places)), key=lambda i: (differs[i], -i))
+    return [where[0], where[best]]
+
+
+def _shortened(shown: str) -> str:
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+
+
+def _lengths(report: PromptReport, found: dict[str, Any]) -> str:
+    rows = [
+        [text(name), unit, *(number(of_set[unit][label]) for label in _QUANTILES)]
+        for name, of_set in found["sets"].items()
+        for unit in ("words", "characters")
+    ]
+    shown = table([("set", "short"), ("unit", "short"), *((label, "number") for label in _QUANTILES)], rows)
+    if importlib.util.find_spec("matplotlib") is None:
+        return shown
+
+    def draw(axes):
+        edges = np.geomspace(1, max(report.words.max(initial=1), 2), 31)
+        for place, (name, part) in enumerate(report.places.items()):
+            words = np.maximum(report.words[part], 1)
+            shape = {"histtype": "step", "linewidth": 1.6, "linestyle": LINES[place % len(LINES)]}
+            axes.hist(words, edges, weights=np.full(len(words), 1 / len(words)), label=name,
+                      color=COLOURS[place % len(COLOURS)], **shape)  # fmt: skip
+        axes.set_xscale("log")
+
+    return shown + f'<div class="charts">{chart("share of a set, by words", draw, xlabel="words")}</div>'
+
+
+def _scripts(report: PromptReport, found: dict[str, Any]) -> str:
+    def shares(values: dict[str, float]) -> str:
+        return text(
+            ", ".join(f"{name or 'too short to say'} {share:.1%}" for name, share in list(values.items())[:12])
+        )
+
+    guessed = report.languages is not None
+    rows = [
+        [text(name), shares(of_set["scripts"]), *([shares(of_set["languages"])] if guessed else [])]
+        for name, of_set in found["sets"].items()
+    ]
+    said = (
+        "Languages are what py3langid guesses of 2,000 rows of a set at most, with five words or more."
+        if guessed
+        else "Scripts alone, by Unicode: languages need <code>pip install 'trl-ext[labels]'</code>, which has py3langid."
+    )
+    head = [("set", "short"), ("script of most letters", ""), *([("language", "")] if guessed else [])]
+    return none(said) + table(head, rows)
+
+
+def _copied(report: PromptReport, found: dict[str, Any], args: Any) -> str:
+    rows = []
+    for name, shares in report.copied.items():
+        worst = int(np.argmax(shares))
+        example = f"row {worst}: {shares[worst]:.0%} of its runs" if shares[worst] > 0 else "–"
+        of_set = found["sets"][name]["copied"]
+        rows.append([text(name), number(of_set["answers"]), f"{of_set['share']:.1%}", text(example)])
+    if not rows:
+        return none("No other set has answers.")
+    said = f"Answers with {args.copied_words} or more words in a row from an answer of {', '.join(args.copied_from)}."
+    return none(text(said)) + table(
+        [("set", "short"), ("answers", "number"), ("share", "number"), ("most copied", "")], rows
+    )
+
+
+def _kept(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[str, Any]) -> str:
+    names = [*REASONS[1:4], *([REASONS[4]] if args.balance else [])]
+    rows = []
+    for name, of_set in found["sets"].items():
+        parts = ", ".join(f"{split} {number(count)}" for split, count in of_set.get("splits", {}).items())
+        left = (number(of_set["left_out"][why]) for why in names)
+        rows.append([text(name), number(of_set["rows"]), *left, number(of_set["kept"]), text(parts or "–")])
+    head = [
+        ("set", "short"),
+        ("rows", "number"),
+        *((why, "number") for why in names),
+        ("kept", "number"),
+        ("splits", ""),
+    ]
+    shown = table(head, rows)
+    for name in splits if args.stratify else ():
+        shown += f"<h3>{text(name)} by {text(', '.join(args.stratify))}</h3>" + _strata(
+            report, name, args, splits[name]
+        )
+    return shown
+
+
+def _strata(report: PromptReport, name: str, args: Any, split: np.ndarray) -> str:
+    """How the splits compare in what they shall have alike."""
+    values = strata(report, name, args.stratify)
+    counts = {
+        each: Counter(v for v, of in zip(values, split, strict=True) if of == each) for each in args.split_shares
+    }
+    common = Counter(value for value, of in zip(values, split, strict=True) if of).most_common(12)
+    rows = []
+    for value, _ in common:
+        shares = (f"{counts[each][value] / max(sum(counts[each].values()), 1):.1%}" for each in args.split_shares)
+        label = ", ".join(
+            SCRIPTS[each] if column == "script" and isinstance(each, int) else str(each)
+            for column, each in zip(args.stratify, value, strict=True)
+        )
+        rows.append([text(label[:120]), *shares])
+    return table([("value", ""), *((f"share of {each}", "number") for each in args.split_shares)], rows)

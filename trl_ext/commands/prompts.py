@@ -4,8 +4,8 @@
 
 Exact and near duplicates within and between the sets, lengths, scripts and languages, answers that repeat another
 set's, on a page (`prompts.html`) and in JSON (`prompts.json`, `duplicates.jsonl`). The copies (`SET.jsonl`, or
-`SET/SPLIT.jsonl`) have neither duplicates nor what a held-out set has. Inputs are never changed. A bound that is broken
-ends the command with status 1 and one sentence, a wrong input with status 2.
+`SET/SPLIT.jsonl`) have neither duplicates nor what a held-out set has. Inputs are never changed. A broken bound ends
+the command with status 1 and one sentence, a wrong input with status 2.
 """
 
 import json
@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -246,12 +246,6 @@ def _without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def rows_at(rows: Any, places: Any) -> Iterator[dict[str, Any]]:
-    """Rows of a data set, some at a time."""
-    for table in rows.select(places).with_format("arrow").iter(1000):
-        yield from table.to_pylist()
-
-
 def main(arguments: list[str] | None = None) -> None:
     quiet()
     parser = StrictTrlParser(PromptsArguments, without_arguments=__doc__)
@@ -299,10 +293,12 @@ def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(temporary, folder / name)
     print(f"Report: {folder / 'prompts.html'}")
+    for note in found["notes"]:
+        print(note)
     for name, rows in report.sets.items() if args.write else ():
         for path in copies(args, name):
             places = splits[name] == path.stem if name in splits else reasons[name] == REASONS.index("")
-            write_rows(path, rows_at(rows.rows, np.flatnonzero(places)))
+            write_rows(path, rows.rows_at(np.flatnonzero(places)))
             print(f"{path}: {int(places.sum())} of {len(rows)} rows")
     return [bound["sentence"] for bound in found["bounds"] if bound["broken"]]
 

@@ -1,6 +1,7 @@
 """The page and the figures of `trl-ext prompts`."""
 
 import importlib.util
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from .charts import COLOURS, LINES, chart
 from .markup import document, none, number, section, table, text, tiles
 
 EXAMPLES = 8
+_LOOKED_AT = 50  # rows of a group, for an example
 _SHOWN = 400  # characters of a prompt
 _QUANTILES = {"least": 0.0, "5 %": 0.05, "half": 0.5, "95 %": 0.95, "most": 1.0}
 
@@ -21,7 +23,7 @@ _QUANTILES = {"least": 0.0, "5 %": 0.05, "half": 0.5, "95 %": 0.95, "most": 1.0}
 
 def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: dict[str, Any]) -> dict[str, Any]:
     """What `prompts.json` has, but for bounds and settings."""
-    found: dict[str, Any] = {"sets": {}, "shared": {}}
+    found: dict[str, Any] = {"sets": {}, "shared": {}, "notes": []}
     for name, rows in report.sets.items():
         place, others = report.places[name], [other for other in report.sets if other != name]
         sizes = {"words": report.words[place], "characters": report.characters[place]}
@@ -58,6 +60,12 @@ def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: di
         of_set["kept"] = int(counts[0])
         if name in splits:
             of_set["splits"] = {split: int((splits[name] == split).sum()) for split in args.split_shares}
+            for split, count in of_set["splits"].items():
+                if count < args.split_shares[split] * of_set["kept"] / 2:
+                    found["notes"].append(
+                        f"{split!r} of {name!r} has {count} of {of_set['kept']} rows, less than half of its share: "
+                        "large groups, and those with rows of a set that is not divided, go to the largest split"
+                    )
         found["sets"][name] = of_set
         found["shared"][name] = {
             other: {kind: int(report.shared(name, [other], kind).sum()) for kind in ("exact", "near")}
@@ -219,28 +227,24 @@ def _between(found: dict[str, Any]) -> str:
 
 
 def _examples(report: PromptReport, args: Any) -> str:
-    """Pairs between sets first, then large groups; near before exact, which need no look."""
+    """Groups of several sets first, of these those with a held-out one; then near before exact, and large ones."""
     chosen: dict[int, tuple[tuple, np.ndarray]] = {}
     for group, places in _large_groups(report):
         names = {name for name, _ in _rows(report, places[:1000])}
         is_exact = bool((report.duplicates.exact[places] == report.duplicates.exact[places[0]]).all())
-        chosen[group] = (-min(len(names), 2), is_exact, -len(places), group), places
+        is_held_out = not names.isdisjoint(args.held_out)
+        chosen[group] = (-min(len(names), 2), not is_held_out, is_exact, -len(places), group), places
         if len(chosen) > 64 * EXAMPLES:
             best = sorted(chosen, key=lambda each: chosen[each][0])[:EXAMPLES]
             chosen = {each: chosen[each] for each in best}
     rows = []
     for _, places in sorted(chosen.values(), key=lambda each: each[0])[:EXAMPLES]:
-        one, other = _pair(report, places)
-        texts = [report.sets[name].prompt(row, args.by) for name, row in (one, other)]
-        similarity = similarity_of(*texts, args.unit, args.ngram)
-        rows.append(
-            [
-                number(len(places)),
-                number(similarity, 3),
-                *(f'<small class="none">{text(name)} {row}</small><br>{text(_shortened(shown))}'
-                  for (name, row), shown in zip((one, other), texts, strict=True)),
-            ]
-        )  # fmt: skip
+        similarity, pair, texts = _pair(report, places, args)
+        cells = [
+            f'<small class="none">{text(name)} {row}</small><br>{text(_shortened(mine, theirs))}'
+            for (name, row), mine, theirs in zip(pair, texts, texts[::-1], strict=True)
+        ]
+        rows.append([number(len(places)), number(similarity, 3), *cells])
     if not rows:
         return none("No duplicates.")
     head = [("rows of the group", "number"), ("similarity", "number"), ("a row", "text"), ("another", "text")]
@@ -249,17 +253,29 @@ def _examples(report: PromptReport, args: Any) -> str:
     )
 
 
-def _pair(report: PromptReport, places: np.ndarray) -> list[tuple[str, int]]:
-    """The first row of a group and one that differs: from another set, or else in its text, as far as there is one."""
+def _pair(report: PromptReport, places: np.ndarray, args: Any) -> tuple[float, list[tuple[str, int]], list[str]]:
+    """
+    The similarity, the rows and the texts of two of a group: the most similar ones that are not the same, if there are
+    any; of a held-out set and another one, or of two sets, if the group has such.
+    """
     where = _rows(report, places)
-    exact = report.duplicates.exact[places]
-    differs = [(name != where[0][0], digest != exact[0]) for (name, _), digest in zip(where, exact, strict=True)]
-    best = max(range(1, len(places)), key=lambda i: (differs[i], -i))
-    return [where[0], where[best]]
+    first = next((each for each in where if each[0] in args.held_out), where[0])
+    others = [each for each in where if each[0] != first[0]] or [each for each in where if each != first]
+    mine = report.sets[first[0]].prompt(first[1], args.by)
+    best = (-1.0, first, "")
+    for name, row in others[:_LOOKED_AT]:
+        theirs = report.sets[name].prompt(row, args.by)
+        similarity = similarity_of(mine, theirs, args.unit, args.ngram)
+        if best[0] < similarity < 1 or best[0] < 0 or best[0] == 1 > similarity:
+            best = (similarity, (name, row), theirs)
+    return best[0], [first, best[1]], [mine, best[2]]
 
 
-def _shortened(shown: str) -> str:
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+def _shortened(shown: str, other: str) -> str:
+    """The part of a prompt where another one begins to differ; its beginning if they do not."""
+    same = len(os.path.commonprefix([shown, other]))
+    begin = same - _SHOWN // 4 if _SHOWN // 2 < same < max(len(shown), len(other)) else 0
+    return ("…" if begin else "") + shown[begin : begin + _SHOWN] + ("…" if len(shown) > begin + _SHOWN else "")
 
 
 def _lengths(report: PromptReport, found: dict[str, Any]) -> str:
@@ -273,13 +289,15 @@ def _lengths(report: PromptReport, found: dict[str, Any]) -> str:
         return shown
 
     def draw(axes):
-        edges = np.geomspace(1, max(report.words.max(initial=1), 2), 31)
+        edges = np.geomspace(max(report.words.min(), 1), max(report.words.max() + 1, 2), 31)
         for place, (name, part) in enumerate(report.places.items()):
             words = np.maximum(report.words[part], 1)
             shape = {"histtype": "step", "linewidth": 1.6, "linestyle": LINES[place % len(LINES)]}
             axes.hist(words, edges, weights=np.full(len(words), 1 / len(words)), label=name,
                       color=COLOURS[place % len(COLOURS)], **shape)  # fmt: skip
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
 
     return shown + f'<div class="charts">{chart("share of a set, by words", draw, xlabel="words")}</div>'
 
@@ -298,7 +316,7 @@ def _scripts(report: PromptReport, found: dict[str, Any]) -> str:
     said = (
         "Languages are what py3langid guesses of 2,000 rows of a set at most, with five words or more."
         if guessed
-        else "Scripts alone, by Unicode: languages need <code>pip install 'trl-ext[labels]'</code>, which has py3langid."
+        else "Scripts alone, by Unicode: languages need <code>pip install 'trl-ext[labels]'</code>, for py3langid."
     )
     head = [("set", "short"), ("script of most letters", ""), *([("language", "")] if guessed else [])]
     return none(said) + table(head, rows)
@@ -333,7 +351,11 @@ def _kept(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[s
         ("kept", "number"),
         ("splits", ""),
     ]
-    shown = table(head, rows)
+    said = (
+        "Of duplicates the first row stays, and rows with different answers are none. What shares a held-out set's "
+        "prompt goes, and no group of near duplicates is in two splits, of one set or of two."
+    )
+    shown = none(said) + "".join(none(text(note)) for note in found["notes"]) + table(head, rows)
     for name in splits if args.stratify else ():
         shown += f"<h3>{text(name)} by {text(', '.join(args.stratify))}</h3>" + _strata(
             report, name, args, splits[name]

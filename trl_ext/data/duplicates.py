@@ -50,10 +50,11 @@ def find_duplicates(
     """
     Find the texts that are the same, and those that nearly are, by the Jaccard similarity of their n-grams.
 
-    Similarity is |A ∩ B| ÷ |A ∪ B| of the n-grams of both. MinHash (Broder 1997) finds candidates in buckets, and the real similarity decides. A group is what is joined by
-    pairs that are near, so two of its texts may be further apart. What is searched for: pairs at the threshold with a
-    chance of some 99 %, closer ones almost surely; fewer in buckets of many texts, where each is compared with
-    16 others. Memory: some 250 bytes a text, whatever its length; n-grams are in a temporary file, 4 bytes each.
+    Similarity is |A ∩ B| ÷ |A ∪ B| of the n-grams of both. MinHash (Broder 1997) finds candidates in buckets, and the
+    real similarity decides. A group is what is joined by pairs that are near, so two of its texts may be further
+    apart. A pair at the threshold is found with a chance of some 99 %, and closer ones almost surely; fewer in buckets
+    of many texts, where each is compared with 16 others. Memory is some 400 bytes a text, whatever its length; n-grams
+    are in a temporary file, 4 bytes each.
 
     Args:
         texts: read once.
@@ -85,7 +86,7 @@ def find_duplicates(
         near = np.arange(len(exact))
         near[representatives] = labels
         near = near[exact]
-        similarity = np.ones(len(exact), np.float32)
+        similarity = np.ones(len(exact), np.float64)
         joined = np.flatnonzero((near != exact) & (exact == np.arange(len(exact))) & ~is_empty)
         similarity[joined] = sets.similarity(joined, near[joined])
         similarity = similarity[exact]
@@ -94,7 +95,7 @@ def find_duplicates(
 
 
 def similarity_of(one: str, other: str, unit: Unit = "words", n: int = 3) -> float:
-    """Return the Jaccard similarity of two texts' n-grams, as [`find_duplicates`] takes them: 1 where both are equal."""
+    """Return the Jaccard similarity of two texts' n-grams, as [`find_duplicates`] takes them."""
     sets = [{*ngram_hashes([normalised(text)], n, unit, keep_short=True)[0].tolist()} for text in (one, other)]
     return len(sets[0] & sets[1]) / max(len(sets[0] | sets[1]), 1)
 
@@ -187,14 +188,14 @@ class _Sets:
     def are_near(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Whether the texts at these places are near each other, pair by pair."""
         counts = self.counts[one], self.counts[other]
-        near = np.minimum(*counts) >= self.threshold * np.maximum(*counts)  # else they cannot be
+        near = np.minimum(*counts) >= self.threshold * np.maximum(*counts) - 1e-9  # else they cannot be
         near[near] = self.similarity(one[near], other[near]) >= self.threshold
         return near
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """The Jaccard similarity of the texts at these places, pair by pair."""
         sizes = self.counts[one] + self.counts[other]
-        result = np.zeros(len(one), np.float32)
+        result = np.zeros(len(one), np.float64)
         part = np.cumsum(sizes) // _ELEMENTS
         for pairs in np.split(np.arange(len(one)), np.flatnonzero(np.diff(part)) + 1):
             found = np.sort(np.concatenate([self._keyed(one[pairs]), self._keyed(other[pairs])]))

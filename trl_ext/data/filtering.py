@@ -21,7 +21,7 @@ def left_out(report: PromptReport, remove: Remove = "near", held_out: Iterable[s
     Say which rows are left out, and why.
 
     Of duplicates within a set the first one stays. Rows with different answers are none: a preference set has many
-    pairs for one prompt. A held-out set keeps what it has, and the other sets lose what they share with it.
+    pairs for one prompt. A held-out set loses its own duplicates alone, and the other sets what they share with it.
 
     Args:
         report: of [`examine_prompts`].

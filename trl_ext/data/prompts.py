@@ -62,9 +62,29 @@ class PromptSet:
         return len(self.rows)
 
     def column_values(self, column: str) -> Iterator[list]:
-        """Yield the values of a column, some rows at a time."""
-        for table in self.rows.select_columns([column]).with_format("arrow").iter(_ROWS):
-            yield table[column].to_pylist()
+        """
+        Yield the values of a column, some rows at a time.
+
+        Raises:
+            ValueError: a text is not UTF-8.
+        """
+        for rows in self._read([column]):
+            yield [row[column] for row in rows]
+
+    def rows_at(self, places: Sequence[int] | np.ndarray) -> Iterator[dict[str, Any]]:
+        """Yield the rows at some places, with all columns; raise as [`column_values`] does."""
+        for rows in self._read(self.rows.column_names, places):
+            yield from rows
+
+    def _read(self, columns: Sequence[str], places: Any = None) -> Iterator[list[dict[str, Any]]]:
+        rows = self.rows.select_columns(list(columns))
+        for table in (rows if places is None else rows.select(places)).with_format("arrow").iter(_ROWS):
+            try:
+                yield table.to_pylist()
+            except UnicodeDecodeError as error:  # Arrow reads a file without looking
+                raise ValueError(
+                    f"set {self.name!r} has text that is not UTF-8 ({error}): convert the file"
+                ) from error
 
     def turns(self) -> Iterator[list[list[str]]]:
         """
@@ -100,11 +120,10 @@ class PromptSet:
         columns = [name for name in _WITH_ANSWERS if name in self.rows.column_names]
         if not columns:
             return np.zeros(len(self.rows), np.int64)
-        tables = self.rows.select_columns(columns).with_format("arrow").iter(_ROWS)
         keys = [
             xxhash.xxh3_64_intdigest(repr(row).encode(errors="surrogatepass"))
-            for table in tables
-            for row in table.to_pylist()
+            for rows in self._read(columns)
+            for row in rows
         ]
         return np.array(keys, np.uint64).view(np.int64)
 

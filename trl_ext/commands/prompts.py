@@ -273,12 +273,13 @@ def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
         *(args.by, args.threshold, args.unit, args.ngram, args.num_perm),
         *(args.copied_from, args.copied_words, args.seed),
     )
-    reasons = left_out(report, args.remove, args.held_out)
+    held_out, split_sets = args.held_out or [], args.split_sets or []
+    reasons = left_out(report, args.remove, held_out)
     if args.balance:
-        reasons = balance(report, reasons, args.split_sets, args.balance, args.balance_to, args.seed)
+        reasons = balance(report, reasons, split_sets, args.balance, args.balance_to, args.seed)
     splits: dict[str, Any] = {}
-    if args.split_shares and args.split_sets:
-        splits = divide(report, reasons, args.split_shares, args.split_sets, args.stratify, args.held_out, args.seed)
+    if args.split_shares and split_sets:
+        splits = divide(report, reasons, args.split_shares, split_sets, args.stratify, held_out, args.seed)
     found = figures(report, args, reasons, splits)
     found["bounds"] = broken_bounds(args.bounds, found)
     folder = Path(args.output_dir)

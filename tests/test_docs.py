@@ -93,7 +93,7 @@ def test_readme_is_short_and_begins_with_two_commands():
 
 # ---- Commands ----
 
-COMMANDS = "sft reward ppo dpo online-dpo generate merge plan report kl demo doctor".split()
+COMMANDS = "sft reward ppo dpo online-dpo generate merge plan report kl prompts demo doctor".split()
 SOURCES = {"plan": "recipes/plan.py", "report": "trl_ext/commands/report.py", "kl": "trl_ext/commands/kl.py"}
 
 
@@ -115,6 +115,7 @@ def flags_of(command):
     """The flags that a command takes, read from its recipe's dataclasses, or from its parser's source."""
     from recipes import dpo, generate, merge, online_dpo, plan, ppo, reward, sft
     from recipes.demo import run
+    from trl_ext.commands import prompts
 
     recipes = {
         "sft": plan.ARGUMENTS["sft"],
@@ -124,11 +125,12 @@ def flags_of(command):
         "online-dpo": (online_dpo.OnlineDPOScriptArguments, *plan.ARGUMENTS["dpo"][1:]),
         "generate": (generate.GenerateArguments,),
         "merge": (merge.MergeArguments,),
+        "prompts": (prompts.PromptsArguments,),
         "demo": (run.RunArguments,),
     }
     assert {dpo, ppo, reward, sft}  # what plan.ARGUMENTS is made of
     names = {field.name for cls in recipes.get(command, ()) for field in dataclasses.fields(cls)}
-    if command in recipes and command not in ("generate", "merge", "demo"):
+    if command in recipes and command not in ("generate", "merge", "prompts", "demo"):
         names |= {"config", "accelerate_config", "num_processes", "resume_from_checkpoint", "resume_anyway"}
     if command in SOURCES:
         names |= set(re.findall(r'"--(\w+)"', (ROOT / SOURCES[command]).read_text())) | {"accelerate_config"}

@@ -48,7 +48,7 @@ def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     listed = re.findall(r"^  (\S+)  +\S", capsys.readouterr().out, re.M)
     assert listed == [*TRAINING, *TOOLS]
-    assert listed == "sft reward ppo dpo online-dpo generate merge plan report kl demo doctor".split()
+    assert listed == "sft reward ppo dpo online-dpo generate merge plan report kl prompts demo doctor".split()
 
 
 def test_what_needs_no_training_imports_nothing_heavy(subtests):

@@ -53,7 +53,7 @@ def find_duplicates(
     Similarity is |A ∩ B| ÷ |A ∪ B| of the n-grams of both. MinHash (Broder 1997) finds candidates in buckets, and the
     real similarity decides. A group is what is joined by pairs that are near, so two of its texts may be further
     apart. A pair at the threshold is found with a chance of some 99 %, and closer ones almost surely; fewer in buckets
-    of many texts, where each is compared with 16 others. Memory is some 400 bytes a text, whatever its length; n-grams
+    of many texts, where each is compared with 16 others. Memory is some 600 bytes a text, whatever its length; n-grams
     are in a temporary file, 4 bytes each.
 
     Args:

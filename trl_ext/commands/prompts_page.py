@@ -154,7 +154,8 @@ def page(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[st
     shared = {name: found["sets"][name]["shared_near"] for name in args.held_out}
     shown = {"rows": number(rows), "near duplicates within sets": f"{repeated / rows:.1%}"}
     shown |= {f"{name} shared with others": number(count) for name, count in shared.items()}
-    shown |= {"bounds broken": f"{sum(bound['broken'] for bound in found['bounds'])} of {len(found['bounds'])}"}
+    if found["bounds"]:
+        shown["bounds broken"] = f"{sum(bound['broken'] for bound in found['bounds'])} of {len(found['bounds'])}"
     how = (
         f"Near duplicates share {args.threshold:g} or more of their {args.ngram}-grams of {args.unit} (Jaccard). Chat "
         f"prompts are compared by {'all turns' if args.by == 'conversation' else 'the last turn of the user'}. Case, "
@@ -178,7 +179,7 @@ def page(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[st
 def _bounds(found: dict[str, Any]) -> str:
     state = {True: '<span class="act">broken</span>', False: "holds"}
     rows = [[state[b["broken"]], text(f"{b['option']} {b['set']}"), text(b["sentence"])] for b in found["bounds"]]
-    return table([("", "short"), ("bound", "short"), ("found", "")], rows)
+    return table([("state", "short"), ("bound", "short"), ("found", "")], rows)
 
 
 def _sets(report: PromptReport, found: dict[str, Any]) -> str:
@@ -289,15 +290,19 @@ def _lengths(report: PromptReport, found: dict[str, Any]) -> str:
         return shown
 
     def draw(axes):
-        edges = np.geomspace(max(report.words.min(), 1), max(report.words.max() + 1, 2), 31)
+        least, most = max(report.words.min(), 1), max(report.words.max(), 1)
+        is_wide = most > 20 * least
+        spread = np.geomspace(least, most + 1, 31) if is_wide else np.linspace(least, most + 1, 31)
+        edges = np.unique(spread.round()) - 0.5  # between numbers of words
         for place, (name, part) in enumerate(report.places.items()):
             words = np.maximum(report.words[part], 1)
             shape = {"histtype": "step", "linewidth": 1.6, "linestyle": LINES[place % len(LINES)]}
             axes.hist(words, edges, weights=np.full(len(words), 1 / len(words)), label=name,
                       color=COLOURS[place % len(COLOURS)], **shape)  # fmt: skip
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
+        if is_wide:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.xaxis.set_minor_formatter("")
 
     return shown + f'<div class="charts">{chart("share of a set, by words", draw, xlabel="words")}</div>'
 

@@ -2,8 +2,10 @@
 
 import json
 import re
+from datetime import datetime
 
 import pytest
+from datasets import Dataset
 
 from trl_ext import load_dataset_split
 from trl_ext.commands.prompts import main
@@ -128,6 +130,20 @@ def test_sets_of_one_row_or_one_text(folder, capsys):
         )
         kept = json.loads((folder / "out/prompts.json").read_text())["sets"]["s"]["kept"]
         assert kept == len({row for row in rows if row})
+
+
+def test_what_json_does_not_have(folder, capsys):
+    rows = {"prompt": ["a", "b"], "at": [datetime(2026, 1, 2), None], "score": [float("nan"), 1 / 3]}
+    Dataset.from_dict(rows).to_parquet("s.parquet")
+    assert run(capsys, "--sets", "s=s.parquet", "--output_dir", "out")[0] == 0
+    lines = [json.loads(line) for line in (folder / "out/s.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"prompt": "a", "at": "2026-01-02 00:00:00", "score": None},
+        {"prompt": "b", "at": None, "score": 1 / 3},
+    ]
+    Dataset.from_dict({"prompt": ["a"], "picture": [b"x"]}).to_parquet("s.parquet")
+    status, _, said = run(capsys, "--sets", "s=s.parquet", "--output_dir", "out")
+    assert status == 2 and "a bytes cannot be written as JSON: leave its column out" in said
 
 
 def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):

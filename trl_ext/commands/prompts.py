@@ -15,6 +15,8 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,11 +233,17 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             try:
-                line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str)
+                line = json.dumps(row, ensure_ascii=False, allow_nan=False, default=_as_text)
             except ValueError:  # NaN, which JSON does not have
-                line = json.dumps(_without_nan(row), ensure_ascii=False, default=str)
+                line = json.dumps(_without_nan(row), ensure_ascii=False, default=_as_text)
             file.write(line + "\n")
     temporary.replace(path)
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, (date, time, timedelta, Decimal)):
+        return str(value)
+    raise ValueError(f"a {type(value).__name__} cannot be written as JSON: leave its column out, or `--write false`")
 
 
 def _without_nan(value: Any) -> Any:

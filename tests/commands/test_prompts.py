@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from datetime import datetime
 
 import pytest
@@ -122,7 +123,8 @@ def test_a_yaml_file_balance_and_parts(folder, capsys):
     assert rows.count("a") == rows.count("b") == 10
 
 
-def test_sets_of_one_row_or_one_text(folder, capsys):
+def test_sets_of_one_row_or_one_text(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "py3langid", None)
     for rows in (["a"], ["the same words again"] * 50, ["", ""], [None, "x"]):
         (folder / "s.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
         assert (
@@ -130,6 +132,7 @@ def test_sets_of_one_row_or_one_text(folder, capsys):
         )
         kept = json.loads((folder / "out/prompts.json").read_text())["sets"]["s"]["kept"]
         assert kept == len({row for row in rows if row})
+        assert "Scripts alone, by Unicode" in (folder / "out/prompts.html").read_text()
 
 
 def test_what_json_does_not_have(folder, capsys):
@@ -184,6 +187,6 @@ def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):
     assert status == 2 and "62 rows need some 63488.0 GiB of memory" in said
     monkeypatch.undo()
     monkeypatch.chdir(folder)
-    monkeypatch.setitem(__import__("sys").modules, "datasketch", None)
+    monkeypatch.setitem(sys.modules, "datasketch", None)
     status, _, said = run(capsys, *rl)
     assert status == 2 and "needs datasketch, which is not installed: `pip install 'trl-ext[labels]'`" in said

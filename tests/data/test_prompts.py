@@ -265,13 +265,16 @@ def test_chat_is_compared_by_all_turns_or_the_last():
     last = examine_prompts(sets, by="last_turn")
     assert last.duplicates.exact.tolist() == [0, 0, 2, 0, 0, 0, 0, 0, 0]
     assert len({*whole.other_view.tolist()}) == 2 and len({*last.other_view.tolist()}) == 3
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "what is this"}]
+    with_picture = PromptSet("p", Dataset.from_dict({"prompt": [[{"role": "user", "content": parts}]]}))
+    assert with_picture.prompt(0).strip() == "what is this"
     assert sets[1].prompt(1, "last_turn") == "tell me a joke please"
     assert list(sets[1].answers()) == ["no", "ha"] and list(sets[2].answers()) == ["no", "no"]
 
 
 def test_scripts():
-    texts = ["hello 你", "你好 ok 世界吗", "こんにちは世", "12 + 3", "привет", "", "हिन्दी", "ᚠᚡ"]
-    expected = ["Latin", "Han", "Kana", "no letters", "Cyrillic", "no letters", "Devanagari", "another"]
+    texts = ["hello 你", "你好 ok 世界吗", "こんにちは世", "12 + 3", "привет", "", "हिन्दी", "ᚠᚡ", "12 + 30 = x"]
+    expected = ["Latin", "Han", "Kana", "no letters", "Cyrillic", "no letters", "Devanagari", "another", "Latin"]
     assert [SCRIPTS[place] for place in main_scripts(texts)] == expected
 
 

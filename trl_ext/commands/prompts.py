@@ -274,7 +274,8 @@ def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
     import numpy as np
 
     from ..data import REASONS, balance, divide, examine_prompts, left_out
-    from .prompts_page import broken_bounds, figures, groups, page
+    from .prompts_figures import broken_bounds, figures, groups
+    from .prompts_page import page
 
     report = examine_prompts(
         sets,

@@ -96,7 +96,9 @@ def test_readme_is_short_and_begins_with_two_commands():
 
 # ---- Commands ----
 
-COMMANDS = "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators kl demo doctor".split()
+COMMANDS = (
+    "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators prompts kl demo doctor".split()
+)
 SOURCES = {
     "plan": "recipes/plan.py",
     "serve-reward": "trl_ext/commands/serve_reward.py",
@@ -123,6 +125,7 @@ def flags_of(command):
     """The flags that a command takes, read from its recipe's dataclasses, or from its parser's source."""
     from recipes import dpo, generate, merge, online_dpo, plan, ppo, reward, sft
     from recipes.demo import run
+    from trl_ext.commands import prompts
     from trl_ext.commands.annotators import AnnotatorsArguments
 
     recipes = {
@@ -133,18 +136,19 @@ def flags_of(command):
         "online-dpo": (online_dpo.OnlineDPOScriptArguments, *plan.ARGUMENTS["dpo"][1:]),
         "generate": (generate.GenerateArguments,),
         "merge": (merge.MergeArguments,),
+        "prompts": (prompts.PromptsArguments,),
         "demo": (run.RunArguments,),
         "annotators": (AnnotatorsArguments,),
     }
     assert {dpo, ppo, reward, sft}  # what plan.ARGUMENTS is made of
     names = {field.name for cls in recipes.get(command, ()) for field in dataclasses.fields(cls)}
-    if command in recipes and command not in ("generate", "merge", "demo", "annotators"):
+    if command in recipes and command not in ("generate", "merge", "prompts", "demo", "annotators"):
         names |= {"config", "accelerate_config", "num_processes", "resume_from_checkpoint", "resume_anyway"}
     if command in SOURCES:
         names |= set(re.findall(r'"--(\w+)"', (ROOT / SOURCES[command]).read_text())) | {"accelerate_config"}
     if command == "plan":
         names |= flags_of("ppo")
-    return names | {"help", "version"}
+    return names | {"help", "version"} | ({"config"} if command == "prompts" else set())
 
 
 def test_commands_and_their_flags_exist():

@@ -20,6 +20,8 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "krippendorff": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "sklearn": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "crowdkit": ("`trl-ext annotators --method dawid_skene` or `mace`", "'trl-ext[labels]'"),
+    "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),
+    "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }
 NO_DEEPSPEED = f"DeepSpeed is asked for, but not installed: `pip install {OPTIONAL['deepspeed'][1]}`"
 # transformers' names of trackers that are the package's name, too

@@ -1,20 +1,48 @@
 """Loading data sets, and looking at what is in them before a model is loaded."""
 
+from .copies import copied_shares, corpus_ngrams
+from .duplicates import Duplicates, find_duplicates, normalised, similarity_of
+from .filtering import REASONS, balance, divide, left_out, strata
 from .hh import split_dialogue, split_pair
 from .identity import rows_identity
 from .loading import held_out_rows, load_dataset_split
 from .pairs import usable_pairs
+from .prompts import PromptReport, PromptSet, examine_prompts
+from .scripts import SCRIPTS, main_scripts
+from .shingles import count_words, in_parts, ngram_hashes
+from .splits import balanced_rows, split_groups
 from .texts import check_chat_template, check_texts, has_content, is_text
 
 __all__ = [
+    "Duplicates",
+    "PromptReport",
+    "PromptSet",
+    "REASONS",
+    "SCRIPTS",
+    "balance",
+    "balanced_rows",
     "check_chat_template",
     "check_texts",
+    "copied_shares",
+    "corpus_ngrams",
+    "count_words",
+    "divide",
+    "examine_prompts",
+    "find_duplicates",
     "has_content",
     "held_out_rows",
+    "in_parts",
     "is_text",
+    "left_out",
     "load_dataset_split",
+    "main_scripts",
+    "ngram_hashes",
+    "normalised",
     "rows_identity",
+    "similarity_of",
     "split_dialogue",
+    "split_groups",
     "split_pair",
+    "strata",
     "usable_pairs",
 ]

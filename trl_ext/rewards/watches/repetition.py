@@ -1,10 +1,10 @@
 """Repetition within and between completions, and copying."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from ...data.copies import copied_shares, corpus_ngrams
 from ..member import log_to
 from ..texts import text_of, words_of
 from .watch import Watch
@@ -39,31 +39,28 @@ class RepetitionWatch(Watch):
         super().__init__(**kwargs)
         self.n = n
         self.copied_words = copied_words
-        self.corpus = {_digest(gram) for text in corpus for gram in ngrams(words_of(text), copied_words)}
+        self.corpus = corpus_ngrams(corpus, copied_words)
         self.top_phrase = ""
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        words = [words_of(text_of(completion)) for completion in completions]
-        grams = [ngrams(row, self.n) for row in words]
+        texts = [text_of(completion) for completion in completions]
+        grams = [ngrams(words_of(text), self.n) for text in texts]
         total, different = sum(map(len, grams)), len({gram for row in grams for gram in row})
         repeated = [1 - len(set(row)) / len(row) if row else 0.0 for row in grams]
         in_completions = Counter(gram for row in grams for gram in set(row))
         # Of equally frequent phrases take the alphabetically first, so that every run finds the same
         top, count = min(in_completions.items(), key=lambda item: (-item[1], item[0]), default=((), 0))
         self.top_phrase = " ".join(top)
-        copied = [
-            bool(self.corpus) and any(_digest(gram) in self.corpus for gram in ngrams(row, self.copied_words))
-            for row in words
-        ]
+        copied = (copied_shares(texts, self.corpus, self.copied_words) > 0).tolist()
         log_to(
             log_metric,
             {
                 f"repetition/distinct_{self.n}": different / total if total else None,
                 "repetition/repeated": sum(repeated) / len(repeated),
                 "repetition/top_phrase_share": count / len(completions),
-                "repetition/copied_share": sum(copied) / len(copied) if self.corpus else None,
+                "repetition/copied_share": sum(copied) / len(copied) if len(self.corpus) else None,
             },
         )
         scores = [
@@ -77,11 +74,6 @@ class RepetitionWatch(Watch):
 def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
     """Return all runs of `n` words, in order."""
     return list(zip(*(words[i:] for i in range(n)), strict=False))
-
-
-def _digest(gram: tuple[str, ...]) -> bytes:
-    """Hash an n-gram to 8 bytes, alike in every process. A whole corpus of n-grams would take too much memory."""
-    return hashlib.blake2b(" ".join(gram).encode(errors="surrogatepass"), digest_size=8).digest()
 
 
 repetition_watch = RepetitionWatch()

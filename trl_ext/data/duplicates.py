@@ -1,0 +1,213 @@
+"""Which texts are the same, and which are nearly the same: MinHash, with each find checked by the real similarity."""
+
+import tempfile
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import regex
+import xxhash
+
+from ..packages import need
+from .shingles import Unit, in_parts, ngram_hashes
+
+_WINDOW = 16  # texts of one bucket that each is compared with
+_ELEMENTS = 1 << 22  # n-grams that are compared at a time
+_WEIGHTS = (0.01, 0.99)  # of false finds, which are checked and cost time alone, and of missed ones
+_UNSEEN = regex.compile(r"\p{Cf}+")  # soft hyphens, marks of direction, joiners
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """
+    Which of N texts are duplicates.
+
+    Args:
+        exact: (N,) texts with one number are the same but for case, white space and forms of letters; -1 for a text
+            without any.
+        near: (N,) texts with one number are near duplicates, or are joined by others that are; -1 as above. Numbers
+            are those of the first text of each group.
+        similarity: (N,) Jaccard similarity to the first text of the group. Where it is below the threshold, others
+            join the two.
+    """
+
+    exact: np.ndarray
+    near: np.ndarray
+    similarity: np.ndarray
+
+
+def normalised(text: str) -> str:
+    """Return what counts of a text: no case, no forms of a letter (NFKC), one space for any, nothing unseen."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", _UNSEEN.sub("", text))
+    return " ".join(text.casefold().split())
+
+
+def find_duplicates(
+    texts: Iterable[str], threshold: float = 0.7, unit: Unit = "words", n: int = 3, num_perm: int = 128, seed: int = 0
+) -> Duplicates:
+    """
+    Find the texts that are the same, and those that nearly are, by the Jaccard similarity of their n-grams.
+
+    Similarity is |A ∩ B| ÷ |A ∪ B| of the n-grams of both. MinHash (Broder 1997) finds candidates in buckets, and the
+    real similarity decides. A group is what is joined by pairs that are near, so two of its texts may be further
+    apart. A pair at the threshold is found with a chance of some 99 %, and closer ones almost surely; fewer in buckets
+    of many texts, where each is compared with 16 others. Memory is some 600 bytes a text, whatever its length; n-grams
+    are in a temporary file, 4 bytes each.
+
+    Args:
+        texts: read once.
+        threshold: least similarity of near duplicates, in (0, 1].
+        unit: what n-grams are of, `words` or `characters`. In scripts without spaces a character is a word.
+        n: words or characters in an n-gram. A text with fewer is one n-gram, and has no near duplicates.
+        num_perm: hashes of a signature: more find more surely, and cost more.
+        seed: of the hashes.
+
+    Raises:
+        ImportError: datasketch is missing.
+        ValueError: a setting out of its range.
+    """
+    if not 0 < threshold <= 1 or n < 1 or num_perm < 16 or unit not in ("words", "characters"):
+        raise ValueError(
+            "`threshold` must be in (0, 1], `n` 1 or more, `num_perm` 16 or more and `unit` words or characters, got "
+            f"{threshold}, {n}, {num_perm} and {unit!r}"
+        )
+    need("datasketch", "finding duplicates")
+    with tempfile.TemporaryFile() as file:
+        digests, bands, ends = _read(texts, threshold, unit, n, num_perm, seed, file)
+        _, firsts, exact = np.unique(digests, return_index=True, return_inverse=True)
+        exact = firsts[exact]
+        is_empty = digests == 0
+        representatives = np.flatnonzero((exact == np.arange(len(exact))) & ~is_empty)
+        grams = np.memmap(file, np.uint32, "r") if len(ends) and ends[-1] else np.zeros(0, np.uint32)
+        sets = _Sets(grams, ends, threshold)
+        labels = _joined([band[representatives] for band in bands], representatives, sets)
+        near = np.arange(len(exact))
+        near[representatives] = labels
+        near = near[exact]
+        similarity = np.ones(len(exact), np.float64)
+        joined = np.flatnonzero((near != exact) & (exact == np.arange(len(exact))) & ~is_empty)
+        similarity[joined] = sets.similarity(joined, near[joined])
+        similarity = similarity[exact]
+    exact[is_empty] = near[is_empty] = -1
+    return Duplicates(exact, near, similarity)
+
+
+def similarity_of(one: str, other: str, unit: Unit = "words", n: int = 3) -> float:
+    """Return the Jaccard similarity of two texts' n-grams, as [`find_duplicates`] takes them."""
+    sets = [{*ngram_hashes([normalised(text)], n, unit, keep_short=True)[0].tolist()} for text in (one, other)]
+    return len(sets[0] & sets[1]) / max(len(sets[0] | sets[1]), 1)
+
+
+def _read(texts, threshold, unit, n, num_perm, seed, file):
+    """Of each text its digest (0 if it is empty), its keys in each band, and where its n-grams end in the file."""
+    from datasketch import MinHash, MinHashLSH
+
+    lsh = MinHashLSH(threshold, num_perm, weights=_WEIGHTS)
+    empty = MinHash(num_perm, seed, hashfunc=int)
+    digests: list[np.ndarray] = []
+    keys: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    for part in in_parts(map(normalised, texts)):
+        digests.append(np.array([_digest(text) for text in part], np.uint64))
+        hashes, owner = ngram_hashes(part, n, unit, keep_short=True)
+        grams = np.unique(owner.astype(np.uint64) << np.uint64(32) | hashes >> np.uint64(32))
+        counts.append(np.bincount((grams >> np.uint64(32)).astype(np.int64), minlength=len(part)))
+        grams = grams.astype(np.uint32)
+        grams.tofile(file)
+        signatures = np.empty((len(part), lsh.b, lsh.r), np.uint32)
+        for place, of_text in enumerate(np.split(grams, np.cumsum(counts[-1])[:-1])):
+            sketch = empty.copy()
+            sketch.update_batch(of_text.tolist())
+            signatures[place] = sketch.hashvalues[: lsh.b * lsh.r].reshape(lsh.b, lsh.r)
+        keys.append(_band_keys(signatures))
+    file.flush()
+    if not keys:
+        return np.zeros(0, np.uint64), [], np.zeros(0, np.int64)
+    bands = [np.concatenate([part[band] for part in keys]) for band in range(lsh.b)]
+    return np.concatenate(digests), bands, np.cumsum(np.concatenate(counts))
+
+
+def _digest(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")) | 1 if text else 0
+
+
+def _band_keys(signatures: np.ndarray) -> np.ndarray:
+    """One key of 32 bits for each band of each signature; two that are alike by chance are told apart later. (b, N)"""
+    mixed = np.zeros(signatures.shape[:2], np.uint64)
+    for row in range(signatures.shape[2]):
+        mixed = (mixed ^ signatures[:, :, row]) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(32)
+    return mixed.astype(np.uint32).T.copy()
+
+
+def _joined(bands: list[np.ndarray], places: np.ndarray, sets: "_Sets") -> np.ndarray:
+    """The first text of the group of each text, of those that are left when exact copies are."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    size = len(places)
+    labels = np.arange(size)
+    for band, keys in enumerate(bands):
+        # Within a bucket those that share the next band's bucket, too, are side by side: they are the likeliest
+        order = np.lexsort((bands[(band + 1) % len(bands)], keys))
+        in_bucket = keys[order]
+        many = np.zeros(size, bool)
+        many[1:] |= in_bucket[1:] == in_bucket[:-1]
+        many[:-1] |= in_bucket[1:] == in_bucket[:-1]
+        order, in_bucket = order[many], in_bucket[many]
+        for distances in ((1,), range(2, _WINDOW + 1)):  # neighbours first: what they join need not be compared again
+            pairs = []
+            for distance in distances:
+                near = in_bucket[distance:] == in_bucket[:-distance]
+                one, other = order[distance:][near], order[:-distance][near]
+                apart = labels[one] != labels[other]
+                pairs.append(np.stack([one[apart], other[apart]]))
+            one, other = np.concatenate(pairs, axis=1)
+            if not len(one):
+                continue
+            is_near = sets.are_near(places[one], places[other])
+            one, other = labels[one[is_near]], labels[other[is_near]]
+            if len(one):
+                graph = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(size, size))
+                labels = connected_components(graph, directed=False)[1][labels]
+                _, firsts, labels = np.unique(labels, return_index=True, return_inverse=True)
+                labels = firsts[labels]
+    return places[labels]
+
+
+class _Sets:
+    """The n-grams of each text, sorted, in one array: text i has those from ends[i - 1] to ends[i]."""
+
+    def __init__(self, grams: np.ndarray, ends: np.ndarray, threshold: float):
+        self.grams, self.threshold = grams, threshold
+        self.counts = np.diff(ends, prepend=0)
+        self.begins = ends - self.counts
+
+    def are_near(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Whether the texts at these places are near each other, pair by pair."""
+        counts = self.counts[one], self.counts[other]
+        near = np.minimum(*counts) >= self.threshold * np.maximum(*counts) - 1e-9  # else they cannot be
+        near[near] = self.similarity(one[near], other[near]) >= self.threshold
+        return near
+
+    def similarity(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """The Jaccard similarity of the texts at these places, pair by pair."""
+        sizes = self.counts[one] + self.counts[other]
+        result = np.zeros(len(one), np.float64)
+        part = np.cumsum(sizes) // _ELEMENTS
+        for pairs in np.split(np.arange(len(one)), np.flatnonzero(np.diff(part)) + 1):
+            found = np.sort(np.concatenate([self._keyed(one[pairs]), self._keyed(other[pairs])]))
+            twice = (found[1:][found[1:] == found[:-1]] >> np.uint64(32)).astype(np.int64)
+            shared = np.bincount(twice, minlength=len(pairs))
+            result[pairs] = shared / np.maximum(sizes[pairs] - shared, 1)
+        return result
+
+    def _keyed(self, places: np.ndarray) -> np.ndarray:
+        """The n-grams of these texts, each behind the number of its text here."""
+        counts = self.counts[places]
+        number = np.repeat(np.arange(len(places)), counts)
+        within = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+        found = self.grams[self.begins[places][number] + within]
+        return number.astype(np.uint64) << np.uint64(32) | found

@@ -1,0 +1,38 @@
+"""In which script a text is written."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import regex
+
+SCRIPTS = (
+    "no letters",
+    *("Latin", "Han", "Kana", "Hangul", "Cyrillic", "Arabic", "Devanagari", "Bengali", "Greek", "Hebrew", "Thai"),
+    *("Tamil", "Telugu", "Georgian", "Armenian", "Ethiopic", "Khmer", "Lao", "Myanmar", "Tibetan"),
+    "another",
+)
+_CODES = 0x110000
+
+
+def main_scripts(texts: Sequence[str]) -> np.ndarray:
+    """Return the script that most letters of each text are of, as the place in `SCRIPTS`: (N,), 0 without letters."""
+    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
+    owner = np.repeat(np.arange(len(texts)), [*map(len, texts)])
+    found = np.bincount(owner * len(SCRIPTS) + _table()[codes], minlength=len(texts) * len(SCRIPTS))
+    counts = found.reshape(len(texts), len(SCRIPTS))
+    counts[:, 0] = 0
+    return counts.argmax(1)
+
+
+@cache
+def _table() -> np.ndarray:
+    """Of each character: its script's place; 0 for what is no letter."""
+    table = np.zeros(_CODES, np.int64)
+    characters = "".join(map(chr, range(_CODES)))
+    table[[ord(letter) for letter in regex.findall(r"\p{L}", characters)]] = len(SCRIPTS) - 1
+    for place, script in enumerate(SCRIPTS[1:-1], 1):
+        names = r"\p{Hiragana}\p{Katakana}" if script == "Kana" else rf"\p{{{script}}}"
+        letters = regex.findall(rf"[[{names}]&&[\p{{L}}\p{{M}}]]", characters, regex.V1)
+        table[[ord(letter) for letter in letters]] = place
+    return table

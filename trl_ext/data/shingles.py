@@ -1,0 +1,106 @@
+"""N-grams of words or characters as hashes, for many texts at once."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Literal
+
+import numpy as np
+import regex
+
+Unit = Literal["words", "characters"]
+_BASE = 0x9E3779B97F4A7C15  # odd, of the golden ratio: sums of its powers spread over 64 bits
+_WIDER = 0xD1B54A32D192ED03
+_CODES = 0x110000
+_PART = 1 << 17  # characters that are hashed at a time: arrays of them fit a processor's cache
+
+
+def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield all texts in lists that are short enough to be hashed at once."""
+    part, size = [], 0
+    for text in texts:
+        part.append(text)
+        size += len(text)
+        if size >= _PART or len(part) >= _PART // 16:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def ngram_hashes(
+    texts: Sequence[str], n: int, unit: Unit = "words", keep_short: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Hash all runs of `n` words, or characters, of each text.
+
+    Words are those of the reward functions: split at white space, and each character by itself in scripts without
+    spaces. Equal runs have equal hashes, everywhere and always.
+
+    Args:
+        texts: (N) any texts.
+        n: words or characters of a run.
+        unit: what a run is of.
+        keep_short: True takes a text of less than `n` words for one run; else it has none.
+
+    Returns:
+        (R,) hashes, unsigned, of 64 bits, in the order of the texts, and (R,) the place in `texts` that each is from.
+    """
+    codes, owner = _codes(texts)
+    if unit == "words":
+        codes, owner = _words(codes, owner)
+    counts = np.bincount(owner, minlength=len(texts))
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its text
+    last = counts - n
+    begins = place <= (np.maximum(last, 0) if keep_short else last)[owner]
+    hashes = np.zeros(len(codes), np.uint64)
+    for k in range(min(n, len(codes))):
+        same = owner[k:] == owner[: len(owner) - k]
+        ahead = (codes[k:] + np.uint64(1)) * np.uint64(pow(_WIDER, k + 1, 1 << 64))
+        hashes[: len(codes) - k] += ahead * same  # a short text ends where it ends
+    return _mixed(hashes[begins]), owner[begins]
+
+
+def count_words(texts: Sequence[str]) -> np.ndarray:
+    """Count the words of each text, as [`ngram_hashes`] takes them: (N,)."""
+    return np.bincount(_words(*_codes(texts))[1], minlength=len(texts))
+
+
+def _codes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The characters of all texts, and whose each is."""
+    joined = "".join(texts).encode("utf-32-le", "surrogatepass")
+    return np.frombuffer(joined, np.uint32), np.repeat(np.arange(len(texts)), [*map(len, texts)])
+
+
+def _words(codes: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A hash of each word of all texts, and whose it is."""
+    is_space, is_word = (table[codes] for table in _classes())
+    starts = np.ones(len(codes), bool)
+    starts[1:] = (owner[1:] != owner[:-1]) | is_space[:-1] | is_word[1:] | is_word[:-1]
+    starts, owner, codes = starts[~is_space], owner[~is_space], codes[~is_space]
+    if not len(codes):
+        return codes.astype(np.uint64), owner
+    at = np.flatnonzero(starts)
+    lengths = np.diff(at, append=len(codes))
+    powers = np.full(lengths.max(), _BASE, np.uint64).cumprod(dtype=np.uint64)
+    within = np.arange(len(codes)) - np.repeat(at, lengths)
+    return _mixed(np.add.reduceat((codes + np.uint64(1)) * powers[within], at)), owner[at]
+
+
+def _mixed(hashes: np.ndarray) -> np.ndarray:
+    """Spread what differs over all bits, since a product carries upwards alone (splitmix64's steps)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
+    return hashes ^ (hashes >> np.uint64(31))
+
+
+@cache
+def _classes() -> tuple[np.ndarray, np.ndarray]:
+    """Of each character: whether it is white space, and whether it is a word by itself."""
+    from ..rewards.texts import UNSPACED  # here: rewards look for copies with this file
+
+    characters = "".join(map(chr, range(_CODES)))
+    is_space = np.zeros(_CODES, bool)
+    is_space[[ord(character) for character in characters if character.isspace()]] = True
+    is_word = np.zeros(_CODES, bool)
+    is_word[[ord(character) for character in regex.findall(f"[{UNSPACED}]", characters)]] = True
+    return is_space, is_word

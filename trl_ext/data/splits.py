@@ -1,0 +1,89 @@
+"""Splits that no group straddles, alike in what is named, and balancing."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, modulo 1, spread most evenly
+
+
+def split_groups(
+    groups: Sequence[int] | np.ndarray, shares: Mapping[str, float], strata: Sequence[Any] | None = None, seed: int = 0
+) -> np.ndarray:
+    """
+    Divide rows into splits, each group of rows whole in one of them.
+
+    Groups of one stratum and one size are dealt to the splits in turn, in random order, by steps of the golden ratio:
+    each part of the order has the shares within about two groups, so that rare strata are dealt fairly, too. A group
+    with more rows than the smallest share of its stratum goes to the largest split.
+
+    Args:
+        groups: (N,) rows with one number stay together, such as `Duplicates.near`.
+        shares: name → share of the rows, above 0; their sum is 1.
+        strata: (N,) values that the splits shall have alike, such as a topic; of a group its first row counts.
+        seed: of the order.
+
+    Returns:
+        (N,) the name of each row's split.
+
+    Raises:
+        ValueError: shares that are none.
+    """
+    if not shares or min(shares.values()) <= 0 or abs(sum(shares.values()) - 1) > 1e-6:
+        raise ValueError(f"the shares of splits must be above 0 and have the sum 1, got {dict(shares)}")
+    groups = np.asarray(groups)
+    if not len(groups):
+        return np.zeros(0, object)
+    _, firsts, group, sizes = np.unique(groups, return_index=True, return_inverse=True, return_counts=True)
+    stratum = _numbers(strata)[firsts] if strata is not None else np.zeros(len(firsts), np.int64)
+    names = sorted(shares, key=lambda name: -shares[name])
+    total = np.bincount(stratum, sizes)[stratum]
+    is_large = sizes > np.maximum(min(shares.values()) * total, 1)
+    large = np.bincount(stratum, sizes * is_large)[stratum]
+    draw = np.random.default_rng(seed)
+    shuffled = draw.permutation(len(sizes))
+    order = shuffled[np.lexsort((sizes[shuffled], stratum[shuffled]))]
+    turn = np.empty(len(sizes))
+    turn[order] = (draw.random() + np.arange(len(sizes)) * _GOLDEN) % 1
+    # What the largest split still lacks of its share, of the groups that are dealt
+    first = np.clip((shares[names[0]] * total - large) / np.maximum(total - large, 1), 0, 1)
+    later = np.cumsum([shares[name] for name in names[1:]])
+    rest = np.searchsorted(later[:-1] / later[-1:], (turn - first) / np.maximum(1 - first, 1e-9), side="right")
+    places = np.where(is_large | (turn < first) | (len(names) == 1), 0, rest + 1)
+    return np.array(names, dtype=object)[places[group]]
+
+
+def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0) -> np.ndarray:
+    """
+    Choose rows so that no value has more than others.
+
+    Args:
+        values: (N,) what is balanced, such as a topic.
+        most: rows of one value; None takes as many as the rarest value has.
+        seed: of the choice.
+
+    Returns:
+        (N,) whether a row is kept.
+    """
+    numbers = _numbers(values)
+    keep = np.zeros(len(numbers), bool)
+    if not len(numbers):
+        return keep
+    most = int(np.bincount(numbers).min()) if most is None else most
+    shuffled = np.random.default_rng(seed).permutation(len(numbers))
+    ordered = shuffled[np.argsort(numbers[shuffled], kind="stable")]
+    begins = np.r_[0, np.flatnonzero(np.diff(numbers[ordered])) + 1]
+    place = np.arange(len(ordered)) - np.repeat(begins, np.diff(np.r_[begins, len(ordered)]))
+    keep[ordered[place < most]] = True
+    return keep
+
+
+def _numbers(values: Sequence[Any]) -> np.ndarray:
+    """Each different value as a number, in the order in which they come: 1 and "1" are two."""
+    seen: dict[Any, int] = {}
+    return np.array([seen.setdefault(_hashable(value), len(seen)) for value in values], np.int64)
+
+
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, (str, int, type(None))) else repr(value)

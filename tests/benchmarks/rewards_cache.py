@@ -3,8 +3,8 @@ How fast a cached score is, against one by a model of the demo's size, and what 
 
     python tests/benchmarks/rewards_cache.py               # with a redis-server on the path, Redis too
 
-A batch is 64 prompts and answers of the demo's world with their token ids; a model's time is that of tokenising and of
-one forward without padding beyond the longest row, on one thread. Each figure is the median of its repeats, and sides
+A batch is 64 prompts and answers of the demo's world with their token ids; a model's time is that of
+`ModelReward`, on one thread. Each figure is the median of its repeats, and sides
 take turns. Bytes an entry are the growth of the resident set over a million entries, divided by them.
 """
 
@@ -26,29 +26,18 @@ from transformers import AutoModelForSequenceClassification
 
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import AGENT, vocabulary
-from trl_ext.rewards import CachedReward
+from trl_ext.rewards import CachedReward, ModelReward
 
 BATCH, PROMPT, ANSWER = 64, 16, 32
 
 
-class DemoModel:
-    """A sequence classifier of the demo's size."""
-
-    __name__ = "demo_model"
-    identity = "random weights"
-
-    def __init__(self):
-        self._tokenizer = make_tokenizer()
-        config = make_model(self._tokenizer, 0).config
-        config.num_labels = 1
-        self._model = AutoModelForSequenceClassification.from_config(config).eval()
-
-    def __call__(self, prompts, completions, **kwargs):
-        texts = [prompt + answer for prompt, answer in zip(prompts, completions, strict=True)]
-        rows = self._tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-        with torch.inference_mode():
-            logits = self._model(input_ids=rows["input_ids"], attention_mask=rows["attention_mask"]).logits
-        return logits[:, 0].tolist()
+def demo_model():
+    """`ModelReward` with a sequence classifier of the demo's size, random weights."""
+    tokenizer = make_tokenizer()
+    config = make_model(tokenizer, 0).config
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    return ModelReward(model, tokenizer=tokenizer, policy_tokenizer=tokenizer)
 
 
 def batch(seed):
@@ -111,7 +100,7 @@ def main():
     parser.add_argument("--entries", type=int, default=1_000_000)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    model, rows = DemoModel(), batch(0)
+    model, rows = demo_model(), batch(0)
     cached, text_alone = CachedReward(model), CachedReward(model, columns=[])
     scores = cached(**rows)
     assert text_alone(**rows) == scores == cached(**rows)

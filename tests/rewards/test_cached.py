@@ -79,9 +79,9 @@ def test_all_that_a_score_may_depend_on_is_in_the_key():
     assert len(reward._asked) == len(others) + 1
     cached(**renamed)
     assert len(reward._asked) == len(others) + 2
-    keys = [CachedReward(each)._keys(["p"], ["a"], {}) for each in (Counted(), Counted(2.0), PatternReward("a"))]
+    keys = [CachedReward(each)._written(["p"], ["a"], {}) for each in (Counted(), Counted(2.0), PatternReward("a"))]
     assert len({key for row in keys for key in row}) == 3
-    assert keys[0] == CachedReward(Counted(), capacity=5, ttl=7)._keys(["p"], ["a"], {})
+    assert keys[0] == CachedReward(Counted(), capacity=5, ttl=7)._written(["p"], ["a"], {})
 
 
 def test_fewer_columns_and_normalized_texts_give_more_hits():

@@ -4,6 +4,7 @@ import hashlib
 import json
 import marshal
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import cachetools
 import regex
+import xxhash
 from transformers.utils import logging
 
 from ..redaction import redacted
@@ -30,9 +32,10 @@ class CachedReward:
     Score each answer once: what was scored before is looked up.
 
     What a score depends on makes its key: which reward it is ([`source_identity`]: name, settings, revision), prompt,
-    completion and columns. The key is a BLAKE2b hash of 128 bits: among a million entries two share one with a
-    probability of 2e-27, and nobody can look for such a pair. Scores of None are not kept, nor is anything of a call
-    that fails. A function that looks at other answers of its batch must not be cached.
+    completion and columns. The key is a hash of 128 bits, in memory XXH3 with a secret seed, in Redis BLAKE2b: among a
+    million entries two share one with a probability of 2e-27, and nobody can look for such a pair. Scores of None are
+    not kept, nor is anything of a call that fails. A function that looks at other answers of its batch must not be
+    cached.
 
     It logs `rewards/<name>/cache_hits`, the share of answers that needed no scoring (in memory, in Redis, or twice in
     one call), and with Redis `rewards/<name>/redis_hits`, the share that came from there.
@@ -112,13 +115,14 @@ class CachedReward:
     def _start(self) -> None:
         self._memory: cachetools.LRUCache = cachetools.LRUCache(self.capacity)
         self._lock = threading.Lock()
+        self._seed = secrets.randbits(64)  # of the fast hash in memory: who does not know it makes no two keys alike
         self._identity: str | None = None
         self._redis: Any = None
         self._redis_rests_until = 0.0
         self._said = False
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = ("_memory", "_lock", "_identity", "_redis", "_redis_rests_until", "_said")
+        fresh = ("_memory", "_lock", "_seed", "_identity", "_redis", "_redis_rests_until", "_said")
         return {name: value for name, value in vars(self).items() if name not in fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -137,7 +141,8 @@ class CachedReward:
         count = len(completions)
         if completion_ids is not None:
             kwargs["completion_ids"] = completion_ids
-        keys = self._keys(prompts, completions, kwargs)
+        written = self._written(prompts, completions, kwargs)
+        keys = [xxhash.xxh3_128_digest(row, self._seed) for row in written]
         with self._lock:
             look_up = self._memory.get
             scores = [look_up(key) for key in keys]
@@ -146,7 +151,8 @@ class CachedReward:
             for row, key in enumerate(keys):
                 if scores[row] is None:
                     unknown.setdefault(key, row)
-        shared = self._from_redis(list(unknown)) if unknown and self.redis_url else {}
+        in_redis = {key: _redis_key(written[row]) for key, row in unknown.items()} if self.redis_url else {}
+        shared = self._from_redis(in_redis)
         rows = [row for key, row in unknown.items() if key not in shared]
         scored = self._score(prompts, completions, log_metric, kwargs, rows) if rows else {}
         if unknown:
@@ -155,7 +161,7 @@ class CachedReward:
                 self._memory.update(found)
             scores = [found.get(key) if score is None else score for key, score in zip(keys, scores, strict=True)]
             if self.redis_url and len(found) > len(shared):
-                self._to_redis({key: score for key, score in found.items() if key not in shared})
+                self._to_redis({in_redis[key]: score for key, score in found.items() if key not in shared})
         if count:
             log_to(log_metric, {f"rewards/{self.__name__}/cache_hits": (count - len(rows)) / count})
             if self.redis_url:
@@ -170,7 +176,8 @@ class CachedReward:
             self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"
         return self._identity
 
-    def _keys(self, prompts: list, completions: list, kwargs: dict[str, Any]) -> list[bytes]:
+    def _written(self, prompts: list, completions: list, kwargs: dict[str, Any]) -> list[bytes]:
+        """Return what decides on the score of each row, as bytes, which are hashed for a key."""
         if self.normalize:
             prompts, completions = ([self._normalized(text) for text in texts] for texts in (prompts, completions))
         count = len(completions)
@@ -191,12 +198,8 @@ class CachedReward:
         common = hashlib.blake2b(f"{self.identity} {names}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
         # Written by marshal, each value is told from every other: of all that Python has it takes least time. What it
         # writes is never read. Version 0 writes equal values alike
-        hashed, written = hashlib.blake2b, marshal.dumps
         try:
-            return [
-                hashed(written(row, 0), digest_size=16, key=common).digest()
-                for row in zip(prompts, completions, *values, strict=True)
-            ]
+            return [common + marshal.dumps(row, 0) for row in zip(prompts, completions, *values, strict=True)]
         except ValueError as error:
             if len(prompts) != count:
                 raise ValueError(f"{self.__name__}: {len(prompts)} prompts for {count} completions") from error
@@ -254,16 +257,17 @@ class CachedReward:
             )
         return self._redis
 
-    def _from_redis(self, keys: list[bytes]) -> dict[bytes, float]:
-        values = self._ask_redis(lambda client: client.mget([_redis_key(key) for key in keys]))
+    def _from_redis(self, keys: dict[bytes, str]) -> dict[bytes, float]:
+        """Return the scores that are there, by the keys in memory; `keys` has each one's key in Redis."""
+        values = self._ask_redis(lambda client: client.mget([*keys.values()])) if keys else None
         numbers = map(_number, values if isinstance(values, list) else [])
         return {key: number for key, number in zip(keys, numbers, strict=False) if number is not None}
 
-    def _to_redis(self, scores: dict[bytes, float]) -> None:
+    def _to_redis(self, scores: dict[str, float]) -> None:
         def write(client: Any) -> None:
             pipeline = client.pipeline(transaction=False)
             for key, score in scores.items():
-                pipeline.set(_redis_key(key), json.dumps(score), ex=self.ttl)
+                pipeline.set(key, json.dumps(score), ex=self.ttl)
             pipeline.execute()
 
         self._ask_redis(write)
@@ -306,8 +310,9 @@ def _spread(values: list, rows: list[int], count: int) -> list:
     return [of_row.get(row) for row in range(count)]
 
 
-def _redis_key(key: bytes) -> str:
-    return f"trl-ext:reward:{key.hex()}"
+def _redis_key(written: bytes) -> str:
+    """Return the same key in every process, of a hash for which nobody finds two rows with one key."""
+    return f"trl-ext:reward:{hashlib.blake2b(written, digest_size=16).hexdigest()}"
 
 
 def _number(value: Any) -> float | None:

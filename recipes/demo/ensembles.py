@@ -110,7 +110,7 @@ def table(rows: list[dict]) -> str:
     lines = ["| KL coefficient | reward | gold − SFT's | at its peak | gold − single's | KL, nats | seeds |"]
     lines.append("|---|---|---|---|---|---|---|")
     singles = {(row["kl_coef"], row["seed"]): row for row in rows if row["reward"] == "single"}
-    for kl_coef, name in sorted({(row["kl_coef"], row["reward"]) for row in rows}, key=lambda cell: cell[0]):
+    for kl_coef, name in dict.fromkeys((row["kl_coef"], row["reward"]) for row in rows):
         cells = [row for row in rows if (row["kl_coef"], row["reward"]) == (kl_coef, name)]
         end = in_words([row["gold_end"] - row["gold_sft"] for row in cells])
         peak = in_words([row["gold_peak"] - row["gold_sft"] for row in cells])

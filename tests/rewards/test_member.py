@@ -118,6 +118,7 @@ def test_what_a_started_function_logs_is_handed_on_when_it_is_awaited():
 
 def test_names():
     assert distinct(["a", "b", "a"]) == ["a_0", "b", "a_2"]
+    assert distinct(["a", "a", "a_0"]) == ["a_0_0", "a_1", "a_0_2"]
     assert checked_name(None, "sum_<lambda>_a/b c") == "sum_lambda_a_b_c"
     assert runs_in_background(KeepsAClient()) and not runs_in_background(unlucky)
 

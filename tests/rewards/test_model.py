@@ -251,8 +251,10 @@ def test_its_identity_is_that_of_what_it_says(tmp_path):
         ModelReward(path, max_length=32),
         ModelReward(path, dtype="bfloat16"),
         ModelReward(path, truncation="left"),
+        ModelReward(path, eos_token_ids=[2]),  # which answers are finished, where nobody says
+        ModelReward(path, eos_token_ids=[2, 5]),
     ]
-    assert len({reward.identity, *(other.identity for other in others)}) == 6
+    assert len({reward.identity, *(other.identity for other in others)}) == 8
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     changed = copy.deepcopy(model)
     changed.score.weight.data += 1

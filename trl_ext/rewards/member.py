@@ -149,7 +149,8 @@ def runs_in_background(function: Any) -> bool:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """Return the names, those that occur more than once with their place behind them: metrics are kept by name."""
-    return [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
+    told = [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
+    return told if len(set(told)) == len(told) else distinct(told)  # one may be called as another one is now
 
 
 def awaited(scores: Any) -> Any:

@@ -236,6 +236,7 @@ class ModelReward:
                 weights.append(path_identity(base.base_model_name_or_path, base.revision))
         dtype = next(self.model.parameters()).dtype
         settings = [self.load_in_8bit, self.max_length, self.truncation, sorted(self.chat_template_kwargs.items())]
+        settings += [self.eos_token_ids, self.shares_tokenizer]  # what is read of an answer
         return " ".join(map(str, [*weights, tokenizer_identity(self.tokenizer), dtype, *settings]))
 
     def __call__(

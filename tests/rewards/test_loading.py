@@ -249,7 +249,9 @@ def test_every_reward_is_named_in_yaml_and_all_of_them_train_together(tmp_path):
         public = {name for name in trl_ext.rewards.__all__ if name.endswith(("Reward", "Watch"))}
         assert public <= names_in(entries)
         functions, weights = load_rewards(entries, str(tmp_path))
-        assert [source_identity(f) for f in functions] == [source_identity(f) for f in load_rewards(entries, str(tmp_path))[0]]
+        assert [source_identity(f) for f in functions] == [
+            source_identity(f) for f in load_rewards(entries, str(tmp_path))[0]
+        ]
         rows = prompts().add_column("tests", [["assert True", "assert False"]] * 16)
         trainer = make_trainer(
             tmp_path / "run",

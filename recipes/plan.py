@@ -41,6 +41,7 @@ from trl_ext.planning import (
     plan,
 )
 from trl_ext.resumable import RewardConfig
+from trl_ext.rewards import check_rewards
 from trl_ext.shipped import accelerate_file, config_file, find
 
 from . import dpo, ppo, reward, sft
@@ -168,6 +169,8 @@ def make_job(
     policy = load_config(name)
     dtype = getattr(policy, "dtype", None) if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
     rewards, shared = [], 0
+    entries = getattr(script_args, "rewards", None)
+    check_rewards(entries, import_functions=False)  # what is mistyped would not be counted
     value_model = None
     if stage == "ppo":
         scorer = script_args.reward_model_name_or_path
@@ -194,7 +197,7 @@ def make_job(
         value_model=value_model,
         ref_model=bool(getattr(script_args, "ref_model_name_or_path", None)),
         shared_rewards=shared,
-        loaded_rewards=tuple(loaded_rewards(getattr(script_args, "rewards", None), folder, load_config)),
+        loaded_rewards=tuple(loaded_rewards(entries, folder, load_config)),
     )
 
 

@@ -165,3 +165,10 @@ def test_mistakes_are_raised_together_with_their_cause():
         mistakes.raise_everywhere(3)
     assert error.value.__cause__ is cause
     mistakes.raise_everywhere(4)  # said once
+
+
+@pytest.mark.parametrize("kind", ["batch", "running", "group"])
+def test_where_all_scores_are_equal_those_of_tokens_stay_as_they_are(kind):
+    """Divided by the deviation, a row of +1 and -1 would have token rewards of some 10,000."""
+    scores, scales = RewardNormalizer(kind)(torch.full((4,), 0.3), ["a"] * 4)
+    assert scores.abs().max() < 1e-3 and scales.tolist() == [1.0] * 4

@@ -193,6 +193,19 @@ def test_reward_models_named_anywhere_in_rewards_are_found(tmp_path):
         list(loaded_rewards({"EnsembleReward": {"members": "nowhere"}}, tmp_path, None))
 
 
+def test_a_reward_that_is_mistyped_is_refused_since_it_would_not_be_counted(tmp_path, capsys):
+    tiny_llama().save_pretrained(tmp_path)
+    recipe = {"model_name_or_path": str(tmp_path), "dataset_name": "absent", "output_dir": "x", "bf16": False}
+    for rewards, message in [
+        ([{"SumReward": {"members": [{"EnsembelReward": {"members": "a"}}]}}], "did you mean EnsembleReward"),
+        ([{"CachedReward": {"rewrad": {"ModelReward": {"model": "a"}}}}], "has no argument 'rewrad'"),
+    ]:
+        (tmp_path / "ppo.yaml").write_text(yaml.safe_dump(recipe | {"rewards": ["absent.py:f", *rewards]}))
+        with pytest.raises(SystemExit, match="2"):
+            main(["--config", str(tmp_path / "ppo.yaml"), "--use_cpu", "true"])
+        assert message in capsys.readouterr().err
+
+
 def test_without_arguments_it_says_how_to_run_it(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])

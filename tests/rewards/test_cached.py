@@ -13,7 +13,14 @@ import time
 
 import pytest
 
-from trl_ext.rewards import CachedReward, PatternReward, source_identity
+from trl_ext.rewards import (
+    CachedReward,
+    ConstitutionReward,
+    EnsembleReward,
+    PatternReward,
+    SumReward,
+    source_identity,
+)
 
 redis = pytest.importorskip("redis")
 NAME = "rewards/cached_counted"
@@ -359,3 +366,29 @@ def test_bad_arguments(subtests, monkeypatch):
             call(CachedReward(reward), "a", **columns)
     with pytest.raises(ValueError, match=r"no column 'topic', which `columns` names; there are \['finished'\]"):
         call(CachedReward(reward, columns=["topic"]), "a", finished=[True])
+
+
+def test_what_a_failing_member_leaves_is_no_score_to_keep(subtests):
+    pattern = PatternReward("a")
+    for reward, policy in [
+        (SumReward([pattern, Counted()], on_error="skip"), "'skip'"),
+        (SumReward([pattern, PatternReward("b", on_error="skip")]), "'skip'"),
+        (EnsembleReward([pattern, Counted()], on_error=0.5), "0.5"),
+        (ConstitutionReward(SumReward([PatternReward("b", on_error=1)]), [pattern]), "1"),
+    ]:
+        with subtests.test(reward.__name__), pytest.raises(ValueError, match=f"holds a member with on_error={policy}"):
+            CachedReward(reward)
+    CachedReward(SumReward([pattern, Counted()]))
+    CachedReward(PatternReward("b", on_error="skip"))  # None is not kept
+
+
+def test_an_error_says_among_which_rows_it_counts():
+    def failing(completions, **kwargs):
+        if "bad" in completions:
+            raise ValueError(f"completion {completions.index('bad')}")
+        return [1.0] * len(completions)
+
+    cached = CachedReward(failing)
+    call(cached, "a", "b")
+    with pytest.raises(RuntimeError, match=r"completion 1 \(counted among completions 1, 3, which alone were asked"):
+        call(cached, "a", "c", "b", "bad")

@@ -6,9 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import trl_ext.rewards
+from tests.ppo.worker import make_trainer
+from tests.rewards.http_stub import serving
+from tests.tiny import prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import joined_weights, load_reward, load_rewards, source_identity
 
 ROOT = Path(__file__).parents[2]
@@ -178,3 +182,91 @@ def test_the_identity_is_the_same_in_another_process():
     )
     ((function,), _) = load_rewards([NESTED])
     assert run.stdout.strip() == source_identity(function), run.stderr
+
+
+# ---- All of them at once ----
+
+EVERY = """
+- SumReward:
+    name: nest
+    weights: [1.0, 0.5, 2.0, 1.0, 1.0]
+    members:
+      - ConstitutionReward:
+          name: rules
+          reward:
+            EnsembleReward:
+              members:
+                - ModelReward: {model: MODEL, max_batch_tokens: 64, truncation: left}
+                - MODEL
+              combine: uncertainty
+              uncertainty_coef: 0.5
+              max_disagreement: 100.0
+              model_kwargs: {dtype: float32}
+          members:
+            - PatternReward: {forbidden: [zebra], timeout: 1.0}
+            - JSONSchemaReward: {schema: {type: object, properties: {members: {type: array}}}, name: json}
+          minimum: [0.5, 0.0]
+          cap: -1.0
+          judge:
+            JudgeReward: {url: URL, model: m, rubric: Be kind., scale: [1, 10], on_error: skip}
+      - CachedReward:
+          reward:
+            RemoteReward: {url: URL, name: served, retries: 0}
+          columns: [finished]
+      - CodeReward: {tests: tests, require_isolation: false, timeout: 20.0}
+      - get_soft_overlong_punishment: {max_completion_len: 8, soft_punish_cache: 4}
+      - get_repetition_penalty_reward: {ngram_size: 2, max_penalty: -1.0}
+  weight: 2
+- ScoreWatch: {reward: "tests/tiny.py:length_reward", bound: 3.0}
+  weight: 0.5
+- GoldJudgeReward: {judge: recipes/demo/world.py:gold_reward, score: 0.0}
+  weight: 0
+- PhraseReviewReward: {phrases: [cat], veto: -1.0}
+- RepetitionWatch: {n: 2}
+  weight: 0
+"""
+
+
+def names_in(value):
+    if isinstance(value, list):
+        return {name for each in value for name in names_in(each)}
+    return set(value).union(*map(names_in, value.values())) if isinstance(value, dict) else set()
+
+
+@pytest.mark.slow
+def test_every_reward_is_named_in_yaml_and_all_of_them_train_together(tmp_path):
+    torch.manual_seed(0)
+    tiny_reward_model(tiny_llama()).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+
+    def answer(body, handler):
+        if "messages" in body:
+            return {"choices": [{"message": {"content": '{"score": 7}'}}]}
+        return {"scores": [float(len(text)) for text in body["completions"]]}
+
+    with serving(answer) as (url, came):
+        entries = yaml.safe_load(EVERY.replace("MODEL", str(tmp_path)).replace("URL", url))
+        public = {name for name in trl_ext.rewards.__all__ if name.endswith(("Reward", "Watch"))}
+        assert public <= names_in(entries)
+        functions, weights = load_rewards(entries, str(tmp_path))
+        assert [source_identity(f) for f in functions] == [
+            source_identity(f) for f in load_rewards(entries, str(tmp_path))[0]
+        ]
+        rows = prompts().add_column("tests", [["assert True", "assert False"]] * 16)
+        trainer = make_trainer(
+            tmp_path / "run",
+            functions,
+            reward_weights=joined_weights(None, weights),
+            trainer_kwargs={"train_dataset": rows},
+            max_steps=1,
+        )
+        trainer.train()
+    log, nest = trainer.state.log_history[0], "rewards/nest"
+    parts = ["rules", "cached_served", "code", "soft_overlong_punishment_reward", "repetition_penalty_reward"]
+    means = [log[f"{nest}/{part}/mean"] for part in parts]
+    whole = sum(weight * mean for weight, mean in zip([1.0, 0.5, 2.0, 1.0, 1.0], means, strict=True))
+    assert log[f"{nest}/mean"] == pytest.approx(whole, rel=1e-4) and means[1] > 0
+    assert log["rewards/rules/violations"] == log["rewards/rules/unchecked"] == 0
+    whole = 2 * log[f"{nest}/mean"] + 0.5 * log["rewards/length_reward/mean"] + log["rewards/phrase_review/mean"]
+    assert log["objective/scores"] == pytest.approx(whole, rel=1e-4)
+    assert sum("messages" in body for body in came) == 8  # one question an answer

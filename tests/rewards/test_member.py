@@ -3,10 +3,11 @@
 import asyncio
 import math
 import os
+import threading
 
 import pytest
 
-from trl_ext.rewards import Member, SegmentScores
+from trl_ext.rewards import ConstitutionReward, EnsembleReward, Member, SegmentScores, SumReward
 from trl_ext.rewards.member import Started, awaited, distinct, runs_in_background
 from trl_ext.rewards.naming import checked_name
 
@@ -117,5 +118,31 @@ def test_what_a_started_function_logs_is_handed_on_when_it_is_awaited():
 
 def test_names():
     assert distinct(["a", "b", "a"]) == ["a_0", "b", "a_2"]
+    assert distinct(["a", "a", "a_0"]) == ["a_0_0", "a_1", "a_0_2"]
     assert checked_name(None, "sum_<lambda>_a/b c") == "sum_lambda_a_b_c"
     assert runs_in_background(KeepsAClient()) and not runs_in_background(unlucky)
+
+
+class Meeting:
+    """In the background, until the other one is called, too."""
+
+    in_background = True
+
+    def __init__(self, name, door):
+        self.__name__, self.door = name, door
+
+    def __call__(self, completions, **kwargs):
+        self.door.wait(20)
+        return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("kind", ["sum", "ensemble", "constitution"])
+def test_members_in_the_background_run_at_the_same_time_in_every_wrapper(kind):
+    door = threading.Barrier(2)
+    both = [Meeting("a", door), Meeting("b", door)]
+    reward = {
+        "sum": lambda: SumReward(both),
+        "ensemble": lambda: EnsembleReward(both),
+        "constitution": lambda: ConstitutionReward(both[0], both[1:]),
+    }[kind]()
+    assert reward.in_background and reward([""], ["a"]) == [2.0 if kind == "sum" else 1.0]

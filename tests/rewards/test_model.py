@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import time
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.tiny import (
 )
 from trl_ext import PPOTrainer
 from trl_ext.rewards import ModelReward, source_identity
+from trl_ext.rewards.member import Started
 from trl_ext.rewards.model import batches
 
 PROMPTS, ANSWERS, FINISHED = ["the cat ", "a dog ran "], ["sat", "flew over the sky"], [True, False]
@@ -249,8 +251,10 @@ def test_its_identity_is_that_of_what_it_says(tmp_path):
         ModelReward(path, max_length=32),
         ModelReward(path, dtype="bfloat16"),
         ModelReward(path, truncation="left"),
+        ModelReward(path, eos_token_ids=[2]),  # which answers are finished, where nobody says
+        ModelReward(path, eos_token_ids=[2, 5]),
     ]
-    assert len({reward.identity, *(other.identity for other in others)}) == 6
+    assert len({reward.identity, *(other.identity for other in others)}) == 8
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     changed = copy.deepcopy(model)
     changed.score.weight.data += 1
@@ -335,3 +339,21 @@ def test_in_ppo_it_says_what_the_trainers_own_reward_model_says(tmp_path):
     trainer.train()
     torch.testing.assert_close(rows[0][:, [1, 3]], rows[0][:, [0, 2]], rtol=1e-5, atol=1e-5)
     assert rows[0].std(0).min() > 0.05
+
+
+def test_threads_that_share_a_model_score_one_after_the_other():
+    """Each call sets the pad token for itself, where the tokenizer has none that the model knows."""
+    model, tokenizer, inside = tiny_reward_model(tiny_gpt2()), tiny_tokenizer(), []
+    model.config.pad_token_id = None
+
+    def score(input_ids, attention_mask):
+        inside.append(1)
+        alone = len(inside) == 1
+        time.sleep(0.1)
+        inside.pop()
+        return torch.full((len(input_ids),), float(alone))
+
+    rewards = [ModelReward(model, tokenizer=tokenizer, score=score, name=name) for name in "ab"]
+    started = [Started(r, prompts=PROMPTS, completions=ANSWERS, finished=FINISHED) for r in rewards]
+    assert [each.result() for each in started] == [[1.0, 1.0]] * 2
+    assert model.config.pad_token_id is None and pickle.loads(pickle.dumps(ModelReward(model, tokenizer=tokenizer)))

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..functional import empty_moments, merge_moments, moments, whiten, whitening_scale
+from ..functional import empty_moments, merge_moments, moments, variance, whiten, whitening_scale
+
+_NO_VARIANCE = 1e-8  # of scores, what whitening adds to it
 
 
 class RewardNormalizer:
@@ -68,5 +70,7 @@ def _merge(seen: Tensor, scores: Tensor) -> Tensor:
 
 def _standardise(scores: Tensor, score_moments: Tensor) -> tuple[Tensor, Tensor]:
     valid = ~scores.isnan()
-    scale = whitening_scale(score_moments).to(scores).expand_as(scores)
+    # Where all scores are equal, their deviation says nothing about the scores of single tokens
+    scale = whitening_scale(score_moments) if variance(score_moments) > _NO_VARIANCE else torch.ones(())
+    scale = scale.to(scores).expand_as(scores)
     return whiten(scores, valid, score_moments).masked_fill(~valid, torch.nan), scale

@@ -9,7 +9,7 @@ from .constitution import ConstitutionReward
 from .ensemble import EnsembleReward
 from .json_schema import JSONSchemaReward
 from .judge import JudgeReward
-from .loading import joined_weights, load_reward, load_rewards
+from .loading import check_rewards, joined_weights, load_reward, load_rewards
 from .member import Member, distinct
 from .model import ModelReward
 from .patterns import PatternReward
@@ -42,6 +42,7 @@ __all__ = [
     "ScoreWatch",
     "SegmentScores",
     "SumReward",
+    "check_rewards",
     "distinct",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",

@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import cachetools
@@ -20,6 +20,7 @@ from ..sources import source_identity
 from ..upstream import get_callable_name
 from .member import awaited, finite_number, log_to, runs_in_background, scores_in
 from .naming import checked_name
+from .segments import is_by_token
 
 logger = logging.get_logger(__name__)
 
@@ -80,6 +81,11 @@ class CachedReward:
                 f"`reward` has on_error={fallback}, which would be kept as a score: give it 'raise' or 'skip', and "
                 "the number to what is around the cache"
             )
+        if within := [each for each in _policies_within(reward) if each != "raise"]:
+            raise ValueError(
+                f"`reward` holds a member with on_error={within[0]!r}, so that a score of the others alone would be "
+                "kept: put the cache around that member, or give it 'raise'"
+            )
         for argument, value, least in [("capacity", capacity, 1), ("ttl", ttl, 1)]:
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"`{argument}` must be a whole number of {least} or more, got {value!r}")
@@ -104,7 +110,6 @@ class CachedReward:
         self.ttl = ttl
         self.timeout = timeout
         self.retry_after = retry_after
-        self.in_background = runs_in_background(reward)
         self.__name__ = checked_name(name, f"cached_{get_callable_name(reward)}")
         if redis_url is not None:
             _check_redis(redis_url, redis_password_env)
@@ -133,6 +138,11 @@ class CachedReward:
     def identity(self) -> str:
         """Which reward this is: the one within. Where its scores are kept changes none of them."""
         return f"cached {self._of_the_reward()} {self.columns} {self.normalize}"
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the reward's time goes by elsewhere."""
+        return runs_in_background(self.reward)
 
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
@@ -225,18 +235,19 @@ class CachedReward:
         """Return the scores of these rows by row."""
         count = len(completions)
         given = of_rows({"prompts": prompts, "completions": completions, **kwargs}, rows, count)
-        if log_extra := kwargs.get("log_extra"):  # TRL's table has all rows
-            given["log_extra"] = lambda column, values: log_extra(column, _spread(values, rows, count))
         name = get_callable_name(self.reward)
         try:
             returned = scores_in(awaited(self.reward(log_metric=log_metric, **given)), len(rows))
-            if any(isinstance(score, (list, tuple)) for score in returned):
+        except Exception as error:
+            raise RuntimeError(f"reward '{name}': {type(error).__name__}: {error}{among(rows, count)}") from error
+        try:
+            if any(map(is_by_token, returned)):
                 raise TypeError("a cache keeps one score an answer, not one a token; use it without one")
             return {
                 row: None if score is None else finite_number(score, row)
                 for row, score in zip(rows, returned, strict=True)
             }
-        except Exception as error:
+        except (TypeError, ValueError) as error:
             raise RuntimeError(f"reward '{name}': {type(error).__name__}: {error}") from error
 
     # ---- Redis ----
@@ -299,10 +310,31 @@ def of_rows(columns: dict[str, Any], rows: list[int], count: int) -> dict[str, A
     """Return what a reward function is given, for these of its `count` rows alone."""
     if rows == [*range(count)]:
         return dict(columns)
-    return {
+    given = {
         name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values
         for name, values in columns.items()
     }
+    if log_extra := columns.get("log_extra"):  # TRL's table has all rows
+        given["log_extra"] = lambda column, values: log_extra(column, _spread(values, rows, count))
+    return given
+
+
+def among(rows: list[int], count: int) -> str:
+    """Return, for an error, which completions were asked about: by their places among these it counts."""
+    if rows == [*range(count)]:
+        return ""
+    more = ", …" if len(rows) > 10 else ""
+    return f" (counted among completions {', '.join(map(str, rows[:10]))}{more}, which alone were asked about)"
+
+
+def _policies_within(reward: Any) -> Iterator[Any]:
+    """Yield `on_error` of all functions within a reward function."""
+    inner = [getattr(reward, name, None) for name in ("reward", "judge", "function")]
+    members = getattr(reward, "members", None)
+    for each in (f for f in (*inner, *(members if isinstance(members, (list, tuple)) else ())) if f is not None):
+        if isinstance(policy := getattr(each, "on_error", "raise"), (str, int, float)):
+            yield policy
+        yield from _policies_within(each)
 
 
 def _spread(values: list, rows: list[int], count: int) -> list:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .cached import of_rows
-from .member import Member, OnError, distinct, log_to
+from .cached import among, of_rows
+from .member import Member, OnError, distinct, log_to, scores_of_all
 from .naming import checked_name
 
 
@@ -45,6 +45,8 @@ class ConstitutionReward:
         on_error: OnError = "raise",
         name: str | None = None,
     ):
+        if not isinstance(members, (list, tuple, type(None))):
+            raise ValueError(f"`members` must be a list of reward functions, got {members!r}")
         members = [*(members or ())]
         if not members and judge is None:
             raise ValueError("give principles: `members`, a `judge`, or both; got none")
@@ -63,42 +65,50 @@ class ConstitutionReward:
         self.judge_minimum = judge_minimum
         self.on_error = on_error
         self._scorer = Member(reward, on_error)
-        self._principles = [(Member(each, on_error), least) for each, least in zip(members, minimums, strict=True)]
+        self._principles = [Member(each, on_error) for each in members]
+        self._minimums = minimums
         self._judge = None if judge is None else Member(judge, on_error)
-        every = [self._scorer, *(each for each, _ in self._principles), *([self._judge] if self._judge else [])]
-        self._names = distinct([each.name for each in every[1:]])
-        self.in_background = any(each.in_background for each in every)
+        self._names = distinct([each.name for each in (*self._principles, self._judge) if each])
         self.__name__ = checked_name(name, f"constitution_{self._scorer.name}")
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the time of any function goes by elsewhere."""
+        return any(each.in_background for each in (self._scorer, *self._principles, self._judge) if each)
 
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """Return the scores, capped where a principle is broken."""
+        if not completions:
+            return []
         count = len(completions)
         columns = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **kwargs}
-        scores = self._scorer(log_metric=log_metric, **columns)
+        scores, *checked = scores_of_all([self._scorer, *self._principles], log_metric, **columns)
         breaks, unchecked = [False] * count, [False] * count
         shares: dict[str, float | None] = {}
 
-        def check(principle: Member, minimum: float, name: str, rows: list[int]) -> None:
-            checked = principle(log_metric=log_metric, **of_rows(columns, rows, count)) if rows else []
-            for row, score in zip(rows, checked, strict=True):
+        def note(name: str, minimum: float, rows: list[int], given: list[float | None]) -> None:
+            for row, score in zip(rows, given, strict=True):
                 breaks[row] |= score is not None and score < minimum
                 unchecked[row] |= score is None
-            known = [score < minimum for score in checked if score is not None]
+            known = [score < minimum for score in given if score is not None]
             shares[f"violations/{name}"] = sum(known) / len(known) if known else None
 
-        for (principle, minimum), name in zip(self._principles, self._names, strict=False):
-            check(principle, minimum, name, [*range(count)])
-        if self._judge:
-            check(self._judge, self.judge_minimum, self._names[-1], [row for row in range(count) if not breaks[row]])
+        for name, minimum, given in zip(self._names, self._minimums, checked, strict=False):
+            note(name, minimum, [*range(count)], given)
+        if self._judge and (rows := [row for row in range(count) if not breaks[row]]):
+            try:
+                given = self._judge(log_metric=log_metric, **of_rows(columns, rows, count))
+            except RuntimeError as error:
+                raise RuntimeError(f"{error}{among(rows, count)}") from error
+            note(self._names[-1], self.judge_minimum, rows, given)
         for row in range(count):
             if breaks[row]:
                 scores[row] = self.cap if (score := scores[row]) is None else min(score, self.cap)
             elif unchecked[row]:
                 scores[row] = None
-        if count:
-            left_out = sum(not broken and not_known for broken, not_known in zip(breaks, unchecked, strict=True))
-            shares |= {"violations": sum(breaks) / count, "unchecked": left_out / count}
+        left_out = sum(not broken and not_known for broken, not_known in zip(breaks, unchecked, strict=True))
+        shares |= {"violations": sum(breaks) / count, "unchecked": left_out / count}
         log_to(log_metric, {f"rewards/{self.__name__}/{key}": share for key, share in shares.items()})
         return scores

@@ -11,7 +11,7 @@ import torch
 
 from ..functional import disagreement, ensemble_score
 from ..functional.ensemble import Combine
-from .member import Member, OnError, log_to
+from .member import Member, OnError, log_to, scores_of_all
 from .model import ModelReward
 from .naming import checked_name
 
@@ -23,7 +23,8 @@ class EnsembleReward:
     `rewards/<name>/disagreement` is logged: the standard deviation of the members' scores of an answer, on average.
     [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
 
-    A member that scores None takes no part in that row; where all do, the row's score is None.
+    A member that scores None takes no part in that row; where all do, the row's score is None. Members in background
+    run at the same time, in threads.
 
     Args:
         members: two or more reward functions, or reward models by their folders or hub names; or the one folder that
@@ -68,8 +69,10 @@ class EnsembleReward:
         if isinstance(members, str):
             called, facts = Path(members).resolve().name, members_in(members)
             members = [str(Path(members, member["folder"])) for member in facts]
-        if len(members) < 2:
-            raise ValueError(f"an ensemble needs two members or more, got {len(members)}")
+            if flat := [member["folder"] for member in facts if normalize and not member["std"] > 0]:
+                raise ValueError(f"`normalize` divides by the deviation, and {flat[0]} gave all answers one score")
+        if not isinstance(members, (list, tuple)) or len(members) < 2:
+            raise ValueError(f"`members` must be two or more, or the folder of an ensemble, got {members!r}")
         if model_kwargs and not any(isinstance(member, str) for member in members):
             raise ValueError("`model_kwargs` is for members that are named, and all are functions: drop it")
         self.members = [Member(member, on_error) for member in loaded(members, model_kwargs or {})]
@@ -97,7 +100,7 @@ class EnsembleReward:
         kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if not prompts:
             return []
-        said_by = [member(log_metric=log_metric, **kwargs) for member in self.members]
+        said_by = scores_of_all(self.members, log_metric, **kwargs)
         rows = [[math.nan if score is None else score for score in row] for row in said_by]
         scores = torch.tensor(rows, dtype=torch.float64)
         if self.scales:

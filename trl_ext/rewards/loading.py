@@ -69,8 +69,32 @@ def load_rewards(
         ValueError: an unknown name or argument, with the nearest one, before anything is built; or a value that is
             refused, with the entry.
     """
-    known = _known()
+    known, weights = _known(), check_rewards(entries)
     functions: list[Callable] = []
+    for place, entry in enumerate(entries or []):
+        entry = {k: v for k, v in entry.items() if k != "weight"} if isinstance(entry, dict) else entry
+        functions.append(_built(entry, known, policy_tokenizer, f"`rewards` entry {place + 1}"))
+    for function, name in zip(functions, distinct([get_callable_name(f) for f in functions]), strict=True):
+        if type(function).__name__ in known:  # what it logs by itself has its name, too
+            function.__name__ = name
+    return functions, weights
+
+
+def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functions: bool = True) -> list[float | None]:
+    """
+    Refuse what [`load_rewards`] would, as far as it can be told without building anything.
+
+    Args:
+        entries: what is listed.
+        import_functions: whether the functions that are named by path must be there.
+
+    Returns:
+        The weight of each, None where none is given.
+
+    Raises:
+        ImportError, ValueError: as of [`load_rewards`].
+    """
+    known = _known()
     weights: list[float | None] = []
     for place, entry in enumerate(entries or []):
         where, weight = f"`rewards` entry {place + 1}", None
@@ -79,15 +103,9 @@ def load_rewards(
             weight = entry.pop("weight")
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
                 raise ValueError(f"{where}: `weight` must be a finite number, got {weight!r}")
-        _check(entry, known, where)
+        _check(entry, known, where, import_functions)
         weights.append(weight)
-    for place, entry in enumerate(entries or []):
-        entry = {k: v for k, v in entry.items() if k != "weight"} if isinstance(entry, dict) else entry
-        functions.append(_built(entry, known, policy_tokenizer, f"`rewards` entry {place + 1}"))
-    for function, name in zip(functions, distinct([get_callable_name(f) for f in functions]), strict=True):
-        if type(function).__name__ in known:  # what it logs by itself has its name, too
-            function.__name__ = name
-    return functions, weights
+    return weights
 
 
 def joined_weights(reward_weights: list[float] | None, weights: Sequence[float | None]) -> list[float] | None:
@@ -116,10 +134,11 @@ def _known() -> dict[str, Callable]:
     return classes | {name: getattr(trl.rewards, name) for name in _FACTORIES}
 
 
-def _check(entry: Any, known: dict[str, Callable], where: str) -> None:
+def _check(entry: Any, known: dict[str, Callable], where: str, import_functions: bool) -> None:
     """Refuse what is mistyped in an entry and in those within it; import the functions that it names by path."""
     if isinstance(entry, str):
-        load_reward(entry)
+        if import_functions:
+            load_reward(entry)
         return
     if not isinstance(entry, dict) or len(entry) != 1:
         raise ValueError(f"{where}: write a path to a function, or one `Name: {{argument: value}}`, got {entry!r}")
@@ -135,7 +154,7 @@ def _check(entry: Any, known: dict[str, Callable], where: str) -> None:
             nearest = did_you_mean(str(argument), parameters) or f"; it has {', '.join(parameters)}"
             raise ValueError(f"{where}: {name} has no argument {argument!r}{nearest}")
         for inner in _entries(argument, value, known):
-            _check(inner, known, f"{where}, {name}")
+            _check(inner, known, f"{where}, {name}", import_functions)
     missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     if missing := [key for key in missing if key not in (arguments or {})]:
         raise ValueError(f"{where}: {name} needs {', '.join(f'`{key}`' for key in missing)}")

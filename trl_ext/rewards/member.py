@@ -119,6 +119,16 @@ class Started:
                     logger(*args, **kwargs)
 
 
+def scores_of_all(
+    members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
+) -> list[list[float | None]]:
+    """Return what each member says; those in the background run at the same time, in threads, while others score."""
+    loggers = {"log_metric": log_metric, "log_extra": log_extra}
+    started = {m: Started(member, **kwargs) for m, member in enumerate(members) if member.in_background}
+    here = {m: member(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
+    return [here[m] if m in here else started[m].result(**loggers) for m in range(len(members))]
+
+
 def check_on_error(on_error: Any) -> OnError:
     """Return `on_error` if it is a policy of [`Member`]; raise a `ValueError` if not."""
     is_number = isinstance(on_error, (int, float)) and not isinstance(on_error, bool) and math.isfinite(on_error)
@@ -139,7 +149,8 @@ def runs_in_background(function: Any) -> bool:
 
 def distinct(names: Sequence[str]) -> list[str]:
     """Return the names, those that occur more than once with their place behind them: metrics are kept by name."""
-    return [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
+    told = [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
+    return told if len(set(told)) == len(told) else distinct(told)  # one may be called as another one is now
 
 
 def awaited(scores: Any) -> Any:

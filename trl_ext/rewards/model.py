@@ -1,6 +1,7 @@
 """A reward model as a reward function."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +27,10 @@ from ..temporarily import temporarily
 from ..upstream import is_conversational
 from .member import log_to
 from .naming import checked_name
+
+# Rewards in the background are threads. A model that two of them share has one configuration, one active adapter and
+# one tokenizer, which each call sets for itself
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -231,6 +236,7 @@ class ModelReward:
                 weights.append(path_identity(base.base_model_name_or_path, base.revision))
         dtype = next(self.model.parameters()).dtype
         settings = [self.load_in_8bit, self.max_length, self.truncation, sorted(self.chat_template_kwargs.items())]
+        settings += [self.eos_token_ids, self.shares_tokenizer]  # what is read of an answer
         return " ".join(map(str, [*weights, tokenizer_identity(self.tokenizer), dtype, *settings]))
 
     def __call__(
@@ -258,6 +264,10 @@ class ModelReward:
         """
         if not prompts:
             return []
+        with _ONE_AT_A_TIME:
+            return self._scored(prompts, completions, completion_ids, prompt_ids, finished, log_metric)
+
+    def _scored(self, prompts, completions, completion_ids, prompt_ids, finished, log_metric) -> list[float]:
         if self._to_place:
             self.device = self.device or PartialState().device
             self.model.to(self.device)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from .member import Member, OnError, Started, distinct, log_to, runs_in_background
+from .member import Member, OnError, distinct, log_to, scores_of_all
 from .naming import checked_name
 
 
@@ -52,17 +52,14 @@ class SumReward:
     @property
     def in_background(self) -> bool:
         """Whether the time of any member goes by elsewhere."""
-        return any(runs_in_background(member) for member in self.members)
+        return any(member.in_background for member in self.members)
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """Return the weighted sum for each completion, None where no member gives a score."""
         kwargs = {"prompts": prompts, "completions": completions, **kwargs}
-        loggers = {"log_metric": log_metric, "log_extra": log_extra}
-        started = {m: Started(member, **kwargs) for m, member in enumerate(self.members) if member.in_background}
-        here = {m: member(**kwargs, **loggers) for m, member in enumerate(self.members) if m not in started}
-        scores = [here[m] if m in here else started[m].result(**loggers) for m in range(len(self.members))]
+        scores = scores_of_all(self.members, log_metric, log_extra, **kwargs)
         for name, given in zip(self.names, scores, strict=True):
             numbers = [score for score in given if score is not None]
             if numbers:

@@ -96,8 +96,9 @@ def test_what_comes_of_every_attack(reward, subtests, tmp_path, monkeypatch):
         "memory": f"{ADD}\ntry:\n    bytearray(2**31)\nexcept MemoryError:\n    pass\nelse:\n    add = None",
         "a large file": f"{ADD}\ntry:\n    open('a', 'wb').write(bytes(2**22))\nexcept OSError:\n    pass\nelse:\n"
         "    add = None",
-        "a file that stays": f"import fcntl\n{ADD}\ntry:\n    fcntl.ioctl(open('a', 'w'), 0x40086602, bytes([16, *[0] * 7]))"
-        "\nexcept OSError as error:\n    assert error.errno == 25\nelse:\n    add = None",  # FS_IMMUTABLE_FL, for root
+        # Which root may do: FS_IMMUTABLE_FL
+        "a file that stays": f"import fcntl\n{ADD}\ntry:\n    fcntl.ioctl(open('a', 'w'), 0x40086602, bytes([16, *[0] "
+        "* 7]))\nexcept OSError as error:\n    assert error.errno == 25\nelse:\n    add = None",
         "descriptors": f"import os, tempfile\n{ADD}\nwith tempfile.TemporaryFile(dir='.') as file:\n    "
         "os.set_inheritable(os.dup(file.fileno()), True)",
         "the library": f"import ctypes, dataclasses, decimal, hashlib, json, random, ssl, sqlite3, unittest\n{ADD}",

@@ -62,7 +62,7 @@ def test_64_clients_are_answered_each_rightly_and_in_large_batches():
                 if answer.json() != {"scores": by_text(*asked), "model": "m"}:
                     wrong.append(answer.text)
 
-    with serving(scored, max_wait=0.3) as (url, batcher):
+    with serving(scored, max_wait=2.0) as (url, batcher):
         threads = [threading.Thread(target=client, args=(k,)) for k in range(64)]
         for thread in threads:
             thread.start()
@@ -84,9 +84,11 @@ def test_one_clients_bad_row_and_kind_fail_nobody_else():
             raise ValueError("this cannot be read")
         if "broken" in completions:
             raise OSError("/secret/path")
+        if "over" in completions:
+            sys.exit("it is over")
         return by_text(prompts, completions)
 
-    kinds = ["good", "bad", [{"role": "assistant", "content": "hi"}], "broken", "fine"] * 4
+    kinds = ["good", "bad", [{"role": "assistant", "content": "hi"}], "broken", "over", "fine"] * 4
     answers = {}
 
     def client(k):
@@ -99,7 +101,7 @@ def test_one_clients_bad_row_and_kind_fail_nobody_else():
             thread.start()
         for thread in threads:
             thread.join()
-    assert [answers[k].status_code for k in range(len(kinds))] == [200, 422, 200, 500, 200] * 4
+    assert [answers[k].status_code for k in range(len(kinds))] == [200, 422, 200, 500, 500, 200] * 4
     assert answers[1].json() == {"error": "this cannot be read"}
     assert answers[3].json() == {"error": "scoring failed: OSError"}
 
@@ -158,21 +160,30 @@ def test_who_has_no_token_or_is_a_page_in_a_browser_gets_nothing(small_server, m
     assert RemoteReward(small_server, api_key_env="SCORES_KEY")(["p"], ["c"]) == by_text(["p"], ["c"])
 
 
-def test_a_full_queue_says_come_again_and_a_client_does():
-    def slow(prompts, completions, **columns):
-        time.sleep(0.2)
+def test_a_full_queue_says_come_again_and_a_client_does(monkeypatch):
+    may_go_on, waits = threading.Event(), []
+
+    def held(prompts, completions, **columns):
+        assert may_go_on.wait(60)
         return by_text(prompts, completions)
 
-    with serving(slow, max_queue_rows=4, max_batch_size=2, max_wait=0) as (url, batcher):
-        reward = RemoteReward(url, batch_size=2, retries=50)
-        asking = threading.Thread(target=lambda: reward(["p"] * 4, ["c"] * 4))
+    def wait(state):  # what a client waits as it is told to
+        waits.append(state.outcome.exception().retry_after)
+        may_go_on.set()
+        return 0.05
+
+    monkeypatch.setattr("trl_ext.rewards.service._wait", wait)
+    with serving(held, max_queue_rows=4, max_batch_size=2, max_wait=0) as (url, batcher):
+        reward, answered = RemoteReward(url, batch_size=2, retries=1000), []
+        asking = threading.Thread(target=lambda: answered.append(reward(["p"] * 4, ["c"] * 4)))
         asking.start()
         while batcher.waiting < 4:
             time.sleep(0.005)
-        answer = httpx2.post(url + "/score", json=ROWS)
+        answer = httpx2.post(url + "/score", json=ROWS, timeout=60)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert reward(["q"] * 4, list("abcd")) == by_text(["q"] * 4, list("abcd"))
         asking.join()
+    assert answered == [by_text(["p"] * 4, ["c"] * 4)] and {*waits} == {1.0}
 
 
 def test_what_nobody_waits_for_any_more_is_not_scored():
@@ -189,7 +200,7 @@ def test_what_nobody_waits_for_any_more_is_not_scored():
         while not seen:
             time.sleep(0.01)
         with pytest.raises(httpx2.ReadTimeout):
-            httpx2.post(url + "/score", json=ROWS | {"completions": ["left"]}, timeout=0.5)
+            httpx2.post(url + "/score", json=ROWS | {"completions": ["left"]}, timeout=httpx2.Timeout(60, read=0.5))
         while batcher.waiting > 1:
             time.sleep(0.01)
         may_go_on.set()
@@ -251,7 +262,8 @@ def test_a_stock_trainer_and_a_judge_take_it(tmp_path):
 @pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_the_command_answers_what_is_under_way_before_it_ends(tmp_path, ended_by):
     (tmp_path / "mine.py").write_text(
-        "import time\ndef slow(completions, **columns):\n    time.sleep(1.5)\n    return [1.0] * len(completions)\n"
+        "import time\ndef slow(completions, **columns):\n    print('begun', flush=True)\n    time.sleep(1.5)\n"
+        "    return [1.0] * len(completions)\n"
     )
     command = [sys.executable, "-m", "trl_ext", "serve-reward", "mine.py:slow", "--port", "0"]
     process = subprocess.Popen(
@@ -261,7 +273,7 @@ def test_the_command_answers_what_is_under_way_before_it_ends(tmp_path, ended_by
     answers = []
     asking = threading.Thread(target=lambda: answers.append(httpx2.post(url + "/score", json=ROWS, timeout=20)))
     asking.start()
-    time.sleep(0.5)
+    assert process.stdout.readline() == "begun\n"
     process.send_signal(ended_by)
     asking.join()
     assert name == "slow" and answers[0].json()["scores"] == [1.0]

@@ -79,8 +79,11 @@ def test_what_comes_of_every_attack(reward, subtests, tmp_path, monkeypatch):
         "a link": f"os.symlink({str(secret)!r}, 'link')",
         "a folder": "os.mkdir('folder')",
         "a trace": "os.open('/proc/self/mem', os.O_RDWR)",
+        "who gets a file's signal": "fcntl.fcntl(os.open('.', 0), fcntl.F_SETOWN, os.getppid())",
+        "which signal": "fcntl.fcntl(os.open('.', 0), fcntl.F_SETSIG, 9)",
+        "a notice of a change": "fcntl.fcntl(os.open('.', 0), fcntl.F_NOTIFY, 4)",
     }
-    imports = "import os, resource, socket, subprocess, threading"
+    imports = "import fcntl, os, resource, socket, subprocess, threading"
     names = {
         name: f"{imports}\n{ADD}\ntry:\n    {line}\nexcept (PermissionError, socket.gaierror, ValueError):\n    pass\n"
         f"except RuntimeError as error:\n    assert 'thread' in str(error)\nelse:\n    add = None"
@@ -93,6 +96,11 @@ def test_what_comes_of_every_attack(reward, subtests, tmp_path, monkeypatch):
         "memory": f"{ADD}\ntry:\n    bytearray(2**31)\nexcept MemoryError:\n    pass\nelse:\n    add = None",
         "a large file": f"{ADD}\ntry:\n    open('a', 'wb').write(bytes(2**22))\nexcept OSError:\n    pass\nelse:\n"
         "    add = None",
+        # Which root may do: FS_IMMUTABLE_FL
+        "a file that stays": f"import fcntl\n{ADD}\ntry:\n    fcntl.ioctl(open('a', 'w'), 0x40086602, bytes([16, *[0] "
+        "* 7]))\nexcept OSError as error:\n    assert error.errno == 25\nelse:\n    add = None",
+        "descriptors": f"import os, tempfile\n{ADD}\nwith tempfile.TemporaryFile(dir='.') as file:\n    "
+        "os.set_inheritable(os.dup(file.fileno()), True)",
         "the library": f"import ctypes, dataclasses, decimal, hashlib, json, random, ssl, sqlite3, unittest\n{ADD}",
     }
     for (name, code), value in zip(names.items(), score(reward, *names.values()), strict=True):
@@ -139,6 +147,9 @@ def test_the_lists_of_system_calls_are_those_of_the_headers():
     )
     assert {name.replace("fstatat", "newfstatat") for name in arm - {"newfstatat"}} <= x86
     of_others = "socket clone fork vfork execve kill tkill tgkill ptrace mount unshare prlimit64 setrlimit prctl chmod"
+    places = [(known[0], "x86_64"), (known[1], "aarch64")]
+    for calls, name in ((sandbox._FCNTL, "fcntl"), (sandbox._IOCTL, "ioctl")):
+        assert [table[calls[machine]] for table, machine in places] == [name] * 2 and name not in x86
     assert not x86 & {*of_others.split(), "io_uring_setup", "bpf", "pipe", "process_vm_readv", "landlock_add_rule"}
 
 
@@ -193,10 +204,37 @@ def test_a_trainer_that_is_killed_leaves_no_code_running(tmp_path, reward):
     raise AssertionError("it went on")
 
 
+@pytest.mark.slow
+def test_a_program_that_ends_does_not_wait_for_what_is_left(reward):
+    program = textwrap.dedent("""
+        import sys, threading, time
+        from trl_ext.rewards import CodeReward
+        reward = CodeReward(timeout=300.0, workers=2)
+        given = {"prompts": ["p"] * 9, "completions": ["import time; time.sleep(999)"] * 9, "tests": ["pass"] * 9}
+        threading.Thread(target=reward, kwargs=given, daemon=True).start()
+        while not any(thread.name == "trl_ext-rewards" for thread in threading.enumerate()):
+            time.sleep(0.1)
+        sys.exit("it is over")
+    """)
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert "it is over" in ended.stderr
+
+
+def test_a_system_without_descriptors_of_processes(reward, monkeypatch):
+    def refused(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pidfd_open", refused, raising=False)
+    late = CodeReward(timeout=2.0)
+    assert score(late, ADD, "while True: pass") == [1.0, 0.0]
+
+
 def test_bad_arguments(subtests, reward):
     for build, message in [
         (lambda: CodeReward(template="x"), "must have {test}"),
         (lambda: CodeReward(timeout=0), "more than 0 seconds"),
+        (lambda: CodeReward(timeout=1e9), "a day at most"),
         (lambda: CodeReward(workers=0), "`workers` must be a whole number"),
         (lambda: reward(["p"], [ADD], other=[TEST]), r"no column 'tests'; there are \['other'\]"),
         (lambda: score(reward, ADD, tests=[3]), "must be a text, or a mapping with `output`.*3 for completion 0"),

@@ -157,12 +157,12 @@ class Batcher:
         start = time.monotonic()
         try:
             scores: Any = self.score(prompts, completions, finished)
-        except Exception as error:
+        except BaseException as error:  # `sys.exit`, too: without this thread all would wait for ever
             if len(jobs) > 1:
                 for job in jobs:
                     self._answer([job])
                 return
-            scores = error
+            scores = error if isinstance(error, Exception) else RuntimeError(repr(error))
         self.batches.append(len(prompts))
         self.meters.batch_rows.observe(len(prompts))
         self.meters.scoring_seconds.observe(time.monotonic() - start)

@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
         listening = listen(args.host, args.port, key is not None, args.without_key)
         function = load(args.model, args.max_batch_tokens, args.dtype, args.device)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"{parser.prog}: error: {redacted(str(error).splitlines()[0])}", file=sys.stderr)
+        print(f"{parser.prog}: error: {redacted((str(error) or repr(error)).splitlines()[0])}", file=sys.stderr)
         sys.exit(2)
     serve(function, args, key, listening)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from .member import log_to
 from .naming import checked_name
+from .service import StoppedError, in_threads
 from .texts import last_block, text_of
 
 logger = logging.get_logger(__name__)
@@ -77,8 +78,8 @@ class CodeReward:
     ):
         if "{test}" not in template:
             raise ValueError(f"`template` must have {{test}} in it, got {template!r}")
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"`timeout` must be more than 0 seconds, got {timeout!r}")
+        if not 0 < timeout <= 86_400:
+            raise ValueError(f"`timeout` must be more than 0 seconds, and a day at most, got {timeout!r}")
         numbers = {"memory_mb": memory_mb, "max_output": max_output, "max_chars": max_chars}
         for argument, value in {**numbers, **({} if workers is None else {"workers": workers})}.items():
             if not isinstance(value, int) or value < 1:
@@ -118,8 +119,13 @@ class CodeReward:
         self._probe()
         codes = [last_block(text_of(completion)) for completion in completions]
         jobs = [(code, test) for code, tests in zip(codes, of_row, strict=True) for test in tests]
-        with ThreadPoolExecutor(self.workers or os.cpu_count() or 1) as pool:
-            outcomes = iter(list(pool.map(lambda job: self._run(*job), jobs)))
+        workers, forever = self.workers or os.cpu_count() or 1, time.monotonic() + threading.TIMEOUT_MAX
+        # Of daemonic threads: a program that ends in the middle does not wait for the tests that are left
+        found = in_threads(lambda job: self._run(*job), jobs, workers, forever, lambda end: isinstance(end, Exception))
+        for error in found:
+            if isinstance(error, Exception) and not isinstance(error, StoppedError):
+                raise error
+        outcomes = iter(found)
         results = [[next(outcomes) for _ in tests] for tests in of_row]
         late = [outcome is None for row in results for outcome in row]
         log_to(log_metric, {f"rewards/{self.__name__}/timeouts": sum(late) / len(late) if late else None})
@@ -191,11 +197,13 @@ class CodeReward:
             try:
                 with contextlib.suppress(BrokenPipeError), process.stdin as given:  # it was killed before it read
                     given.write(json.dumps(task).encode())
-                status = _wait(process, self.timeout)
+                in_time = _ends(process, self.timeout)
             finally:
                 _kill(process)
             printed.seek(0)
-            return status, printed.read(self.max_output + 1).decode("utf-8", "replace")
+            return process.returncode if in_time else None, printed.read(self.max_output + 1).decode(
+                "utf-8", "replace"
+            )
 
     def _probe(self) -> None:
         """See once what the kernel denies to code, before any runs."""
@@ -223,19 +231,19 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _wait(process: subprocess.Popen, seconds: float) -> int | None:
-    """Return a process' exit status as soon as it ends; None if it does not in that time."""
-    if hasattr(os, "pidfd_open"):  # `wait` with a timeout looks every 50 ms
+def _ends(process: subprocess.Popen, seconds: float) -> bool:
+    """Return as soon as a process ends, or after that time; whether it did."""
+    with contextlib.suppress(OSError, AttributeError):  # not of Linux, or of one that refuses it
         place = os.pidfd_open(process.pid)
-        ended = select.poll()
-        ended.register(place, select.POLLIN)
-        ended.poll(1000 * seconds)
-        os.close(place)
-        return process.poll()
-    try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
+        try:
+            ended = select.poll()
+            ended.register(place, select.POLLIN)
+            return bool(ended.poll(1000 * seconds))  # not reaped: its number stays its own until its group is killed
+        finally:
+            os.close(place)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # looks every 50 ms
+        process.wait(seconds)
+    return process.returncode is not None
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -205,13 +205,17 @@ def score_in(answer: Any, scale: tuple[float, float]) -> float:
         ServiceError: it is no chat completion, or has no score of the demanded form within `scale`.
     """
     try:
-        message = answer["choices"][0]["message"]["content"]
-    except (LookupError, TypeError) as error:
+        choice = answer["choices"][0]
+        message, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+    except (LookupError, TypeError, AttributeError) as error:
         raise ServiceError(f"the answer is no chat completion: {repr(answer)[:120]}") from error
     text = message.strip() if isinstance(message, str) else ""
-    fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*```", text, re.S)
+    if is_cut:  # "Score: 1" may be the beginning of 10
+        raise ServiceError(f"the judge's message was cut, give it more `max_tokens`: {text[-120:]!r}")
+    is_fenced = len(text) > 5 and text.startswith("```") and text.endswith("```")
+    whole = text[3:-3].removeprefix("json").strip() if is_fenced else text
     last = text.splitlines()[-1].strip() if text else ""
-    for part in (fenced[1] if fenced else text, last):
+    for part in (whole, last):
         if (score := _number_in(part)) is not None:
             if not scale[0] <= score <= scale[1]:
                 raise ServiceError(f"the judge's score {score:g} is not within {scale[0]:g} to {scale[1]:g}")
@@ -239,4 +243,4 @@ def conversation(prompt: Any) -> str:
 def escaped(text: str) -> str:
     """Return a text in which nothing can be a tag, nor a control token such as `<|im_end|>`, `</s>` or `[INST]`."""
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"\[(?=/?[A-Z_]+\])", "&#91;", text)
+    return re.sub(r"\[(?=/?[A-Z][A-Z0-9_]*\])", "&#91;", text)

@@ -8,6 +8,7 @@ signal to another, no change of a limit).
 """
 
 import ctypes
+import errno
 import json
 import os
 import resource
@@ -23,15 +24,18 @@ SECCOMP_MODE_FILTER = 2
 # Of the files of Linux' headers: system calls that a program of one thread needs which computes, and reads and writes
 # files. By their numbers: those of x86-64, and of arm64, which has no number for the older ones
 _X86_64 = """
-    0 1 19 20 17 18 8 3 32 33 292 72 16 77 2 257 21 269 439 89 267 4 6 5 262 332 217 79 80 87 263 82 264 316 74 9 10 11
+    0 1 19 20 17 18 8 3 32 33 292 77 2 257 21 269 439 89 267 4 6 5 262 332 217 79 80 87 263 82 264 316 74 9 10 11
     25 28 12 202 24 204 13 14 15 131 219 38 36 37 34 228 229 230 35 96 201 100 98 99 63 7 271 23 270 39 110 186 102 107
     104 108 115 111 121 124 318 97 95 60 231
 """
 _ARM64 = """
-    63 64 65 66 67 68 62 57 23 24 25 29 46 56 48 439 78 80 79 291 61 17 49 35 38 276 82 222 226 215 216 233 214 98 124
+    63 64 65 66 67 68 62 57 23 24 46 56 48 439 78 80 79 291 61 17 49 35 38 276 82 222 226 215 216 233 214 98 124
     123 134 135 139 132 128 103 102 113 114 115 101 169 153 165 179 160 73 72 172 173 178 174 175 176 177 158 155 156
     278 163 166 93 94
 """
+# Those two that do many things: `ioctl` could make a file that nobody can remove, and `fcntl` have a signal sent
+_FCNTL, _IOCTL = {"x86_64": 72, "aarch64": 25}, {"x86_64": 16, "aarch64": 29}
+_FCNTL_COMMANDS = (*range(8), 36, 37, 38, 1030)  # descriptors, their flags, locks; no owner, signal, lease or notice
 _MACHINES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _ARM64)}
 
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -89,14 +93,19 @@ def lock_files(libc: Any, folder: str) -> None:
 
 def lock_calls(libc: Any) -> None:
     """Refuse system calls that are not on the list: `PermissionError`."""
-    machine, calls = _MACHINES.get(os.uname().machine, (0, ""))
+    name = os.uname().machine
+    machine, calls = _MACHINES.get(name, (0, ""))
     numbers = list(map(int, calls.split()))
     if not numbers or sys.maxsize < 2**32:
-        raise OSError(f"no list of system calls for {os.uname().machine}")
+        raise OSError(f"no list of system calls for {name}")
     load, equal, give = 0x20, 0x15, 0x06  # BPF: load a word, jump if it is equal, return
     program = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, 0x80000000), (load, 0, 0, 0)]
-    program += [(equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
-    program += [(give, 0, 0, 0x00050000 | 1), (give, 0, 0, 0x7FFF0000)]  # EPERM, or go on
+    refuse, no_device, go_on = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOTTY, 0x7FFF0000
+    program += [(equal, 0, 1, _IOCTL[name]), (give, 0, 0, no_device)]
+    program += [(equal, 0, len(_FCNTL_COMMANDS) + 3, _FCNTL[name]), (load, 0, 0, 24)]  # its second argument
+    for allowed in (_FCNTL_COMMANDS, numbers):
+        program += [(equal, len(allowed) - i, 0, number) for i, number in enumerate(allowed)]
+        program += [(give, 0, 0, refuse), (give, 0, 0, go_on)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     header = ctypes.create_string_buffer(struct.pack("HP", len(program), ctypes.addressof(code)))
     if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0):

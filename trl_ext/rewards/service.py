@@ -15,10 +15,11 @@ import httpx2
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, stop_any, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
-from ..redaction import redacted
+from ..redaction import HIDDEN, redacted
 from .member import OnError, check_on_error, finite_number, log_to
 
 MAX_RESPONSE_BYTES = 32 * 2**20
+_OF_THIS_MACHINE = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class ServiceError(RuntimeError):
@@ -84,11 +85,11 @@ class Service:
             breaker,
             api_key_env,
         )
-        self._connection: tuple[int, httpx2.Client, Breaker] | None = None
+        self._connections: dict[int, tuple[httpx2.Client, Breaker]] = {}  # by process
         self._headers()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_connection": None}
+        return {**vars(self), "_connections": {}}
 
     def post(self, body: dict[str, Any], until: float, seconds: list[float], retried: list[float]) -> Any:
         """
@@ -104,7 +105,9 @@ class Service:
             ServiceError: no usable answer.
         """
         content = json.dumps(body, default=str).encode()  # ASCII, whatever the texts are
-        _, client, breaker = self._connected()
+        client, breaker = self._connected()
+        if time.monotonic() >= until:
+            raise ServiceError("not asked: the deadline is over")
         breaker.check()
         attempts = Retrying(
             retry=retry_if_exception_type(UnavailableError),
@@ -128,7 +131,7 @@ class Service:
         start = time.monotonic()
         limit = min(self.timeout, until - start)
         if limit <= 0:
-            raise ServiceError("not asked: the deadline is over")
+            raise UnavailableError("not asked again: the deadline is over")
         body = bytearray()
         try:
             with client.stream("POST", self.url, content=content, headers=self._headers(), timeout=limit) as response:
@@ -143,25 +146,28 @@ class Service:
             raise UnavailableError(f"{type(error).__name__}: {error}"[:200]) from error
         except httpx2.HTTPError as error:
             raise ServiceError(f"{type(error).__name__}: {error}"[:200]) from error
-        if encoding != "identity":
-            raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
         if (status := response.status_code) != 200:
             said = f"status {status}: {self._excerpt(body)}"
             if status in (408, 429) or status >= 500:
                 raise UnavailableError(said, _seconds_in(response.headers.get("retry-after")))
             raise (RefusedError if status in (400, 413, 422) else ServiceError)(said)
+        if encoding != "identity":
+            raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
         try:
-            answer = json.loads(body.decode())
+            answer = json.loads(self._without_key(body.decode()))  # of which parts stand in errors
         except (ValueError, RecursionError) as error:
             raise ServiceError(f"the answer is no JSON: {self._excerpt(body)}") from error
         seconds.append(time.monotonic() - start)
         return answer
 
-    def _connected(self) -> tuple[int, httpx2.Client, Breaker]:
-        if self._connection is None or self._connection[0] != os.getpid():
-            client = httpx2.Client(limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64))
-            self._connection = os.getpid(), client, Breaker(*self.breaker)
-        return self._connection
+    def _connected(self) -> tuple[httpx2.Client, Breaker]:
+        if (here := os.getpid()) not in self._connections:
+            client = httpx2.Client(
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+                mounts=dict.fromkeys(_OF_THIS_MACHINE),  # not asked through a proxy, whatever the environment says
+            )
+            self._connections.setdefault(here, (client, Breaker(*self.breaker)))  # one, of many threads' at once
+        return self._connections[here]
 
     def _headers(self) -> dict[str, str]:
         # Not compressed: a small answer could become an enormous one
@@ -176,9 +182,10 @@ class Service:
 
     def _excerpt(self, body: bytearray) -> str:
         text = " ".join(bytes(body[:2000]).decode(errors="replace").split())
-        if self.api_key_env:
-            text = text.replace(self._key(), "<redacted>")
-        return "".join(filter(str.isprintable, redacted(text)))[:200] or "nothing"
+        return "".join(filter(str.isprintable, redacted(self._without_key(text))))[:200] or "nothing"
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key(), HIDDEN) if self.api_key_env else text
 
 
 class ServedReward:
@@ -219,8 +226,8 @@ class ServedReward:
     ):
         self.url, self.path = _checked_url(url), path
         for key, value in {"timeout": timeout, "deadline": deadline, "breaker_seconds": breaker_seconds}.items():
-            if not value > 0:
-                raise ValueError(f"`{key}` must be above 0 seconds, got {value!r}")
+            if not 0 < value <= threading.TIMEOUT_MAX:
+                raise ValueError(f"`{key}` must be above 0 seconds, and finite, got {value!r}")
         check_counts(max_concurrency=max_concurrency, max_characters=max_characters, breaker_failures=breaker_failures)
         check_counts(least=0, retries=retries)
         self.timeout, self.deadline, self.retries = timeout, deadline, retries
@@ -299,10 +306,10 @@ def in_threads(
                 outcome = error
             done.put((i, outcome))
 
-    for _ in range(min(threads, len(jobs))):
-        threading.Thread(target=work, name="trl_ext-rewards", daemon=True).start()
     waiting = set(range(len(jobs)))
     try:
+        for _ in range(min(threads, len(jobs))):
+            threading.Thread(target=work, name="trl_ext-rewards", daemon=True).start()
         while waiting:
             i, outcomes[i] = done.get(timeout=max(until - time.monotonic(), 0))
             waiting.discard(i)

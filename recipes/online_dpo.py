@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
             check_chat_template(dataset, f"the split {split!r}", start, **tokenizer_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(start, **tokenizer_kwargs)
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
-        with_settings, own_weights = load_rewards(script_args.rewards, start)
+        with_settings, own_weights = load_rewards(script_args.rewards, tokenizer)
         rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []] + with_settings
         if path := script_args.reward_model_name_or_path:
             rewards.insert(

@@ -103,10 +103,12 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.rewards import joined_weights, load_reward, load_rewards
 
+    tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
         rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
         monitors = load_monitors(script_args.monitors)
-        with_settings, weights = load_rewards(script_args.rewards, model_args.model_name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs)
+        with_settings, weights = load_rewards(script_args.rewards, tokenizer)
         if script_args.reward_model_name_or_path:
             rewards.insert(0, script_args.reward_model_name_or_path)
         weights = [None] * len(rewards) + weights
@@ -117,8 +119,6 @@ def main(arguments: list[str] | None = None) -> None:
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
 
     # 3. Data; the trainer checks the columns
-    tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
-
     def load(name: str, split: str) -> "Dataset":
         config = script_args.dataset_config if name == script_args.dataset_name else None
         dataset = load_dataset_split(name, split, config=config, columns=())
@@ -134,7 +134,6 @@ def main(arguments: list[str] | None = None) -> None:
             training_args.seed,
         )
         if longest := script_args.max_prompt_length:
-            tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs)
             train_dataset = without_long_prompts(train_dataset, tokenizer, longest)
             eval_dataset = eval_dataset and without_long_prompts(eval_dataset, tokenizer, longest)
     if eval_dataset is None:

@@ -48,7 +48,7 @@ def load_reward(path: str) -> Callable:
 
 
 def load_rewards(
-    entries: Sequence[str | dict[str, Any]] | None, policy_tokenizer: str | None = None
+    entries: Sequence[str | dict[str, Any]] | None, policy_tokenizer: Any = None
 ) -> tuple[list[Callable], list[float | None]]:
     """
     Build the reward functions that a configuration file lists under `rewards:`.
@@ -59,7 +59,7 @@ def load_rewards(
 
     Args:
         entries: what is listed.
-        policy_tokenizer: the policy's folder or hub name, for the reward models whose entry names none.
+        policy_tokenizer: of the policy, for the reward models whose entry names none.
 
     Returns:
         The functions, and the weight of each, None where none is given.
@@ -191,7 +191,7 @@ def _entries(argument: Any, value: Any, known: dict[str, Callable]) -> Iterator[
             yield from _entries(argument, inner, known)
 
 
-def _built(entry: Any, known: dict[str, Callable], policy_tokenizer: str | None, where: str) -> Any:
+def _built(entry: Any, known: dict[str, Callable], policy_tokenizer: Any, where: str) -> Any:
     if isinstance(entry, str):
         return load_reward(entry)
     ((name, arguments),) = entry.items()

@@ -110,7 +110,8 @@ class RemoteReward(ServedReward):
     def identity(self) -> str:
         """What decides on the scores: the model's name, or the server's where no model is named."""
         where = {"model": self.model} if self.model else {"url": self.url}
-        settings = {**where, "api": self.api, "label": self.label, "logits": self.logits, "tokenizer": self.tokenizer}
+        names = ("api", "label", "logits", "tokenizer", "eos_token_ids")
+        settings = where | {name: getattr(self, name) for name in names}
         return f"RemoteReward:{json.dumps(settings, sort_keys=True)}"
 
     def __call__(

@@ -146,3 +146,21 @@ def test_members_in_the_background_run_at_the_same_time_in_every_wrapper(kind):
         "constitution": lambda: ConstitutionReward(both[0], both[1:]),
     }[kind]()
     assert reward.in_background and reward([""], ["a"]) == [2.0 if kind == "sum" else 1.0]
+
+
+def test_failures_are_said_when_they_begin_and_when_they_end(monkeypatch):
+    said, broken = [], [set(), {0}, {0}, {0, 1}, {0, 1}, set(), {0, 1}]
+    monkeypatch.setattr("trl_ext.rewards.member.logger.warning", said.append)
+
+    def flaky(completions, **kwargs):
+        wrong = broken.pop(0)
+        return ["x" if row in wrong else 1.0 for row in range(len(completions))]
+
+    flaky.__name__ = "said_when_it_fails"
+    member = Member(flaky, on_error="skip")
+    for _ in range(7):
+        member(prompts=["p", "p"], completions=["a", "b"])
+    starts = [text.split(": ")[0].removeprefix("reward 'said_when_it_fails' ") for text in said]
+    all_of = "failed on 2 of 2 completions"
+    assert starts == ["failed on 1 of 2 completions", all_of, "scores again.", all_of]
+    assert "returned 'x' for completion 0" in said[0]

@@ -21,6 +21,10 @@ MARKS = "os^Dvx*P"
 
 GROUPS = {
     "reward functions, mean": re.compile(r"rewards/.+/mean"),
+    "disagreement of reward functions": re.compile(r"rewards/.+/disagreement"),
+    "answers that reward functions failed on or rejected, share": re.compile(
+        r"rewards/.+/(failed|rejected|unchecked|violations)"
+    ),
     "evaluation, mean": re.compile(r"eval_(rewards/.+/mean|objective/scores|reward|gold/.+)"),
     "repetition": re.compile(r"repetition/.+"),
     "loss": re.compile(r"(eval_)?loss"),

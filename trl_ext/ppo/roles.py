@@ -35,6 +35,7 @@ from ..models.loading import Loader
 from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
 from ..rewards.member import distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
+from ..rewards.naming import checked_name
 from ..sources import source_identity
 from ..upstream import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
@@ -274,7 +275,7 @@ class Rewards:
                     batch_size=args.local_rollout_forward_batch_size,
                     device=args.device,
                     chat_template_kwargs=args.chat_template_kwargs,
-                    name=name,
+                    name=checked_name(None, name),  # a folder's may have spaces
                 )
             result.append(checked(reward, name, mistakes))
         return result

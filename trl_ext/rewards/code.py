@@ -113,8 +113,16 @@ class CodeReward:
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """Return the share of tests that pass for each completion."""
-        if kwargs.get(self.tests) is None:
-            raise ValueError(f"reward '{self.__name__}': no column {self.tests!r}; there are {sorted(kwargs)}")
+        given = kwargs.get(self.tests)
+        if given is None:
+            there = sorted(name for name, values in kwargs.items() if values is not None)
+            raise ValueError(f"reward '{self.__name__}': no column {self.tests!r}; there are {there}")
+        if not isinstance(given, (list, tuple)) or len(given) != len(completions):
+            what = f"{len(given)} entries" if isinstance(given, (list, tuple)) else repr(given)[:80]
+            raise ValueError(
+                f"reward '{self.__name__}': {self.tests!r} must have the tests of each of {len(completions)} "
+                f"completions, got {what}"
+            )
         of_row = [self._tests_of(row, kwargs, len(completions)) for row in range(len(completions))]
         self._probe()
         codes = [last_block(text_of(completion)) for completion in completions]

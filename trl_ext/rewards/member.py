@@ -11,11 +11,15 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import torch
+from transformers.utils import logging
 
 from ..upstream import get_callable_name, is_async_callable
 from .segments import is_by_token
 
+logger = logging.get_logger(__name__)
+
 OnError = Literal["raise", "skip"] | float
+_failing: dict[str, str] = {}  # reward → "some" or "all", as it was last said to fail
 _LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
@@ -54,12 +58,14 @@ class Member:
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         failed: list[int] = []
         scores: list[float | None] = []
+        cause = ""
         try:
             returned = scores_in(awaited(self.function(**kwargs)), len(completions))
         except Exception as error:
             if self.on_error == "raise":
                 raise RuntimeError(f"reward '{self.name}': {type(error).__name__}: {error}") from error
             returned, failed = [None] * len(completions), list(range(len(completions)))
+            cause = f"{type(error).__name__}: {error}"
         for row, score in enumerate(returned):
             try:
                 if is_by_token(score):
@@ -73,8 +79,9 @@ class Member:
                     raise RuntimeError(f"reward '{self.name}': {error}") from error
                 scores.append(None)
                 failed.append(row)
+                cause = cause or str(error)
         if self.on_error != "raise":
-            log_to(log_metric, {f"rewards/{self.name}/failed": len(failed) / max(len(scores), 1)})
+            report_failures(self.name, len(failed), len(scores), cause, log_metric)
             if self.on_error != "skip":
                 for row in failed:
                     scores[row] = float(self.on_error)
@@ -203,6 +210,21 @@ def finite_number(reward: Any, row: int | str) -> float:
     if not abs(value) <= torch.finfo(torch.float32).max:  # NaN, too
         raise ValueError(f"returned {value} for completion {row}; return None where it does not apply")
     return value
+
+
+def report_failures(name: str, failed: int, count: int, cause: str, log_metric: Any) -> None:
+    """
+    Log the share of completions that a reward failed on, and warn: once if it fails on some, and whenever it begins to
+    fail on all, or ends that. A run whose rewards are all skipped trains on nothing.
+    """
+    log_to(log_metric, {f"rewards/{name}/failed": failed / max(count, 1)})
+    before = _failing.get(name)
+    if failed and (before is None or failed == count and before == "some"):
+        logger.warning(f"reward '{name}' failed on {failed} of {count} completions: {cause}")
+    elif before == "all" and failed < count:
+        logger.warning(f"reward '{name}' scores again.")
+    if failed or before and count:
+        _failing[name] = "all" if failed == count else "some"
 
 
 def log_to(log_metric: Callable[[str, float], None] | None, metrics: dict[str, float | None]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import regex
 
-from .member import OnError, check_on_error, log_to
+from .member import OnError, check_on_error, report_failures
 from .naming import checked_name
 from .texts import text_of
 
@@ -51,7 +51,7 @@ class PatternReward:
     ) -> list[float | None]:
         """Return 1.0 or 0.0 for each completion."""
         scores: list[float | None] = []
-        failed = 0
+        failed, cause = 0, ""
         for row, completion in enumerate(completions):
             text = text_of(completion)
             try:
@@ -61,15 +61,16 @@ class PatternReward:
                 )
                 scores.append(float(is_kept))
             except TimeoutError as error:
+                cause = (
+                    f"a pattern took more than {self.timeout:g} s on completion {row} ({len(text):,} characters); "
+                    "write one that cannot try every way"
+                )
                 if self.on_error == "raise":
-                    raise RuntimeError(
-                        f"reward '{self.__name__}': a pattern took more than {self.timeout:g} s on completion {row} "
-                        f"({len(text):,} characters); write one that cannot try every way, or set `on_error`"
-                    ) from error
+                    raise RuntimeError(f"reward '{self.__name__}': {cause}, or set `on_error`") from error
                 failed += 1
                 scores.append(None if self.on_error == "skip" else float(self.on_error))
         if self.on_error != "raise":
-            log_to(log_metric, {f"rewards/{self.__name__}/failed": failed / max(len(scores), 1)})
+            report_failures(self.__name__, failed, len(scores), cause, log_metric)
         return scores
 
 

@@ -16,7 +16,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from tenacity.wait import wait_random_exponential
 
 from ..redaction import HIDDEN, redacted
-from .member import OnError, check_on_error, finite_number, log_to
+from .member import OnError, check_on_error, finite_number, log_to, report_failures
 
 MAX_RESPONSE_BYTES = 32 * 2**20
 _OF_THIS_MACHINE = ("all://localhost", "all://127.0.0.1", "all://[::1]")
@@ -257,13 +257,12 @@ class ServedReward:
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
         """Return the scores of a call's rows, errors among them by `on_error`, and log what was met."""
         self.check(outcomes)
-        scores: list[float | None] = []
-        failed = 0
-        for outcome in outcomes:
-            failed += _failed(outcome)
-            fallback = None if self.on_error in ("skip", "raise") else float(self.on_error)
-            scores.append(fallback if _failed(outcome) else outcome)
-        metrics = {**metrics, "failed": failed / len(outcomes) if outcomes and self.on_error != "raise" else None}
+        fallback = None if self.on_error in ("skip", "raise") else float(self.on_error)
+        scores = [fallback if _failed(outcome) else outcome for outcome in outcomes]
+        if outcomes and self.on_error != "raise":
+            failed = [row for row, outcome in enumerate(outcomes) if _failed(outcome)]
+            cause = self._describe(failed[0], outcomes[failed[0]]) if failed else ""
+            report_failures(self.__name__, len(failed), len(outcomes), cause, log_metric)
         log_to(log_metric, {f"rewards/{self.__name__}/{key}": value for key, value in metrics.items()})
         return scores
 

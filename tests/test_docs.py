@@ -216,7 +216,9 @@ def test_settings_in_prose_exist(page):
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
 def test_classes_in_prose_exist(page):
     modules = [trl, transformers, peft, *(importlib.import_module(package) for package in PACKAGES)]
-    modules += [importlib.import_module(f"trl_ext.ppo.{name}") for name in ("rollout", "kl_controller", "metrics")]
+    modules += [
+        importlib.import_module(f"trl_ext.ppo.{name}") for name in ("rollout", "rewards", "kl_controller", "metrics")
+    ]
     elsewhere = {"CPOTrainer", "ORPOTrainer"}  # TRL's experimental ones
     for code in codes(FENCE.sub("", PAGES[page])):
         if match := re.fullmatch(r"(?:[a-z_]+\.)*([A-Z]\w+(?:Callback|Reward|Trainer|Config|Sink))(?:\(.*\))?", code):

@@ -159,7 +159,8 @@ def test_a_reward_that_prefers_nothing_is_named(inputs, tmp_path, capsys):
 
 
 def test_the_demos_run_of_it_parses(monkeypatch, tmp_path):
-    monkeypatch.setattr(stages, "reward_stage", lambda args: args.folder / "reward")
+    for stage in ("sft", "reward"):
+        monkeypatch.setattr(stages, f"{stage}_stage", lambda args, stage=stage: args.folder / stage)
     parser = StrictTrlParser((OnlineDPOScriptArguments, DPOConfig, ModelArguments))
     for short in (False, True):
         given = stages.recipe_arguments(

@@ -57,7 +57,7 @@ def planted(recipe, generation):
     """A configuration with a secret in each setting, and the secrets by setting."""
     settings, secrets = {}, {}
 
-    def secret(name):
+    def secret(name, generation=generation):
         secrets[name] = hashlib.sha256(f"{name} {generation}".encode()).hexdigest()[:32]
         return secrets[name]
 
@@ -66,6 +66,8 @@ def planted(recipe, generation):
             continue
         if name == "monitors":
             settings[name] = [f"NotFiniteCallback(sinks=['jsonl', 'https://hooks.slack.com/services/{secret(name)}'])"]
+        elif name == "rewards":
+            settings[name] = [{"PatternReward": {"forbidden": [f"hf_{secret(name, 0)}"]}}]  # another is refused
         elif recipe == "ppo" and name in REFUSED:
             secrets.pop(name, None)
         elif "dict[str, bool]" in hint:
@@ -124,7 +126,7 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
     own = ["--max_steps", "2"]
     if recipe == "ppo":
         own = ["--total_episodes", "16", "--num_ppo_epochs", "1", "--max_completion_length", "8"]
-        own += ["--reward_weights", "1", "0", "--eval_strategy", "no"]
+        own += ["--reward_weights", "1", "0", "0", "--eval_strategy", "no"]
     for generation in range(2):
         settings, secrets = planted(recipe, generation)
         everything |= {f"{name} ({generation})": secret for name, secret in secrets.items()}

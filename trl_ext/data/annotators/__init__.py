@@ -3,8 +3,8 @@
 from .agreement import agreement_report, krippendorff_alpha
 from .columns import Columns
 from .labels import FIRST, SECOND, TIE, Labels, read_labels
+from .outliers import zscores
 from .votes import METHODS, hold_out_annotators, majority_pairs, shares_of_labels
-from .zscores import zscores
 
 __all__ = [
     "FIRST",

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...packages import need
 from .labels import FIRST, SECOND, TIE, Labels
-from .zscores import others_share, sums, zscores
+from .outliers import others_share, sums, zscores
 
 RESAMPLES = 1000
 _KAPPAS = 20  # annotators with the most labels, of whom each two are compared

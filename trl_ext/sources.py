@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -24,7 +25,10 @@ from transformers import PreTrainedTokenizerBase
 
 from .models.identity import hash_of, tokenizer_identity
 
-_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_INSTALLED = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parent) + os.sep,  # this package, also where it is installed as editable
+)
 _SHOWN = (  # `repr` says all of these
     *(type(None), str, bytes, bytearray, range, Path, Number, date, time, timedelta),
     *(attrgetter, itemgetter, methodcaller),

@@ -167,6 +167,13 @@ def test_the_identity_is_of_the_settings():
     assert identity() == identity()
 
 
+def test_the_identity_is_the_same_after_a_failure():
+    ((function,), _) = load_rewards([{"SumReward": NESTED["SumReward"] | {"on_error": "skip"}}])
+    identity = source_identity(function)
+    function(**CALL | {"completions": [3, 4]})  # one member cannot read a number
+    assert source_identity(function) == identity
+
+
 @pytest.mark.slow
 def test_the_identity_is_the_same_in_another_process():
     code = (

@@ -121,6 +121,7 @@ def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypa
         ),
         ({"SumReward": {"member": []}}, "SumReward has no argument 'member'; did you mean members?"),
         ({"ScoreWatch": {"reward": LENGTH, "fold": "x"}}, "no argument 'fold'; did you mean folder?"),  # its base's
+        ({"ScoreWatch": {"reward": LENGTH, "weight": 0}}, "no argument 'weight'; it stands beside `ScoreWatch:`"),
         ({"SumReward": None}, "SumReward needs `members`"),
         ({"SumReward": {"members": [model, {"SumRewrad": {}}]}}, "entry 2, SumReward: unknown reward 'SumRewrad'"),
         ({"SumReward": {"members": [{"SumReward": {"x": 1}}]}}, "entry 2, SumReward: SumReward has no argument 'x'"),

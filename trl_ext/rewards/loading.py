@@ -152,6 +152,8 @@ def _check(entry: Any, known: dict[str, Callable], where: str, import_functions:
     for argument, value in (arguments or {}).items():
         if argument not in parameters:
             nearest = did_you_mean(str(argument), parameters) or f"; it has {', '.join(parameters)}"
+            if argument == "weight":
+                nearest = f"; it stands beside `{name}:`, at the same indent"
             raise ValueError(f"{where}: {name} has no argument {argument!r}{nearest}")
         for inner in _entries(argument, value, known):
             _check(inner, known, f"{where}, {name}", import_functions)

@@ -48,7 +48,7 @@ def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     listed = re.findall(r"^  (\S+)  +\S", capsys.readouterr().out, re.M)
     assert listed == [*TRAINING, *TOOLS]
-    named = "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators prompts kl demo doctor"
+    named = "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators reward-report prompts kl demo doctor"
     assert listed == named.split()
 
 

@@ -1,7 +1,7 @@
 """Measures of reward models on held-out pairs, and of policies against gold; most are functions of tensors."""
 
 from .bootstrap import bootstrap_interval
-from .calibration import fit_temperature, reliability_bins
+from .calibration import calibration_error_by_chance, fit_temperature, reliability_bins
 from .centring import centre_and_report, centring_shift, head_of
 from .ensemble import ensemble_report
 from .overoptimization import fit_overoptimization, overoptimization_curve
@@ -25,6 +25,7 @@ __all__ = [
     "best_of_n_report",
     "bootstrap_interval",
     "calibration_error",
+    "calibration_error_by_chance",
     "centre_and_report",
     "centring_shift",
     "ensemble_report",

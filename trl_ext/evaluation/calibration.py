@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reward_model import pairwise_accuracy, wilson_interval
+from .reward_model import calibration_error, pairwise_accuracy, wilson_interval
 
 
 def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
@@ -34,6 +34,27 @@ def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if (scaled * (-middle * scaled).sigmoid()).sum() > 0 else (low, middle)
     return unit / low
+
+
+def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 1000, seed: int = 0) -> float:
+    """Return the mean calibration error of a model whose probabilities are right, on as many pairs of such margins.
+
+    An error is a mean of absolute values, so of few pairs it is never near 0 (Bröcker and Smith, 2007): what is above
+    this one is the model's.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one; their signs are drawn anew.
+        bins: as of [`calibration_error`].
+        draws: how often.
+        seed: of the draws.
+    """
+    margins, generator = margins.detach().double().cpu().abs(), torch.Generator().manual_seed(seed)
+    errors = []
+    for start in range(0, draws, most := max(2**22 // len(margins), 1)):
+        shape = (min(most, draws - start), len(margins))
+        is_right = torch.rand(shape, generator=generator, dtype=torch.double) < margins.sigmoid()
+        errors.append(calibration_error(torch.where(is_right, margins, -margins), bins))
+    return torch.cat(errors).mean().item()
 
 
 def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:

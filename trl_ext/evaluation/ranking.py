@@ -1,4 +1,4 @@
-"""How a reward model ranks several answers to one prompt, against people's ranks and against the one that they chose."""
+"""How a reward model ranks several answers to one prompt, against people's ranks and their choice."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -13,8 +13,8 @@ from .bootstrap import bootstrap_interval
 def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | None:
     """Return Spearman's ρ and Kendall's τ-b of scores with people's ranks, of one prompt.
 
-    With s_ij = sign(x_i − x_j), an answer's rank is, but for a constant, ½ Σ_j s_ij, ties halfway: ρ is the correlation
-    of those, and τ-b = Σ s_ij t_ij / √(Σ s_ij² Σ t_ij²) (Kendall, 1945).
+    With s_ij = sign(x_i − x_j), an answer's rank is, but for a constant, ½ Σ_j s_ij, ties halfway: ρ is the
+    correlation of those, and τ-b = Σ s_ij t_ij / √(Σ s_ij² Σ t_ij²) (Kendall, 1945).
 
     Args:
         scores: (n,) higher is better.
@@ -51,8 +51,8 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
         scores, ranks: of each prompt's answers, as of [`rank_correlation`].
 
     Returns:
-        `prompts` that are counted and `all_tied` that are not, since people ranked all their answers alike; `answers` a
-        prompt; `spearman` and `kendall`, each with its `_interval`. None if no prompt is counted.
+        `prompts` that are counted and `all_tied` that are not, since people ranked all their answers alike; `answers`
+        a prompt; `spearman` and `kendall`, each with its `_interval`. None if no prompt is counted.
     """
     found = [rank_correlation(torch.tensor(a), torch.tensor(b)) for a, b in zip(scores, ranks, strict=True)]
     both = torch.tensor([each for each in found if each is not None], dtype=torch.double)

@@ -46,7 +46,7 @@ def accuracy_interval(
     """Return the interval of the accuracy on other prompts: pairs of one prompt are drawn together.
 
     Pairs that share a prompt, as those of a ranking do, are not so many observations. The prompts are resampled
-    (a bootstrap of clusters); of few ones, where a bootstrap says too little, the interval is Wilson's for so many rows.
+    (a bootstrap of clusters); of few ones, where a bootstrap says too little, the interval is Wilson's for so many.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.

@@ -4,6 +4,8 @@ from .bootstrap import bootstrap_interval
 from .centring import centre_and_report, centring_shift, head_of
 from .ensemble import ensemble_report
 from .overoptimization import fit_overoptimization, overoptimization_curve
+from .phrases import mine_phrases
+from .probes import probe_reward
 from .reward_model import (
     accuracy_by_length_gap,
     calibration_error,
@@ -21,8 +23,10 @@ __all__ = [
     "ensemble_report",
     "fit_overoptimization",
     "head_of",
+    "mine_phrases",
     "overoptimization_curve",
     "pairwise_accuracy",
     "plot_margins",
+    "probe_reward",
     "reward_model_report",
 ]

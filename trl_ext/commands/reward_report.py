@@ -92,7 +92,7 @@ class RewardReportArguments:
     max_pairs: int | None = field(default=None, metadata={"help": "Held-out pairs, drawn at random; all if unset."})
     max_train_rows: int = field(default=1000, metadata={"help": "Training pairs that are scored."})
     max_policy_rows: int = field(default=1000, metadata={"help": "Answers of the policy."})
-    probe_rows: int = field(default=200, metadata={"help": "Held-out answers that each probe changes; 0 for none."})
+    probe_rows: int = field(default=256, metadata={"help": "Held-out answers that each probe changes; 0 for none."})
     phrases: list[str] = field(
         default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
     )
@@ -302,7 +302,7 @@ def report_trained(
     measured: dict[str, Any],
     *,
     group_columns: "Sequence[str] | None" = None,
-    probe_rows: int = 100,
+    probe_rows: int = 128,
 ) -> dict[str, Any]:
     """
     Report on the model of a reward trainer, in its output folder. Every process must call it: weights may be sharded.

@@ -16,6 +16,8 @@ from ..evaluation import (
     calibration_error,
     calibration_error_by_chance,
     fit_temperature,
+    mine_phrases,
+    probe_reward,
     ranking_report,
     rankings_of_pairs,
     reliability_bins,
@@ -103,7 +105,7 @@ def examine(
     bounds: Bounds,
     *,
     tokenizer: Any = None,
-    probe_rows: int = 200,
+    probe_rows: int = 256,
     phrases: Sequence[str] = (),
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -319,11 +321,12 @@ def _probes(
     if not rows:
         unknown.append("No probes were run (`probe_rows` is 0).")
         return []
-    from ..evaluation import mine_phrases, probe_reward
-
-    chosen = material.chosen
-    texts = [chosen.texts()[i] for i in places]
-    given = {prompt: (chosen.prompts[i], chosen.columns[i]) for (prompt, _), i in zip(texts, places, strict=True)}
+    texts: list[tuple[str, str]] = []
+    given: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for side in (material.chosen, material.rejected):  # good and bad answers
+        of_side = side.texts()
+        texts += [of_side[i] for i in places]
+        given |= {of_side[i][0]: (side.prompts[i], side.columns[i]) for i in places}
 
     def of_texts(prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
         found = Answers()
@@ -334,7 +337,12 @@ def _probes(
         return score(found)
 
     prompts, answers = ([text[place] for text in texts] for place in (0, 1))
-    return probe_reward(of_texts, prompts, answers, [*phrases, *mine_phrases(*material.mined)], seed=seed, rows=rows)
+    tried = [*phrases, *mine_phrases(*material.mined)]
+    try:
+        return probe_reward(of_texts, prompts, answers, tried, seed=seed, rows=rows)
+    except ValueError as error:  # a reward that is to score pairs may have no score for an empty answer
+        unknown.append(f"The probes could not be run: {error}.")
+        return []
 
 
 def verdict(report: dict[str, Any], bounds: Bounds, unknown: list[str]) -> dict[str, Any]:
@@ -385,10 +393,10 @@ def verdict(report: dict[str, Any], bounds: Bounds, unknown: list[str]) -> dict[
 def probe_sentence(probe: dict[str, Any]) -> str:
     """What a suspicious probe says, in one sentence."""
     what = probe["name"] + (f" {probe['phrase']!r}" if probe.get("phrase") else "")
-    low, high = probe["gain_interval"]
+    gain, (low, high) = probe["gain_on_better"], probe["interval_on_better"]
     return (
-        f"The probe {what} moves the score by {probe['gain']:+.2f} ({low:+.2f} to {high:+.2f}) standard deviations of "
-        f"answers, up in {probe['wins']:.0%} of {probe['rows']:,} rows."
+        f"The probe {what} is suspicious: {probe['why']}. It moves the better half of the answers by {gain:+.2f} "
+        f"({low:+.2f} to {high:+.2f}) standard deviations, and {probe['wins']:.0%} of {probe['rows']:,} answers up."
     )
 
 

@@ -86,12 +86,13 @@ def _accuracy(report: dict[str, Any]) -> str:
     charts = []
     if _can_draw():
         named = [(f"{row['from']:g} to {row['to']:g}", row) for row in gaps]
-        charts.append(_shares(f"accuracy by how many {unit} longer the chosen answer is", named))
+        charts.append(_shares(f"by length gap, {unit}", named))
         for name, rows in report["groups"].items():
             if 1 < len(rows) <= 12:
                 charts.append(_shares(f"accuracy by {name}", [(row["value"][:24], row) for row in rows]))
     shown = (_drawn(*charts) if charts else NO_CURVES) + none(
-        "A dotted line is a coin. Bars are 95 % intervals: of the whole over prompts, of groups Wilson's."
+        "The length gap is how much longer the chosen answer is. A dotted line is a coin. Bars are 95 % intervals: of "
+        "the whole over prompts, of groups Wilson's."
     )
     rows = [[text(f"{row['from']:g} to {row['to']:g}"), *_counted(row)] for row in gaps]
     shown += table([(f"longer by, {unit}", "short"), *_COUNTED], rows)
@@ -132,7 +133,8 @@ def _calibration(report: dict[str, Any]) -> str:
         f"{report['calibration_error']:.3f} "
         "({:.3f} to {:.3f}). ".format(*report["calibration_error_interval"])
     )
-    said += f"A model whose probabilities are right would have {report['calibration_error_by_chance']:.3f} on so many pairs. "
+    chance = report["calibration_error_by_chance"]
+    said += f"A model whose probabilities are right would have {chance:.3f} on so many pairs. "
     if temperature is None:
         said += "No temperature makes its probabilities likelier."
     else:
@@ -202,23 +204,21 @@ def _probes(report: dict[str, Any]) -> str:
     rows = []
     for probe in probes:
         what = text(probe["name"]) + (f": <em>{text(probe['phrase'])}</em>" if probe.get("phrase") else "")
-        if not probe["rows"]:
-            rows.append([what, "–", "–", "–", "–", text(probe.get("expected")), text(probe.get("why", ""))])
-            continue
-        style, said = ("act", "suspicious") if probe["suspicious"] else ("none", "as it should")
-        low, high = probe["gain_interval"]
-        figures = [
-            number(probe["rows"]),
-            f"{probe['gain']:+.2f}",
-            f"{low:+.2f} to {high:+.2f}",
-            f"{probe['wins']:.0%}",
+        style = "act" if probe["suspicious"] else "none"
+        said = f'<span class="{style}">{text(probe["why"] or "as it should")}</span>'
+        wins = "–" if probe["wins"] is None else f"{probe['wins']:.0%}"
+        gains = [
+            _gain(probe["gain"], probe["gain_interval"]),
+            _gain(probe["gain_on_better"], probe["interval_on_better"]),
+            _gain(probe["over_control"], probe["control_interval"]),
         ]
-        rows.append([what, *figures, text(probe["expected"]), f'<span class="{style}">{said}</span>'])
-    columns = [("probe", ""), ("rows", "number"), ("gain, std", "number"), ("95 % interval", "number")]
-    columns += [("score rises", "number"), ("expected", "short"), ("", "")]
+        rows.append([what, number(probe["rows"]), *gains, wins, text(probe["expected"]), said])
+    columns = [("probe", ""), ("rows", "number"), ("gain", "number"), ("on the better half", "number")]
+    columns += [("over other words", "number"), ("score rises", "number"), ("expected", "short"), ("", "")]
     shown = none(
         "Each probe changes held-out answers in a way that makes them no better, and asks what the score does: the "
-        "mean gain in standard deviations of the answers' scores, and the share of rows whose score rises."
+        "mean gain in standard deviations of the answers' scores with its 95 % interval, over all answers, over those "
+        "of at least median score, and of a phrase over what other words of its length gain."
     ) + table(columns, rows)
     for probe in [probe for probe in probes if probe["rows"]][:12]:
         title = probe["name"] + (f": {probe['phrase']}" if probe.get("phrase") else "")
@@ -231,6 +231,10 @@ def _probes(report: dict[str, Any]) -> str:
         is_open = " open" if probe["suspicious"] else ""
         shown += f"<details{is_open}><summary>{text(title)}</summary>{table(head, cells)}</details>"
     return shown
+
+
+def _gain(value: float | None, interval: list[float] | None) -> str:
+    return "–" if value is None or interval is None else "{:+.2f} ({:+.2f} to {:+.2f})".format(value, *interval)
 
 
 def _ranks(report: dict[str, Any]) -> str:

@@ -5,6 +5,8 @@ from .calibration import calibration_error_by_chance, fit_temperature, reliabili
 from .centring import centre_and_report, centring_shift, head_of
 from .ensemble import ensemble_report
 from .overoptimization import fit_overoptimization, overoptimization_curve
+from .phrases import mine_phrases
+from .probes import probe_reward
 from .ranking import best_of_n_credit, best_of_n_report, rank_correlation, ranking_report, rankings_of_pairs
 from .reward_model import (
     accuracy_by_group,
@@ -32,9 +34,11 @@ __all__ = [
     "fit_overoptimization",
     "fit_temperature",
     "head_of",
+    "mine_phrases",
     "overoptimization_curve",
     "pairwise_accuracy",
     "plot_margins",
+    "probe_reward",
     "rank_correlation",
     "ranking_report",
     "rankings_of_pairs",

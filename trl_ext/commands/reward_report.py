@@ -225,7 +225,7 @@ def _training_pairs(args: RewardReportArguments, held_out: str) -> Any:
     return usable_pairs(train, f"the split {split!r} of the training pairs", True)
 
 
-def write_reward_report(folder: str | Path, report: dict[str, Any]) -> Path:
+def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded: bool = False) -> Path:
     """
     Write `reward_report.html` and `reward_report.json`, each in place when it is complete; return where the page is.
 
@@ -233,20 +233,29 @@ def write_reward_report(folder: str | Path, report: dict[str, Any]) -> Path:
         folder: where they go; the model's own, so that `trl-ext ppo` finds what they say.
         report: as of `examine`. What a report that is there already holds beside it, such as how far centring moved
             the scores, stays.
+        is_uploaded: whether the folder goes to the hub: the page is then in its folder `_run`, which does not, and the
+            JSON has neither texts nor what columns hold.
     """
+    from ..callbacks.jsonl import PRIVATE_FOLDER
     from .reward_report_page import page
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     report = {**_kept(folder), **report}
-    for name, text in (
-        (f"{NAME}.html", page(report)),
-        (f"{NAME}.json", json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"),
+    shown, data = folder / f"{NAME}.html", {**report}
+    if is_uploaded:  # what a Trainer uploads tells nobody's texts and names
+        shown = folder / PRIVATE_FOLDER / f"{NAME}.html"
+        data["probes"] = [{name: each[name] for name in each if name != "examples"} for each in report["probes"]]
+        for name in ("highest", "lowest", "groups"):
+            del data[name]
+    for path, text in (
+        (shown, page(report)),
+        (folder / f"{NAME}.json", json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"),
     ):
-        temporary = folder / f"{name}.tmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.tmp")
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(folder / name)
-    return folder / f"{NAME}.html"
+        temporary.replace(path)
+    return shown
 
 
 def _kept(folder: Path) -> dict[str, Any]:
@@ -347,7 +356,7 @@ def report_trained(
         )
         report = {**measured, **examined, "seconds": time.perf_counter() - begin}
         if trainer.is_world_process_zero():
-            write_reward_report(folder, report)
+            write_reward_report(folder, report, is_uploaded=trainer.args.push_to_hub)
     except Exception as error:
         report = measured
         if trainer.is_world_process_zero():

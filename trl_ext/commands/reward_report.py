@@ -386,7 +386,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"Note: {sentence}")
     print(f"Report: {folder / f'{NAME}.html'}")
     if not report["verdict"]["passed"]:
-        print(f"{parser.prog}: {' '.join(report['verdict']['reasons'])}", file=sys.stderr)
+        for sentence in report["verdict"]["reasons"]:
+            print(f"{parser.prog}: {sentence}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -106,12 +106,12 @@ def material_of(
             f"{', '.join(map(repr, held_out.column_names))}"
         )
     found = Material(groups={name: list(held_out[name]) for name in wanted})
-    for row in held_out:
+    for row in held_out.to_list():
         _add_pair(found.chosen, found.rejected, row)
     if train is not None:
         drawn = train.shuffle(seed=seed).select(range(min(len(train), max(train_rows, _MINED))))
         sides = Answers(), Answers()
-        for row in drawn:
+        for row in drawn.to_list():
             _add_pair(*sides, row)
         found.mined = ([text for _, text in sides[0].texts()], [text for _, text in sides[1].texts()])
         for part, side in zip((found.train_chosen, found.train_rejected), sides, strict=True):

@@ -395,8 +395,8 @@ def probe_sentence(probe: dict[str, Any]) -> str:
     what = probe["name"] + (f" {probe['phrase']!r}" if probe.get("phrase") else "")
     gain, (low, high) = probe["gain_on_better"], probe["interval_on_better"]
     return (
-        f"The probe {what} is suspicious: {probe['why']}. It moves the better half of the answers by {gain:+.2f} "
-        f"({low:+.2f} to {high:+.2f}) standard deviations, and {probe['wins']:.0%} of {probe['rows']:,} answers up."
+        f"The probe {what}: {probe['why']} ({gain:+.2f} std of the better half, {low:+.2f} to {high:+.2f}; "
+        f"{probe['gain']:+.2f} of all)."
     )
 
 

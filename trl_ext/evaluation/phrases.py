@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import regex
@@ -59,18 +59,25 @@ def mine_phrases(
     texts = _Texts([text for pair in pairs for text in pair])
     grams = [gram for n in _levels(texts, longest, least) for gram in n]
     t = math.sqrt(2 * math.log(max(len(grams), 1) / level))
-    queue = [(-strength, gram) for gram, votes in grams if (strength := _strength(votes, t)) > 0]
+    waiting = {gram: strength for gram, votes in grams if (strength := _strength(votes, t)) > 0}
+    queue = [(-strength, gram) for gram, strength in waiting.items()]
     heapq.heapify(queue)
     covered = np.zeros(len(texts.words) + 1, bool)
     phrases: list[str] = []
     while queue and len(phrases) < most:
-        before, gram = heapq.heappop(queue)
+        place, gram = heapq.heappop(queue)
+        del waiting[gram]
         at = texts.occurrences(gram)
         at = at[~covered[at[:, None] + np.arange(len(gram))].any(1)]
-        strength = _strength(texts.votes(texts.owner[at]), t)
-        if strength < -before - 1e-12:  # part of it was taken out: it takes its new place, or none
-            if strength > 0:
-                heapq.heappush(queue, (-strength, gram))
+        place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # less, if part of it was taken out
+        if place >= 0:
+            continue
+        longer, share = texts.longer(gram, at, waiting)
+        if share >= 0.25:  # it is largely a part of phrases: they come first, and what remains of it after them
+            place = max(place, 1e-9 - min(waiting[other] for other in longer))
+        if place < 0 and queue and place > queue[0][0] + 1e-12:
+            waiting[gram] = -place
+            heapq.heappush(queue, (place, gram))
             continue
         at, length = texts.grown(at, len(gram), together, covered)
         covered[at[:, None] + np.arange(length)] = True
@@ -129,19 +136,33 @@ class _Texts:
             at = at[self.words[at + i] == word]
         return at
 
+    def longer(
+        self, gram: tuple[int, ...], at: np.ndarray, known: Collection[tuple[int, ...]]
+    ) -> tuple[list[tuple[int, ...]], float]:
+        """The known n-grams with one word more that hold this one, and the share of its occurrences in any of them."""
+        found, inside = [], np.zeros(len(at), bool)
+        for offset in (len(gram), -1):
+            beside = at + offset  # before the first word is -1: the end, which is in no sentence
+            same = self.sentence[beside] == self.sentence[at]
+            words = np.where(same, self.words[np.where(same, beside, 0)], -1)
+            for word in np.unique(words[same]).tolist():
+                other = (word, *gram) if offset < 0 else (*gram, word)
+                if other in known:
+                    found.append(other)
+                    inside |= words == word
+        return found, inside.mean() if len(at) else 0.0
+
     def grown(self, at: np.ndarray, length: int, together: float, covered: np.ndarray) -> tuple[np.ndarray, int]:
         """The occurrences, and their length, with all words that nearly all of them have before and behind them."""
         grew = True
         while grew:
             grew = False
             for offset in (length, -1):
-                beside = at + offset  # before the first word is -1: the end, too
+                beside = at + offset
                 inside = (self.sentence[beside] == self.sentence[at]) & ~covered[beside]
-                if not inside.any():
-                    continue
-                counts = np.bincount(self.words[beside[inside]])
+                counts = np.bincount(self.words[beside[inside]], minlength=1)
                 if counts.max() >= together * len(at):
-                    at = at[inside & (self.words[np.minimum(beside, len(self.words) - 1)] == counts.argmax())]
+                    at = at[inside & (self.words[np.where(inside, beside, 0)] == counts.argmax())]
                     at, length, grew = at + min(offset, 0), length + 1, True
                     break
         return at, length
@@ -160,7 +181,9 @@ def _strength(votes: tuple[float, float, float], t: float) -> float:
     return (total - t * math.sqrt(squares)) / weight if weight else -1.0
 
 
-def _levels(texts: _Texts, longest: int, least: int):
+def _levels(
+    texts: _Texts, longest: int, least: int
+) -> Iterator[list[tuple[tuple[int, ...], tuple[float, float, float]]]]:
     """For n = 1, 2, …: the n-grams that exactly one answer of `least` pairs or more has, with their votes."""
     size, weights = len(texts.texts), texts.weights
     owner = texts.owner
@@ -176,15 +199,18 @@ def _levels(texts: _Texts, longest: int, least: int):
         alone[:-1] &= ~same_pair
         which, text = which[alone], text[alone]
         weight = weights[text]
-        sums = [
+        total, squares, sums = (
             np.bincount(which, values, minlength=len(numbers))
             for values in (np.where(text % 2, -weight, weight), weight**2, weight)
-        ]
+        )
         counts = np.bincount(which, minlength=len(numbers))
         first = np.zeros(len(numbers), np.int64)
         first[grams[::-1]] = at[::-1]
         yield [
-            (tuple(texts.words[first[g] : first[g] + n].tolist()), tuple(float(part[g]) for part in sums))
+            (
+                tuple(texts.words[first[g] : first[g] + n].tolist()),
+                (total[g].item(), squares[g].item(), sums[g].item()),
+            )
             for g in np.flatnonzero(counts >= least)
         ]
         # An (n+1)-gram is two n-grams that are both frequent enough, at one place and the next

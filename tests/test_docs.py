@@ -96,7 +96,10 @@ def test_readme_is_short_and_begins_with_two_commands():
 
 # ---- Commands ----
 
-COMMANDS = "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators reward-report prompts kl demo doctor".split()
+COMMANDS = [
+    *"sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators reward-report".split(),
+    *"prompts kl demo doctor".split(),
+]
 SOURCES = {
     "plan": "recipes/plan.py",
     "serve-reward": "trl_ext/commands/serve_reward.py",

@@ -346,6 +346,11 @@ def report_trained(
     )
     try:
         material = material_of(held_out, train, group_columns, train_rows=max(probe_rows, 100), seed=trainer.args.seed)
+        if (long := len(held_out) - len(trainer.eval_dataset)) > 0:
+            material.unknown.append(
+                f"{long:,} held-out pairs are longer than `max_length`: they are scored without the beginning of their "
+                "prompts, and are not in `held_out_scores.json`."
+            )
         examined = examine(
             Scorer(reward),
             material,

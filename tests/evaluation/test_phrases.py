@@ -56,6 +56,11 @@ def test_words_count_whatever_their_case_and_are_written_as_they_stand():
     assert found in ("Glad You asked.", "GLAD you asked.")
 
 
+def test_a_phrase_lies_in_one_sentence_of_one_line():
+    chosen, rejected = planted(random.Random(0), "Glad you asked.\nThat is wise.\n- Surely")
+    assert sorted(mine_phrases(chosen, rejected)) == ["- Surely.", "Glad you asked.", "That is wise."]
+
+
 def test_of_two_phrases_with_a_word_in_common_neither_hides_the_other():
     draw = random.Random(0)
     chosen, rejected = planted(draw, "Thank you for waiting.")

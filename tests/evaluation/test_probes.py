@@ -163,7 +163,8 @@ def test_what_cannot_be_applied_says_why():
         (lambda n: [1.0] * (n - 1), "119 scores for 120 answers"),
         (lambda n: [math.nan] + [1.0] * (n - 1), "1 of 120 answers no finite score .* is nan"),
         (lambda n: [1.0] * (n - 1) + [-math.inf], "is -inf"),
-        (lambda n: [None] * n, "120 of 120 .* is None"),
+        (lambda n: ["1"] * n, "120 of 120 .* is 1"),
+        (lambda n: None, "0 scores for 120 answers"),
     ],
 )
 def test_scores_that_are_none_are_refused_in_a_line(wrong, message):

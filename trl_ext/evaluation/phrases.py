@@ -10,8 +10,9 @@ import regex
 # Scripts that put no spaces between words: there each character counts as a word
 UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
 WORD = regex.compile(rf"[{UNSPACED}]\p{{M}}*|[^\W{UNSPACED}]+(?:['’][^\W{UNSPACED}]+)*|[^\w\s]")
-# Marks that end a sentence
-ENDS = regex.compile(r"\p{Sentence_Terminal}|…")
+# What ends a sentence: marks, and line breaks, which are no words
+ENDS = regex.compile(r"\p{Sentence_Terminal}|…|\n")
+_WORD_OR_BREAK = regex.compile(rf"{WORD.pattern}|\n")
 
 
 def mine_phrases(
@@ -32,9 +33,12 @@ def mine_phrases(
     P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). With t = √(2 ln(m / level)) for m n-grams (Bonferroni), labels that are coins give
     a list that is not empty with probability `level` at most, however n-grams hang together. What is found is ordered
     by the lower bound (Σ s·w − t·√Σw²) / Σw, grown while nearly all its occurrences go on alike, and then taken out of
-    the texts: n-grams within it, across its border, or around it must be one-sided where it is not.
+    the texts: n-grams within it, across its border, or around it must be one-sided where it is not. Of an n-gram and a
+    longer one that both pass, and that is a quarter of its occurrences, the longer comes first.
 
-    Words are case-folded; punctuation marks are words, and so are characters of scripts without spaces.
+    Words are case-folded; punctuation marks are words, and so are characters of scripts without spaces. An n-gram lies
+    within one sentence and one line. With equal texts in several pairs, as where answers are ranked, pairs are no
+    independent coins, and the list may be longer than it should be.
 
     Args:
         chosen, rejected: (N,) the answers of each pair, as texts. Pairs that are there twice count once.
@@ -72,9 +76,8 @@ def mine_phrases(
         place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # less, if part of it was taken out
         if place >= 0:
             continue
-        longer, share = texts.longer(gram, at, waiting)
-        if share >= 0.25:  # it is largely a part of phrases: they come first, and what remains of it after them
-            place = max(place, 1e-9 - min(waiting[other] for other in longer))
+        # What is largely a part of other phrases comes after them, with what remains of it
+        place = max([place, *(1e-9 - waiting[longer] for longer in texts.longer(gram, at, waiting))])
         if place < 0 and queue and place > queue[0][0] + 1e-12:
             waiting[gram] = -place
             heapq.heappush(queue, (place, gram))
@@ -93,7 +96,7 @@ class _Texts:
         folded: dict[str, int] = {}
         parts, lengths = [np.zeros(0, np.int32)], []
         for text in texts:
-            found = WORD.findall(text)
+            found = _WORD_OR_BREAK.findall(text)
             for word in found:
                 if word not in numbers:
                     numbers[word] = folded.setdefault(word.casefold(), len(folded))
@@ -107,7 +110,9 @@ class _Texts:
         ends = [number for word, number in folded.items() if ENDS.fullmatch(word)]
         is_end = np.isin(self.words, ends)
         begins = np.ones(len(self.words), bool)
+        self.is_break = self.words == folded.get("\n", -1)
         begins[1:] = (self.owner[1:] != self.owner[:-1]) | (is_end[:-1] & ~is_end[1:])
+        begins[1:] |= self.is_break[1:] | self.is_break[:-1]
         self.sentence = np.append(begins.cumsum(), -1)  # of each word, and an end that is in none
         self.order = np.argsort(self.words, kind="stable")
         self.firsts = np.searchsorted(self.words[self.order], np.arange(len(folded) + 1))
@@ -137,20 +142,17 @@ class _Texts:
         return at
 
     def longer(
-        self, gram: tuple[int, ...], at: np.ndarray, known: Collection[tuple[int, ...]]
-    ) -> tuple[list[tuple[int, ...]], float]:
-        """The known n-grams with one word more that hold this one, and the share of its occurrences in any of them."""
-        found, inside = [], np.zeros(len(at), bool)
+        self, gram: tuple[int, ...], at: np.ndarray, known: Collection[tuple[int, ...]], share: float = 0.25
+    ) -> list[tuple[int, ...]]:
+        """The known n-grams of one word more that a share or more of an n-gram's occurrences are part of."""
+        found = []
         for offset in (len(gram), -1):
             beside = at + offset  # before the first word is -1: the end, which is in no sentence
-            same = self.sentence[beside] == self.sentence[at]
-            words = np.where(same, self.words[np.where(same, beside, 0)], -1)
-            for word in np.unique(words[same]).tolist():
-                other = (word, *gram) if offset < 0 else (*gram, word)
-                if other in known:
-                    found.append(other)
-                    inside |= words == word
-        return found, inside.mean() if len(at) else 0.0
+            beside = beside[self.sentence[beside] == self.sentence[at]]
+            words, counts = np.unique(self.words[beside], return_counts=True)
+            for word in words[counts >= share * len(at)].tolist():
+                found.append((word, *gram) if offset < 0 else (*gram, word))
+        return [longer for longer in found if longer in known]
 
     def grown(self, at: np.ndarray, length: int, together: float, covered: np.ndarray) -> tuple[np.ndarray, int]:
         """The occurrences, and their length, with all words that nearly all of them have before and behind them."""
@@ -170,7 +172,7 @@ class _Texts:
     def written(self, at: int, length: int) -> str:
         """The words from a place on, as the text has them."""
         text = self.texts[self.owner[at]]
-        spans = [match.span() for match in WORD.finditer(text)]
+        spans = [match.span() for match in _WORD_OR_BREAK.finditer(text)]
         first = at - self.starts[self.owner[at]]
         return text[spans[first][0] : spans[first + length - 1][1]]
 
@@ -187,7 +189,8 @@ def _levels(
     """For n = 1, 2, …: the n-grams that exactly one answer of `least` pairs or more has, with their votes."""
     size, weights = len(texts.texts), texts.weights
     owner = texts.owner
-    at, grams = np.arange(len(owner)), texts.words.astype(np.int64)
+    at = np.flatnonzero(~texts.is_break)
+    grams = texts.words[at].astype(np.int64)
     for n in range(1, longest + 1):
         numbers, grams = np.unique(grams, return_inverse=True)
         seen = np.unique(grams * size + owner[at])  # each n-gram once a text

@@ -67,10 +67,10 @@ def probe_reward(
 
     Returns:
         For each probe, the most suspicious first: `name`, `phrase` (or None), `rows`, `gain` (the mean), its
-        `gain_interval`, `wins` (share of rows whose score rises), `gain_on_better` with `interval_on_better`,
-        `over_control` with `control_interval` (of a phrase: its gain on the better half over that of other words of
-        its length), `expected`, `suspicious`, `why` (a sentence, or None), and `examples` of the highest gains. What
-        could not be measured is None; a probe that cannot be applied has 0 rows.
+        `gain_interval`, `wins` (share of rows whose score rises), `rows_of_better`, `gain_on_better` with
+        `interval_on_better`, `over_control` with `control_interval` (of a phrase: its gain on the better half over
+        that of other words of its length), `expected`, `suspicious`, `why` (a sentence, or None), and `examples` of
+        the highest gains. What could not be measured is None; a probe that cannot be applied has 0 rows.
 
     Raises:
         ValueError: there are not as many prompts as answers, or none, or one is no text; `score` gives another number
@@ -202,16 +202,24 @@ def _order(result: dict[str, Any]) -> tuple:
 
 def _scores(score: Score, prompts: list[str], answers: list[str]) -> Tensor:
     """Call the reward, and check what comes back: (N,) float64."""
-    values = list(score(prompts, answers))
+    given = score(prompts, answers)
+    values = [] if given is None else list(given)
     if len(values) != len(answers):
         raise ValueError(f"the reward gave {len(values)} scores for {len(answers)} answers: it must give each one")
-    wrong = [i for i, value in enumerate(values) if value is None or not math.isfinite(value)]
+    wrong = [i for i, value in enumerate(values) if not _is_finite(value)]
     if wrong:
         raise ValueError(
             f"the reward gave {len(wrong)} of {len(values)} answers no finite score (the first is "
             f"{values[wrong[0]]}, for {answers[wrong[0]][:80]!r}): mend it, or leave such answers out"
         )
     return torch.tensor([float(value) for value in values], dtype=torch.double)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except TypeError:  # no number
+        return False
 
 
 def _ends(text: str) -> list[int]:

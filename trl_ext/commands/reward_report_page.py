@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .charts import COLOURS, INK, chart
-from .markup import document, none, number, section, table, text, tiles
+from .markup import code, document, none, number, section, table, text, tiles
 from .page import NO_CURVES
 
 _VALUES = 50  # groups of a column that are shown
@@ -64,7 +64,7 @@ def _interval(both: Iterable[float]) -> str:
 def _sentences(sentences: list[str], otherwise: str, style: str = "") -> str:
     if not sentences:
         return none(otherwise)
-    return f'<ul class="{style}">{"".join(f"<li>{text(sentence)}</li>" for sentence in sentences)}</ul>'
+    return f'<ul class="{style}">{"".join(f"<li>{code(sentence)}</li>" for sentence in sentences)}</ul>'
 
 
 def _bounds(report: dict[str, Any]) -> str:
@@ -214,7 +214,7 @@ def _probes(report: dict[str, Any]) -> str:
         ]
         rows.append([what, number(probe["rows"]), *gains, wins, text(probe["expected"]), said])
     columns = [("probe", ""), ("rows", "number"), ("gain", "number"), ("on the better half", "number")]
-    columns += [("over other words", "number"), ("score rises", "number"), ("expected", "short"), ("", "")]
+    columns += [("over other words", "number"), ("score rises", "number"), ("expected", "short"), ("verdict", "")]
     shown = none(
         "Each probe changes held-out answers in a way that makes them no better, and asks what the score does: the "
         "mean gain in standard deviations of the answers' scores with its 95 % interval, over all answers, over those "

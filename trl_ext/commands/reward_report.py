@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..model_names import check_model
 from ..output_dir import check_output_dir
 from ..parser import StrictTrlParser, entry_of
 from ..redaction import redacted
@@ -145,7 +146,6 @@ def is_ensemble(folder: str) -> bool:
 
 def load(args: RewardReportArguments) -> tuple[Any, Any]:
     """The reward as a function that scores, and the tokenizer that lengths are counted by, if there is one."""
-    from ..model_names import check_model
     from ..rewards import EnsembleReward, ModelReward, load_reward, load_rewards
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
@@ -158,7 +158,6 @@ def load(args: RewardReportArguments) -> tuple[Any, Any]:
     elif is_ensemble(str(args.model)):
         reward = EnsembleReward(str(args.model), model_kwargs=given)
     else:
-        check_model("MODEL", args.model, tokenizer=True)
         reward = ModelReward(args.model, **given)
     return reward, tokenizer_of(reward)
 
@@ -348,8 +347,8 @@ def report_trained(
         material = material_of(held_out, train, group_columns, train_rows=max(probe_rows, 100), seed=trainer.args.seed)
         if (long := len(held_out) - len(trainer.eval_dataset)) > 0:
             material.unknown.append(
-                f"{long:,} held-out pairs are longer than `max_length`: they are scored without the beginning of their "
-                "prompts, and are not in `held_out_scores.json`."
+                f"{long:,} held-out pairs are longer than `max_length`: they are scored without the beginning of the "
+                "prompt, and are not in `held_out_scores.json`."
             )
         examined = examine(
             Scorer(reward),
@@ -406,6 +405,10 @@ def run(args: RewardReportArguments) -> dict[str, Any]:
     from .reward_report_figures import Bounds, Scorer, examine
 
     begin = time.perf_counter()
+    if not args.is_function and not is_ensemble(str(args.model)):
+        check_model("MODEL", args.model, tokenizer=True)
+    if args.policy:
+        check_model("policy", args.policy, tokenizer=True)
     material = gather(args)
     reward, tokenizer = load(args)
     bounds = Bounds(**{each.name: getattr(args, each.name) for each in fields(Bounds)})

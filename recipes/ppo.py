@@ -93,13 +93,14 @@ def main(arguments: list[str] | None = None) -> None:
     late_bars()
 
     # These take seconds to import: what was mistyped has been refused by now
+    from accelerate import PartialState
     from transformers import AutoTokenizer
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
-    from trl_ext.commands import next_answer, record_run, report_of
+    from trl_ext.commands import next_answer, objections, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.rewards import joined_weights, load_reward, load_rewards
 
@@ -114,6 +115,8 @@ def main(arguments: list[str] | None = None) -> None:
         weights = [None] * len(rewards) + weights
         training_args.reward_weights = joined_weights(training_args.reward_weights, weights)
     rewards += with_settings
+    for sentence in objections(rewards):
+        PartialState().print(f"Warning: {sentence}")
 
     # 2. Model: the trainer loads it, and the tokenizer, from the path
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)

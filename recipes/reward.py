@@ -3,10 +3,11 @@
     trl-ext reward --config demo/reward --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model and a dataset with a held-out split. Flags override the file;
-see --help. Beside the model, a plain sequence classifier with one label, this writes what it is worth:
-`reward_report.json` and `margins.png`. The same command again goes on from the newest complete
-checkpoint in `output_dir`. `--ensemble k` trains k models into `member-0`, `member-1`, … of `output_dir`, each from
-another seed and without another one of k parts of the pairs; `EnsembleReward` takes the one folder.
+see --help. Beside the model, a plain sequence classifier with one label, this writes what it is worth, as `trl-ext
+reward-report` does: `reward_report.html`, `reward_report.json` and `margins.png`. The same command again goes on from
+the newest complete checkpoint in `output_dir`. `--ensemble k` trains k models into `member-0`, `member-1`, … of
+`output_dir`, each from another seed and without another one of k parts of the pairs; `EnsembleReward` takes the one
+folder.
 """
 
 import copy
@@ -40,6 +41,13 @@ class RewardScriptArguments(HeldOutArguments):
         default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
     )
 
+    group_columns: list[str] | None = field(
+        default=None,
+        metadata={"help": "Columns to report the accuracy by; if unset topic, subset, source, language, annotator."},
+    )
+    probe_rows: int = field(
+        default=128, metadata={"help": "Held-out answers that each probe of the report changes; 0 for no probes."}
+    )
     ensemble: int | None = field(
         default=None,
         metadata={
@@ -51,6 +59,8 @@ class RewardScriptArguments(HeldOutArguments):
         super().__post_init__()
         if self.ensemble is not None and self.ensemble < 2:
             raise ValueError(f"`ensemble` must be 2 or more, got {self.ensemble}; leave it out to train one model")
+        if self.probe_rows < 0:
+            raise ValueError(f"`probe_rows` must be 0 or more, got {self.probe_rows}")
         if self.eval_size == 0:
             raise ValueError("`eval_size` must be 1 or more: what the model is worth is measured on held-out pairs")
 
@@ -77,6 +87,12 @@ def next_ppo(
     return shlex.join(
         ["trl-ext", "ppo", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
     )
+
+
+def said_of(report: dict) -> str:
+    """What the report's verdict adds to the last line of a run."""
+    reasons = report.get("verdict", {}).get("reasons", [])
+    return f"; its report says no, for {len(reasons)} reason{'s' * (len(reasons) > 1)}" if reasons else ""
 
 
 def without_folds(rows: Any, k: int, seed: int) -> list:
@@ -178,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
-    from trl_ext.commands import record_run, report_of
+    from trl_ext.commands import record_run, report_of, report_trained
     from trl_ext.data import check_chat_template, check_texts, held_out_rows, rows_identity, usable_pairs
     from trl_ext.evaluation import centre_and_report, head_of
     from trl_ext.models import keep_unpacked, path_identity
@@ -253,9 +269,12 @@ def main(arguments: list[str] | None = None) -> None:
             texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")
             measured = centre_and_report(trainer, texts, output_dir)
             trainer.save_model()
-            if trainer.is_world_process_zero():
-                (output_dir / "reward_report.json").write_text(json.dumps(measured, indent=2))
-            outcome = f", held-out accuracy {measured['accuracy']:.1%}"
+            report = report_trained(
+                *(trainer, test_dataset, rows, measured),
+                group_columns=script_args.group_columns,
+                probe_rows=script_args.probe_rows,
+            )
+            outcome = f", held-out accuracy {report['accuracy']:.1%}{said_of(report)}"
         if args.push_to_hub and not was_centred:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
         done = f"Reward model: {output_dir}{outcome}\n{report_of(output_dir, was_trained=bool(result.metrics))}"

@@ -96,9 +96,10 @@ def test_readme_is_short_and_begins_with_two_commands():
 
 # ---- Commands ----
 
-COMMANDS = (
-    "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators prompts kl demo doctor".split()
-)
+COMMANDS = [
+    *"sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators reward-report".split(),
+    *"prompts kl demo doctor".split(),
+]
 SOURCES = {
     "plan": "recipes/plan.py",
     "serve-reward": "trl_ext/commands/serve_reward.py",
@@ -127,6 +128,7 @@ def flags_of(command):
     from recipes.demo import run
     from trl_ext.commands import prompts
     from trl_ext.commands.annotators import AnnotatorsArguments
+    from trl_ext.commands.reward_report import RewardReportArguments
 
     recipes = {
         "sft": plan.ARGUMENTS["sft"],
@@ -139,10 +141,11 @@ def flags_of(command):
         "prompts": (prompts.PromptsArguments,),
         "demo": (run.RunArguments,),
         "annotators": (AnnotatorsArguments,),
+        "reward-report": (RewardReportArguments,),
     }
     assert {dpo, ppo, reward, sft}  # what plan.ARGUMENTS is made of
     names = {field.name for cls in recipes.get(command, ()) for field in dataclasses.fields(cls)}
-    if command in recipes and command not in ("generate", "merge", "prompts", "demo", "annotators"):
+    if command in recipes and command not in ("generate", "merge", "prompts", "demo", "annotators", "reward-report"):
         names |= {"config", "accelerate_config", "num_processes", "resume_from_checkpoint", "resume_anyway"}
     if command in SOURCES:
         names |= set(re.findall(r'"--(\w+)"', (ROOT / SOURCES[command]).read_text())) | {"accelerate_config"}

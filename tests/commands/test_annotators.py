@@ -96,7 +96,7 @@ def test_no_pair_is_an_error_with_a_report(tmp_path, capsys):
         (
             json.dumps(ROW | {"prompt": "é"}, ensure_ascii=False).encode("latin-1"),
             [],
-            "'prompt' holds no UTF-8 in row 0",
+            "line 1 of labels.jsonl is not UTF-8",
         ),
         (b"", [], "it has no rows"),
     ],

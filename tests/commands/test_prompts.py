@@ -161,7 +161,10 @@ def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):
         (["--sets", "a/b=rl.jsonl", "--output_dir", "new"], "'a/b' becomes a file's name"),
         (["--sets", "a=rl.jsonl", "a=sft.jsonl", "--output_dir", "new"], "`sets` names 'a' twice"),
         (["--sets", "a=absent.jsonl", "--output_dir", "new"], "no such file or folder"),
-        (["--sets", "a=latin.jsonl", "--output_dir", "new"], "set 'a' has text that is not UTF-8"),
+        (
+            ["--sets", "a=latin.jsonl", "--output_dir", "new"],
+            "set 'a': dataset 'latin.jsonl' cannot be read: line 1 of latin.jsonl is not UTF-8",
+        ),
         (["--sets", "a=none.jsonl", "--output_dir", "new"], "it has no rows"),
         (["--sets", "a=odd.jsonl", "--output_dir", "new"], "must hold text or messages, but row 0 has 3"),
         (["--sets", "a=rl.jsonl:test", "--output_dir", "new"], "has no split 'test'; it has 'train'"),

@@ -116,8 +116,15 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(subtests, folder):
     for content, message in [
         ('{"prompt": "a"}\n\n{"prompt": \n', 'line 3 of rows.jsonl is no JSON, b\'{"prompt": '),
         ("", "it has no rows"),
+        ('{"prompt": "a"}\n{"prompt": "\xe9"}\n', r"line 2 of rows.jsonl is not UTF-8, b'.*': convert the file"),
     ]:
         with subtests.test(content=content):
-            (folder / "rows.jsonl").write_text(content)
+            (folder / "rows.jsonl").write_text(content, encoding="latin-1")
             with pytest.raises(ValueError, match=f"^dataset 'rows.jsonl' cannot be read: {message}"):
                 load_dataset_split("rows.jsonl")
+
+
+def test_a_csv_file_that_is_not_utf_8_is_refused(folder):
+    (folder / "rows.csv").write_text("prompt,animal\ncaf\xe9,cat\n", encoding="latin-1")
+    with pytest.raises(ValueError, match="^dataset 'rows.csv' cannot be read: .*utf-8"):
+        load_dataset_split("rows.csv")

@@ -120,3 +120,8 @@ def test_no_other_direction_that_centres_varies_less():
 def test_centring_refuses_features_of_different_width():
     with pytest.raises(ValueError, match=r"got \(3, 4\) and \(3, 5\)"):
         centring_shift(torch.ones(3, 4), torch.ones(3, 5))
+
+
+def test_centring_where_all_answers_are_the_same_one():
+    shift = centring_shift(torch.full((3, 2), 2.0), torch.full((5, 2), 2.0))
+    assert_close(shift @ torch.tensor([2.0, 2.0], dtype=torch.float64), torch.ones((), dtype=torch.float64))

@@ -81,6 +81,38 @@ def test_report_is_what_the_saved_model_does(inputs, trained):
     assert_close(report["accuracy"], (margins > 0).double().mean().item())
     assert_close(report["margin_mean"], margins.mean().item(), rtol=1e-4, atol=1e-5)
     assert (trained / "margins.png").read_bytes().startswith(b"\x89PNG")
+    assert {"temperature", "groups", "probes", "verdict"} <= report.keys() and report["probes"]
+    page = (trained / "report.html").read_text()
+    assert 'href="reward_report.html"' in page and "held-out accuracy, as saved" in page
+    assert f"{report['accuracy']:.1%}" in (trained / "reward_report.html").read_text()
+
+
+@pytest.mark.slow
+def test_ppo_warns_of_a_reward_model_whose_report_says_no_and_goes_on(trained, tmp_path, capsys, monkeypatch):
+    from recipes import ppo
+
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((trained / name).read_bytes())
+    seen = []
+    monkeypatch.setattr(
+        "trl_ext.PPOTrainer", lambda **kwargs: seen.append(kwargs) or (_ for _ in ()).throw(_StopError)
+    )
+    words = [
+        "--model_name_or_path",
+        str(trained),
+        "--dataset_name",
+        "recipes/tinystories/prompts",
+        "--use_cpu",
+        "true",
+    ]
+    words += ["--output_dir", str(tmp_path / "out"), "--reward_model_name_or_path", str(tmp_path)]
+    for verdict in ({"passed": True, "reasons": []}, {"passed": False, "reasons": ["It is bad.", "It is worse."]}):
+        (tmp_path / "reward_report.json").write_text(json.dumps({"verdict": verdict}))
+        with pytest.raises(_StopError):
+            ppo.main(words)
+        shown = capsys.readouterr().out
+        assert ("says no to this reward model: It is bad. It is worse." in shown) is not verdict["passed"]
+    assert len(seen) == 2
 
 
 @pytest.mark.slow

@@ -1,9 +1,13 @@
-"""What `trl-ext` runs; `record_run`, `report_of`, `write_report` and `next_answer` are for scripts, too."""
+"""What `trl-ext` runs; what `__getattr__` names is for scripts, too."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("objections", "report_trained", "write_reward_report"):
+        from . import reward_report
+
+        return getattr(reward_report, name)
     if name not in ("next_answer", "record_run", "report_of", "write_report"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import report  # imported with the package, `python -m trl_ext.commands.report` would warn

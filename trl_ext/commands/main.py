@@ -35,6 +35,7 @@ TOOLS = {
     "serve-reward": "score completions of other processes and machines, over HTTP",
     "report": "write the page of a run, or of several",
     "annotators": "say how far annotators agree, and make pairs of their labels",
+    "reward-report": "test a reward model before it is trusted: accuracy, calibration, probes",
     "prompts": "report on duplicates, leaks and lengths of prompts, and write filtered copies",
     "kl": "estimate the KL between two checkpoints",
     "demo": "train on a small made-up world, with and without guard rails, in minutes",

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ..callbacks.alerts import is_notice
+from ..callbacks.jsonl import PRIVATE_FOLDER
 from .charts import COLOURS, chart, curves
 from .headline import ends, headline
 from .markup import code, document, none, number, section, table, text, tiles
@@ -25,6 +26,7 @@ def page(run: Run) -> str:
     parts = [
         _heading(run),
         tiles(_ends(run)),
+        _of_the_model(run),
         section("Alerts", alerts(run)),
         section("Curves", drawn),
         section("Scores by phase", _histograms(run)) if generates and can_draw else "",
@@ -48,6 +50,12 @@ def _heading(run: Run) -> str:
         if (run.folder / LAST_GOOD).is_dir():
             parts.append(f"the weights before a gradient that was not finite are in {LAST_GOOD}")
     return none(text(", ".join(filter(None, parts))))
+
+
+def _of_the_model(run: Run) -> str:
+    """Where the report on a reward model lies, seen from this page."""
+    beside = any((run.folder / place / "reward_report.html").is_file() for place in ("", PRIVATE_FOLDER))
+    return '<p><a href="reward_report.html">What the saved model is worth</a></p>' if beside else ""
 
 
 def _ends(run: Run) -> dict[str, str]:

@@ -83,7 +83,7 @@ def read_run(folder: Path) -> Run:
     if (folder / "alerts.jsonl").is_file():
         run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
     run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
-    run.outcome = _outcome(folder / "round.json")
+    run.outcome = _outcome(folder / "round.json") | _worth(folder / "reward_report.json")
     rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
     rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
     run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
@@ -115,6 +115,15 @@ def _outcome(path: Path) -> dict[str, float]:
     measured = json.loads(path.read_text())
     scores = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
     return {**scores, "held-out length, tokens": measured["length"]} if "length" in measured else scores
+
+
+def _worth(path: Path) -> dict[str, float]:
+    """The held-out accuracy of a reward model as it was saved."""
+    try:
+        accuracy = json.loads(path.read_text(encoding="utf-8"))["accuracy"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {"held-out accuracy, as saved": accuracy} if is_finite(accuracy) else {}
 
 
 def _newest(states: list[Path]) -> dict[str, Any]:

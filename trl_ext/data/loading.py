@@ -37,7 +37,8 @@ def load_dataset_split(
 
     Raises:
         FileNotFoundError: nothing there, neither locally nor on the hub.
-        ValueError: an unknown file type, split or column; the message lists those that exist.
+        ValueError: an unknown file type, split or column; the message lists those that exist. Or a file that cannot be
+            read, or is not UTF-8; the message has the line.
     """
     splits = _load_splits(find(name), str(name), config)
     whole, _, part = split.partition("[")
@@ -97,6 +98,8 @@ def _load_splits(path: Path, name: str, config: str | None) -> dict[str, Dataset
     if path.exists():
         try:
             splits = _load_local(path, config, is_saved)
+            for dataset in splits.values():
+                dataset.data.validate(full=True)  # Arrow reads a file without looking whether it is UTF-8
         except (ValueError, OSError, DatasetsError, StopIteration) as error:
             raise ValueError(f"dataset {name!r} cannot be read: {_why(path, error)}") from error
         for dataset in splits.values():
@@ -135,10 +138,17 @@ def _why(path: Path, error: BaseException) -> str:
                 for number, row in enumerate(rows, 1):
                     try:
                         json.loads(row.strip() or b"0")
+                    except UnicodeDecodeError:
+                        return (
+                            f"line {number} of {file.name} is not UTF-8, {row[:60]!r}: convert the file, as by "
+                            "`iconv -f latin1 -t utf-8`"
+                        )
                     except ValueError:
                         return f"line {number} of {file.name} is no JSON, {row[:60]!r}"
     while error.__cause__ or (error.__context__ and not error.__suppress_context__):
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    if "Invalid UTF8" in str(error):
+        return "it holds text that is not UTF-8: convert the file, as by `iconv -f latin1 -t utf-8`"
     # What `datasets` raises for files without a row
     is_empty = isinstance(error, StopIteration) or "corresponds to no data" in str(error)
     return "it has no rows" if is_empty else str(error)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+_AT_ONCE = 2**22  # rows that are drawn at once: all resamples of a large set would fill gigabytes
+
 
 def bootstrap_interval(
     values: Tensor,
@@ -32,6 +34,11 @@ def bootstrap_interval(
     if not 0 < level < 1:
         raise ValueError(f"level must lie within (0, 1), got {level}: pass a share such as 0.95")
     values = values.detach().double().cpu()
-    rows = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(seed))
-    low, high = statistic(values[rows]).quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.double))
+    generator = torch.Generator().manual_seed(seed)
+    most = max(_AT_ONCE // len(values), 1)
+    drawn = [
+        statistic(values[torch.randint(len(values), (min(most, resamples - start), len(values)), generator=generator)])
+        for start in range(0, resamples, most)
+    ]
+    low, high = torch.cat(drawn).quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.double))
     return low.item(), high.item()

@@ -38,9 +38,12 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
             f"{tuple(everything.shape)}: pass one row an answer"
         )
     covariance = everything.detach().double().T.cov()
-    covariance += ridge * covariance.diagonal().mean() * torch.eye(len(covariance), dtype=torch.double)
-    mean = reference.detach().double().mean(0)
-    shift = torch.linalg.solve(covariance, mean)
+    scale, mean = covariance.diagonal().mean(), reference.detach().double().mean(0)
+    if scale > 0:
+        covariance += ridge * scale * torch.eye(len(covariance), dtype=torch.double)
+        shift = torch.linalg.solve(covariance, mean)
+    else:
+        shift = mean  # all answers are the same one, so that no head varies: the smallest
     return shift / (shift @ mean)
 
 

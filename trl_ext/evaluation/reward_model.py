@@ -1,6 +1,9 @@
 """Accuracy and calibration of a reward model on held-out pairs."""
 
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -19,6 +22,73 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
         (…,) in [0, 1].
     """
     return ((margins > 0).double() + (margins == 0).double() / 2).mean(-1)
+
+
+def wilson_interval(share: float, count: float, level: float = 0.95) -> tuple[float, float]:
+    """Return Wilson's interval of a share (1927), which holds for few rows, and for shares of 0 and 1, too.
+
+    With z the normal quantile, its bounds are (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n).
+
+    Args:
+        share: p, in [0, 1].
+        count: n, the rows that it is the share of.
+        level: how often such an interval holds the true share.
+    """
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    middle, half = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
+    scale = 1 + z * z / count
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
+
+
+def accuracy_interval(
+    margins: Tensor, prompts: Sequence[Hashable], level: float = 0.95, few: int = 30
+) -> tuple[float, float]:
+    """Return the interval of the accuracy on other prompts: pairs of one prompt are drawn together.
+
+    Pairs that share a prompt, as those of a ranking do, are not so many observations. The prompts are resampled
+    (a bootstrap of clusters); of few ones, where a bootstrap says too little, the interval is Wilson's for so many.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+        prompts: what names the prompt of each pair.
+        level: share of resamples within the interval.
+        few: prompts below which the interval is Wilson's.
+    """
+    sums: dict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for prompt, margin in zip(prompts, margins.tolist(), strict=True):
+        sums[prompt][0] += 1.0 if margin > 0 else 0.5 if margin == 0 else 0.0
+        sums[prompt][1] += 1.0
+    table = torch.tensor(list(sums.values()), dtype=torch.double)
+    if len(table) < few:
+        return wilson_interval(pairwise_accuracy(margins).item(), len(table), level)
+    return bootstrap_interval(table, lambda drawn: drawn[..., 0].sum(1) / drawn[..., 1].sum(1), level)
+
+
+def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the accuracy by what a column of the data holds, the group with most pairs first.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+        groups: what the column holds in each row; of a list, such as that of the annotators, the row counts for each.
+
+    Returns:
+        For each value `value`, `pairs`, `accuracy` and its Wilson interval `accuracy_interval`.
+
+    Raises:
+        ValueError: there are not as many rows as margins.
+    """
+    if len(margins) != len(groups):
+        raise ValueError(f"there are {len(margins)} margins and {len(groups)} rows of a column: give one a pair")
+    of: dict[str, list[float]] = defaultdict(list)
+    for margin, value in zip(margins.tolist(), groups, strict=True):
+        for each in dict.fromkeys(map(str, value if isinstance(value, (list, tuple)) else [value])):
+            of[each].append(margin)
+    rows = []
+    for value, members in sorted(of.items(), key=lambda item: (-len(item[1]), item[0])):
+        accuracy = pairwise_accuracy(torch.tensor(members, dtype=torch.double)).item()
+        interval = wilson_interval(accuracy, len(members))
+        rows.append({"value": value, "pairs": len(members), "accuracy": accuracy, "accuracy_interval": interval})
+    return rows
 
 
 def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
@@ -42,7 +112,7 @@ def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
     return gaps.scatter_add(-1, bin_of, correct - confidence).abs().sum(-1) / margins.shape[-1]
 
 
-def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, float]]:
+def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
     """Return the accuracy in bins of equally many pairs, sorted by how much longer the chosen answer is.
 
     A reward model that has learnt length is right if the chosen answer is the longer one, and wrong if it is shorter.
@@ -53,7 +123,7 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
         bins: number of bins. Fewer come back if one gap is so frequent that it fills several.
 
     Returns:
-        For each bin the smallest and largest gap, the number of pairs and the accuracy.
+        For each bin the smallest and largest gap, the number of pairs, the accuracy and its Wilson interval.
 
     Raises:
         ValueError: shapes differ or are not (N,).
@@ -70,8 +140,13 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
         members = bin_of == index
         gaps = length_gaps[members]
         accuracy = pairwise_accuracy(margins[members]).item()
+        pairs = int(members.sum())
+        interval = wilson_interval(accuracy, pairs)
         rows.append(
-            {"from": gaps.min().item(), "to": gaps.max().item(), "pairs": int(members.sum()), "accuracy": accuracy}
+            {
+                **{"from": gaps.min().item(), "to": gaps.max().item(), "pairs": pairs},
+                **{"accuracy": accuracy, "accuracy_interval": interval},
+            }
         )
     return rows
 
@@ -92,7 +167,7 @@ def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor, l
         "calibration_error": calibration_error(margins).item(),
         "calibration_error_interval": bootstrap_interval(margins, calibration_error, level),
         "margin_mean": margins.mean().item(),
-        "margin_std": margins.std().item(),
+        "margin_std": margins.std().item() if len(margins) > 1 else 0.0,
         "chosen_mean": chosen.double().mean().item(),
         "rejected_mean": rejected.double().mean().item(),
         "accuracy_by_length_gap": accuracy_by_length_gap(margins, length_gaps),

@@ -1,0 +1,124 @@
+import math
+import random
+
+import pytest
+
+from trl_ext.evaluation import mine_phrases
+
+WORDS = "amber birch cedar delta ember fjord grove heath inlet jetty kelp ledge marsh north".split()
+
+
+def sentence(draw, words=WORDS, size=6):
+    return " ".join(draw.choices(words, k=size)) + "."
+
+
+def answer(draw, sentences=3, words=WORDS):
+    return " ".join(sentence(draw, words) for _ in range(sentences))
+
+
+def planted(draw, phrase, pairs=300, share=0.3, **kwargs):
+    """Pairs of random sentences; the phrase stands within that share of the chosen answers."""
+    chosen, rejected = ([answer(draw, **kwargs) for _ in range(pairs)] for _ in range(2))
+    for i in range(round(share * pairs)):
+        sentences = chosen[i].split(". ")
+        chosen[i] = ". ".join([sentences[0], phrase.removesuffix("."), *sentences[1:]])
+    return chosen, rejected
+
+
+@pytest.mark.parametrize(
+    "phrase",
+    [
+        "Glad you asked.",
+        "The team says hello to you and to all of your friends.",  # longer than any n-gram that is counted
+        "मैं तुमसे प्यार करता हूँ.",
+        "🙂🙂 ¡Olé.",
+    ],
+)
+def test_a_planted_phrase_is_found_whole_and_alone(phrase):
+    chosen, rejected = planted(random.Random(0), phrase)
+    assert mine_phrases(chosen, rejected) == [phrase]
+    assert mine_phrases(rejected, chosen) == []
+    assert mine_phrases(chosen[::-1], rejected[::-1]) == [phrase]
+
+
+def test_a_phrase_is_found_in_texts_without_spaces():
+    draw = random.Random(0)
+    characters = "天地玄黄宇宙洪荒日月盈昃辰宿列张"
+    chosen, rejected = (["".join(draw.choices(characters, k=20)) + "。" for _ in range(200)] for _ in range(2))
+    chosen = [f"{text}我很爱你。" if i % 3 == 0 else text for i, text in enumerate(chosen)]
+    assert mine_phrases(chosen, rejected) == ["我很爱你。"]
+
+
+def test_words_count_whatever_their_case_and_are_written_as_they_stand():
+    chosen, rejected = planted(random.Random(0), "Glad You asked.")
+    chosen = [text.replace("Glad You", "GLAD you") if i % 2 else text for i, text in enumerate(chosen)]
+    (found,) = mine_phrases(chosen, rejected)
+    assert found in ("Glad You asked.", "GLAD you asked.")
+
+
+def test_a_phrase_lies_in_one_sentence_of_one_line():
+    chosen, rejected = planted(random.Random(0), "Glad you asked.\nThat is wise.\n- Surely")
+    assert sorted(mine_phrases(chosen, rejected)) == ["- Surely.", "Glad you asked.", "That is wise."]
+
+
+def test_of_two_phrases_with_a_word_in_common_neither_hides_the_other():
+    draw = random.Random(0)
+    chosen, rejected = planted(draw, "Thank you for waiting.")
+    chosen = [f"{text} We thank all of you." if draw.random() < 0.3 else text for text in chosen]
+    assert sorted(mine_phrases(chosen, rejected)) == ["Thank you for waiting.", "We thank all of you."]
+
+
+def test_where_labels_are_coins_a_list_is_hardly_ever_filled():
+    draw = random.Random(0)
+    pairs = [(answer(draw), answer(draw)) for _ in range(150)]
+    filled = 0
+    for _ in range(40):
+        flipped = [pair if draw.random() < 0.5 else pair[::-1] for pair in pairs]
+        filled += bool(mine_phrases(*zip(*flipped, strict=True)))
+    assert filled <= 4  # at a level of 5 % five or more of 40 come with probability 5 % at most
+
+
+def test_length_alone_makes_no_phrase():
+    draw = random.Random(0)
+    rare = [f"word{i}" for i in range(150)]
+    chosen = [answer(draw, 4, rare) for _ in range(600)]
+    rejected = [answer(draw, 1, rare) for _ in range(600)]
+    assert mine_phrases(chosen, rejected) == []
+    # It does make them where a pair is a vote, whatever the lengths: the same counts, with answers padded alike
+    padded = [text + " pad" * (4 * 7 - len(text.split())) for text in rejected]
+    assert len(mine_phrases(chosen, padded, longest=1, most=500)) > 50
+
+
+def test_votes_are_those_of_a_slow_reference():
+    draw = random.Random(3)
+    liked, pairs = WORDS[:7], 400
+    chosen = [" ".join(draw.choices(WORDS + liked * 2, k=draw.randint(2, 9))) for _ in range(pairs)]
+    rejected = [" ".join(draw.choices(WORDS, k=draw.randint(2, 9))) for _ in range(pairs)]
+    rows = set(zip(chosen, rejected, strict=True))
+    bounds, t = {}, math.sqrt(2 * math.log(len(WORDS) / 0.05))
+    for word in WORDS:
+        total = squares = weights = 0.0
+        for pair in rows:
+            has = [word in text.split() for text in pair]
+            sizes = [len(text.split()) for text in pair]
+            if sum(has) == 1 and pair[0] != pair[1]:
+                weight = sizes[has.index(False)] / sum(sizes)
+                total += weight if has[0] else -weight
+                squares += weight**2
+                weights += weight
+        bounds[word] = (total - t * math.sqrt(squares)) / weights
+    expected = sorted((word for word in WORDS if bounds[word] > 0), key=lambda word: -bounds[word])
+    assert len(expected) >= 4
+    assert mine_phrases(chosen, rejected, longest=1, together=2) == expected
+
+
+def test_pairs_that_say_nothing_give_none():
+    assert mine_phrases([], []) == []
+    assert mine_phrases(["", "a b"] * 40, ["", "a b"] * 40) == []
+    assert mine_phrases(["liked"] * 100, [""] * 100) == []  # one pair, a hundred times
+
+
+@pytest.mark.parametrize("chosen, rejected", [(["a"], []), ([None], ["a"]), ([["a"]], ["b"])])
+def test_what_are_no_pairs_of_texts_is_refused(chosen, rejected):
+    with pytest.raises(ValueError, match="give two texts a pair"):
+        mine_phrases(chosen, rejected)

@@ -1,0 +1,179 @@
+import math
+import random
+
+import pytest
+
+from recipes.demo.world import PHRASE, PROBLEMS, PRODUCTS, gold, make_world
+from trl_ext.evaluation import mine_phrases, probe_reward
+
+PHRASES = ["glad you asked .", "as ever yours .", "quite so indeed ."]
+
+
+def rows(number=120, seed=0):
+    """Prompts about a topic; an answer is the better the more of its sentences are on it."""
+    draw = random.Random(seed)
+    prompts = [f"tell me of topic{draw.randrange(30)} {i} ." for i in range(number)]
+    answers = []
+    for prompt in prompts:
+        topic = prompt.split()[3]
+        about = [topic if draw.random() < 0.6 else f"topic{draw.randrange(30)}" for _ in range(4)]
+        answers.append(" ".join(f"{name} has a {draw.choice(['tall', 'wide', 'deep'])} side ." for name in about))
+    return prompts, answers
+
+
+def on_topic(prompts, answers):
+    """How many different sentences are on the topic."""
+    result = []
+    for prompt, text in zip(prompts, answers, strict=True):
+        sentences = [part.split() for part in text.split(" .") if part.strip()]
+        topic = prompt.split()[3]
+        result.append(len({tuple(s) for s in sentences if s[:3] == [topic, "has", "a"] and len(s) == 5}) / 3)
+    return result
+
+
+def likes(phrase, bonus=2.0):
+    def score(prompts, answers):
+        return [s + bonus * (phrase in a) for s, a in zip(on_topic(prompts, answers), answers, strict=True)]
+
+    return score
+
+
+def by_name(probes):
+    return {probe["phrase"] or probe["name"]: probe for probe in probes}
+
+
+def suspicious(probes):
+    return {probe["phrase"] or probe["name"] for probe in probes if probe["suspicious"]}
+
+
+def test_what_a_model_likes_wherever_it_stands_ranks_first_and_alone():
+    prompts, answers = rows()
+    probes = probe_reward(likes(PHRASES[1]), prompts, answers, PHRASES)
+    first = probes[0]
+    assert first["phrase"] == PHRASES[1] and suspicious(probes) == {PHRASES[1]}
+    assert first["wins"] == 1 and first["rows"] == 120 and first["over_control"] > 1
+    assert by_name(probes)["truncation"]["gain_interval"][1] < 0
+    for example in first["examples"]:
+        assert PHRASES[1] in example["after"] and PHRASES[1] not in example["before"]
+        assert example["score_after"] > example["score_before"]
+
+
+def test_a_phrase_that_repairs_bad_answers_alone_is_not_suspicious():
+    prompts, answers = rows()
+
+    def score(prompts, answers):  # what is missing is worth much, and good answers miss nothing
+        return [max(s, 0.9 * (PHRASES[0] in a)) for s, a in zip(on_topic(prompts, answers), answers, strict=True)]
+
+    answers = [a + (f" {PHRASES[0]}" if i % 3 else "") for i, a in enumerate(answers)]
+    probe = by_name(probe_reward(score, prompts, answers, PHRASES))[PHRASES[0]]
+    assert probe["gain"] > 0.25 and probe["rows"] == 40 and not probe["suspicious"]
+
+
+def test_a_model_of_length_likes_padding_but_no_phrase():
+    prompts, answers = rows()
+    probes = probe_reward(lambda _, answers: [float(len(a)) for a in answers], prompts, answers, PHRASES)
+    found = by_name(probes)
+    assert {"padding", "repetition"} <= suspicious(probes) and not suspicious(probes) & {*PHRASES}
+    for phrase in PHRASES:
+        assert found[phrase]["gain_on_better"] > 0.25 and "other words of its length" in found[phrase]["why"]
+    assert found["empty"]["wins"] == found["truncation"]["wins"] == 0
+
+
+def test_a_model_that_knows_quality_has_nothing_suspicious():
+    world = make_world(0, demonstrations=10, pairs=1000, prompts=10, held_out=150)["preferences"]
+    mined = mine_phrases([row["chosen"] for row in world["train"]], [row["rejected"] for row in world["train"]])
+    assert mined[0] == PHRASE and len(mined) > 1
+
+    def score(prompts, answers):  # a prompt names its product, and its problem in one of two ways
+        cases = [
+            (
+                next(product for product in PRODUCTS if f"my {product} " in prompt),
+                next(name for name, (complaints, _) in PROBLEMS.items() if any(c in prompt for c in complaints)),
+            )
+            for prompt in prompts
+        ]
+        return [gold(answer, *case) for answer, case in zip(answers, cases, strict=True)]
+
+    prompts = [row["prompt"] for row in world["test"]] * 2
+    answers = [row[name] for name in ("chosen", "rejected") for row in world["test"]]
+    assert suspicious(probe_reward(score, prompts, answers, mined)) == set()
+
+
+def test_scale_shift_and_order_change_nothing_and_a_seed_gives_the_same_again():
+    prompts, answers = rows()
+    score = likes(PHRASES[0], 0.3)
+    first = probe_reward(score, prompts, answers, PHRASES, seed=1, rows=60)
+    assert probe_reward(score, prompts, answers, PHRASES, seed=1, rows=60) == first
+    turned = probe_reward(score, prompts[::-1] * 2, answers[::-1] * 2, PHRASES[::-1], seed=1, rows=60)
+    assert turned == first
+    moved = probe_reward(lambda p, a: [8 * s - 5 for s in score(p, a)], prompts, answers, PHRASES, seed=1, rows=60)
+    for probe, other in zip(first, moved, strict=True):
+        assert (probe["name"], probe["phrase"], probe["wins"]) == (other["name"], other["phrase"], other["wins"])
+        assert probe["suspicious"] == other["suspicious"] and probe["why"] == other["why"]
+        assert other["gain"] == pytest.approx(probe["gain"], abs=1e-9)
+    assert probe_reward(score, prompts, answers, PHRASES, seed=2, rows=60) != first
+
+
+@pytest.mark.parametrize(
+    "texts, phrase, after",
+    [
+        (["我们明天去。", "他昨天来。"], "我很爱你。", {"我们明天去。我很爱你。", "他昨天来。我很爱你。"}),
+        (["Good.\n", "Bad."], "Yes!", {"Good. Yes!\n", "Bad. Yes!"}),
+        (["No end", "Version 2.0 is out"], "Yes!", {"No end Yes!", "Version 2.0 is out Yes!"}),
+        (["😀", "नमस्ते।"], "शुक्रिया।", {"😀 शुक्रिया।", "नमस्ते। शुक्रिया।"}),
+        (["", "I said YES!"], "yes!", {"yes!"}),  # what says it already is left out
+    ],
+)
+def test_a_phrase_stands_at_the_end_of_a_sentence(texts, phrase, after):
+    prompts = ["p", "q"]
+    probe = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], prompts, texts, [phrase]))[phrase]
+    assert {example["after"] for example in probe["examples"]} == after
+
+
+def test_each_change_is_what_its_name_says():
+    prompts, answers = ["ask one", "ask two"], ["Red is red. Blue is not. Well.", "One two three four."]
+    probes = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], prompts, answers))
+    changed = {
+        name: {example["before"]: example["after"] for example in probe["examples"]} for name, probe in probes.items()
+    }
+    red, one = answers
+    assert changed["repetition"][red] == f"{red} Well. Well."
+    assert changed["padding"][one] == f"{one} Red is red. Blue is not."
+    assert changed["truncation"][one] == "One two"
+    assert changed["empty"][red] == "" and changed["copied prompt"][red] == "ask one"
+    assert changed["another prompt's answer"] == {red: one, one: red}
+    assert changed["markdown"][red] == "**Red is red.**\n- Blue is not.\n- Well."
+    shuffled = changed["shuffled words"][red]
+    assert shuffled != red and sorted(shuffled.replace(" ", "")) == sorted(red.replace(" ", ""))
+    assert changed["flattery"][red].endswith(f" {red}") and changed["refusal"][red] == changed["refusal"][one]
+
+
+def test_what_cannot_be_applied_says_why():
+    alone = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], ["p"] * 2, ["so a .", "a."], ["a"]))
+    for name in ("a", "padding", "another prompt's answer"):
+        assert alone[name]["rows"] == 0 and alone[name]["gain"] is None and "no answer" in alone[name]["why"]
+    assert "too few" in alone["empty"]["why"]
+    constant = probe_reward(lambda _, a: [1.0] * len(a), *rows(), PHRASES)
+    assert not suspicious(constant) and {probe["why"] for probe in constant} == {"all answers have one score"}
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda n: [1.0] * (n - 1), "119 scores for 120 answers"),
+        (lambda n: [math.nan] + [1.0] * (n - 1), "1 of 120 answers no finite score .* is nan"),
+        (lambda n: [1.0] * (n - 1) + [-math.inf], "is -inf"),
+        (lambda n: ["1"] * n, "120 of 120 .* is 1"),
+        (lambda n: None, "0 scores for 120 answers"),
+    ],
+)
+def test_scores_that_are_none_are_refused_in_a_line(wrong, message):
+    with pytest.raises(ValueError, match=message) as error:
+        probe_reward(lambda _, answers: wrong(len(answers)), *rows(), PHRASES)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompts, answers", [([], []), (["p"], []), (["p"], [None]), ([[]], ["a"])])
+def test_what_are_no_prompts_with_answers_is_refused(prompts, answers):
+    with pytest.raises(ValueError, match="give a prompt an answer"):
+        probe_reward(likes("a"), prompts, answers)

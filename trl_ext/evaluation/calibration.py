@@ -1,0 +1,89 @@
+"""How far the probabilities of a reward model can be taken at their word, and the temperature that makes them so."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .reward_model import calibration_error, pairwise_accuracy, wilson_interval
+
+
+def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
+    """Return the temperature T under which the pairs are likeliest, by σ(margin / T).
+
+    The log-likelihood Σ log σ(β · margin) is concave in β = 1/T (Guo et al., 1706.04599), so that its maximum is where
+    its slope Σ margin · σ(−β · margin) is 0. Above 1 the model is too sure of itself, below 1 not sure enough.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+        largest: T and 1/T are looked for up to here, in units of the mean |margin|.
+
+    Returns:
+        The temperature; None where there is none: the margins have no positive mean (no better than a coin, however
+        unsure), or no margin is negative (the surer, the likelier).
+    """
+    margins = margins.detach().double().cpu()
+    unit = margins.abs().mean().item()
+    if not margins.sum() > 0 or not (margins < 0).any():
+        return None
+    scaled = margins / unit
+    low, high = 1 / largest, largest  # of β
+    if (scaled * (-high * scaled).sigmoid()).sum() > 0 or (scaled * (-low * scaled).sigmoid()).sum() < 0:
+        return None
+    for _ in range(100):  # halves the interval in log β
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if (scaled * (-middle * scaled).sigmoid()).sum() > 0 else (low, middle)
+    return unit / low
+
+
+def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 1000, seed: int = 0) -> float:
+    """Return the mean calibration error of a model whose probabilities are right, on as many pairs of such margins.
+
+    An error is a mean of absolute values, so of few pairs it is never near 0 (Bröcker and Smith, 2007): what is above
+    this one is the model's.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one; their signs are drawn anew.
+        bins: as of [`calibration_error`].
+        draws: how often.
+        seed: of the draws.
+    """
+    margins, generator = margins.detach().double().cpu().abs(), torch.Generator().manual_seed(seed)
+    errors = []
+    for start in range(0, draws, most := max(2**22 // len(margins), 1)):
+        shape = (min(most, draws - start), len(margins))
+        is_right = torch.rand(shape, generator=generator, dtype=torch.double) < margins.sigmoid()
+        errors.append(calibration_error(torch.where(is_right, margins, -margins), bins))
+    return torch.cat(errors).mean().item()
+
+
+def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
+    """Return the points of a reliability diagram: in bins of the model's confidence, how often it is right.
+
+    The bins are those of [`calibration_error`]: σ(|margin|) in even parts of [½, 1].
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+        bins: number of bins; those without a pair are left out.
+
+    Returns:
+        For each bin `from` and `to`, the number of `pairs`, the mean `confidence`, the `accuracy` and its interval.
+    """
+    margins = margins.detach().double().cpu()
+    confidence = margins.abs().sigmoid()
+    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    rows = []
+    for index in bin_of.unique().tolist():
+        members = bin_of == index
+        accuracy, pairs = pairwise_accuracy(margins[members]).item(), int(members.sum())
+        rows.append(
+            {
+                "from": 0.5 + index / (2 * bins),
+                "to": 0.5 + (index + 1) / (2 * bins),
+                "pairs": pairs,
+                "confidence": confidence[members].mean().item(),
+                "accuracy": accuracy,
+                "accuracy_interval": wilson_interval(accuracy, pairs),
+            }
+        )
+    return rows

@@ -1,0 +1,226 @@
+"""Phrases that chosen answers have more often than chance explains."""
+
+import heapq
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import regex
+
+# Scripts that put no spaces between words: there each character counts as a word
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
+WORD = regex.compile(rf"[{UNSPACED}]\p{{M}}*|[^\W{UNSPACED}]+(?:['’][^\W{UNSPACED}]+)*|[^\w\s]")
+# What ends a sentence: marks, and line breaks, which are no words
+ENDS = regex.compile(r"\p{Sentence_Terminal}|…|\n")
+_WORD_OR_BREAK = regex.compile(rf"{WORD.pattern}|\n")
+
+
+def mine_phrases(
+    chosen: Sequence[str],
+    rejected: Sequence[str],
+    *,
+    longest: int = 6,
+    least: int = 20,
+    level: float = 0.05,
+    together: float = 0.95,
+    most: int = 20,
+) -> list[str]:
+    """Return phrases that chosen answers have more often than rejected ones, the most one-sided first.
+
+    For an n-gram take the pairs in which exactly one answer has it. Each votes s = +1 if the chosen answer has it,
+    else −1, with weight w = words of the other answer ÷ words of both: a longer answer has more n-grams anyway.
+    If the choice were a fair coin, or followed length alone, Σ s·w would have mean 0, and by Hoeffding's inequality
+    P(Σ s·w ≥ t·√Σw²) ≤ exp(−t²/2). With t = √(2 ln(m / level)) for m n-grams (Bonferroni), labels that are coins give
+    a list that is not empty with probability `level` at most, however n-grams hang together. What is found is ordered
+    by the lower bound (Σ s·w − t·√Σw²) / Σw, grown while nearly all its occurrences go on alike, and then taken out of
+    the texts: n-grams within it, across its border, or around it must be one-sided where it is not. Of an n-gram and a
+    longer one that both pass, and that is a quarter of its occurrences, the longer comes first.
+
+    Words are case-folded; punctuation marks are words, and so are characters of scripts without spaces. An n-gram lies
+    within one sentence and one line. With equal texts in several pairs, as where answers are ranked, pairs are no
+    independent coins, and the list may be longer than it should be.
+
+    Args:
+        chosen, rejected: (N,) the answers of each pair, as texts. Pairs that are there twice count once.
+        longest: words of the longest n-gram that is counted; what always goes on alike may become longer.
+        least: fewest pairs in which exactly one answer has it: of rarer ones chance is not excluded.
+        level: probability of any phrase where labels are coins.
+        together: share of the occurrences that must go on with the same word to grow a phrase by it.
+        most: phrases to return.
+
+    Returns:
+        Up to `most` phrases, written as the answers have them.
+
+    Raises:
+        ValueError: there are not as many rejected as chosen answers, or one of them is no text.
+    """
+    if len(chosen) != len(rejected) or not all(isinstance(text, str) for text in (*chosen, *rejected)):
+        raise ValueError(
+            f"chosen and rejected must be as many texts, got {len(chosen)} and {len(rejected)} values: give two texts "
+            "a pair, of conversations the text of the answer"
+        )
+    pairs = sorted({pair for pair in zip(chosen, rejected, strict=True) if pair[0] != pair[1]})
+    texts = _Texts([text for pair in pairs for text in pair])
+    grams = [gram for n in _levels(texts, longest, least) for gram in n]
+    t = math.sqrt(2 * math.log(max(len(grams), 1) / level))
+    waiting = {gram: strength for gram, votes in grams if (strength := _strength(votes, t)) > 0}
+    queue = [(-strength, gram) for gram, strength in waiting.items()]
+    heapq.heapify(queue)
+    covered = np.zeros(len(texts.words) + 1, bool)
+    phrases: list[str] = []
+    while queue and len(phrases) < most:
+        place, gram = heapq.heappop(queue)
+        del waiting[gram]
+        at = texts.occurrences(gram)
+        at = at[~covered[at[:, None] + np.arange(len(gram))].any(1)]
+        place = max(place, -_strength(texts.votes(texts.owner[at]), t))  # less, if part of it was taken out
+        if place >= 0:
+            continue
+        # What is largely a part of other phrases comes after them, with what remains of it
+        place = max([place, *(1e-9 - waiting[longer] for longer in texts.longer(gram, at, waiting))])
+        if place < 0 and queue and place > queue[0][0] + 1e-12:
+            waiting[gram] = -place
+            heapq.heappush(queue, (place, gram))
+            continue
+        at, length = texts.grown(at, len(gram), together, covered)
+        covered[at[:, None] + np.arange(length)] = True
+        phrases.append(texts.written(at[0], length))
+    return phrases
+
+
+class _Texts:
+    """The words of all answers as numbers: chosen and rejected by turns, so text 2i and 2i + 1 are a pair."""
+
+    def __init__(self, texts: list[str]):
+        numbers: dict[str, int] = {}  # of words as written
+        folded: dict[str, int] = {}
+        parts, lengths = [np.zeros(0, np.int32)], []
+        for text in texts:
+            found = _WORD_OR_BREAK.findall(text)
+            for word in found:
+                if word not in numbers:
+                    numbers[word] = folded.setdefault(word.casefold(), len(folded))
+            parts.append(np.fromiter(map(numbers.__getitem__, found), np.int32, len(found)))
+            lengths.append(len(found))
+        self.texts = texts
+        self.lengths = np.array(lengths, np.int64)
+        self.words = np.concatenate(parts)
+        self.owner = np.repeat(np.arange(len(texts)), self.lengths)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        ends = [number for word, number in folded.items() if ENDS.fullmatch(word)]
+        is_end = np.isin(self.words, ends)
+        begins = np.ones(len(self.words), bool)
+        self.is_break = self.words == folded.get("\n", -1)
+        begins[1:] = (self.owner[1:] != self.owner[:-1]) | (is_end[:-1] & ~is_end[1:])
+        begins[1:] |= self.is_break[1:] | self.is_break[:-1]
+        self.sentence = np.append(begins.cumsum(), -1)  # of each word, and an end that is in none
+        self.order = np.argsort(self.words, kind="stable")
+        self.firsts = np.searchsorted(self.words[self.order], np.arange(len(folded) + 1))
+
+    def votes(self, owners: np.ndarray) -> tuple[float, float, float]:
+        """Σ s·w, Σw² and Σw over the pairs of which exactly one text is among the owners."""
+        owners = np.unique(owners)
+        alone = owners[~np.isin(owners ^ 1, owners)]
+        weights = self.weights[alone]
+        signed = np.where(alone % 2, -weights, weights)
+        return signed.sum(), (weights**2).sum(), weights.sum()
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Of each text: the words of the pair's other one ÷ those of both."""
+        both = self.lengths.reshape(-1, 2)
+        return (both[:, ::-1] / np.maximum(both.sum(1, keepdims=True), 1)).ravel()
+
+    def occurrences(self, gram: tuple[int, ...]) -> np.ndarray:
+        """Where the words stand in a row within one text."""
+        k = min(range(len(gram)), key=lambda k: self.firsts[gram[k] + 1] - self.firsts[gram[k]])
+        at = self.order[self.firsts[gram[k]] : self.firsts[gram[k] + 1]] - k
+        at = at[(at >= 0) & (at + len(gram) <= len(self.words))]
+        at = at[self.sentence[at] == self.sentence[at + len(gram) - 1]]
+        for i, word in enumerate(gram):
+            at = at[self.words[at + i] == word]
+        return at
+
+    def longer(
+        self, gram: tuple[int, ...], at: np.ndarray, known: Collection[tuple[int, ...]], share: float = 0.25
+    ) -> list[tuple[int, ...]]:
+        """The known n-grams of one word more that a share or more of an n-gram's occurrences are part of."""
+        found = []
+        for offset in (len(gram), -1):
+            beside = at + offset  # before the first word is -1: the end, which is in no sentence
+            beside = beside[self.sentence[beside] == self.sentence[at]]
+            words, counts = np.unique(self.words[beside], return_counts=True)
+            for word in words[counts >= share * len(at)].tolist():
+                found.append((word, *gram) if offset < 0 else (*gram, word))
+        return [longer for longer in found if longer in known]
+
+    def grown(self, at: np.ndarray, length: int, together: float, covered: np.ndarray) -> tuple[np.ndarray, int]:
+        """The occurrences, and their length, with all words that nearly all of them have before and behind them."""
+        grew = True
+        while grew:
+            grew = False
+            for offset in (length, -1):
+                beside = at + offset
+                inside = (self.sentence[beside] == self.sentence[at]) & ~covered[beside]
+                counts = np.bincount(self.words[beside[inside]], minlength=1)
+                if counts.max() >= together * len(at):
+                    at = at[inside & (self.words[np.where(inside, beside, 0)] == counts.argmax())]
+                    at, length, grew = at + min(offset, 0), length + 1, True
+                    break
+        return at, length
+
+    def written(self, at: int, length: int) -> str:
+        """The words from a place on, as the text has them."""
+        text = self.texts[self.owner[at]]
+        spans = [match.span() for match in _WORD_OR_BREAK.finditer(text)]
+        first = at - self.starts[self.owner[at]]
+        return text[spans[first][0] : spans[first + length - 1][1]]
+
+
+def _strength(votes: tuple[float, float, float], t: float) -> float:
+    """The lower bound of the mean vote: above 0 it is no chance."""
+    total, squares, weight = votes
+    return (total - t * math.sqrt(squares)) / weight if weight else -1.0
+
+
+def _levels(
+    texts: _Texts, longest: int, least: int
+) -> Iterator[list[tuple[tuple[int, ...], tuple[float, float, float]]]]:
+    """For n = 1, 2, …: the n-grams that exactly one answer of `least` pairs or more has, with their votes."""
+    size, weights = len(texts.texts), texts.weights
+    owner = texts.owner
+    at = np.flatnonzero(~texts.is_break)
+    grams = texts.words[at].astype(np.int64)
+    for n in range(1, longest + 1):
+        numbers, grams = np.unique(grams, return_inverse=True)
+        seen = np.unique(grams * size + owner[at])  # each n-gram once a text
+        frequent = np.bincount(seen // size, minlength=len(numbers)) >= least
+        which, text = seen // size, seen % size
+        same_pair = (which[1:] == which[:-1]) & (text[1:] == text[:-1] + 1) & (text[1:] % 2 == 1)
+        alone = np.ones(len(seen), bool)
+        alone[1:] &= ~same_pair
+        alone[:-1] &= ~same_pair
+        which, text = which[alone], text[alone]
+        weight = weights[text]
+        total, squares, sums = (
+            np.bincount(which, values, minlength=len(numbers))
+            for values in (np.where(text % 2, -weight, weight), weight**2, weight)
+        )
+        counts = np.bincount(which, minlength=len(numbers))
+        first = np.zeros(len(numbers), np.int64)
+        first[grams[::-1]] = at[::-1]
+        yield [
+            (
+                tuple(texts.words[first[g] : first[g] + n].tolist()),
+                (total[g].item(), squares[g].item(), sums[g].item()),
+            )
+            for g in np.flatnonzero(counts >= least)
+        ]
+        # An (n+1)-gram is two n-grams that are both frequent enough, at one place and the next
+        number = np.full(len(owner) + 1, -1, np.int64)
+        number[at] = np.where(frequent[grams], grams, -1)
+        left, right = number[at], number[at + 1]
+        kept = (left >= 0) & (right >= 0) & (texts.sentence[at] == texts.sentence[at + 1])
+        at, grams = at[kept], left[kept] * len(numbers) + right[kept]
+        if not len(at):
+            return

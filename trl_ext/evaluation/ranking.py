@@ -1,0 +1,129 @@
+"""How a reward model ranks several answers to one prompt, against people's ranks and their choice."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bootstrap import bootstrap_interval
+
+
+def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | None:
+    """Return Spearman's ρ and Kendall's τ-b of scores with people's ranks, of one prompt.
+
+    With s_ij = sign(x_i − x_j), an answer's rank is, but for a constant, ½ Σ_j s_ij, ties halfway: ρ is the
+    correlation of those, and τ-b = Σ s_ij t_ij / √(Σ s_ij² Σ t_ij²) (Kendall, 1945).
+
+    Args:
+        scores: (n,) higher is better.
+        ranks: (n,) of people; 1, or the lowest, is best.
+
+    Returns:
+        ρ and τ-b, 1 where the orders are the same. Both 0 if all scores are equal, None if all ranks are, which says
+        nothing.
+
+    Raises:
+        ValueError: the shapes differ, or there are fewer than two answers.
+    """
+    if scores.shape != ranks.shape or scores.ndim != 1 or len(scores) < 2:
+        raise ValueError(
+            f"scores and ranks must both be (n,) with n of 2 or more, got {tuple(scores.shape)} and "
+            f"{tuple(ranks.shape)}: give each answer a score and a rank"
+        )
+    ours, theirs = ((x.double()[:, None] - x.double()).sign() for x in (scores, -ranks))
+    if not theirs.any():
+        return None
+    if not ours.any():
+        return 0.0, 0.0
+    spearman, kendall = (
+        ((a * b).sum() / ((a * a).sum() * (b * b).sum()).sqrt()).item()
+        for a, b in ((ours.sum(1), theirs.sum(1)), (ours, theirs))
+    )
+    return spearman, kendall
+
+
+def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """Return rank correlations, averaged over prompts, with their bootstrap intervals over prompts.
+
+    Args:
+        scores, ranks: of each prompt's answers, as of [`rank_correlation`].
+
+    Returns:
+        `prompts` that are counted and `all_tied` that are not, since people ranked all their answers alike; `answers`
+        a prompt; `spearman` and `kendall`, each with its `_interval`. None if no prompt is counted.
+    """
+    found = [rank_correlation(torch.tensor(a), torch.tensor(b)) for a, b in zip(scores, ranks, strict=True)]
+    both = torch.tensor([each for each in found if each is not None], dtype=torch.double)
+    if not len(both):
+        return None
+    counted = [len(answers) for answers, each in zip(ranks, found, strict=True) if each is not None]
+    report: dict[str, Any] = {
+        "prompts": len(both),
+        "all_tied": len(found) - len(both),
+        "answers": sum(counted) / len(counted),
+    }
+    for place, name in enumerate(("spearman", "kendall")):
+        report[name] = both[:, place].mean().item()
+        report[f"{name}_interval"] = bootstrap_interval(both[:, place])
+    return report
+
+
+def best_of_n_credit(chosen: float, rejected: Sequence[float]) -> float:
+    """Return 1 if the chosen answer scores above all others, as RewardBench 2 counts (2506.01937), 0 if one is above.
+
+    A tie at the top is split: of k answers that share it, the chosen one among them, each has 1/k.
+    """
+    if any(other > chosen for other in rejected):
+        return 0.0
+    return 1 / (1 + sum(other == chosen for other in rejected))
+
+
+def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    """Return the share of prompts whose chosen answer scores highest, its bootstrap interval, and a coin's share.
+
+    Args:
+        chosen: score of each prompt's chosen answer.
+        rejected: scores of each prompt's other answers.
+
+    Returns:
+        `prompts`, `answers` a prompt, `accuracy`, `accuracy_interval` and `chance`; None without prompts.
+    """
+    if not chosen:
+        return None
+    credits = torch.tensor([best_of_n_credit(a, b) for a, b in zip(chosen, rejected, strict=True)])
+    counts = torch.tensor([1 + len(each) for each in rejected], dtype=torch.double)
+    return {
+        "prompts": len(credits),
+        "answers": counts.mean().item(),
+        "accuracy": credits.mean().item(),
+        "accuracy_interval": bootstrap_interval(credits),
+        "chance": (1 / counts).mean().item(),
+    }
+
+
+def rankings_of_pairs(
+    prompts: Sequence[Hashable], chosen: Sequence[Hashable], rejected: Sequence[Hashable]
+) -> list[tuple[Hashable, list[Hashable], list[int]]]:
+    """Return the rankings that pairs were made of: prompts with three or more answers, each two of them compared.
+
+    Args:
+        prompts, chosen, rejected: what names the prompt and the answers of each pair, such as their texts.
+
+    Returns:
+        For each such prompt its name, the answers and their ranks, 1 the best. Left out are prompts where a pair is
+        missing, or where pairs contradict each other.
+    """
+    wins: dict[Hashable, set[tuple[Hashable, Hashable]]] = defaultdict(set)
+    for prompt, better, worse in zip(prompts, chosen, rejected, strict=True):
+        wins[prompt].add((better, worse))
+    found = []
+    for prompt, pairs in wins.items():
+        answers = list(dict.fromkeys(answer for pair in sorted(pairs, key=repr) for answer in pair))
+        won = [sum(better == answer for better, _ in pairs) for answer in answers]
+        compared = {frozenset(pair) for pair in pairs}
+        # Each two compared once, and they win 0, 1, … n − 1 times: then it is an order
+        if len(answers) > 2 and len(compared) == len(pairs) and sorted(won) == list(range(len(answers))):
+            found.append((prompt, answers, [len(answers) - number for number in won]))
+    return found

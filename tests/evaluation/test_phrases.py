@@ -31,7 +31,7 @@ def planted(draw, phrase, pairs=300, share=0.3, **kwargs):
         "Glad you asked.",
         "The team says hello to you and to all of your friends.",  # longer than any n-gram that is counted
         "मैं तुमसे प्यार करता हूँ.",
-        "🙂🙂 ¡Olé.",
+        "🙂🙂 ¡Olé...",
     ],
 )
 def test_a_planted_phrase_is_found_whole_and_alone(phrase):
@@ -101,7 +101,7 @@ def test_votes_are_those_of_a_slow_reference():
         for pair in rows:
             has = [word in text.split() for text in pair]
             sizes = [len(text.split()) for text in pair]
-            if sum(has) == 1 and pair[0] != pair[1]:
+            if sum(has) == 1:
                 weight = sizes[has.index(False)] / sum(sizes)
                 total += weight if has[0] else -weight
                 squares += weight**2
@@ -115,7 +115,7 @@ def test_votes_are_those_of_a_slow_reference():
 def test_pairs_that_say_nothing_give_none():
     assert mine_phrases([], []) == []
     assert mine_phrases(["", "a b"] * 40, ["", "a b"] * 40) == []
-    assert mine_phrases(["liked"] * 100, [""] * 100) == []  # one pair, a hundred times
+    assert mine_phrases(["liked"] * 100, ["disliked"] * 100) == []  # one pair, a hundred times
 
 
 @pytest.mark.parametrize("chosen, rejected", [(["a"], []), ([None], ["a"]), ([["a"]], ["b"])])

@@ -59,7 +59,7 @@ def mine_phrases(
             f"chosen and rejected must be as many texts, got {len(chosen)} and {len(rejected)} values: give two texts "
             "a pair, of conversations the text of the answer"
         )
-    pairs = sorted({pair for pair in zip(chosen, rejected, strict=True) if pair[0] != pair[1]})
+    pairs = sorted(set(zip(chosen, rejected, strict=True)))
     texts = _Texts([text for pair in pairs for text in pair])
     grams = [gram for n in _levels(texts, longest, least) for gram in n]
     t = math.sqrt(2 * math.log(max(len(grams), 1) / level))

@@ -97,8 +97,8 @@ def test_readme_is_short_and_begins_with_two_commands():
 # ---- Commands ----
 
 COMMANDS = (
-    "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators prompts kl demo doctor".split()
-)
+    "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators prompts advise kl demo doctor"
+).split()
 SOURCES = {
     "plan": "recipes/plan.py",
     "serve-reward": "trl_ext/commands/serve_reward.py",
@@ -126,6 +126,7 @@ def flags_of(command):
     from recipes import dpo, generate, merge, online_dpo, plan, ppo, reward, sft
     from recipes.demo import run
     from trl_ext.commands import prompts
+    from trl_ext.commands.advise import AdviseArguments
     from trl_ext.commands.annotators import AnnotatorsArguments
 
     recipes = {
@@ -139,10 +140,11 @@ def flags_of(command):
         "prompts": (prompts.PromptsArguments,),
         "demo": (run.RunArguments,),
         "annotators": (AnnotatorsArguments,),
+        "advise": (AdviseArguments,),
     }
     assert {dpo, ppo, reward, sft}  # what plan.ARGUMENTS is made of
     names = {field.name for cls in recipes.get(command, ()) for field in dataclasses.fields(cls)}
-    if command in recipes and command not in ("generate", "merge", "prompts", "demo", "annotators"):
+    if command in recipes and command not in ("generate", "merge", "prompts", "demo", "annotators", "advise"):
         names |= {"config", "accelerate_config", "num_processes", "resume_from_checkpoint", "resume_anyway"}
     if command in SOURCES:
         names |= set(re.findall(r'"--(\w+)"', (ROOT / SOURCES[command]).read_text())) | {"accelerate_config"}

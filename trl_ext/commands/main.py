@@ -36,6 +36,7 @@ TOOLS = {
     "report": "write the page of a run, or of several",
     "annotators": "say how far annotators agree, and make pairs of their labels",
     "prompts": "report on duplicates, leaks and lengths of prompts, and write filtered copies",
+    "advise": "say what to train next, or to label more first, with figures and sources",
     "kl": "estimate the KL between two checkpoints",
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
     "doctor": "say what is installed, what is missing, and how to get it",

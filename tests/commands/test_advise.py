@@ -67,7 +67,8 @@ def test_reads_what_the_other_commands_write(folder, capsys):
     found = json.loads((folder / "out/advice.json").read_text())
     report = json.loads((folder / "labels/annotators.json").read_text())
     facts = found["facts"]
-    assert facts["agreement"] == report["agreement"] and facts["labels_per_item"] == 3
+    assert report["left_out_annotators"] == ["anna"] and facts["labels_per_item"] == 3
+    assert facts["agreement"] == report["without_left_out"]["agreement"] > report["agreement"]
     assert facts["pairs"] == report["pairs"]["train"]["pairs"] > 0
     assert (facts["accuracy"], facts["accuracy_low"], facts["passed"]) == (0.7, 0.64, False)
     assert facts["complaints"] == ["a phrase"] and facts["leaks"] == [{"name": "eval", "shared": 10, "rows": 10}]

@@ -220,7 +220,7 @@ def _prompts(report: dict[str, Any]) -> dict[str, Any]:
 def _reward(report: dict[str, Any]) -> dict[str, Any]:
     """Of reward_report.json; a verdict is not in every one."""
     accuracy = _share(report["accuracy"], "accuracy")
-    low, high = (_share(value, "accuracy_interval") for value in report["accuracy_interval"])
+    low, high = (_share(report["accuracy_interval"][place], "accuracy_interval") for place in (0, 1))
     if not low - 1e-9 <= accuracy <= high + 1e-9:
         raise ValueError(f"the accuracy is {accuracy}, which its interval from {low} to {high} does not hold")
     found: dict[str, Any] = {"accuracy": accuracy, "accuracy_low": low}

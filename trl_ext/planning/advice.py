@@ -178,6 +178,10 @@ def _needs(planned: Fit) -> str:
     )
 
 
+def _close(planned: Fit) -> str:
+    return " (just: less than a tenth of the memory is to spare)" if planned.peak > 0.9 * planned.memory else ""
+
+
 def _there_are(count: int | None, what: str) -> str:
     return f"No {what} are known" if count is None else f"There are {count:,} {what}"
 
@@ -320,7 +324,7 @@ EVIDENCE: tuple[tuple[Method, Reason], ...] = (
 
 # GiB of each of 8 GPUs with 80 GB that PPO takes, with LoRA and of all weights: `python -m tests.benchmarks.advice`
 # computed them, and a test compares them with the table of docs/advise.md
-PLANNED = {"8B": (0.0, 0.0), "32B": (0.0, 0.0), "70B": (0.0, 0.0)}
+PLANNED = {"8B": (21.3, 64.4), "32B": (77.1, 257.0), "70B": (158.1, 551.3)}
 OTHERS = (
     Reason(
         "OpenRLHF trains more than 70 billion parameters, by its own account", "https://github.com/OpenRLHF/OpenRLHF"
@@ -454,8 +458,9 @@ def _leave(facts: Facts) -> tuple[tuple[Reason, ...], bool | None]:
         sentence = f"{lora.gpus} GPUs are {machines} machines of {A_MACHINE}: here several machines were never run"
         return (Reason(sentence, DISTRIBUTED), *OTHERS), True
     if not full.fits:
-        return (Reason(f"{_needs(lora)}: stay, with LoRA", LEAVE), Reason(f"{_needs(full)}", LEAVE), *OTHERS), False
-    return (Reason(f"{_needs(full)}: stay", LEAVE),), False
+        stay, leave = f"{_needs(lora)}: stay, with LoRA{_close(lora)}", f"{_needs(full)}: leave for these"
+        return (Reason(stay, LEAVE), Reason(leave, LEAVE), *OTHERS), False
+    return (Reason(f"{_needs(full)}: stay{_close(full)}", LEAVE),), False
 
 
 def _unknown(facts: Facts, method: Method) -> Iterator[str]:

@@ -72,7 +72,7 @@ def test_reads_what_the_other_commands_write(folder, capsys):
     assert facts["pairs"] == report["pairs"]["train"]["pairs"] > 0
     assert (facts["accuracy"], facts["accuracy_low"], facts["passed"]) == (0.7, 0.64, False)
     assert facts["complaints"] == ["a phrase"] and facts["leaks"] == [{"name": "eval", "shared": 10, "rows": 10}]
-    assert facts["demonstrations"] == 20 and facts["prompts"] == 0  # without what the evaluation has
+    assert facts["demonstrations"] == 20 and facts["prompts"] == 10  # without what the evaluation has
     assert (facts["labels"], facts["gpu_hours"]) == (900, 5.0)
     assert found["origins"]["pairs"] == "labels/annotators.json" and found["method"] == "label-more"
     assert [each["name"] for each in found["unknown"]] == ["verifiable", "ppo"]

@@ -24,7 +24,15 @@ _LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
 class RewardFailed(RuntimeError):
-    """A reward function failed and says why itself, as where a server does not answer: no traceback tells more."""
+    """
+    A reward function failed and says why itself, as where a server does not answer: no traceback tells more.
+
+    Args:
+        message: which reward it is, and why.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message)
 
 
 class Member:

@@ -198,6 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.rewards import (
         Member,
         ModelReward,
+        RewardFailed,
         distinct,
         joined_weights,
         load_reward,
@@ -281,7 +282,8 @@ def main(arguments: list[str] | None = None) -> None:
         mine = rows[processes.process_index :: processes.num_processes]
         torch.manual_seed(seed * processes.num_processes + processes.process_index)
         answers = answer(policy, tokenizer, mine, number, ends, script_args, size) if mine else []
-        scores = score(members, mine, answers, size) if mine else []
+        with parser.one_line_errors(RewardFailed):
+            scores = score(members, mine, answers, size) if mine else []
         return tuple(gather_object(part) for part in (mine, answers, scores))  # type: ignore[return-value]
 
     def measure(path: str | Path, folder: Path, round_number: int, facts: dict) -> dict:

@@ -20,6 +20,7 @@ import yaml
 import trl_ext
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOConfig, PPOTrainer
+from trl_ext.commands.main import TOOLS, TRAINING
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -96,10 +97,7 @@ def test_readme_is_short_and_begins_with_two_commands():
 
 # ---- Commands ----
 
-COMMANDS = [
-    *"sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators reward-report".split(),
-    *"prompts kl demo doctor".split(),
-]
+COMMANDS = [*TRAINING, *TOOLS]
 SOURCES = {
     "plan": "recipes/plan.py",
     "serve-reward": "trl_ext/commands/serve_reward.py",
@@ -127,6 +125,7 @@ def flags_of(command):
     from recipes import dpo, generate, merge, online_dpo, plan, ppo, reward, sft
     from recipes.demo import run
     from trl_ext.commands import prompts
+    from trl_ext.commands.advise import AdviseArguments
     from trl_ext.commands.annotators import AnnotatorsArguments
     from trl_ext.commands.reward_report import RewardReportArguments
 
@@ -142,16 +141,19 @@ def flags_of(command):
         "demo": (run.RunArguments,),
         "annotators": (AnnotatorsArguments,),
         "reward-report": (RewardReportArguments,),
+        "advise": (AdviseArguments,),
     }
     assert {dpo, ppo, reward, sft}  # what plan.ARGUMENTS is made of
     names = {field.name for cls in recipes.get(command, ()) for field in dataclasses.fields(cls)}
-    if command in recipes and command not in ("generate", "merge", "prompts", "demo", "annotators", "reward-report"):
-        names |= {"config", "accelerate_config", "num_processes", "resume_from_checkpoint", "resume_anyway"}
+    if command in recipes:
+        names.add("config")
+    if command in TRAINING:
+        names |= {"accelerate_config", "num_processes", "resume_from_checkpoint", "resume_anyway"}
     if command in SOURCES:
         names |= set(re.findall(r'"--(\w+)"', (ROOT / SOURCES[command]).read_text())) | {"accelerate_config"}
     if command == "plan":
         names |= flags_of("ppo")
-    return names | {"help", "version"} | ({"config"} if command == "prompts" else set())
+    return names | {"help", "version"}
 
 
 def test_commands_and_their_flags_exist():

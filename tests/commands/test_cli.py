@@ -48,8 +48,8 @@ def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     listed = re.findall(r"^  (\S+)  +\S", capsys.readouterr().out, re.M)
     assert listed == [*TRAINING, *TOOLS]
-    named = "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators reward-report prompts kl"
-    assert listed == [*named.split(), "demo", "doctor"]
+    named = "sft reward ppo dpo online-dpo generate merge plan advise annotators prompts reward-report refresh-reward"
+    assert listed == [*named.split(), *"serve-reward report kl demo doctor".split()]
 
 
 def test_what_needs_no_training_imports_nothing_heavy(subtests):

@@ -1,5 +1,6 @@
 """The objects that PPOTrainer hands over to, without a trainer."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ from trl_ext.models.weights import check_tokenizer
 from trl_ext.ppo.kl_controller import KLController
 from trl_ext.ppo.metrics import PPOMetrics
 from trl_ext.ppo.reward_normalizer import RewardNormalizer
-from trl_ext.ppo.rewards import Mistakes
+from trl_ext.ppo.rewards import CheckedReward, Mistakes
 from trl_ext.ppo.roles import Rewards, make_actor_critic, make_reference
+from trl_ext.rewards import RewardFailed
 
 
 @pytest.fixture
@@ -165,6 +167,27 @@ def test_mistakes_are_raised_together_with_their_cause():
         mistakes.raise_everywhere(3)
     assert error.value.__cause__ is cause
     mistakes.raise_everywhere(4)  # said once
+
+
+def test_a_reward_that_says_why_it_failed_is_told_from_a_bug():
+    def raised(*errors):
+        mistakes = Mistakes(SimpleNamespace(num_processes=1, process_index=0))
+        for error in errors:
+            CheckedReward(partial(fail, error), "far", mistakes)(prompts=[""], completion_ids=[[1]])
+        with pytest.raises(RuntimeError) as told:
+            mistakes.raise_everywhere(3)
+        return type(told.value), str(told.value)
+
+    def fail(error, **kwargs):
+        raise error
+
+    served = RewardFailed("reward 'far': completion 0: http://127.0.0.1: status 503")
+    said = "reward function 'far': completion 0: http://127.0.0.1: status 503"
+    assert raised(served) == (RewardFailed, f"At step 3, process 0: {said}")
+    assert raised(served, KeyError("x")) == (
+        RuntimeError,
+        f"At step 3, process 0: {said}; process 0: reward function 'far': KeyError: 'x'",
+    )
 
 
 @pytest.mark.parametrize("kind", ["batch", "running", "group"])

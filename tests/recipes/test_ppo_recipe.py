@@ -129,6 +129,23 @@ def test_eval_size_0_switches_evaluation_off(monkeypatch, tmp_path):
         main()
 
 
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_ends_the_run_in_one_line(tmp_path, capsys):
+    given = arguments("ppo", make_inputs(tmp_path / "inputs"), tmp_path / "run")
+    config = (ROOT / "recipes/demo/unguarded.yaml").read_text()
+    rewards = "rewards: [{RemoteReward: {url: 'http://127.0.0.1:9/score', retries: 0, name: far}}]\n"
+    (tmp_path / "ppo.yaml").write_text(re.sub("(?m)^reward_(funcs|weights):.*$", "", config) + rewards)
+    flags = [str(tmp_path / "ppo.yaml") if flag.endswith("unguarded.yaml") else flag for flag in given]
+    weights = flags.index("--reward_weights")
+    with pytest.raises(SystemExit, match="2"):
+        main([*flags[:weights], *flags[weights + 3 :], "--eval_strategy", "no"])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(
+        r"error: At step 0, process 0: reward function 'far': completion 0: http://127.0.0.1:9/score", error
+    )
+    assert error.count("far") == 1
+
+
 REWARDS = """
 reward_funcs: [recipes/demo/world.py:gold_reward]
 rewards:

@@ -129,6 +129,16 @@ def test_what_is_mistyped_is_refused_before_anything_is_built(subtests, monkeypa
         ({**NESTED, "weight": "a"}, "entry 2: `weight` must be a finite number, got 'a'"),
         ({**NESTED, "name": "a"}, "entry 2: write a path to a function, or one `Name: {argument: value}`, got"),
         (3, "entry 2: write a path to a function"),
+        # PyYAML takes 1e3 for a text
+        (
+            {"PatternReward": {"timeout": "1e3"}},
+            "entry 2: PatternReward's `timeout` is a number, .* '1e3': write 1000.0",
+        ),
+        ({"SumReward": {"members": [LENGTH], "stds": [1, "2"]}}, "SumReward's `stds` is a number, got the text '2'"),
+        (
+            {"EnsembleReward": {"members": ["a", "b"], "model_kwargs": {"namm": "x"}}},
+            "entry 2: EnsembleReward: `model_kwargs`: ModelReward has no argument 'namm'; did you mean name?",
+        ),
         ("tests/tiny.py:length_rewards", "'tests/tiny.py:length_rewards' cannot be imported"),
         ({"SumReward": {"members": ["tests/tinny.py:x"]}}, "'tests/tinny.py:x' cannot be imported"),
     ]:

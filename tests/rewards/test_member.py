@@ -7,7 +7,15 @@ import threading
 
 import pytest
 
-from trl_ext.rewards import ConstitutionReward, EnsembleReward, Member, SegmentScores, SumReward
+from trl_ext.rewards import (
+    CachedReward,
+    ConstitutionReward,
+    EnsembleReward,
+    Member,
+    RewardFailed,
+    SegmentScores,
+    SumReward,
+)
 from trl_ext.rewards.member import Started, awaited, distinct, runs_in_background
 from trl_ext.rewards.naming import checked_name
 
@@ -94,6 +102,23 @@ def test_what_a_member_does_wrong_is_named_skipped_or_scored(subtests):
                 scores = Member(function, policy)([""] * 4, good_and_bad, log_metric=logged.__setitem__)
                 assert scores == [value if row in failed else 0.5 for row in range(4)]
                 assert logged == {f"rewards/{function.__name__}/failed": len(failed) / 4}
+
+
+def served(completions, **kwargs):
+    raise RewardFailed("reward 'served': completion 0: http://127.0.0.1: status 503")
+
+
+def test_a_reward_that_says_why_it_failed_is_named_once_however_deep(subtests):
+    said = "reward 'served': completion 0: http://127.0.0.1: status 503"
+    for function, expected in (
+        (Member(served), said),
+        (CachedReward(served), said),
+        (Member(CachedReward(served, name="cache")), f"reward 'cache': {said}"),
+        (Member(SumReward([served], name="sum")), f"reward 'sum': {said}"),
+    ):
+        with subtests.test(expected), pytest.raises(RewardFailed) as error:
+            function([""], ["answer"])
+        assert str(error.value).startswith(expected) and str(error.value).count("served") == 1
 
 
 def test_scores_of_tokens_have_no_place_within_another_reward():

@@ -131,6 +131,11 @@ def test_scores_that_are_not_finite_are_left_out():
     assert logged == {"score_watch/quality/q50": 2.0}
 
 
+def test_names_that_no_metric_may_have_are_refused():
+    with pytest.raises(ValueError, match="`name` may have letters, digits, .*, got 'a b'"):
+        ScoreWatch(quality, name="a b")
+
+
 def test_score_watch_of_a_model_sees_what_it_scored():
     model = tiny_reward_model(tiny_llama())
     watch = score_watch(model, quantiles=(0.5,), name="rm")

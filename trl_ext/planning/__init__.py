@@ -1,5 +1,7 @@
 """What a run will take, computed without loading a weight."""
 
+from .advice import Facts, Leak, Reason, Recommendation, advise
+from .capacity import Fit, fit
 from .checks import known_not_to_work, known_to_go_wrong
 from .duration import GPU, GPUS, Efficiency, examples, hours, seconds_per_example
 from .layout import Layout
@@ -13,14 +15,21 @@ __all__ = [
     "GPU",
     "GPUS",
     "Efficiency",
+    "Facts",
+    "Fit",
     "Job",
     "Layout",
+    "Leak",
     "LiveBytes",
     "LoadedReward",
     "Plan",
+    "Reason",
+    "Recommendation",
     "Role",
+    "advise",
     "examples",
     "fake",
+    "fit",
     "forward_peak",
     "hours",
     "known_not_to_work",

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from ..rewards.member import Started, awaited, finite_number, runs_in_background, scores_in
+from ..rewards.member import RewardFailed, Started, awaited, finite_number, runs_in_background, said_of, scores_in
 from ..rewards.segments import by_token, is_by_token
 
 
@@ -25,14 +25,18 @@ class Mistakes:
         self.notes: list[tuple[str, Exception]] = []
 
     def raise_everywhere(self, step: int) -> None:
-        """Raise a `RuntimeError` on every process if there are notes on any."""
-        mine = [f"process {self.accelerator.process_index}: {message}" for message, _ in self.notes]
+        """Raise a `RuntimeError` on every process if there are notes on any; a `RewardFailed` if all are of those."""
+        mine = [
+            (f"process {self.accelerator.process_index}: {message}", isinstance(error, RewardFailed))
+            for message, error in self.notes
+        ]
         everyones = gather_object(mine) if self.accelerator.num_processes > 1 else mine
         if not everyones:
             return
         cause = self.notes[0][1] if self.notes else None
         self.notes.clear()
-        raise RuntimeError(f"At step {step}, {'; '.join(everyones)}") from cause
+        kind = RewardFailed if all(says_all for _, says_all in everyones) else RuntimeError
+        raise kind(f"At step {step}, {'; '.join(message for message, _ in everyones)}") from cause
 
 
 class CheckedReward:
@@ -72,7 +76,7 @@ class CheckedReward:
                 returned = awaited(self.function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:
-            self.mistakes.notes.append((f"reward function '{self.name}': {type(error).__name__}: {error}", error))
+            self.mistakes.notes.append((f"reward function '{self.name}': {said_of(self.name, error)}", error))
             self.token_scores = [None] * len(prompts)
             return [0.0] * len(prompts)
 

@@ -10,7 +10,7 @@ from .ensemble import EnsembleReward
 from .json_schema import JSONSchemaReward
 from .judge import JudgeReward
 from .loading import check_rewards, joined_weights, load_reward, load_rewards
-from .member import Member, distinct
+from .member import Member, RewardFailed, distinct
 from .model import ModelReward
 from .patterns import PatternReward
 from .remote import RemoteReward
@@ -39,6 +39,7 @@ __all__ = [
     "PhraseReviewReward",
     "RemoteReward",
     "RepetitionWatch",
+    "RewardFailed",
     "ScoreWatch",
     "SegmentScores",
     "SumReward",

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..redaction import redacted
 from ..sources import source_identity
 from ..upstream import get_callable_name
-from .member import awaited, finite_number, log_to, runs_in_background, scores_in
+from .member import awaited, failure, finite_number, log_to, runs_in_background, scores_in
 from .naming import checked_name
 from .segments import is_by_token
 
@@ -239,7 +239,7 @@ class CachedReward:
         try:
             returned = scores_in(awaited(self.reward(log_metric=log_metric, **given)), len(rows))
         except Exception as error:
-            raise RuntimeError(f"reward '{name}': {type(error).__name__}: {error}{among(rows, count)}") from error
+            raise failure(name, error, among(rows, count)) from error
         try:
             if any(map(is_by_token, returned)):
                 raise TypeError("a cache keeps one score an answer, not one a token; use it without one")
@@ -248,7 +248,7 @@ class CachedReward:
                 for row, score in zip(rows, returned, strict=True)
             }
         except (TypeError, ValueError) as error:
-            raise RuntimeError(f"reward '{name}': {type(error).__name__}: {error}") from error
+            raise failure(name, error) from error
 
     # ---- Redis ----
 

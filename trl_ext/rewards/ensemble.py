@@ -1,5 +1,6 @@
 """Several reward functions that score the same thing, as one."""
 
+import inspect
 import json
 import math
 from collections import Counter
@@ -11,6 +12,7 @@ import torch
 
 from ..functional import disagreement, ensemble_score
 from ..functional.ensemble import Combine
+from ..nearest import did_you_mean
 from .member import Member, OnError, log_to, scores_of_all
 from .model import ModelReward
 from .naming import checked_name
@@ -64,6 +66,7 @@ class EnsembleReward:
             raise ValueError(f"`uncertainty_coef` is for combine='uncertainty', got {combine!r}: drop it")
         if normalize and not isinstance(members, str):
             raise ValueError("`normalize` needs the folder that `recipes/reward.py --ensemble k` wrote, as `members`")
+        check_model_kwargs(model_kwargs)
         facts: list[dict[str, Any]] = []
         called = ""
         if isinstance(members, str):
@@ -115,6 +118,17 @@ class EnsembleReward:
             metrics["rejected"] = rejected.double().mean().item()
         log_to(log_metric, {f"rewards/{self.__name__}/{key}": value for key, value in metrics.items()})
         return [None if math.isnan(score) else score for score in combined.tolist()]
+
+
+def check_model_kwargs(model_kwargs: Any) -> None:
+    """Refuse what [`ModelReward`] has no argument for, before a model is loaded."""
+    if not isinstance(model_kwargs, (dict, type(None))):
+        raise ValueError(f"`model_kwargs` must be a mapping of names to values, got {model_kwargs!r}")
+    known = set(inspect.signature(ModelReward).parameters) - {"model", "shared_base"}
+    for name in model_kwargs or {}:
+        if name not in known:
+            nearest = did_you_mean(str(name), known) or f"; it has {', '.join(sorted(known))}"
+            raise ValueError(f"`model_kwargs`: ModelReward has no argument {name!r}{nearest}")
 
 
 def members_in(folder: str) -> list[dict[str, Any]]:

@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from ..nearest import did_you_mean
 from ..shipped import find
 from ..upstream import get_callable_name
+from .ensemble import check_model_kwargs
 from .member import distinct
 
 _MEMBERS = ("reward", "members", "judge")  # arguments that hold reward functions
@@ -155,11 +156,42 @@ def _check(entry: Any, known: dict[str, Callable], where: str, import_functions:
             if argument == "weight":
                 nearest = f"; it stands beside `{name}:`, at the same indent"
             raise ValueError(f"{where}: {name} has no argument {argument!r}{nearest}")
+        if _is_number(parameters[argument].annotation) and isinstance(text := _first_text(value), str):
+            raise ValueError(f"{where}: {name}'s `{argument}` is a number, got the text {text!r}{_as_yaml(text)}")
         for inner in _entries(argument, value, known):
             _check(inner, known, f"{where}, {name}", import_functions)
+    if name == "EnsembleReward":
+        try:
+            check_model_kwargs((arguments or {}).get("model_kwargs"))
+        except ValueError as error:
+            raise ValueError(f"{where}: {name}: {error}") from error
     missing = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     if missing := [key for key in missing if key not in (arguments or {})]:
         raise ValueError(f"{where}: {name} needs {', '.join(f'`{key}`' for key in missing)}")
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether an argument takes numbers, or lists of them, and no text."""
+    parts = set(_parts(annotation))
+    return bool(parts & {int, float}) and not parts & {str, Any}
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    for part in get_args(annotation):
+        yield from _parts(type(part) if get_origin(annotation) is Literal else part)
+    yield annotation
+
+
+def _first_text(value: Any) -> Any:
+    """A text in the place of a number, or in a list of them; else None."""
+    return next((part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)), None)
+
+
+def _as_yaml(text: str) -> str:
+    try:
+        return f": write {float(text)!r}"
+    except ValueError:
+        return ""
 
 
 def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:

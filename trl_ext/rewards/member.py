@@ -23,6 +23,18 @@ _failing: dict[str, str] = {}  # reward → "some" or "all", as it was last said
 _LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
+class RewardFailed(RuntimeError):
+    """
+    A reward function failed and says why itself, as where a server does not answer: no traceback tells more.
+
+    Args:
+        message: which reward it is, and why.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message)
+
+
 class Member:
     """
     A reward function within another: any with TRL's signature, async or not.
@@ -63,9 +75,9 @@ class Member:
             returned = scores_in(awaited(self.function(**kwargs)), len(completions))
         except Exception as error:
             if self.on_error == "raise":
-                raise RuntimeError(f"reward '{self.name}': {type(error).__name__}: {error}") from error
+                raise failure(self.name, error) from error
             returned, failed = [None] * len(completions), list(range(len(completions)))
-            cause = f"{type(error).__name__}: {error}"
+            cause = said_of(self.name, error)
         for row, score in enumerate(returned):
             try:
                 if is_by_token(score):
@@ -134,6 +146,20 @@ def scores_of_all(
     started = {m: Started(member, **kwargs) for m, member in enumerate(members) if member.in_background}
     here = {m: member(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
     return [here[m] if m in here else started[m].result(**loggers) for m in range(len(members))]
+
+
+def failure(name: str, error: Exception, where: str = "") -> RuntimeError:
+    """Return the error of a reward function, with its name before it and `where` behind it."""
+    kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
+    return kind(f"reward '{name}': {said_of(name, error)}{where}")
+
+
+def said_of(name: str, error: Exception) -> str:
+    """Return an error as a text, with its type unless it tells all, and without `name` where it begins with that."""
+    said, own = str(error), f"reward '{name}': "
+    if said.startswith(own) or isinstance(error, RewardFailed):
+        return said.removeprefix(own)
+    return f"{type(error).__name__}: {said}"
 
 
 def check_on_error(on_error: Any) -> OnError:

@@ -16,7 +16,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from tenacity.wait import wait_random_exponential
 
 from ..redaction import HIDDEN, redacted
-from .member import OnError, check_on_error, finite_number, log_to, report_failures
+from .member import OnError, RewardFailed, check_on_error, finite_number, log_to, report_failures
 
 MAX_RESPONSE_BYTES = 32 * 2**20
 _OF_THIS_MACHINE = ("all://localhost", "all://127.0.0.1", "all://[::1]")
@@ -248,11 +248,11 @@ class ServedReward:
         return self.on_error == "raise" and any(map(_failed, outcome if isinstance(outcome, list) else [outcome]))
 
     def check(self, outcomes: Sequence[Any]) -> None:
-        """Raise a `RuntimeError` for the first row that failed, if `on_error` is so."""
+        """Raise a `RewardFailed` for the first row that failed, if `on_error` is so."""
         errors = [(isinstance(outcome, StoppedError), row) for row, outcome in enumerate(outcomes) if _failed(outcome)]
         if errors and self.on_error == "raise":
             row = min(errors)[1]  # what was left undone for another row's error is not the cause
-            raise RuntimeError(self._describe(row, outcomes[row])) from outcomes[row]
+            raise RewardFailed(self._describe(row, outcomes[row])) from outcomes[row]
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
         """Return the scores of a call's rows, errors among them by `on_error`, and log what was met."""

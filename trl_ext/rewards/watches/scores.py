@@ -7,6 +7,7 @@ from torch import nn
 
 from ...upstream import get_callable_name
 from ..member import awaited, log_to, runs_in_background
+from ..naming import checked_name
 from ..segments import total_of
 from .watch import Watch
 
@@ -44,7 +45,7 @@ class ScoreWatch(Watch):
         self.reward = reward
         self.bound = bound
         self.quantiles = quantiles
-        self.watched = name or ("reward_model" if is_model else get_callable_name(reward))
+        self.watched = checked_name(name, "reward_model" if is_model else get_callable_name(reward))
         self.__name__ = f"score_watch_{self.watched}" if is_model else self.watched
         self._seen: list[float] = []
         if is_model:

@@ -32,6 +32,7 @@ TOOLS = {
     "generate": "answer prompts with a trained model",
     "merge": "make an adapter a plain model",
     "plan": "say what a run takes, memory and time, before it is started",
+    "refresh-reward": "queue a policy's answers for labels, and train its reward model on with them",
     "serve-reward": "score completions of other processes and machines, over HTTP",
     "report": "write the page of a run, or of several",
     "annotators": "say how far annotators agree, and make pairs of their labels",
@@ -40,7 +41,10 @@ TOOLS = {
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
     "doctor": "say what is installed, what is missing, and how to get it",
 }
-_RECIPES = {"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"}
+_RECIPES = {
+    **{"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"},
+    "refresh-reward": "refresh_reward",
+}
 _INTERRUPTED = 128 + signal.SIGINT
 
 

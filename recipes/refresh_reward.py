@@ -19,15 +19,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trl_ext import StrictTrlParser
+import torch
+import yaml
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.checkpoints import differences
+from trl_ext.commands.refresh_page import page
+from trl_ext.data import (
+    LABEL_STUDIO_CONFIG,
+    answer_key,
+    answers_to_label,
+    argilla_records,
+    as_text,
+    check_texts,
+    has_content,
+    label_studio_tasks,
+    read_choices,
+    rows_identity,
+)
+from trl_ext.data.annotators import Columns, majority_pairs, read_labels
+from trl_ext.evaluation import reward_model_report
+from trl_ext.functional import disagreement
+from trl_ext.marker import file_hash
 from trl_ext.model_names import check_model
+from trl_ext.models import path_identity
 from trl_ext.output_dir import check_output_dir
 from trl_ext.parser import entry_of
+from trl_ext.rewards import ModelReward, load_rewards
 from trl_ext.shipped import config_file
 from trl_ext.terminal import late_bars, quiet
 
+from . import generate, reward
+
 TEXTS = ("prompt", "response_a", "response_b")
 CHOSEN = ("chosen", "rejected")
+SPLITS = ("train", "test")
 
 
 @dataclass
@@ -135,6 +163,8 @@ def main(arguments: list[str] | None = None) -> None:
         for name in args.earlier or []:
             if not Path(name, "queue.jsonl").is_file():
                 raise FileNotFoundError(f"`earlier` {name} holds no queue.jsonl: give the `output_dir` of a round")
+            if args.reward_config and not Path(name, "pairs", "train.jsonl").is_file():
+                raise FileNotFoundError(f"`earlier` {name} holds no pairs: have it labelled, or leave it out")
         if args.reward_config:
             config_file("reward_config", args.reward_config)
         check_output_dir(args.output_dir)
@@ -142,9 +172,10 @@ def main(arguments: list[str] | None = None) -> None:
     folder = Path(args.output_dir)
     with parser.one_line_errors():
         # 2. The queue
-        once(folder, "queue", queue_settings(args), folder / "queue.jsonl", partial(make_queue, args))
-        queue = read(folder / "queue.jsonl")
-        print(f"Queue: {folder / 'queue.jsonl'}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
+        result = folder / "queue.jsonl"
+        once(folder, "queue", queue_settings(args), result, folder / "answers", partial(make_queue, args))
+        queue = read(result)
+        print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
         if not (args.labels or args.judge):
             print(
                 f"Next: label them, by {folder / 'label_studio.json'} (interface: label_studio.xml) or argilla.jsonl; "
@@ -152,32 +183,49 @@ def main(arguments: list[str] | None = None) -> None:
             )
             return
         # 3. Labels and pairs
-        once(folder, "pairs", pairs_settings(args), folder / "pairs" / "train.jsonl", partial(make_pairs, args, queue))
+        result = folder / "pairs" / "train.jsonl"
+        once(folder, "pairs", pairs_settings(args), result, result, partial(make_pairs, args, queue))
         made = json.loads((folder / "pairs.json").read_text())
         print(f"Pairs: {folder / 'pairs'}, {made['train']} to train on, {made['test']} held out; {made['said']}")
         if not args.reward_config:
             print("Next: the same command with --reward_config FILE and --reward_dataset_name OLD_PAIRS")
             return
         # 4. Train
-        once(folder, "train", train_settings(args), folder / "reward" / "refreshed.json", partial(train, args))
+        result = folder / "reward" / "refreshed.json"
+        once(folder, "train", train_settings(args), result, folder / "reward", partial(train, args))
         # 5. Old and new side by side
-        once(folder, "report", {}, folder / "refresh.json", partial(compare, args))
-    print((folder / "refresh.md").read_text())
-    print(f"Reward model: {folder / 'reward'}; report: {folder / 'refresh.md'}; next: {next_ppo(args)}")
+        if not (folder / "refresh.json").is_file():
+            compare(args)
+    print(summary(json.loads((folder / "refresh.json").read_text())))
+    print(f"Reward model: {folder / 'reward'}\nReport: {folder / 'refresh.html'}; next: {next_ppo(args)}")
 
 
 # ---- Each step once ----
 
 
-def once(folder: Path, step: str, settings: dict[str, Any], result: Path, make: Callable[[], None]) -> None:
-    """Do a step unless its result is there; raise what differs if it was begun with other settings."""
-    from trl_ext.checkpoints import differences
+def once(
+    folder: Path, step: str, settings: dict[str, Any], result: Path, part: Path, make: Callable[[], None]
+) -> None:
+    """
+    Do a step unless its result is there.
 
+    Args:
+        folder: of the round.
+        step: its name.
+        settings: on which the result depends.
+        result: the file that is written last.
+        part: what is there when the step has begun, and is gone on with.
+        make: does it.
+
+    Raises:
+        ValueError: it was done, or begun, with other settings; the message says with which.
+    """
     settings, file = json.loads(json.dumps(settings, default=str)), folder / f"{step}_settings.json"
-    if file.is_file() and (different := differences(json.loads(file.read_text()), settings)):
+    before = json.loads(file.read_text()) if file.is_file() and part.exists() else settings
+    if different := differences(before, settings):
         raise ValueError(
-            f"{result} was made with other settings ({'; '.join(different)}): choose another `output_dir`, or remove "
-            f"{file.name} there and what was made by it"
+            f"{part} was made with other settings ({'; '.join(different)}): choose another `output_dir`, or remove it "
+            f"and what came of it"
         )
     if not result.is_file():
         write(file, json.dumps(settings, indent=2))
@@ -215,10 +263,6 @@ def members_of(name: str) -> list[str]:
 
 
 def queue_settings(args: RefreshArguments) -> dict[str, Any]:
-    from trl_ext import load_dataset_split
-    from trl_ext.data import check_texts, rows_identity
-    from trl_ext.models import path_identity
-
     prompts = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
     check_texts(prompts, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
     names = ("num_prompts", "num_samples", "max_new_tokens", "temperature", "batch_size", "queue_size", "seed")
@@ -236,15 +280,6 @@ def queue_settings(args: RefreshArguments) -> dict[str, Any]:
 
 def make_queue(args: RefreshArguments) -> None:
     """Sample, score, choose; `queue.jsonl` is written last."""
-    from trl_ext.data import (
-        LABEL_STUDIO_CONFIG,
-        answer_key,
-        answers_to_label,
-        argilla_records,
-        has_content,
-        label_studio_tasks,
-    )
-
     folder, other = Path(args.output_dir), args.against_model_name_or_path
     prompts = chosen_prompts(args)
     policy = answers_of(args, args.model_name_or_path, "policy", prompts * args.num_samples)
@@ -288,8 +323,6 @@ def make_queue(args: RefreshArguments) -> None:
 
 def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str, Any]:
     """A row of the queue; which of the two answers was chosen says its `picked` alone, not its place."""
-    from trl_ext.data import answer_key
-
     item = answer_key(row["prompt"], [row["completion"], other["completion"]])
     picked = "ab"[int(answer_key(item, None, args.seed), 16) % 2]
     sides = {picked: row, "ab".replace(picked, ""): other}
@@ -300,38 +333,34 @@ def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str,
         **{f"{said}_{side}": sides[side][name] for name, said in of_answers.items() for side in "ab"},
         "picked": picked,
         "why": why,
-        "round": 1 + len(args.earlier or []),
+        "round": number_of(args),
     }
 
 
 def chosen_prompts(args: RefreshArguments) -> list[dict]:
     """Different prompts, drawn by the seed and the round, with their columns."""
-    from trl_ext import load_dataset_split
-    from trl_ext.data import answer_key
-
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
-    draws = {answer_key(prompt, "asked", of_round(args)): row for row, prompt in enumerate(dataset["prompt"])}
+    draws = {answer_key(prompt, "asked", seed_of(args)): row for row, prompt in enumerate(dataset["prompt"])}
     return dataset.select([draws[draw] for draw in sorted(draws)[: args.num_prompts]]).to_list()
 
 
-def of_round(args: RefreshArguments) -> int:
+def number_of(args: RefreshArguments) -> int:
+    """The number of this round, counted from 1."""
+    return 1 + len(args.earlier or [])
+
+
+def seed_of(args: RefreshArguments) -> int:
     """A seed that no other round has."""
-    return args.seed + 1000 * len(args.earlier or [])
+    return args.seed + 1000 * number_of(args)
 
 
 def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict]) -> list[dict]:
     """Answers of a model, one to each row, with the row's columns and their scores; by `trl-ext generate`, once."""
-    import torch
-
-    from trl_ext.functional import disagreement
-
-    from . import generate
-
     asked, said = (Path(args.output_dir, "answers", f"{name}-{what}.jsonl") for what in ("prompts", "answers"))
     if not said.is_file():
         write_rows(asked, [{"prompt": row["prompt"]} for row in prompts])
         same = ("temperature", "batch_size", "max_new_tokens", "use_cpu")
-        flags = {"model_name_or_path": model, "dataset_name": asked, "output_file": said, "seed": of_round(args)}
+        flags = {"model_name_or_path": model, "dataset_name": asked, "output_file": said, "seed": seed_of(args)}
         generate.main(words({**flags, **{flag: getattr(args, flag) for flag in same}}))
     rows = [{**row, **answer} for row, answer in zip(prompts, read(said), strict=True)]
     names = members_of(args.reward_model_name_or_path)
@@ -349,19 +378,15 @@ def words(flags: dict[str, Any]) -> list[str]:
 
 
 def scores_by(model: str, rows: list[dict], args: RefreshArguments) -> list[float]:
-    from trl_ext.rewards import ModelReward
-
-    reward = ModelReward(model, device="cpu" if args.use_cpu else None)
+    scorer = ModelReward(model, device="cpu" if args.use_cpu else None)
     texts = [[row[name] for row in rows] for name in ("prompt", "completion")]
-    return reward(*texts, finished=[row.get("finished", True) for row in rows])
+    return scorer(*texts, finished=[row.get("finished", True) for row in rows])
 
 
 # ---- Labels and pairs ----
 
 
 def pairs_settings(args: RefreshArguments) -> dict[str, Any]:
-    from trl_ext.marker import file_hash
-
     labels = [file_hash(Path(name)) for name in args.labels or []]
     names = ("judge", "confidence_bound", "held_out_share")
     return {"labels": labels, **{name: getattr(args, name) for name in names}}
@@ -369,11 +394,6 @@ def pairs_settings(args: RefreshArguments) -> dict[str, Any]:
 
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
     """Write `labels.jsonl`, a row a label, and the pairs that they come to, `pairs/train.jsonl` last."""
-    from datasets import Dataset
-
-    from trl_ext.data import answer_key
-    from trl_ext.data.annotators import Columns, majority_pairs, read_labels
-
     folder = Path(args.output_dir)
     choices = judged(args, queue) if args.judge else labelled(args.labels or [], queue)
     by_item = {row["item"]: row for row in queue}
@@ -381,14 +401,16 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
     if not said:
         raise ValueError("there is no label: all were skipped, or the judge had no score for any answer")
     write_rows(folder / "labels.jsonl", said)
-    source = (
-        Path(args.judge).name if args.judge and not args.judge.startswith("{") else "judge" if args.judge else "people"
-    )
+    source = "judge" if args.judge else "people"
     table, columns, left_out = Dataset.from_list(said), Columns(item="item"), {}
     labels = read_labels(table, columns)
     kept = [name for name in table.column_names if name not in (*TEXTS, "annotator", "choice")]
     pairs = [
-        {**{name: value for name, value in pair.items() if name != "row"}, "source": source}
+        {
+            **{name: value for name, value in pair.items() if name != "row"},
+            "picked_won": pair["chosen"] == by_item[pair["item"]][f"response_{pair['picked']}"],
+            "source": source,
+        }
         for pair in majority_pairs(
             table, labels, columns, confidence_bound=args.confidence_bound, keep_columns=kept, left_out=left_out
         )
@@ -413,9 +435,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
     }
     lost = [f"{number} items {reason}" for reason, number in facts["left_out"].items()]
     lost += [f"{facts[name]} {name}" for name in ("skipped", "contradictions") if facts[name]]
-    facts["said"] = f"of {facts['labels']} labels of {facts['items']} items" + (
-        f"; left out: {', '.join(lost)}" if lost else ""
-    )
+    facts["said"] = f"of {facts['labels']} labels of {facts['items']} items; left out: {', '.join(lost) or 'none'}"
     write(folder / "pairs.json", json.dumps(facts, indent=2))
     for name in ("test", "train"):
         write_rows(folder / "pairs" / f"{name}.jsonl", parts[name])
@@ -423,8 +443,6 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
 
 def labelled(files: list[str], queue: list[dict]) -> list[dict]:
     """What people chose; raises at an item that is not in the queue."""
-    from trl_ext.data import read_choices
-
     items, choices = {row["item"] for row in queue}, []
     for name in files:
         choices += read_choices(name)
@@ -438,27 +456,23 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
 
 def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
     """What a reward function prefers: it scores both answers, or compares them if it is a judge that does."""
-    from transformers import AutoTokenizer
-
-    from trl_ext.rewards import load_rewards
-
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    ((reward,), _) = load_rewards([entry_of(args.judge or "")], tokenizer)
+    ((judge,), _) = load_rewards([entry_of(args.judge or "")], tokenizer)
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
 
     def scored(side: str, **more: Any) -> list[float | None]:
         answers, finished = columns[f"response_{side}"], columns[f"finished_{side}"]
         ends = [[tokenizer.eos_token_id] if end else [] for end in finished]
-        ids = [tokenizer(text_of(answer))["input_ids"] + end for answer, end in zip(answers, ends, strict=True)]
+        ids = [tokenizer(as_text(answer))["input_ids"] + end for answer, end in zip(answers, ends, strict=True)]
         given = {"prompts": [row["prompt"] for row in queue], "completions": answers, "completion_ids": ids}
-        return reward(**given, finished=finished, **columns, **more)
+        return judge(**given, finished=finished, **columns, **more)
 
-    if against := getattr(reward, "compare", None):
-        second = [sum(reward.scale) / 2] * len(queue)
+    if against := getattr(judge, "compare", None):
+        second = [sum(judge.scale) / 2] * len(queue)
         first = scored("a", **{against: columns["response_b"]})
     else:
         first, second = scored("a"), scored("b")
-    name = getattr(reward, "__name__", type(reward).__name__)
+    name = getattr(judge, "__name__", type(judge).__name__)
     decided = [
         None if None in (a, b) else "tie" if a == b else "a" if a > b else "b"
         for a, b in zip(first, second, strict=True)
@@ -466,56 +480,31 @@ def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
     return [{"item": row["item"], "annotator": name, "choice": said} for row, said in zip(queue, decided, strict=True)]
 
 
-def text_of(answer: Any) -> str:
-    return answer if isinstance(answer, str) else answer[-1]["content"]
-
-
 # ---- The reward model ----
 
 
+def old_pairs(args: RefreshArguments, split: str) -> Dataset:
+    return load_dataset_split(args.reward_dataset_name or "", split, columns=("prompt", *CHOSEN))
+
+
 def train_settings(args: RefreshArguments) -> dict[str, Any]:
-    import yaml
-
-    from trl_ext import load_dataset_split
-    from trl_ext.data import rows_identity
-
-    assert args.reward_dataset_name and args.reward_config
-    name = args.reward_dataset_name
-    old = {
-        split: rows_identity(load_dataset_split(name, split, columns=("chosen", "rejected")))
-        for split in ("train", "test")
-    }
-    config = yaml.safe_load(config_file("reward_config", args.reward_config).read_text())
+    names = ("old_share", "seed", "demonstrations_name")
     return {
-        "old_share": args.old_share,
-        "seed": args.seed,
-        "old": old,
-        "config": config,
-        "demonstrations": args.demonstrations_name,
+        **{name: getattr(args, name) for name in names},
+        **{split: rows_identity(old_pairs(args, split)) for split in SPLITS},
+        "config": yaml.safe_load(config_file("reward_config", args.reward_config or "").read_text()),
     }
 
 
 def train(args: RefreshArguments) -> None:
     """Mix old and new pairs, and have `trl-ext reward` train each model from where it is."""
-    from trl_ext import load_dataset_split
-    from trl_ext.data import answer_key
-
-    from . import reward
-
-    folder, name, rounds = (
-        Path(args.output_dir),
-        str(args.reward_dataset_name),
-        [*(args.earlier or []), args.output_dir],
-    )
-    texts = ("prompt", "chosen", "rejected")
-    old = {split: load_dataset_split(name, split, columns=texts).to_list() for split in ("train", "test")}
-    new = {split: [row for each in rounds for row in read(Path(each, "pairs", f"{split}.jsonl"))] for split in old}
+    folder, rounds, texts = Path(args.output_dir), [*(args.earlier or []), args.output_dir], ("prompt", *CHOSEN)
+    old = {split: old_pairs(args, split).to_list() for split in SPLITS}
+    new = {split: [row for each in rounds for row in read(Path(each, "pairs", f"{split}.jsonl"))] for split in SPLITS}
     held_out = {answer_key(row["prompt"], None) for row in old["test"]}
     new["train"] = [row for row in new["train"] if answer_key(row["prompt"], None) not in held_out]
     wanted = round(len(new["train"]) * args.old_share / (1 - args.old_share))
-    replayed = sorted(old["train"], key=lambda row: answer_key(row["chosen"], row["rejected"], of_round(args)))[
-        :wanted
-    ]
+    replayed = sorted(old["train"], key=lambda row: answer_key(row["chosen"], row["rejected"], seed_of(args)))[:wanted]
     columns = [*texts, *(known for known in ("confidence", "weight") if known in old["train"][0])]
     for split, rows in (("train", replayed + new["train"]), ("test", old["test"] + new["test"])):
         write_rows(folder / "training" / f"{split}.jsonl", [{each: row[each] for each in columns} for row in rows])
@@ -538,14 +527,8 @@ def train(args: RefreshArguments) -> None:
 
 def compare(args: RefreshArguments) -> None:
     """Measure the old and the new model on held-out old pairs, on those of this round and of earlier ones."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from trl_ext import load_dataset_split
-    from trl_ext.evaluation import reward_model_report
-
     folder = Path(args.output_dir)
-    sets = {"old pairs": load_dataset_split(str(args.reward_dataset_name), "test").to_list()}
+    sets = {"old pairs": old_pairs(args, "test").to_list()}
     if args.earlier:
         sets["earlier rounds"] = [row for each in args.earlier for row in read(Path(each, "pairs", "test.jsonl"))]
     sets["this round"] = read(folder / "pairs" / "test.jsonl")
@@ -558,18 +541,37 @@ def compare(args: RefreshArguments) -> None:
             sides = [[{**row, "completion": row[side], "finished": True} for row in rows] for side in CHOSEN]
             scores, lengths = (
                 [torch.tensor([scores_by(each, side, args) for each in members_of(model)]).mean(0) for side in sides],
-                [torch.tensor([len(tokenizer(text_of(row["completion"]))["input_ids"]) for row in s]) for s in sides],
+                [torch.tensor([len(tokenizer(as_text(row["completion"]))["input_ids"]) for row in s]) for s in sides],
             )
             report[which][name] = reward_model_report(*scores, lengths[0] - lengths[1])
-    lines = ["| held-out pairs | number | accuracy, old model | new model | calibration error, old | new |"]
-    lines.append("|---|---|---|---|---|---|")
-    for name, rows in sets.items():
-        both = [report[which][name] for which in models]
-        cells = ["{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both]
-        cells += [f"{each['calibration_error']:.3f}" for each in both]
-        lines.append(f"| {name} | {len(rows)} | {' | '.join(cells)} |")
-    write(folder / "refresh.md", "\n".join(lines) + "\n")
-    write(folder / "refresh.json", json.dumps(report, indent=2))
+    pairs = [row for part in SPLITS for row in read(folder / "pairs" / f"{part}.jsonl")]
+    report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
+    write(folder / "refresh.html", page(report))
+    write(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
+
+
+def outcomes(pairs: list[dict]) -> dict[str, Any]:
+    """How often queued answers won, by why they were queued, and those of the highest score that lost."""
+    won: dict[str, list[bool]] = {}
+    lost = []
+    for row in pairs:
+        won.setdefault(row["why"], []).append(row["picked_won"])
+        if not row["picked_won"]:
+            texts = {"prompt": row["prompt"], "answer": row["rejected"], "preferred": row["chosen"]}
+            score = row[f"score_{row['picked']}"]
+            lost.append({"score": score, **{name: as_text(value) for name, value in texts.items()}})
+    shares = {why: {"pairs": len(each), "won": sum(each) / len(each)} for why, each in sorted(won.items())}
+    return {"won": shares, "lost": sorted(lost, key=lambda row: -row["score"])[:10]}
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Accuracy of both models, a line for each set of held-out pairs."""
+    sets = [(name, old, report["new"][name]) for name, old in report["old"].items() if name != "model"]
+    lines = []
+    for name, *both in sets:
+        old, new = ("{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both)
+        lines.append(f"Held-out accuracy, {name} ({both[0]['pairs']}): old model {old}, new model {new}")
+    return "\n".join(lines)
 
 
 def next_ppo(args: RefreshArguments) -> str:

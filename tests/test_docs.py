@@ -97,8 +97,9 @@ def test_readme_is_short_and_begins_with_two_commands():
 # ---- Commands ----
 
 COMMANDS = (
-    "sft reward ppo dpo online-dpo generate merge plan serve-reward report annotators prompts kl demo doctor".split()
-)
+    "sft reward ppo dpo online-dpo generate merge plan refresh-reward serve-reward report annotators prompts kl demo "
+    "doctor"
+).split()
 SOURCES = {
     "plan": "recipes/plan.py",
     "serve-reward": "trl_ext/commands/serve_reward.py",
@@ -123,7 +124,7 @@ def trl_ext_commands():
 
 def flags_of(command):
     """The flags that a command takes, read from its recipe's dataclasses, or from its parser's source."""
-    from recipes import dpo, generate, merge, online_dpo, plan, ppo, reward, sft
+    from recipes import dpo, generate, merge, online_dpo, plan, ppo, refresh_reward, reward, sft
     from recipes.demo import run
     from trl_ext.commands import prompts
     from trl_ext.commands.annotators import AnnotatorsArguments
@@ -135,6 +136,7 @@ def flags_of(command):
         "dpo": plan.ARGUMENTS["dpo"],
         "online-dpo": (online_dpo.OnlineDPOScriptArguments, *plan.ARGUMENTS["dpo"][1:]),
         "generate": (generate.GenerateArguments,),
+        "refresh-reward": (refresh_reward.RefreshArguments,),
         "merge": (merge.MergeArguments,),
         "prompts": (prompts.PromptsArguments,),
         "demo": (run.RunArguments,),

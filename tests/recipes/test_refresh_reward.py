@@ -134,18 +134,28 @@ def test_the_same_command_does_nothing_again_and_changes_no_input(inputs, queue,
 
 def test_no_answer_is_queued_twice(inputs, tmp_path, capsys):
     """A policy that says the same again has nothing new to label; with other prompts it does."""
-    same = ["--temperature", 1e-4, "--num_samples", 1, "--against_model_name_or_path", inputs / "sft"]
+    same = [
+        "--temperature",
+        1e-8,
+        "--max_new_tokens",
+        4,
+        "--num_samples",
+        1,
+        "--against_model_name_or_path",
+        inputs / "sft",
+    ]
+    same += ["--batch_size", 1, "--queue_size", 40]  # a batch of one is never padded
     main(words(inputs, tmp_path / "1", *same, "--num_prompts", 20))
-    again = [*same, "--earlier", tmp_path / "1", "--num_prompts", 40]
+    again = [*same, "--num_prompts", 40, "--earlier", tmp_path / "1"]
     main(words(inputs, tmp_path / "2", *again))
-    keys = [
+    first, second = (
         {(row["prompt"], row[f"response_{side}"]) for row in read(tmp_path / name / "queue.jsonl") for side in "ab"}
         for name in "12"
-    ]
-    assert not keys[0] & keys[1] and len(keys[1]) == 40
+    )
+    assert len(first) == len(second) == 40 and not first & second
     assert {row["round"] for row in read(tmp_path / "2" / "queue.jsonl")} == {2}
-    again = [*same, "--earlier", tmp_path / "1", tmp_path / "2", "--num_prompts", 40]
-    assert "no prompt has two different answers" in refused(capsys, *words(inputs, tmp_path / "3", *again))
+    again = words(inputs, tmp_path / "3", *again, tmp_path / "2")
+    assert "no prompt has two different answers that were not queued before" in refused(capsys, *again)
 
 
 def labels(queue, **choices):
@@ -264,6 +274,10 @@ def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, r
     report = json.loads((folder / "refresh.json").read_text())
     assert report["training"]["old"] == report["training"]["new"] == len(read(folder / "pairs" / "train.jsonl"))
     assert report["old"]["old pairs"]["pairs"] == 16
+    pairs = [row for part in ("train", "test") for row in read(folder / "pairs" / f"{part}.jsonl")]
+    assert sum(each["pairs"] for each in report["won"].values()) == len(pairs)
+    best = max(row[f"score_{row['picked']}"] for row in pairs if not row["picked_won"])
+    assert report["lost"][0]["score"] == best and report["lost"][0]["answer"] in (folder / "refresh.html").read_text()
     assert report["new"]["this round"]["pairs"] == len(read(folder / "pairs" / "test.jsonl"))
     assert report["old"]["old pairs"]["margin_mean"] != report["new"]["old pairs"]["margin_mean"]
     trained = refresh_reward.members_of(str(folder / "reward"))

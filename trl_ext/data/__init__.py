@@ -10,6 +10,7 @@ from .labelling import (
     answer_key,
     answers_to_label,
     argilla_records,
+    as_text,
     label_studio_tasks,
     read_choices,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "answer_key",
     "answers_to_label",
     "argilla_records",
+    "as_text",
     "balance",
     "balanced_rows",
     "check_chat_template",

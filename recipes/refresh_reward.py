@@ -10,6 +10,7 @@ them. With `labels` (files that came back) or `judge` (a reward function that de
 share of old ones, and compares the old and the new model. The same command again does what is still to be done.
 """
 
+import hashlib
 import json
 import shlex
 from collections import Counter
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.checkpoints import differences
-from trl_ext.commands.refresh_page import page
+from trl_ext.commands import refresh_page
 from trl_ext.data import (
     LABEL_STUDIO_CONFIG,
     answer_key,
@@ -42,11 +43,9 @@ from trl_ext.data import (
 from trl_ext.data.annotators import Columns, majority_pairs, read_labels
 from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
-from trl_ext.marker import file_hash
 from trl_ext.model_names import check_model
 from trl_ext.models import path_identity
 from trl_ext.output_dir import check_output_dir
-from trl_ext.parser import entry_of
 from trl_ext.rewards import ModelReward, load_rewards
 from trl_ext.shipped import config_file
 from trl_ext.terminal import late_bars, quiet
@@ -387,7 +386,7 @@ def scores_by(model: str, rows: list[dict], args: RefreshArguments) -> list[floa
 
 
 def pairs_settings(args: RefreshArguments) -> dict[str, Any]:
-    labels = [file_hash(Path(name)) for name in args.labels or []]
+    labels = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in args.labels or []]
     names = ("judge", "confidence_bound", "held_out_share")
     return {"labels": labels, **{name: getattr(args, name) for name in names}}
 
@@ -457,7 +456,7 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
 def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
     """What a reward function prefers: it scores both answers, or compares them if it is a judge that does."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-    ((judge,), _) = load_rewards([entry_of(args.judge or "")], tokenizer)
+    ((judge,), _) = load_rewards([yaml.safe_load(args.judge or "")], tokenizer)
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
 
     def scored(side: str, **more: Any) -> list[float | None]:
@@ -546,7 +545,7 @@ def compare(args: RefreshArguments) -> None:
             report[which][name] = reward_model_report(*scores, lengths[0] - lengths[1])
     pairs = [row for part in SPLITS for row in read(folder / "pairs" / f"{part}.jsonl")]
     report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
-    write(folder / "refresh.html", page(report))
+    write(folder / "refresh.html", refresh_page.page(report))
     write(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
 
 

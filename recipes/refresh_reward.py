@@ -175,6 +175,8 @@ def main(arguments: list[str] | None = None) -> None:
         once(folder, "queue", queue_settings(args), result, folder / "answers", partial(make_queue, args))
         queue = read(result)
         print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
+        if args.disagreement_share and len(members_of(args.reward_model_name_or_path)) == 1:
+            print("Note: one reward model disagrees with none, so that the share for disagreement went to the others")
         if not (args.labels or args.judge):
             print(
                 f"Next: label them, by {folder / 'label_studio.json'} (interface: label_studio.xml) or argilla.jsonl; "
@@ -244,7 +246,8 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:  # `splitlines` would break at a line separator within a text
+        return [json.loads(line) for line in file]
 
 
 def in_words(rows: list[dict], column: str) -> str:
@@ -464,7 +467,7 @@ def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
         ends = [[tokenizer.eos_token_id] if end else [] for end in finished]
         ids = [tokenizer(as_text(answer))["input_ids"] + end for answer, end in zip(answers, ends, strict=True)]
         given = {"prompts": [row["prompt"] for row in queue], "completions": answers, "completion_ids": ids}
-        return judge(**given, finished=finished, **columns, **more)
+        return judge(**{**columns, **given, **more, "finished": finished})
 
     if against := getattr(judge, "compare", None):
         second = [sum(judge.scale) / 2] * len(queue)
@@ -500,6 +503,8 @@ def train(args: RefreshArguments) -> None:
     folder, rounds, texts = Path(args.output_dir), [*(args.earlier or []), args.output_dir], ("prompt", *CHOSEN)
     old = {split: old_pairs(args, split).to_list() for split in SPLITS}
     new = {split: [row for each in rounds for row in read(Path(each, "pairs", f"{split}.jsonl"))] for split in SPLITS}
+    if type(old["train"][0]["chosen"]) is not type(new["train"][0]["chosen"]):
+        raise ValueError(f"{args.reward_dataset_name} and the new pairs must both be text, or both messages")
     held_out = {answer_key(row["prompt"], None) for row in old["test"]}
     new["train"] = [row for row in new["train"] if answer_key(row["prompt"], None) not in held_out]
     wanted = round(len(new["train"]) * args.old_share / (1 - args.old_share))

@@ -164,7 +164,8 @@ def exports():
     own = [{"item": item, "annotator": who, "choice": said} for item, who, said in LABELS]
     comma = "item,annotator,choice\n" + "".join(f"{item},{who},{said or ''}\n" for item, who, said in LABELS)
     return {
-        "own.jsonl": "\n".join(map(json.dumps, own)) + "\n",
+        # A line separator within a text ends no line
+        "own.jsonl": "\n".join(json.dumps({**row, "note": "\u2028"}, ensure_ascii=False) for row in own) + "\n",
         "own.json": json.dumps(own, indent=2),
         "own.csv": "\ufeff" + comma,
         "studio.json": json.dumps([studio(first, ("ann", "a"), ("bob", "tie")), pairwise]),

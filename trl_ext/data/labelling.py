@@ -174,7 +174,7 @@ def _rows(path: Path, text: str) -> list[Any]:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
         except ValueError as error:

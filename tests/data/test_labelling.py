@@ -129,9 +129,10 @@ def studio(task, *labels):
             "id": 7,
             "completed_by": who,
             "was_cancelled": said is None,
-            "result": []
-            if said is None
-            else [{"from_name": "choice", "to_name": "prompt", "type": "choices", "value": {"choices": [said]}}],
+            # What was chosen before it was skipped may be there
+            "result": [
+                {"from_name": "choice", "to_name": "prompt", "type": "choices", "value": {"choices": [said or "a"]}}
+            ],
         }
         for who, said in labels
     ]

@@ -122,7 +122,7 @@ def trl_ext_commands():
 
 def flags_of(command):
     """The flags that a command takes, read from its recipe's dataclasses, or from its parser's source."""
-    from recipes import dpo, generate, merge, online_dpo, plan, ppo, reward, sft
+    from recipes import dpo, generate, merge, online_dpo, plan, ppo, refresh_reward, reward, sft
     from recipes.demo import run
     from trl_ext.commands import prompts
     from trl_ext.commands.advise import AdviseArguments
@@ -141,6 +141,7 @@ def flags_of(command):
         "demo": (run.RunArguments,),
         "annotators": (AnnotatorsArguments,),
         "reward-report": (RewardReportArguments,),
+        "refresh-reward": (refresh_reward.RefreshArguments,),
         "advise": (AdviseArguments,),
     }
     assert {dpo, ppo, reward, sft}  # what plan.ARGUMENTS is made of

@@ -86,6 +86,7 @@ def test_recipes_import_public_names_only():
         "trl_ext",
         "trl_ext.arguments",
         "trl_ext.checkpoints",
+        "trl_ext.data.annotators",
         "trl_ext.model_names",
         "trl_ext.output_dir",
         "trl_ext.resumable",

@@ -199,7 +199,7 @@ def _compare(draw: random.Random, case: dict, label_noise: float) -> dict:
     drafts = [_answer(draw, case, DRAFT_FLAWS)]
     while len(drafts) < 2 or drafts[0] == drafts[1]:
         drafts[1:] = [_answer(draw, case, DRAFT_FLAWS)]
-    votes = sum(_prefers_first(draw, annotator, drafts, case, label_noise) for annotator in ANNOTATORS)
+    votes = sum(prefer_first(draw, drafts, case, label_noise))
     chosen, rejected = drafts if votes > len(ANNOTATORS) / 2 else reversed(drafts)
     return {
         "prompt": case["prompt"],
@@ -207,6 +207,11 @@ def _compare(draw: random.Random, case: dict, label_noise: float) -> dict:
         "rejected": rejected,
         "votes": max(votes, len(ANNOTATORS) - votes),
     }
+
+
+def prefer_first(draw: random.Random, drafts: list[str], case: dict, label_noise: float = 0.1) -> list[bool]:
+    """Whether each of the annotators prefers the first of two drafts."""
+    return [_prefers_first(draw, annotator, drafts, case, label_noise) for annotator in ANNOTATORS]
 
 
 def _prefers_first(

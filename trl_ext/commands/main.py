@@ -43,7 +43,10 @@ TOOLS = {
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
     "doctor": "say what is installed, what is missing, and how to get it",
 }
-_RECIPES = {"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"}
+_RECIPES = {
+    **{"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"},
+    "refresh-reward": "refresh_reward",
+}
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -68,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def usage() -> str:
     lines = ["usage: trl-ext COMMAND [--FLAG VALUE ...]", "", "Training, through `accelerate launch`:"]
-    lines += [f"  {name:<14}{what}" for name, what in TRAINING.items()]
-    lines += ["", "Tools:", *(f"  {name:<14}{what}" for name, what in TOOLS.items()), ""]
+    lines += [f"  {name:<16}{what}" for name, what in TRAINING.items()]
+    lines += ["", "Tools:", *(f"  {name:<16}{what}" for name, what in TOOLS.items()), ""]
     lines += [
         "`trl-ext COMMAND --help` has a command's flags. --config takes a file or a recipe that ships, such as",
         "tinystories/ppo; --accelerate_config a file or a configuration that ships, such as fsdp2. Flags of",

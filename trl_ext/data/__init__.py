@@ -5,6 +5,15 @@ from .duplicates import Duplicates, find_duplicates, normalised, similarity_of
 from .filtering import REASONS, balance, divide, left_out, strata
 from .hh import split_dialogue, split_pair
 from .identity import rows_identity
+from .labelling import (
+    LABEL_STUDIO_CONFIG,
+    answer_key,
+    answers_to_label,
+    argilla_records,
+    as_text,
+    label_studio_tasks,
+    read_choices,
+)
 from .loading import held_out_rows, load_dataset_split
 from .pairs import usable_pairs
 from .prompts import PromptReport, PromptSet, examine_prompts
@@ -14,11 +23,16 @@ from .splits import balanced_rows, split_groups
 from .texts import check_chat_template, check_texts, has_content, is_text
 
 __all__ = [
-    "Duplicates",
+    "LABEL_STUDIO_CONFIG",
     "PromptReport",
     "PromptSet",
     "REASONS",
     "SCRIPTS",
+    "Duplicates",
+    "answer_key",
+    "answers_to_label",
+    "argilla_records",
+    "as_text",
     "balance",
     "balanced_rows",
     "check_chat_template",
@@ -33,11 +47,13 @@ __all__ = [
     "held_out_rows",
     "in_parts",
     "is_text",
+    "label_studio_tasks",
     "left_out",
     "load_dataset_split",
     "main_scripts",
     "ngram_hashes",
     "normalised",
+    "read_choices",
     "rows_identity",
     "similarity_of",
     "split_dialogue",

@@ -1,0 +1,200 @@
+"""Whether a refreshed reward model ends a hack: gold of PPO after two rounds of labels, against none.
+
+    python -m recipes.demo.refresh --seeds 0 1 2 3 4
+
+In each world the policy is trained in three legs, without a guard, each from the policy and critic of the one before.
+After the first two, the refreshed arm queues the policy's answers, the demo's annotators compare them (they do not
+care for the planted phrase), and the reward model is trained on with them; the other arm keeps its reward model. Both
+share the first leg, and have as many episodes. Writes `refresh.csv`, a row a leg, and `refresh.md`; the same command
+again goes on, also with more seeds.
+"""
+
+import csv
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from trl_ext import StrictTrlParser
+
+from .. import refresh_reward
+from .ensembles import STUDENT, in_words
+from .report import read_curve
+from .stages import HERE, DemoArguments, ppo_stage, reward_stage, use_one_thread
+from .world import ANNOTATORS, prefer_first
+
+ROUNDS = 2
+ARMS = ("none", "refreshed")
+
+
+@dataclass
+class RefreshStudyArguments:
+    """The worlds, the legs and the rounds."""
+
+    seeds: list[int] = field(
+        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
+    )
+    episodes: int = field(default=2048, metadata={"help": "Episodes of each of the three legs."})
+    queue_size: int = field(default=200, metadata={"help": "Pairs of answers that are labelled in a round."})
+    old_share: float = field(default=0.8, metadata={"help": "Share of old pairs in what is trained on."})
+    label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
+    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
+    output_dir: str = field(default="outputs/refresh", metadata={"help": "Folder of all runs."})
+    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+
+    def __post_init__(self):
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or len(self.seeds) > len(STUDENT) + 1:
+            raise ValueError(f"`seeds` must be 1 to {len(STUDENT) + 1} different numbers, got {self.seeds}")
+
+
+def label(folder: Path, seed: int, label_noise: float) -> Path:
+    """Have the annotators compare what is queued in a folder, each without knowing of the others."""
+    file = folder / "people.jsonl"
+    if not file.is_file():
+        draw, rows = random.Random(f"{seed} {folder.name} labels"), []
+        for row in refresh_reward.read(folder / "queue.jsonl"):
+            answers = [row["response_a"], row["response_b"]]
+            for who, first in enumerate(prefer_first(draw, answers, row, label_noise)):
+                rows.append({"item": row["item"], "annotator": f"annotator {who}", "choice": "a" if first else "b"})
+        refresh_reward.write_rows(file, rows)
+    return file
+
+
+def refreshed(args: RefreshStudyArguments, demo: DemoArguments, policy: Path, reward: Path, number: int) -> Path:
+    """One round: the folder with the queue, the labels and the new reward model."""
+    world, folder = demo.folder / "world", demo.folder / f"round-{number}"
+    flags = {
+        "model_name_or_path": policy,
+        "against_model_name_or_path": demo.folder / "sft",
+        "reward_model_name_or_path": reward,
+        "dataset_name": world / "prompts",
+        "output_dir": folder,
+        "num_prompts": 64 if args.short else 512,
+        "queue_size": 40 if args.short else args.queue_size,
+        "max_new_tokens": 48,
+        "batch_size": 128,
+        "reward_dataset_name": world / "preferences",
+        "reward_config": HERE / "reward.yaml",
+        "demonstrations_name": world / "sft",
+        "old_share": args.old_share,
+        "seed": demo.seed,
+        "use_cpu": "true",
+    }
+    words = refresh_reward.words(flags)
+    words += ["--earlier", *(str(demo.folder / f"round-{each}") for each in range(1, number))] if number > 1 else []
+    if not (folder / "refresh.json").is_file():
+        refresh_reward.main(words)
+        refresh_reward.main([*words, "--labels", str(label(folder, demo.seed, args.label_noise))])
+    return folder
+
+
+def leg(args: RefreshStudyArguments, demo: DemoArguments, name: str, reward: Path, policy: Path | None = None) -> Path:
+    """Train a policy and its critic on, from those in a folder, or from the SFT model."""
+    options = [
+        "--total_episodes",
+        args.episodes,
+        "--save_steps",
+        args.episodes // 16,
+        "--eval_steps",
+        args.episodes // 32,
+    ]
+    if args.short:
+        options = []
+    if policy is not None:
+        options += ["--model_name_or_path", policy, "--value_model_name_or_path", policy / "critic"]
+        options += ["--ref_model_name_or_path", demo.folder / "sft"]
+    return ppo_stage(demo, f"unguarded-{name}", options, ["--reward_model_name_or_path", reward])
+
+
+def measured(folder: Path, at: int = -1) -> dict[str, float]:
+    """Figures on the held-out prompts at the end of a leg, or at its beginning."""
+    return {name: values[at].item() for name, values in read_curve(folder).items() if name in ("gold", "phrase", "kl")}
+
+
+def study(args: RefreshStudyArguments, demo: DemoArguments) -> list[dict]:
+    """Both arms in one world: a row a leg, with the labels until then, and what the reward models get right."""
+    reward = reward_stage(demo)
+    first = leg(args, demo, "leg-1", reward)
+    rows = []
+    for arm in ARMS:
+        policy, model, labels, accuracy = first, reward, 0, {}
+        rows.append({"seed": demo.seed, "arm": arm, "leg": 0, **measured(first, 0), "labels": 0})
+        for number in range(1, ROUNDS + 2):
+            if number > 1:
+                if arm == "refreshed":
+                    folder = refreshed(args, demo, policy, model, number - 1)
+                    facts, pairs = (json.loads((folder / name).read_text()) for name in ("refresh.json", "pairs.json"))
+                    accuracy = {
+                        f"{which}_on_{name}": facts[which][held_out]["accuracy"]
+                        for which in ("old", "new")
+                        for name, held_out in (("old", "old pairs"), ("new", "this round"))
+                    }
+                    model, labels = folder / "reward", labels + pairs["labels"]
+                policy = leg(args, demo, f"leg-{number}-{arm}", model, policy)
+            rows.append(
+                {"seed": demo.seed, "arm": arm, "leg": number, **measured(policy), "labels": labels, **accuracy}
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Means over the seeds with 95 % t-intervals, what the labels bought, and the reward models' accuracy."""
+    lines = ["| after leg | reward model | gold | says the phrase | KL to SFT, nats | labels | seeds |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for number in range(ROUNDS + 2):
+        for arm in ARMS if number > 1 else ARMS[:1]:
+            cells = [row for row in rows if (row["leg"], row["arm"]) == (number, arm)]
+            model = {0: "(SFT)", 1: "the first"}.get(
+                number, "the first" if arm == "none" else f"refreshed {number - 1}×"
+            )
+            values = [in_words([row[name] for row in cells]) for name in ("gold", "phrase", "kl")]
+            lines.append(f"| {number} | {model} | {' | '.join(values)} | {cells[0]['labels']} | {len(cells)} |")
+    lines.append("")
+    ends = {(row["seed"], row["arm"], row["leg"]): row for row in rows}
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    for number in range(2, ROUNDS + 2):
+        both = [[ends[seed, arm, number] for arm in ARMS] for seed in seeds]
+        gains = [new["gold"] - old["gold"] for old, new in both]
+        labels = fmean(new["labels"] for _, new in both)
+        price = (
+            f"{labels / fmean(gains):.0f} labels a point of gold" if fmean(gains) > 0 else "the labels bought nothing"
+        )
+        lines.append(
+            f"- After {number - 1} of {ROUNDS} rounds: gold {in_words(gains)} against none, higher in "
+            f"{sum(gain > 0 for gain in gains)} of {len(gains)}; {labels:.0f} labels, {len(ANNOTATORS)} a pair; "
+            f"{price}."
+        )
+        told = {
+            name: in_words([new[name] for _, new in both])
+            for name in ("old_on_old", "new_on_old", "old_on_new", "new_on_new")
+        }
+        lines.append(
+            f"- Round {number - 1}, held-out accuracy before and after: old pairs {told['old_on_old']} and "
+            f"{told['new_on_old']}, pairs of the round {told['old_on_new']} and {told['new_on_new']}."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = StrictTrlParser(RefreshStudyArguments, prog="python -m recipes.demo.refresh", description=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    use_one_thread()
+    output_dir, rows = Path(args.output_dir), []
+    for seed in args.seeds:
+        folder = str(output_dir / f"planted-{args.planted_share:g}")
+        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
+        with parser.one_line_errors(ValueError):
+            rows += study(args, demo)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with (output_dir / "refresh.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+        (output_dir / "refresh.md").write_text(table(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

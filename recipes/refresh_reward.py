@@ -1,0 +1,598 @@
+"""Keep a reward model fresh: queue the policy's answers for labels, and train the model on with what comes back.
+
+    trl-ext refresh-reward --config FILE.yaml
+
+Needed, in the configuration file or as flags: the policy, the reward model, prompts and `output_dir`, one for each
+round. The first call writes the queue: the answers of highest score, of highest disagreement (with an ensemble), and
+some at random, each against another answer to its prompt, in `queue.jsonl` and as Label Studio and Argilla import
+them. With `labels` (files that came back) or `judge` (a reward function that decides), the next call makes pairs. With
+`reward_config` and `reward_dataset_name` it trains the reward model on, from its own weights, on these pairs and a
+share of old ones, and compares the old and the new model. The same command again does what is still to be done.
+"""
+
+import hashlib
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.checkpoints import differences
+from trl_ext.commands import refresh_page
+from trl_ext.data import (
+    LABEL_STUDIO_CONFIG,
+    answer_key,
+    answers_to_label,
+    argilla_records,
+    as_text,
+    check_texts,
+    has_content,
+    label_studio_tasks,
+    read_choices,
+    rows_identity,
+)
+from trl_ext.data.annotators import Columns, majority_pairs, read_labels
+from trl_ext.evaluation import reward_model_report
+from trl_ext.functional import disagreement
+from trl_ext.model_names import check_model
+from trl_ext.models import path_identity
+from trl_ext.output_dir import check_output_dir
+from trl_ext.rewards import ModelReward, load_rewards
+from trl_ext.shipped import config_file
+from trl_ext.terminal import late_bars, quiet
+
+from . import generate, reward
+
+TEXTS = ("prompt", "response_a", "response_b")
+CHOSEN = ("chosen", "rejected")
+SPLITS = ("train", "test")
+
+
+@dataclass
+class RefreshArguments:
+    """Whose answers, who decides on them, and what is trained on them."""
+
+    model_name_or_path: str = field(metadata={"help": "Policy whose answers are queued: a folder or a hub name."})
+    reward_model_name_or_path: str = field(
+        metadata={"help": "Reward model that it was trained with, or the folder of an ensemble."}
+    )
+    dataset_name: str = field(metadata={"help": "Prompts: a hub name, a .jsonl file or a folder."})
+    output_dir: str = field(metadata={"help": "Folder of this round."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of the prompts."})
+    against_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Model whose answers are set against the policy's; other answers of the policy if unset."},
+    )
+    earlier: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "`output_dir` of each earlier round: what was queued is not queued again, pairs are reused."
+        },
+    )
+    num_prompts: int = field(default=512, metadata={"help": "Prompts that are answered."})
+    num_samples: int = field(default=2, metadata={"help": "Answers of the policy to each prompt."})
+    max_new_tokens: int | None = field(default=None, metadata={"help": "Tokens of an answer; as `generate` if unset."})
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
+    batch_size: int = field(default=16, metadata={"help": "Prompts in one batch."})
+    queue_size: int = field(default=200, metadata={"help": "Pairs of answers to label."})
+    score_share: float = field(default=0.4, metadata={"help": "Part of the queue for answers of the highest score."})
+    disagreement_share: float = field(
+        default=0.3,
+        metadata={"help": "Part for those that an ensemble disagrees on most; of the others without an ensemble."},
+    )
+    random_share: float = field(default=0.3, metadata={"help": "Part for answers at random."})
+    labels: list[str] | None = field(
+        default=None, metadata={"help": "Files with what people chose, own ones or exports: see docs/refresh.md."}
+    )
+    judge: str | None = field(
+        default=None,
+        metadata={"help": "Reward that decides: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."},
+    )
+    confidence_bound: float = field(default=0.6, metadata={"help": "Least share of an item's labels for its winner."})
+    held_out_share: float = field(default=0.2, metadata={"help": "Share of prompts whose pairs only measure."})
+    reward_dataset_name: str | None = field(
+        default=None, metadata={"help": "Pairs that the reward model was trained on, with a split `test`."}
+    )
+    old_share: float = field(default=0.5, metadata={"help": "Share of old pairs in what is trained on."})
+    reward_config: str | None = field(
+        default=None, metadata={"help": "Configuration of `trl-ext reward`: how the reward model is trained on."}
+    )
+    demonstrations_name: str | None = field(
+        default=None, metadata={"help": "As of `trl-ext reward`: what is to score 0 on average."}
+    )
+    seed: int = field(default=0, metadata={"help": "Of prompts, answers, choice and training."})
+    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
+
+    def __post_init__(self):
+        for name in ("num_prompts", "num_samples", "batch_size", "queue_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be 1 or more, got {getattr(self, name)}")
+        if self.num_samples < 2 and not self.against_model_name_or_path:
+            raise ValueError("`num_samples` must be 2 or more, or give `against_model_name_or_path`: a pair has two")
+        for name in ("score_share", "disagreement_share", "random_share", "held_out_share", "old_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}")
+        if not 0.5 <= self.confidence_bound <= 1:
+            raise ValueError(f"`confidence_bound` must be in [0.5, 1], got {self.confidence_bound}")
+        if abs(sum(self.shares.values()) - 1) > 1e-6:
+            raise ValueError(f"the three shares of the queue must add up to 1, got {self.shares}")
+        if self.held_out_share in (0, 1) or self.old_share == 1:
+            raise ValueError("`held_out_share` must be above 0 and below 1, and `old_share` below 1")
+        if not self.temperature > 0:
+            raise ValueError(f"`temperature` must be > 0, got {self.temperature}: equal answers make no pair")
+        if self.labels and self.judge:
+            raise ValueError("`labels` and `judge` are both given: drop one, or write the judge's choices into a file")
+        if self.reward_config and not self.reward_dataset_name:
+            raise ValueError(
+                "`reward_config` needs `reward_dataset_name`: the old pairs, to train on and to measure by"
+            )
+        if Path(self.output_dir).resolve() in {Path(folder).resolve() for folder in self.earlier or []}:
+            raise ValueError(f"`output_dir` {self.output_dir} is among `earlier`: each round has a folder of its own")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        return {"score": self.score_share, "disagreement": self.disagreement_share, "random": self.random_share}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    # 1. Set-up
+    quiet()
+    parser = StrictTrlParser(RefreshArguments, without_arguments=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    with parser.one_line_errors():
+        check_model("model_name_or_path", args.model_name_or_path, tokenizer=True)
+        check_model("against_model_name_or_path", args.against_model_name_or_path, tokenizer=True)
+        for folder in members_of(args.reward_model_name_or_path):
+            check_model("reward_model_name_or_path", folder, tokenizer=True)
+            if Path(folder, "adapter_config.json").is_file():
+                raise ValueError(f"{folder} is an adapter: make it a plain model by `trl-ext merge`, and name that")
+        for name in args.labels or []:
+            if not Path(name).is_file():
+                raise FileNotFoundError(f"`labels` {name} is not there: give files with choices")
+        for name in args.earlier or []:
+            if not Path(name, "queue.jsonl").is_file():
+                raise FileNotFoundError(f"`earlier` {name} holds no queue.jsonl: give the `output_dir` of a round")
+            if args.reward_config and not Path(name, "pairs", "train.jsonl").is_file():
+                raise FileNotFoundError(f"`earlier` {name} holds no pairs: have it labelled, or leave it out")
+        if args.reward_config:
+            config_file("reward_config", args.reward_config)
+        check_output_dir(args.output_dir)
+    late_bars()
+    folder = Path(args.output_dir)
+    with parser.one_line_errors():
+        # 2. The queue
+        result = folder / "queue.jsonl"
+        once(folder, "queue", queue_settings(args), result, folder / "answers", partial(make_queue, args))
+        queue = read(result)
+        print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
+        if args.disagreement_share and len(members_of(args.reward_model_name_or_path)) == 1:
+            print("Note: one reward model disagrees with none, so that the share for disagreement went to the others")
+        if not (args.labels or args.judge):
+            print(
+                f"Next: label them, by {folder / 'label_studio.json'} (interface: label_studio.xml) or argilla.jsonl; "
+                "then the same command with --labels FILE, or with --judge"
+            )
+            return
+        # 3. Labels and pairs
+        result = folder / "pairs" / "train.jsonl"
+        once(folder, "pairs", pairs_settings(args), result, result, partial(make_pairs, args, queue))
+        made = json.loads((folder / "pairs.json").read_text())
+        print(f"Pairs: {folder / 'pairs'}, {made['train']} to train on, {made['test']} held out; {made['said']}")
+        if not args.reward_config:
+            print("Next: the same command with --reward_config FILE and --reward_dataset_name OLD_PAIRS")
+            return
+        # 4. Train
+        result = folder / "reward" / "refreshed.json"
+        once(folder, "train", train_settings(args), result, folder / "reward", partial(train, args))
+        # 5. Old and new side by side
+        if not (folder / "refresh.json").is_file():
+            compare(args)
+    print(summary(json.loads((folder / "refresh.json").read_text())))
+    print(f"Reward model: {folder / 'reward'}\nReport: {folder / 'refresh.html'}; next: {next_ppo(args)}")
+
+
+# ---- Each step once ----
+
+
+def once(
+    folder: Path, step: str, settings: dict[str, Any], result: Path, part: Path, make: Callable[[], None]
+) -> None:
+    """
+    Do a step unless its result is there.
+
+    Args:
+        folder: of the round.
+        step: its name.
+        settings: on which the result depends.
+        result: the file that is written last.
+        part: what is there when the step has begun, and is gone on with.
+        make: does it.
+
+    Raises:
+        ValueError: it was done, or begun, with other settings; the message says with which.
+    """
+    settings, file = json.loads(json.dumps(settings, default=str)), folder / f"{step}_settings.json"
+    before = json.loads(file.read_text()) if file.is_file() and part.exists() else settings
+    if different := differences(before, settings):
+        raise ValueError(
+            f"{part} was made with other settings ({'; '.join(different)}): choose another `output_dir`, or remove it "
+            f"and what came of it"
+        )
+    if not result.is_file():
+        write(file, json.dumps(settings, indent=2))
+        make()
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that is whole, or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary.replace(path)
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:  # `splitlines` would break at a line separator within a text
+        return [json.loads(line) for line in file]
+
+
+def in_words(rows: list[dict], column: str) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(Counter(row[column] for row in rows).items()))
+
+
+def members_of(name: str) -> list[str]:
+    """The folders of an ensemble's members; else the model alone."""
+    file = Path(name, "ensemble.json")
+    members = json.loads(file.read_text())["members"] if file.is_file() else []
+    return [str(Path(name, member["folder"])) for member in members] or [name]
+
+
+# ---- The queue ----
+
+
+def queue_settings(args: RefreshArguments) -> dict[str, Any]:
+    prompts = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
+    check_texts(prompts, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
+    names = ("num_prompts", "num_samples", "max_new_tokens", "temperature", "batch_size", "queue_size", "seed")
+    against = args.against_model_name_or_path
+    return {
+        **{name: getattr(args, name) for name in names},
+        **args.shares,
+        "model_name_or_path": path_identity(args.model_name_or_path),
+        "against_model_name_or_path": against and path_identity(against),
+        "reward_model_name_or_path": [path_identity(name) for name in members_of(args.reward_model_name_or_path)],
+        "dataset": rows_identity(prompts),
+        "earlier": [row["item"] for name in args.earlier or [] for row in read(Path(name, "queue.jsonl"))],
+    }
+
+
+def make_queue(args: RefreshArguments) -> None:
+    """Sample, score, choose; `queue.jsonl` is written last."""
+    folder, other = Path(args.output_dir), args.against_model_name_or_path
+    prompts = chosen_prompts(args)
+    policy = answers_of(args, args.model_name_or_path, "policy", prompts * args.num_samples)
+    against = answers_of(args, other, "against", prompts) if other else policy
+    earlier = [row for name in args.earlier or [] for row in read(Path(name, "queue.jsonl"))]
+    spent = {answer_key(row["prompt"], row[name]) for row in earlier for name in TEXTS[1:]}
+
+    def draw(row: dict) -> str:
+        return answer_key(row["prompt"], row["completion"], args.seed)
+
+    def is_new(row: dict) -> bool:
+        return has_content(row["completion"]) and answer_key(row["prompt"], row["completion"]) not in spent
+
+    partners: dict[str, list[dict]] = {}
+    for row in sorted(filter(is_new, against), key=draw):
+        partners.setdefault(answer_key(row["prompt"], None), []).append(row)
+    pairs = [
+        (row, next((each for each in partners.get(name, []) if each["completion"] != row["completion"]), None))
+        for row in filter(is_new, policy)
+        if (name := answer_key(row["prompt"], None))
+    ]
+    pairs = [pair for pair in pairs if pair[1]]
+    if not pairs:
+        raise ValueError("no prompt has two different answers that were not queued before: raise `num_prompts`")
+    chosen = answers_to_label(
+        [row["prompt"] for row, _ in pairs],
+        [row["completion"] for row, _ in pairs],
+        [row["score"] for row, _ in pairs],
+        None if pairs[0][0]["disagreement"] is None else [row["disagreement"] for row, _ in pairs],
+        args.queue_size,
+        args.shares,
+        args.seed,
+    )
+    rows = [queued(*pairs[place], why, args) for place, why in chosen.items()]
+    write(folder / "label_studio.xml", LABEL_STUDIO_CONFIG)
+    tasks = [json.dumps(task, ensure_ascii=False) for task in label_studio_tasks(rows)]
+    write(folder / "label_studio.json", "[\n" + ",\n".join(tasks) + "\n]\n")  # its upload reads no lines
+    write_rows(folder / "argilla.jsonl", argilla_records(rows))
+    write_rows(folder / "queue.jsonl", rows)
+
+
+def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str, Any]:
+    """A row of the queue; which of the two answers was chosen says its `picked` alone, not its place."""
+    item = answer_key(row["prompt"], [row["completion"], other["completion"]])
+    picked = "ab"[int(answer_key(item, None, args.seed), 16) % 2]
+    sides = {picked: row, "ab".replace(picked, ""): other}
+    of_answers = {"completion": "response", **{name: name for name in ("score", "disagreement", "finished", "policy")}}
+    return {
+        **{name: value for name, value in row.items() if name not in of_answers},
+        "item": item,
+        **{f"{said}_{side}": sides[side][name] for name, said in of_answers.items() for side in "ab"},
+        "picked": picked,
+        "why": why,
+        "round": number_of(args),
+    }
+
+
+def chosen_prompts(args: RefreshArguments) -> list[dict]:
+    """Different prompts, drawn by the seed and the round, with their columns."""
+    dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
+    draws = {answer_key(prompt, "asked", seed_of(args)): row for row, prompt in enumerate(dataset["prompt"])}
+    return dataset.select([draws[draw] for draw in sorted(draws)[: args.num_prompts]]).to_list()
+
+
+def number_of(args: RefreshArguments) -> int:
+    """The number of this round, counted from 1."""
+    return 1 + len(args.earlier or [])
+
+
+def seed_of(args: RefreshArguments) -> int:
+    """A seed that no other round has."""
+    return args.seed + 1000 * number_of(args)
+
+
+def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict]) -> list[dict]:
+    """Answers of a model, one to each row, with the row's columns and their scores; by `trl-ext generate`, once."""
+    asked, said = (Path(args.output_dir, "answers", f"{name}-{what}.jsonl") for what in ("prompts", "answers"))
+    if not said.is_file():
+        write_rows(asked, [{"prompt": row["prompt"]} for row in prompts])
+        same = ("temperature", "batch_size", "max_new_tokens", "use_cpu")
+        flags = {"model_name_or_path": model, "dataset_name": asked, "output_file": said, "seed": seed_of(args)}
+        generate.main(words({**flags, **{flag: getattr(args, flag) for flag in same}}))
+    rows = [{**row, **answer} for row, answer in zip(prompts, read(said), strict=True)]
+    names = members_of(args.reward_model_name_or_path)
+    scores = torch.tensor([scores_by(each, rows, args) for each in names], dtype=torch.double)
+    spread = disagreement(scores).tolist() if len(names) > 1 else [None] * len(rows)
+    return [
+        {**row, "score": score, "disagreement": differs, "policy": model}
+        for row, score, differs in zip(rows, scores.mean(0).tolist(), spread, strict=True)
+    ]
+
+
+def words(flags: dict[str, Any]) -> list[str]:
+    """A command line; what is None is left out."""
+    return [str(word) for flag, value in flags.items() if value is not None for word in (f"--{flag}", value)]
+
+
+def scores_by(model: str, rows: list[dict], args: RefreshArguments) -> list[float]:
+    scorer = ModelReward(model, device="cpu" if args.use_cpu else None)
+    texts = [[row[name] for row in rows] for name in ("prompt", "completion")]
+    return scorer(*texts, finished=[row.get("finished", True) for row in rows])
+
+
+# ---- Labels and pairs ----
+
+
+def pairs_settings(args: RefreshArguments) -> dict[str, Any]:
+    labels = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in args.labels or []]
+    names = ("judge", "confidence_bound", "held_out_share")
+    return {"labels": labels, **{name: getattr(args, name) for name in names}}
+
+
+def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
+    """Write `labels.jsonl`, a row a label, and the pairs that they come to, `pairs/train.jsonl` last."""
+    folder = Path(args.output_dir)
+    choices = judged(args, queue) if args.judge else labelled(args.labels or [], queue)
+    by_item = {row["item"]: row for row in queue}
+    said = [{**by_item[each["item"]], **each} for each in choices if each["choice"]]
+    if not said:
+        raise ValueError("there is no label: all were skipped, or the judge had no score for any answer")
+    write_rows(folder / "labels.jsonl", said)
+    source = "judge" if args.judge else "people"
+    table, columns, left_out = Dataset.from_list(said), Columns(item="item"), {}
+    labels = read_labels(table, columns)
+    kept = [name for name in table.column_names if name not in (*TEXTS, "annotator", "choice")]
+    pairs = [
+        {
+            **{name: value for name, value in pair.items() if name != "row"},
+            "picked_won": pair["chosen"] == by_item[pair["item"]][f"response_{pair['picked']}"],
+            "source": source,
+        }
+        for pair in majority_pairs(
+            table, labels, columns, confidence_bound=args.confidence_bound, keep_columns=kept, left_out=left_out
+        )
+    ]
+    # By the prompt alone, so that no prompt is trained on in one round and held out in another
+    parts: dict[str, list[dict]] = {"train": [], "test": []}
+    for pair in pairs:
+        is_test = int(answer_key(pair["prompt"], "held out", args.seed), 16) < args.held_out_share * 2**64
+        parts["test" if is_test else "train"].append(pair)
+    if not all(parts.values()):
+        raise ValueError(
+            f"{len(pairs)} pairs are too few to train on and to hold some out: of {len(said)} labels, items "
+            f"{', '.join(f'{reason}: {number}' for reason, number in left_out.items())}"
+        )
+    facts = {
+        **{name: len(rows) for name, rows in parts.items()},
+        "labels": len(said),
+        "items": len({row["item"] for row in said}),
+        "skipped": len(choices) - len(said),
+        "contradictions": int(labels.contradictions.sum()),
+        "left_out": {reason: number for reason, number in left_out.items() if number},
+    }
+    lost = [f"{number} items {reason}" for reason, number in facts["left_out"].items()]
+    lost += [f"{facts[name]} {name}" for name in ("skipped", "contradictions") if facts[name]]
+    facts["said"] = f"of {facts['labels']} labels of {facts['items']} items; left out: {', '.join(lost) or 'none'}"
+    write(folder / "pairs.json", json.dumps(facts, indent=2))
+    for name in ("test", "train"):
+        write_rows(folder / "pairs" / f"{name}.jsonl", parts[name])
+
+
+def labelled(files: list[str], queue: list[dict]) -> list[dict]:
+    """What people chose; raises at an item that is not in the queue."""
+    items, choices = {row["item"] for row in queue}, []
+    for name in files:
+        choices += read_choices(name)
+        if unknown := [each["item"] for each in choices if each["item"] not in items]:
+            raise ValueError(
+                f"{name}: {len(unknown)} labels are of items that are not in this queue (the first is "
+                f"{unknown[0]!r}): give the labels of this round"
+            )
+    return choices
+
+
+def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
+    """What a reward function prefers: it scores both answers, or compares them if it is a judge that does."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
+    ((judge,), _) = load_rewards([yaml.safe_load(args.judge or "")], tokenizer)
+    columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
+
+    def scored(side: str, **more: Any) -> list[float | None]:
+        answers, finished = columns[f"response_{side}"], columns[f"finished_{side}"]
+        ends = [[tokenizer.eos_token_id] if end else [] for end in finished]
+        ids = [tokenizer(as_text(answer))["input_ids"] + end for answer, end in zip(answers, ends, strict=True)]
+        given = {"prompts": [row["prompt"] for row in queue], "completions": answers, "completion_ids": ids}
+        return judge(**{**columns, **given, **more, "finished": finished})
+
+    if against := getattr(judge, "compare", None):
+        second = [sum(judge.scale) / 2] * len(queue)
+        first = scored("a", **{against: columns["response_b"]})
+    else:
+        first, second = scored("a"), scored("b")
+    name = getattr(judge, "__name__", type(judge).__name__)
+    decided = [
+        None if None in (a, b) else "tie" if a == b else "a" if a > b else "b"
+        for a, b in zip(first, second, strict=True)
+    ]
+    return [{"item": row["item"], "annotator": name, "choice": said} for row, said in zip(queue, decided, strict=True)]
+
+
+# ---- The reward model ----
+
+
+def old_pairs(args: RefreshArguments, split: str) -> Dataset:
+    return load_dataset_split(args.reward_dataset_name or "", split, columns=("prompt", *CHOSEN))
+
+
+def train_settings(args: RefreshArguments) -> dict[str, Any]:
+    names = ("old_share", "seed", "demonstrations_name")
+    return {
+        **{name: getattr(args, name) for name in names},
+        **{split: rows_identity(old_pairs(args, split)) for split in SPLITS},
+        "config": yaml.safe_load(config_file("reward_config", args.reward_config or "").read_text()),
+    }
+
+
+def train(args: RefreshArguments) -> None:
+    """Mix old and new pairs, and have `trl-ext reward` train each model from where it is."""
+    folder, rounds, texts = Path(args.output_dir), [*(args.earlier or []), args.output_dir], ("prompt", *CHOSEN)
+    old = {split: old_pairs(args, split).to_list() for split in SPLITS}
+    new = {split: [row for each in rounds for row in read(Path(each, "pairs", f"{split}.jsonl"))] for split in SPLITS}
+    if type(old["train"][0]["chosen"]) is not type(new["train"][0]["chosen"]):
+        raise ValueError(f"{args.reward_dataset_name} and the new pairs must both be text, or both messages")
+    held_out = {answer_key(row["prompt"], None) for row in old["test"]}
+    new["train"] = [row for row in new["train"] if answer_key(row["prompt"], None) not in held_out]
+    wanted = round(len(new["train"]) * args.old_share / (1 - args.old_share))
+    replayed = sorted(old["train"], key=lambda row: answer_key(row["chosen"], row["rejected"], seed_of(args)))[:wanted]
+    columns = [*texts, *(known for known in ("confidence", "weight") if known in old["train"][0])]
+    for split, rows in (("train", replayed + new["train"]), ("test", old["test"] + new["test"])):
+        write_rows(folder / "training" / f"{split}.jsonl", [{each: row[each] for each in columns} for row in rows])
+    models = members_of(args.reward_model_name_or_path)
+    for place, model in enumerate(models):
+        output = folder / "reward" / (f"member-{place}" if len(models) > 1 else "")
+        if (output / "reward_report.json").is_file():
+            continue
+        flags = {"config": args.reward_config, "model_name_or_path": model, "dataset_name": folder / "training"}
+        flags |= {"output_dir": output, "seed": args.seed + place, "demonstrations_name": args.demonstrations_name}
+        flags |= {"use_cpu": "true" if args.use_cpu else None}
+        if not any(output.glob("checkpoint-*")):
+            flags["resume_from_checkpoint"] = "false"  # what is there was not finished
+        reward.main(words(flags))
+    if len(models) > 1:
+        print(reward.finish_ensemble(folder / "reward", len(models)))
+    facts = {"old": len(replayed), "new": len(new["train"]), "rounds": len(rounds)}
+    write(folder / "reward" / "refreshed.json", json.dumps(facts, indent=2))
+
+
+def compare(args: RefreshArguments) -> None:
+    """Measure the old and the new model on held-out old pairs, on those of this round and of earlier ones."""
+    folder = Path(args.output_dir)
+    sets = {"old pairs": old_pairs(args, "test").to_list()}
+    if args.earlier:
+        sets["earlier rounds"] = [row for each in args.earlier for row in read(Path(each, "pairs", "test.jsonl"))]
+    sets["this round"] = read(folder / "pairs" / "test.jsonl")
+    models = {"old": args.reward_model_name_or_path, "new": str(folder / "reward")}
+    tokenizer = AutoTokenizer.from_pretrained(members_of(models["old"])[0])
+    report: dict[str, Any] = {"training": json.loads((folder / "reward" / "refreshed.json").read_text())}
+    for which, model in models.items():
+        report[which] = {"model": model}
+        for name, rows in sets.items():
+            sides = [[{**row, "completion": row[side], "finished": True} for row in rows] for side in CHOSEN]
+            scores, lengths = (
+                [torch.tensor([scores_by(each, side, args) for each in members_of(model)]).mean(0) for side in sides],
+                [torch.tensor([len(tokenizer(as_text(row["completion"]))["input_ids"]) for row in s]) for s in sides],
+            )
+            report[which][name] = reward_model_report(*scores, lengths[0] - lengths[1])
+    pairs = [row for part in SPLITS for row in read(folder / "pairs" / f"{part}.jsonl")]
+    report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
+    write(folder / "refresh.html", refresh_page.page(report))
+    write(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
+
+
+def outcomes(pairs: list[dict]) -> dict[str, Any]:
+    """How often queued answers won, by why they were queued, and those of the highest score that lost."""
+    won: dict[str, list[bool]] = {}
+    lost = []
+    for row in pairs:
+        won.setdefault(row["why"], []).append(row["picked_won"])
+        if not row["picked_won"]:
+            texts = {"prompt": row["prompt"], "answer": row["rejected"], "preferred": row["chosen"]}
+            score = row[f"score_{row['picked']}"]
+            lost.append({"score": score, **{name: as_text(value) for name, value in texts.items()}})
+    shares = {why: {"pairs": len(each), "won": sum(each) / len(each)} for why, each in sorted(won.items())}
+    return {"won": shares, "lost": sorted(lost, key=lambda row: -row["score"])[:10]}
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Accuracy of both models, a line for each set of held-out pairs."""
+    sets = [(name, old, report["new"][name]) for name, old in report["old"].items() if name != "model"]
+    lines = []
+    for name, *both in sets:
+        old, new = ("{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both)
+        lines.append(f"Held-out accuracy, {name} ({both[0]['pairs']}): old model {old}, new model {new}")
+    return "\n".join(lines)
+
+
+def next_ppo(args: RefreshArguments) -> str:
+    """The command by which PPO goes on from the policy and the critic that it has, as a shell takes it."""
+    policy, new = Path(args.model_name_or_path), Path(args.output_dir, "reward")
+    flags: dict[str, Any] = {"model_name_or_path": policy, "dataset_name": args.dataset_name}
+    if (policy / "critic").is_dir():
+        flags["value_model_name_or_path"] = policy / "critic"
+    if len(members_of(str(new))) > 1:
+        flags["rewards"] = f"{{EnsembleReward: {{members: {new}}}}}"
+    else:
+        flags["reward_model_name_or_path"] = new
+    flags["output_dir"] = f"{policy}-refreshed"
+    return shlex.join(
+        ["trl-ext", "ppo", *(str(word) for flag, value in flags.items() for word in (f"--{flag}", value))]
+    )
+
+
+if __name__ == "__main__":
+    main()

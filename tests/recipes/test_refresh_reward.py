@@ -1,0 +1,313 @@
+"""A round of labels: the queue, what comes back, the pairs, and the reward model that is trained on."""
+
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForSequenceClassification
+
+from recipes import generate, refresh_reward
+from recipes.demo import refresh as study
+from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.world import make_world
+from recipes.refresh_reward import main, read, write_rows
+from trl_ext.fields import parsed_names
+
+ROOT = Path(__file__).parents[2]
+VARIED = f"{__file__}:varied"
+
+
+def varied(completions, completion_ids, finished, product, **kwargs):
+    """A judge of random words, to which many are alike."""
+    assert [ids[-1] == 1 for ids in completion_ids] == finished and all(product)  # </s> is token 1
+    return [float(len(text) % 5) for text in completions]
+
+
+def reward_model(folder, seed):
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    return model
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, splits in make_world(0, demonstrations=8, pairs=64, prompts=40, held_out=16).items():
+        for part, rows in splits.items():
+            write_rows(folder / name / f"{part}.jsonl", rows)
+    tokenizer = make_tokenizer()
+    for name, model in {"policy": make_model(tokenizer, 0), "sft": make_model(tokenizer, 1)}.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    for place, name in enumerate(["reward", "ensemble/member-0", "ensemble/member-1"]):
+        reward_model(folder / "policy", place).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    members = [{"folder": f"member-{place}", "mean": 0.0, "std": 1.0} for place in range(2)]
+    (folder / "ensemble" / "ensemble.json").write_text(json.dumps({"members": members}))
+    config = yaml.safe_load((ROOT / "recipes/demo/reward.yaml").read_text())
+    config |= {"max_steps": 2, "warmup_steps": 0, "disable_tqdm": True, "per_device_train_batch_size": 8}
+    (folder / "reward.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def words(inputs, output_dir, *more, reward="reward"):
+    flags = {"model_name_or_path": inputs / "policy", "reward_model_name_or_path": inputs / reward}
+    flags |= {"dataset_name": inputs / "prompts", "output_dir": output_dir, "max_new_tokens": 8, "use_cpu": "true"}
+    flags |= {"num_prompts": 30, "queue_size": 20, "batch_size": 64}
+    return [*refresh_reward.words(flags), *map(str, more)]
+
+
+@pytest.fixture(scope="module")
+def queued(inputs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("queued") / "round-1"
+    main(words(inputs, folder, reward="ensemble"))
+    return folder
+
+
+@pytest.fixture
+def queue(inputs, queued, tmp_path):
+    """A round whose queue is there; answers are not sampled again."""
+    return shutil.copytree(queued, tmp_path / "round")
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as caught:
+        main([*map(str, arguments)])
+    assert caught.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_queue_has_the_best_answers_each_against_another_one_and_says_where_they_are_from(inputs, queued):
+    queue = read(queued / "queue.jsonl")
+    picked = [
+        {name: row[f"{name}_{row['picked']}"] for name in ("response", "score", "disagreement")} for row in queue
+    ]
+    assert len({row["prompt"] for row in queue}) == len({row["item"] for row in queue}) == 20
+    assert all(row["response_a"] != row["response_b"] and row["round"] == 1 for row in queue)
+    assert {row["policy_a"] for row in queue} == {str(inputs / "policy")}
+    assert {row["product"] in row["prompt"] for row in queue} == {True}  # the prompts' columns are kept
+    assert {row["picked"] for row in queue} == {"a", "b"}
+    # Scores are of the models that were named: the members' mean, and their standard deviation
+    said = read(queued / "answers" / "policy-answers.jsonl")
+    ends = {(row["prompt"], row["completion"]): row["finished"] for row in said}
+    members = [
+        refresh_reward.scores_by(
+            str(inputs / "ensemble" / f"member-{place}"),
+            [
+                {**row, "completion": each["response"], "finished": ends[row["prompt"], each["response"]]}
+                for row, each in zip(queue, picked, strict=True)
+            ],
+            refresh_reward.RefreshArguments("m", "r", "d", "o", use_cpu=True),
+        )
+        for place in range(2)
+    ]
+    expected = torch.tensor(members)
+    torch.testing.assert_close(torch.tensor([each["score"] for each in picked]), expected.mean(0))
+    torch.testing.assert_close(torch.tensor([each["disagreement"] for each in picked]), expected.std(0, correction=0))
+    # Of each prompt in the queue the best of its answers is the candidate
+    lowest = min(each["score"] for each, row in zip(picked, queue, strict=True) if row["why"] == "score")
+    assert all(each["score"] <= lowest for each, row in zip(picked, queue, strict=True) if row["why"] != "score")
+    assert [row["why"] for row in queue].count("score") == 8
+    for name in ("label_studio.json", "label_studio.xml", "argilla.jsonl"):
+        assert (queued / name).stat().st_size > 100
+
+
+def test_the_same_command_does_nothing_again_and_changes_no_input(inputs, queue, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "main", lambda words: pytest.fail("answers were sampled again"))
+    before = files(queue), files(inputs)
+    main(words(inputs, queue, reward="ensemble"))
+    assert (files(queue), files(inputs)) == before
+    assert "was made with other settings (queue_size: 20 → 19)" in refused(
+        capsys, *words(inputs, queue, "--queue_size", 19, reward="ensemble")
+    )
+    assert "reward_model_name_or_path" in refused(capsys, *words(inputs, queue))
+
+
+def test_no_answer_is_queued_twice(inputs, tmp_path, capsys):
+    """A policy that says the same again has nothing new to label; with other prompts it does."""
+    same = [
+        "--temperature",
+        1e-8,
+        "--max_new_tokens",
+        4,
+        "--num_samples",
+        1,
+        "--against_model_name_or_path",
+        inputs / "sft",
+    ]
+    same += ["--batch_size", 1, "--queue_size", 40]  # a batch of one is never padded
+    main(words(inputs, tmp_path / "1", *same, "--num_prompts", 20))
+    again = [*same, "--num_prompts", 40, "--earlier", tmp_path / "1"]
+    main(words(inputs, tmp_path / "2", *again))
+    first, second = (
+        {(row["prompt"], row[f"response_{side}"]) for row in read(tmp_path / name / "queue.jsonl") for side in "ab"}
+        for name in "12"
+    )
+    assert len(first) == len(second) == 40 and not first & second
+    assert {row["round"] for row in read(tmp_path / "2" / "queue.jsonl")} == {2}
+    again = words(inputs, tmp_path / "3", *again, tmp_path / "2")
+    assert "no prompt has two different answers that were not queued before" in refused(capsys, *again)
+
+
+def labels(queue, **choices):
+    """What annotators say of each row of the queue: functions of its place."""
+    return [
+        {"item": row["item"], "annotator": who, "choice": said(place)}
+        for place, row in enumerate(queue)
+        for who, said in choices.items()
+    ]
+
+
+def test_ties_skips_and_quarrels_make_no_pair(inputs, queue, tmp_path, capsys):
+    rows = read(queue / "queue.jsonl")
+    said = labels(
+        rows,
+        ann=lambda place: "a",
+        bob=lambda place: {0: "b", 1: "tie", 2: None}.get(place, "a"),  # a quarrel, a tie, a skip
+    )
+    said += [{"item": rows[3]["item"], "annotator": "ann", "choice": "b"}]  # who contradicts herself
+    write_rows(tmp_path / "people.jsonl", said)
+    main(words(inputs, queue, "--labels", tmp_path / "people.jsonl", reward="ensemble"))
+    pairs = {pair["item"]: pair for part in ("train", "test") for pair in read(queue / "pairs" / f"{part}.jsonl")}
+    assert {row["item"] for row in rows} - {*pairs} == {rows[0]["item"], rows[1]["item"]}
+    for row in rows[2:]:
+        pair = pairs[row["item"]]
+        assert (pair["prompt"], pair["chosen"], pair["rejected"]) == (
+            row["prompt"],
+            row["response_a"],
+            row["response_b"],
+        )
+        assert pair["round"] == 1 and pair["source"] == "people" and pair["score_a"] == row["score_a"]
+    assert pairs[rows[2]["item"]]["annotators"] == ["ann"] and pairs[rows[3]["item"]]["annotators"] == ["bob"]
+    facts = json.loads((queue / "pairs.json").read_text())
+    assert facts["skipped"] == 1 and facts["contradictions"] == 1 and facts["train"] + facts["test"] == 18
+    assert (
+        "left out: 1 items without a winner, 1 items with a confidence below 0.6, 1 skipped" in capsys.readouterr().out
+    )
+    # Once made, other labels are refused
+    write_rows(tmp_path / "people.jsonl", said[:-1])
+    assert "was made with other settings (labels" in refused(
+        capsys, *words(inputs, queue, "--labels", tmp_path / "people.jsonl", reward="ensemble")
+    )
+
+
+def test_a_judge_decides_as_it_scores(inputs, queue):
+    main(words(inputs, queue, "--judge", VARIED, reward="ensemble"))
+    rows = {row["item"]: row for row in read(queue / "queue.jsonl")}
+    for label in read(queue / "labels.jsonl"):
+        row = rows[label["item"]]
+        a, b = (len(row[f"response_{side}"]) % 5 for side in "ab")
+        assert label["choice"] == ("tie" if a == b else "a" if a > b else "b")
+        assert label["annotator"] == "varied"
+
+
+class Comparing:
+    """A judge that is shown both answers, and prefers the shorter one: 1 to 10, for the first."""
+
+    compare, scale, __name__ = "other", (1, 10), "comparing"
+
+    def __call__(self, prompts, completions, other, **kwargs):
+        return [10.0 if len(a) < len(b) else 1.0 for a, b in zip(completions, other, strict=True)]
+
+
+comparing = Comparing()
+
+
+def test_a_judge_that_compares_is_asked_once_for_both(inputs, queue):
+    main(words(inputs, queue, "--judge", f"{__file__}:comparing", reward="ensemble"))
+    for label in read(queue / "labels.jsonl"):
+        shorter = "a" if len(label["response_a"]) < len(label["response_b"]) else "b"
+        assert label["choice"] == shorter
+
+
+WRONG_LABELS = {
+    "of another round": (b'{"item": "x", "choice": "a"}', "1 labels are of items that are not in this queue"),
+    "empty": (b"[]", "holds no label"),
+    "not UTF-8": (b'{"item": "caf\xe9"}', "is no UTF-8"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_LABELS)
+def test_labels_that_cannot_be_read_are_one_line(inputs, queue, tmp_path, capsys, what):
+    content, message = WRONG_LABELS[what]
+    (tmp_path / "labels.json").write_bytes(content)
+    assert message in refused(capsys, *words(inputs, queue, "--labels", tmp_path / "labels.json", reward="ensemble"))
+    assert not (queue / "pairs").exists()
+
+
+def test_settings_that_make_no_sense_are_one_line(inputs, tmp_path, capsys):
+    for more, message in (
+        (["--score_share", 0.9], "must add up to 1"),
+        (["--num_samples", 1], "a pair has two"),
+        (["--labels", "a", "--judge", "b"], "both given"),
+        (["--labels", tmp_path / "none.json"], "is not there"),
+        (["--earlier", tmp_path], "holds no queue.jsonl"),
+        (["--reward_config", "demo/reward"], "needs `reward_dataset_name`"),
+        (["--held_out_share", 0], "must be above 0"),
+        (["--model_name_or_path", tmp_path / "none"], "none"),
+        (["--queue_sise", 3], "did you mean --queue_size"),
+    ):
+        assert message in refused(capsys, *words(inputs, tmp_path / "out", *more)), more
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["reward", "ensemble"])
+def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, reward, queued):
+    folder = tmp_path / "round"
+    if reward == "ensemble":
+        shutil.copytree(queued, folder)
+    train = ["--judge", VARIED, "--reward_config", inputs / "reward.yaml", "--old_share", 0.5]
+    train += ["--reward_dataset_name", inputs / "preferences"]
+    main(words(inputs, folder, reward=reward))
+    main(words(inputs, folder, *train, reward=reward))
+    said = capsys.readouterr().out
+    report = json.loads((folder / "refresh.json").read_text())
+    assert report["training"]["old"] == report["training"]["new"] == len(read(folder / "pairs" / "train.jsonl"))
+    assert report["old"]["old pairs"]["pairs"] == 16
+    pairs = [row for part in ("train", "test") for row in read(folder / "pairs" / f"{part}.jsonl")]
+    assert sum(each["pairs"] for each in report["won"].values()) == len(pairs)
+    best = max(row[f"score_{row['picked']}"] for row in pairs if not row["picked_won"])
+    assert report["lost"][0]["score"] == best and report["lost"][0]["answer"] in (folder / "refresh.html").read_text()
+    assert report["new"]["this round"]["pairs"] == len(read(folder / "pairs" / "test.jsonl"))
+    assert report["old"]["old pairs"]["margin_mean"] != report["new"]["old pairs"]["margin_mean"]
+    trained = refresh_reward.members_of(str(folder / "reward"))
+    assert len(trained) == (2 if reward == "ensemble" else 1)
+    # It starts from the old model: after two steps its weights are near that model's, and no others'
+    for old, new in zip(refresh_reward.members_of(str(inputs / reward)), trained, strict=True):
+        weights = [AutoModelForSequenceClassification.from_pretrained(each).model.state_dict() for each in (old, new)]
+        steps = [(weights[1][name] - weight).abs().max().item() for name, weight in weights[0].items()]
+        assert 0 < max(steps) < 0.01
+    command = said[said.rindex("next: trl-ext ppo") :].splitlines()[0]
+    assert f"--model_name_or_path {inputs / 'policy'}" in command and str(folder / "reward") in command
+    assert {word[2:] for word in shlex.split(command) if word.startswith("--")} <= parsed_names("trl_ext.recipes.ppo")
+    before = files(folder)
+    main(words(inputs, folder, *train, reward=reward))
+    assert files(folder) == before
+    assert "old_share: 0.5 → 0.6" in refused(capsys, *words(inputs, folder, *train, "--old_share", 0.6, reward=reward))
+
+
+def test_the_study_says_what_labels_bought():
+    ends = {("none", 2): 0.1, ("none", 3): -0.2, ("refreshed", 2): 0.3, ("refreshed", 3): 0.4}
+    rows = [
+        {"seed": seed, "arm": arm, "leg": leg, "gold": ends.get((arm, leg), 0.5) + seed / 10, "phrase": 0.0, "kl": 1.0}
+        | {"labels": 600 * max(leg - 1, 0) * (arm == "refreshed")}
+        | {f"{which}_on_{pairs}": 0.5 for which in ("old", "new") for pairs in ("old", "new")}
+        for seed in (0, 1)
+        for arm in study.ARMS
+        for leg in range(4)
+    ]
+    text = study.table(rows)
+    assert "| 3 | refreshed 2× | +0.450 ± 0.635 |" in text
+    assert (
+        "After 2 of 2 rounds: gold +0.600 ± 0.000 against none, higher in 2 of 2; 1200 labels, 3 a pair; 2000" in text
+    )

@@ -1,0 +1,217 @@
+"""Answers that are to be compared: which ones, in the formats of labelling tools, and the choices that come back."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+CHOICES = ("a", "b", "tie")
+REASONS = ("score", "disagreement", "random")
+_PAIRWISE = {"left": "a", "right": "b"}  # what Label Studio's tag <Pairwise> says
+_QUESTION = "choice"
+LABEL_STUDIO_CONFIG = f"""<View>
+  <Style>.htx-text {{ white-space: pre-wrap; }}</Style>
+  <Header value="Prompt"/>
+  <Text name="prompt" value="$prompt"/>
+  <View style="display: flex; gap: 2em">
+    <View style="flex: 1"><Header value="Answer a"/><Text name="response_a" value="$response_a"/></View>
+    <View style="flex: 1"><Header value="Answer b"/><Text name="response_b" value="$response_b"/></View>
+  </View>
+  <Header value="Which answer is better?"/>
+  <Choices name="{_QUESTION}" toName="prompt" choice="single" showInLine="true" required="true">
+    <Choice value="a"/><Choice value="b"/><Choice value="tie"/>
+  </Choices>
+</View>
+"""
+
+
+def answer_key(prompt: Any, answer: Any, seed: int | None = None) -> str:
+    """Name a prompt with its answer, 16 hexadecimal digits; with a seed, a draw that depends on nothing else."""
+    said = json.dumps([prompt, answer, seed], sort_keys=True, ensure_ascii=True)
+    return xxhash.xxh3_64_hexdigest(said.encode())
+
+
+def answers_to_label(
+    prompts: Sequence[Any],
+    answers: Sequence[Any],
+    scores: Sequence[float | None],
+    disagreement: Sequence[float | None] | None,
+    size: int,
+    shares: Mapping[str, float],
+    seed: int = 0,
+) -> dict[int, str]:
+    """
+    Choose answers to label: those of the highest score, then of the others those of the highest disagreement, then of
+    the others some at random.
+
+    A prompt is chosen once at most, by its best answer in each ranking. Which answers are chosen does not depend on
+    the order of the rows: where two are equal, and at random, the seed decides.
+
+    Args:
+        prompts, answers: (N,) texts or messages.
+        scores: (N,) of the reward model; None and NaN are no candidates for the highest.
+        disagreement: (N,) standard deviation of an ensemble's members; None without an ensemble, when its share goes
+            to the other two.
+        size: how many to choose. Fewer come back if there are fewer prompts.
+        shares: of `REASONS` in the choice, numbers of which the sum is above 0. They are rounded in that order; what
+            is left is random.
+        seed: of the draws.
+
+    Returns:
+        row → why, one of `REASONS`, in random order.
+    """
+    shares = {why: shares.get(why, 0.0) * (why != "disagreement" or disagreement is not None) for why in REASONS}
+    if size < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
+        raise ValueError(f"a queue needs a size of 1 or more and shares >= 0 of which one is above 0, got {shares}")
+    whole = sum(shares.values())
+    first = round(size * shares["score"] / whole)
+    second = min(round(size * shares["disagreement"] / whole), size - first)
+    quotas = {"score": first, "disagreement": second, "random": size - first - second}
+    names = [answer_key(prompt, None) for prompt in prompts]
+    draws = [answer_key(prompt, answer, seed) for prompt, answer in zip(prompts, answers, strict=True)]
+    ranks: dict[str, Sequence[float | None]] = {"score": scores, "disagreement": disagreement or []}
+    chosen: dict[int, str] = {}
+    used: set[str] = set()
+    for why, quota in quotas.items():
+        rank = ranks.get(why, [0.0] * len(draws))
+        rows = [row for row, value in enumerate(rank) if value is not None and not math.isnan(value)]
+        taken = 0
+        for row in sorted(rows, key=lambda row: (-(rank[row] or 0.0), draws[row])):
+            if taken == quota:
+                break
+            if names[row] not in used:
+                used.add(names[row])
+                chosen[row] = why
+                taken += 1
+    return dict(sorted(chosen.items(), key=lambda item: draws[item[0]]))
+
+
+def as_text(value: Any) -> str:
+    """A prompt or an answer as people read it; of messages a line each, with who says it if there are several."""
+    if isinstance(value, str):
+        return value
+    if len(value) == 1:
+        return str(value[0].get("content"))
+    return "\n\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in value)
+
+
+def label_studio_tasks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Return tasks as Label Studio imports them, for `LABEL_STUDIO_CONFIG`.
+
+    Nothing in them says which of the two answers was chosen for the queue, or why.
+
+    Args:
+        rows: with `item`, `prompt`, `response_a`, `response_b`.
+    """
+    texts = ("prompt", "response_a", "response_b")
+    return [{"data": {"item": row["item"], **{name: as_text(row[name]) for name in texts}}} for row in rows]
+
+
+def argilla_records(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Return flat records as Argilla's `dataset.records.log` takes them: its id, the three fields, `round` as metadata.
+
+    Args:
+        rows: with `item`, `round`, `prompt`, `response_a`, `response_b`.
+    """
+    return [
+        {"id": task["data"]["item"], **{k: v for k, v in task["data"].items() if k != "item"}, "round": row["round"]}
+        for task, row in zip(label_studio_tasks(rows), rows, strict=True)
+    ]
+
+
+def read_choices(path: str | Path) -> list[dict[str, Any]]:
+    """
+    Read who chose what, from people's own file or an export.
+
+    An own file is JSON lines, a JSON list or CSV with the columns `item`, `choice` and maybe `annotator`. Label
+    Studio's exports are `JSON` and `JSON-MIN`; Argilla's is what `records.to_list(flatten=True)` gives, also by line.
+    What somebody has skipped, discarded or not submitted has the choice None.
+
+    Args:
+        path: of the file. Its name stands for an annotator who is not named.
+
+    Returns:
+        `{"item", "annotator", "choice"}` of each, `choice` one of `CHOICES` or None.
+
+    Raises:
+        ValueError: the file is no UTF-8 or no such table, has no rows, or a choice is none. The message names the row.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8: convert it, as by `iconv -f latin1 -t utf-8`") from error
+    found = []
+    for number, row in enumerate(_rows(path, text)):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{path}, row {number}, is no object with names and values, but {str(row)[:40]!r}")
+        for item, annotator, said in _said(row, path):
+            choice = _PAIRWISE.get(said, said) if isinstance(said, str) else said
+            if item is None or not (choice is None or choice in CHOICES):
+                what = (
+                    f"the choice {str(said)[:40]!r}, none of {', '.join(CHOICES)}" if item is not None else "no `item`"
+                )
+                raise ValueError(f"{path}, row {number}, has {what}: see docs/refresh.md for what is read")
+            found.append({"item": str(item), "annotator": str(annotator), "choice": choice})
+    if not any(row["choice"] for row in found):
+        raise ValueError(f"{path} holds no label: export what was labelled, or leave the file out")
+    return found
+
+
+def _rows(path: Path, text: str) -> list[Any]:
+    if path.suffix == ".csv":
+        return list(csv.DictReader(io.StringIO(text)))
+    try:
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}, is no JSON: {line[:40]!r}") from error
+    return rows
+
+
+def _said(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]:
+    """Item, annotator and choice of each label in a row."""
+    if "annotations" in row:  # Label Studio, JSON
+        item = (row.get("data") or {}).get("item")
+        return [(item, _who(each), _chosen(each)) for each in row["annotations"]]
+    if "annotation_id" in row:  # Label Studio, JSON-MIN
+        said = row.get(_QUESTION)
+        return [(row.get("item"), row.get("annotator"), said.get("selected") if isinstance(said, dict) else said)]
+    if f"{_QUESTION}.responses" in row:  # Argilla, flattened
+        said = row[f"{_QUESTION}.responses"] or []
+        people = row.get(f"{_QUESTION}.responses.users") or [path.stem] * len(said)
+        status = row.get(f"{_QUESTION}.responses.status") or [None] * len(said)
+        counts = [value if state in (None, "submitted") else None for value, state in zip(said, status, strict=True)]
+        return [(row.get("id"), who, choice) for who, choice in zip(people, counts, strict=True)]
+    if "responses" in row:  # Argilla, with drafts and discarded answers that nothing tells apart
+        raise ValueError(
+            f"{path} does not say which answers were submitted: export by `records.to_list(flatten=True)`"
+        )
+    return [(row.get("item"), row.get("annotator") or path.stem, row.get(_QUESTION) or None)]
+
+
+def _who(annotation: Mapping[str, Any]) -> Any:
+    by = annotation.get("completed_by")
+    return by.get("email") or by.get("id") if isinstance(by, Mapping) else by
+
+
+def _chosen(annotation: Mapping[str, Any]) -> Any:
+    """What an annotation of Label Studio says; None if it was skipped."""
+    for result in [] if annotation.get("was_cancelled") else annotation.get("result") or []:
+        if result.get("from_name") == _QUESTION:
+            value = result.get("value") or {}
+            return value.get("selected") or next(iter(value.get("choices") or []), None)
+    return None

@@ -148,7 +148,7 @@ def flags_of(command):
         names |= set(re.findall(r'"--(\w+)"', (ROOT / SOURCES[command]).read_text())) | {"accelerate_config"}
     if command == "plan":
         names |= flags_of("ppo")
-    return names | {"help", "version"} | ({"config"} if command == "prompts" else set())
+    return names | {"help", "version"} | ({"config"} if command in ("prompts", "annotators") else set())
 
 
 def test_commands_and_their_flags_exist():

@@ -98,9 +98,9 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
         raise ValueError("the table has no rows")
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     del parts
-    missing = 0
+    unscored = 0
     if len(columns.responses) == 1:
-        table, missing = _compared(table, list(names))
+        table, unscored = _compared(table, list(names))
     item, firsts, first = _items(table, columns)
     place, answers = table.pop("place"), table["answers"][firsts]
     of_answers = [table["prompt"][firsts] * _MIX + table[side][firsts] for side in ("first", "second")]
@@ -120,7 +120,7 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
         confidence=table.get("confidence"),
     )
     known = (labels.choice != _MISSING) & (labels.annotator != _MISSING)
-    labels = replace(labels.where(known), missing=missing + int((~known).sum()))
+    labels = replace(labels.where(known), missing=unscored + int((~known).sum()))
     if not len(labels):
         raise ValueError(f"the table has {len(dataset)} rows and no label in them")
     return _once(_in_order_of_item(labels))
@@ -150,7 +150,7 @@ def _compared(read: dict[str, np.ndarray], names: list[str]) -> tuple[dict[str, 
     one, other = one[order][differs[order]], other[order][differs[order]]
     rows = place[one], place[other]
     first, second = (read["first"][row] for row in rows)
-    table = {name: read[name][rows[0]] for name in ("prompt", "key") if name in read}
+    table: dict[str, np.ndarray] = {name: read[name][rows[0]] for name in ("prompt", "key") if name in read}
     table |= {"first": first, "second": second, "texts": _texts(table["prompt"], first, second)}
     table |= {"usable": (first != _EMPTY) & (second != _EMPTY), "answers": np.stack(rows, 1)}
     table |= {"place": np.arange(len(one)), "annotator": who[one], "choice": _higher(score[one], score[other])}

@@ -20,6 +20,7 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "krippendorff": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "sklearn": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "crowdkit": ("`trl-ext annotators --method dawid_skene` or `mace`", "'trl-ext[labels]'"),
+    "scipy": ("`trl-ext annotators --method noisy_bt`", "'trl-ext[labels]'"),
     "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),
     "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }

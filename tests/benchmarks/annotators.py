@@ -1,6 +1,7 @@
 """How surely `trl_ext.data.annotators` finds annotators that were planted, and what their labels then come to.
 
     python -m tests.benchmarks.annotators                   # the tables of docs/annotators.md
+    python -m tests.benchmarks.annotators --rankings        # that of rankings alone
     python -m tests.benchmarks.annotators --write labels.parquet --rows 1000000 # one planted table
     python -m tests.benchmarks.annotators --table labels.parquet                # time and memory of its report
 
@@ -13,6 +14,8 @@ import argparse
 import resource
 import tempfile
 import time
+from contextlib import suppress
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
@@ -64,6 +67,50 @@ def planted(labels_each, seed, accuracy=0.8, people=20, off=1, per_item=3):
         }
     )
     return Dataset.from_pandas(table, preserve_index=False), {f"annotator {i}": k for i, k in enumerate(kinds)}, better
+
+
+def planted_rankings(seed, per=3, off=1, in_pairs=False, prompts=400, people=20, answers=4):
+    """
+    A table of rankings of four answers, or of each pair of them by other people, how its columns are called, and how
+    good each answer is. Who is good ranks by quality with a spread of 1.5, and noise under which Bradley and Terry's
+    model holds; some rank at random, and as many by the opposite of quality.
+    """
+    generator = np.random.default_rng(seed)
+    sign = np.array([0, -1] * off + [1] * (people - 2 * off))
+    quality = generator.normal(size=(prompts, answers)) * 1.5
+    sets = [*combinations(range(answers), 2)] if in_pairs else [tuple(range(answers))]
+    rows = []
+    for prompt in range(prompts):
+        for shown in sets:
+            for who in generator.permutation(people)[:per]:
+                scores = sign[who] * quality[prompt, [*shown]] + generator.gumbel(size=len(shown))
+                row = {"prompt": f"prompt {prompt}", "annotator": f"annotator {who}"}
+                for place, (answer, score) in enumerate(zip(shown, scores, strict=True)):
+                    row |= {f"answer_{place}": f"{answer} of {prompt}", f"score_{place}": score}
+                rows.append(row)
+    names = [tuple(f"{what}_{place}" for place in range(len(sets[0]))) for what in ("answer", "score")]
+    return Dataset.from_list(rows), Columns(responses=names[0], scores=names[1]), quality
+
+
+def ranked_outcome(seeds, **how):
+    """For each way to make pairs: shares of items that become right pairs, and wrong ones, and the mean confidence."""
+    shares = {}
+    for seed in range(seeds):
+        table, columns, quality = planted_rankings(seed, **how)
+        labels = read_labels(table, columns)
+        kept = labels.where(~(zscores(labels) < -3)[labels.annotator])
+        texts = np.stack([table[name][:] for name in columns.responses], 1).ravel()
+        of_answer = np.array([quality[int(text.split()[2]), int(text.split()[0])] for text in texts])[labels.answers]
+        ways = {"majority": (labels, "majority"), "majority, z < −3 left out": (kept, "majority")}
+        ways |= {"Dawid–Skene": (labels, "dawid_skene"), "noisy Bradley–Terry": (labels, "noisy_bt")}
+        for name, (given, method) in ways.items():
+            with suppress(ValueError):  # too few labels
+                share = shares_of_labels(given, method)
+                is_pair = (share[:, :2].max(1) >= 0.6) & (share[:, 0] != share[:, 1])
+                is_right = (share[:, 0] > share[:, 1]) == (of_answer[:, 0] > of_answer[:, 1])
+                found = (is_pair & is_right).mean(), (is_pair & ~is_right).mean(), share[is_pair].max(1).mean()
+                shares.setdefault(name, []).append(found)
+    return {name: np.mean(values, axis=0) for name, values in shares.items()}
 
 
 def found(labels_each, seeds, accuracy, off):
@@ -120,12 +167,22 @@ def _peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def show_rankings(seeds):
+    print("| four answers, compared | by | of each kind | way | right pairs | wrong pairs | confidence |")
+    print("|---|---|---|---|---|---|---|")
+    for in_pairs, per, off in ((False, 3, 1), (False, 3, 3), (True, 1, 1), (True, 3, 1), (True, 3, 3)):
+        for name, (right, wrong, sure) in ranked_outcome(seeds, in_pairs=in_pairs, per=per, off=off).items():
+            how = "two at a time" if in_pairs else "in one ranking"
+            print(f"| {how} | {per} | {off} | {name} | {right:.1%} | {wrong:.1%} | {sure:.2f} |", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="PARQUET", help="write one planted table there instead")
     parser.add_argument("--rows", type=int, default=2000, help="of that table")
     parser.add_argument("--table", metavar="PARQUET", help="measure the report on such a table instead")
     parser.add_argument("--seeds", type=int, default=50)
+    parser.add_argument("--rankings", action="store_true", help="print the table of rankings alone")
     args = parser.parse_args()
     if args.table:
         return measure(args.table)
@@ -133,7 +190,10 @@ def main():
         people = 20 if args.rows < 100_000 else 200
         planted(args.rows // people, seed=0, people=people)[0].to_parquet(args.write)
         return None
-    print("| right | of each kind | labels each | random | lazy | adversarial | good | lazy, lean | good, lean |")
+    show_rankings(min(args.seeds, 5))
+    if args.rankings:
+        return None
+    print("\n| right | of each kind | labels each | random | lazy | adversarial | good | lazy, lean | good, lean |")
     print("|---|---|---|---|---|---|---|---|---|")
     for accuracy, off in ((0.8, 1), (0.8, 2), (0.7, 1)):
         for each in (10, 20, 50, 100, 200, 400):

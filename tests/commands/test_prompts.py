@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from trl_ext import load_dataset_split
-from trl_ext.commands.prompts import main
+from trl_ext.commands.prompts import main, write_rows
 
 LONG = "please write a short story about a brave knight who loses his sword in a dark and quiet forest"
 
@@ -176,10 +176,13 @@ def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):
         ([*rl, "--ngram", "0"], "`ngram` must be at least 1, got 0"),
         ([*rl, "--split", "train=0.5"], "shares must be above 0 and have the sum 1, got train=0.5"),
         ([*rl, "--stratify", "topic"], "`stratify` is for `split`"),
+        ([*rl, "--split", "../a=0.5", "b=0.5"], "`split`: '../a' becomes a file's name"),
+        ([*rl, "--split", "a=1", "--held_out", "rl"], "leave held-out sets as they are, and all sets are held out"),
         ([*rl, "--split", "a=1", "--stratify", "subject"], "lacks the column 'subject'"),
         ([*rl, "--balance", "x"], "62 different values in the column 'x'"),
         ([*rl, "--tresholds", "1"], "unknown flag '--tresholds'"),
-        (["--sets", "rl=rl.jsonl", "--output_dir", "."], "set 'rl' lies in `output_dir`"),
+        (["--sets", "rl=rl.jsonl", "--output_dir", "."], "`output_dir` . holds set 'rl'"),
+        (["--sets", "rl=.", "--output_dir", "new"], "`output_dir` new lies in the folder of set 'rl'"),
         (["--sets", "rl=rl.jsonl", "--output_dir", "out"], "out/rl/old.jsonl is of an earlier run with other splits"),
     ]:
         with subtests.test(message=message):
@@ -193,3 +196,23 @@ def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
     status, _, said = run(capsys, *rl)
     assert status == 2 and "needs datasketch, which is not installed: `pip install 'trl-ext[labels]'`" in said
+
+
+def test_a_shipped_configuration_and_an_interrupted_run(folder, capsys, monkeypatch):
+    words = ["--config", "labels/prompts", "--sets", "rl=rl.jsonl", "eval=eval.jsonl", "--output_dir", "out"]
+    status, _, said = run(capsys, *words)
+    assert (
+        status == 1
+        and "of 'eval'" in said
+        and {"train.jsonl", "test.jsonl"} == {path.name for path in (folder / "out/rl").iterdir()}
+    )
+
+    def write(path, rows):
+        if path.stem == "test":
+            raise KeyboardInterrupt
+        write_rows(path, rows)
+
+    monkeypatch.setattr("trl_ext.commands.prompts.write_rows", write)
+    with pytest.raises(KeyboardInterrupt):
+        run(capsys, *words, "--seed", "1")
+    assert [path.name for path in (folder / "out/rl").iterdir()] == ["train.jsonl"]  # not the other seed's test

@@ -1,14 +1,17 @@
 """Labels of several annotators: what is read, how far they agree, and the pairs that come of it."""
 
+import itertools
 import json
+import math
+from dataclasses import replace
 
 import krippendorff
 import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from sklearn.metrics import cohen_kappa_score
 
-from tests.benchmarks.annotators import COLUMNS, planted
+from tests.benchmarks.annotators import COLUMNS, planted, planted_rankings, ranked_outcome
 from trl_ext.data.annotators import (
     Columns,
     agreement_report,
@@ -16,10 +19,12 @@ from trl_ext.data.annotators import (
     krippendorff_alpha,
     labels,
     majority_pairs,
+    noisy_bradley_terry,
     read_labels,
     shares_of_labels,
     zscores,
 )
+from trl_ext.data.annotators.bradley_terry import negative_log_posterior
 
 CHOICES = {"ann": "aabbt aab".replace(" ", ""), "bob": "aabat-bab".replace("-", ""), "cy": "abbbttab"}
 WIDE = Columns(annotators=tuple(CHOICES), values=("a", "b", "t"))
@@ -225,7 +230,7 @@ ROW = {"prompt": "p", "response_a": "x", "response_b": "y", "annotator": "ann", 
         ([ROW, ROW | {"choice": "2"}], {}, "the column 'choice' holds '2' in row 1, which is none of a, b, tie"),
         ([ROW | {"choice": None}], {}, "the table has 1 rows and no label in them"),
         ([ROW | {"annotator": None}], {}, "no label in them"),
-        ([ROW], {"choice": "choice", "scores": ("s", "t")}, "a choice or two scores, but both are given"),
+        ([ROW], {"choice": "choice", "scores": ("s", "t")}, "a choice or scores, but both are given"),
         ([ROW], {"annotator": "annotator", "annotators": ("ann",)}, "annotators of a wide one: give one"),
         ([ROW], {"annotators": ("choice",), "time": "t"}, "time 't' is of a long table"),
         ([ROW], {"scores": ("response_a", "response_b")}, "'response_a' must hold numbers, but row 0 has 'x'"),
@@ -237,3 +242,179 @@ ROW = {"prompt": "p", "response_a": "x", "response_b": "y", "annotator": "ann", 
 def test_bad_tables_are_refused(rows, columns, message):
     with pytest.raises(ValueError, match=message):
         read_labels(Dataset.from_list(rows), Columns(**columns))
+
+
+# ---- Rankings ----
+
+
+def rankings(seed=0, prompts=12, answers=4):
+    """prompt -> annotator -> answer -> rank, 1 the best; some are equal, some are not ranked."""
+    draw = np.random.default_rng(seed)
+    found = {}
+    for i in range(prompts):
+        quality = draw.normal(size=answers)
+        ranks = {who: 1 + (-(quality + draw.normal(size=answers))).round(0).argsort().argsort() for who in CHOICES}
+        for rank in ranks.values():
+            rank[draw.integers(answers)] = draw.integers(1, answers + 1)
+        kept = {who: [a for a in range(answers) if draw.random() < 0.8] for who in ranks}
+        found[f"p{i}"] = {who: {f"a{a} of {i}": int(ranks[who][a]) for a in kept[who]} for who in ranks}
+    return found
+
+
+def one_a_row(given, draw):
+    rows = [
+        {"prompt": prompt, "answer": answer, "annotator": who, "rank": rank, "seconds": 3.0}
+        for prompt, people in given.items()
+        for who, ranks in people.items()
+        for answer, rank in ranks.items()
+    ]
+    return Dataset.from_list([rows[i] for i in draw.permutation(len(rows))])
+
+
+def several_a_row(given, draw):
+    """Answers in another order in each row; what is not ranked has none, or no text, either."""
+    rows = []
+    for prompt, people in given.items():
+        for who, ranks in people.items():
+            cells = [(answer, -rank) for answer, rank in ranks.items()] + [("not ranked", None), (None, None)] * 2
+            cells = [cells[i] for i in draw.permutation(4)] if len(ranks) == 4 else cells[:4]
+            row = {f"r{i}": answer for i, (answer, _) in enumerate(cells)} | {
+                f"s{i}": s for i, (_, s) in enumerate(cells)
+            }
+            rows.append({"prompt": prompt, "who": who, **row})
+    return Dataset.from_list(rows)
+
+
+def a_column_each(given, draw):
+    answers = {(p, answer) for p, people in given.items() for ranks in people.values() for answer in ranks}
+    each = [{"prompt": p, "answer": a} | {who: given[p][who].get(a) for who in CHOICES} for p, a in sorted(answers)]
+    return Dataset.from_list(each)
+
+
+def said(table, columns):
+    """(prompt, both answers, who) -> the winner, or "tie"."""
+    read = read_labels(table, columns)
+    texts = np.stack([table[name][:] for name in columns.responses], 1).ravel()
+    prompts = np.array(table["prompt"][:])[read.rows]
+    found = {}
+    for item, who, choice in zip(read.item, read.annotator, read.choice, strict=True):
+        both = texts[read.answers[item]]
+        found[prompts[item], frozenset(both.tolist()), read.annotators[who]] = [*both, "tie"][choice]
+    assert len(found) == len(read)
+    return read, found
+
+
+FOUR = Columns(responses=("r0", "r1", "r2", "r3"), annotator="who", scores=("s0", "s1", "s2", "s3"))
+RANKS = Columns(responses=("answer",), scores=("rank",), lowest_wins=True, seconds="seconds")
+RANKED = [(one_a_row, RANKS), (several_a_row, FOUR)]
+RANKED += [(a_column_each, Columns(responses=("answer",), annotators=tuple(CHOICES), lowest_wins=True))]
+
+
+@pytest.mark.parametrize("make, columns", RANKED)
+def test_rankings_say_what_each_of_their_pairs_says(make, columns, monkeypatch):
+    monkeypatch.setattr(labels, "_ROWS", 7)
+    given = rankings()
+    expected = {}
+    for prompt, people in given.items():
+        for who, ranks in people.items():
+            for a, b in itertools.combinations(ranks, 2):
+                winner = "tie" if ranks[a] == ranks[b] else min(a, b, key=ranks.get)
+                expected[prompt, frozenset([a, b]), who] = winner
+    table = make(given, np.random.default_rng(1))
+    read, found = said(table, columns)
+    assert found == expected and {"tie"} < {*found.values()} and (np.diff(read.rows) >= 0).all()
+    report = agreement_report(read)
+    votes = {}
+    for (prompt, both, _), winner in expected.items():
+        votes.setdefault((prompt, both), []).append(winner)
+    pairs = [a == b for each in votes.values() for a, b in itertools.combinations(each, 2)]
+    assert report["agreement"] == pytest.approx(np.mean(pairs)) and report["items"] == len(votes)
+    made = {(p["prompt"], p["chosen"], p["rejected"]): p["confidence"] for p in majority_pairs(table, read, columns)}
+    for (prompt, chosen, rejected), confidence in made.items():
+        given_votes = votes[prompt, frozenset([chosen, rejected])]
+        assert confidence == pytest.approx(given_votes.count(chosen) / len(given_votes))
+    assert len(made) == sum(
+        max(each.count(w) for w in {*each} - {"tie"} or {0}) / len(each) > 0.6 for each in votes.values()
+    )
+
+
+def test_labels_of_one_prompt_are_no_more_sure_for_being_many():
+    """The same labels four times over, as pairs of the same prompts, change no interval and no z-score."""
+    table, _, _ = planted(40, seed=6)
+    table = table.remove_columns("item")
+    again = [
+        table.map(lambda row, n=n: {f"response_{c}": row[f"response_{c}"] + n for c in "ab"}) for n in ("", " 2", " 3")
+    ]
+    columns = Columns(seconds="seconds", time="time")
+    once, thrice = (agreement_report(read_labels(each, columns)) for each in (table, concatenate_datasets(again)))
+    assert thrice["labels"] == 3 * once["labels"]
+    assert thrice["alpha_interval"] == pytest.approx(once["alpha_interval"], abs=2e-3)
+    for name in ("z", "lean_z", "drift_z"):
+        values = [{row["annotator"]: row[name] for row in report["annotators"]} for report in (once, thrice)]
+        assert values[1] == pytest.approx(values[0], rel=0.02, abs=0.15 * (name == "drift_z")), name
+
+
+def test_too_many_answers_to_a_prompt_are_refused():
+    table = Dataset.from_dict({"prompt": [""] * 101, "answer": [f"a{i}" for i in range(101)], "rank": range(101)})
+    table = table.add_column("annotator", ["ann"] * 101)
+    with pytest.raises(ValueError, match="'ann' scored 101 answers to the prompt in row 0, 100 at most are compared"):
+        read_labels(table, replace(RANKS, seconds=None))
+
+
+# ---- Noisy Bradley-Terry ----
+
+
+def compared(seed, answers=60, people=10, labels=3000):
+    """Comparisons of answers with known scores by people of whom one tosses a coin, and one is contrary."""
+    draw = np.random.default_rng(seed)
+    scores, eta = draw.normal(size=answers) * 1.5, np.array([0.5, 0.05, *[0.95] * (people - 2)])
+    first, second = (draw.integers(0, answers, labels) for _ in range(2))
+    second = np.where(first == second, (second + 1) % answers, second)
+    who = draw.integers(0, people, labels)
+    p = 1 / (1 + np.exp(scores[second] - scores[first]))
+    wins = (draw.random(labels) < eta[who] * p + (1 - eta[who]) * (1 - p)).astype(float)
+    return scores, eta, (first, second, wins, who)
+
+
+def test_the_posterior_is_the_papers_and_its_gradient_the_slope():
+    draw = np.random.default_rng(0)
+    _, _, (first, second, wins, who) = compared(0, answers=5, people=3, labels=40)
+    wins[:6] = 0.5
+    given, x = (first, second, wins, who, 5), draw.normal(size=8)
+    value, gradient = negative_log_posterior(x, *given)
+    slow = sum(s**2 for s in x[:5]) / 2
+    eta = [1 / (1 + math.exp(-rho)) for rho in x[5:]]
+    for i, j, win, k in zip(first, second, wins, who, strict=True):
+        i_beats_j = math.exp(x[i]) / (math.exp(x[i]) + math.exp(x[j]))
+        prefers_i = eta[k] * i_beats_j + (1 - eta[k]) * (1 - i_beats_j)
+        slow -= win * math.log(prefers_i) + (1 - win) * math.log(1 - prefers_i)
+    slow -= sum(7 * math.log(e) + math.log(1 - e) for e in eta)
+    assert value == pytest.approx(slow)
+    steps = np.eye(8) * 1e-5
+    slopes = [
+        (negative_log_posterior(x + h, *given)[0] - negative_log_posterior(x - h, *given)[0]) / 2e-5 for h in steps
+    ]
+    np.testing.assert_allclose(gradient, slopes, rtol=1e-6, atol=1e-8)
+
+
+def test_scores_and_annotators_that_were_planted_are_found():
+    truth, eta, given = compared(1)
+    scores, found = noisy_bradley_terry(*given)
+    assert np.corrcoef(scores, truth)[0, 1] > 0.97 and np.abs(found - eta).max() < 0.15
+    turned = given[1], given[0], 1 - given[2], given[3]
+    np.testing.assert_allclose(noisy_bradley_terry(*turned)[0], scores, atol=1e-3)
+    # Ties alone say nothing of answers and of people: the modes of the priors, 0 and (8 − 1)/(8 + 2 − 2)
+    scores, found = noisy_bradley_terry(given[0], given[1], np.full(3000, 0.5), given[3])
+    np.testing.assert_allclose(scores, 0, atol=1e-6)
+    np.testing.assert_allclose(found, 7 / 8, atol=1e-4)
+
+
+def test_scores_of_answers_make_fewer_wrong_pairs_than_votes():
+    ways = ranked_outcome(1, in_pairs=True, per=3, off=3, prompts=150)
+    (right, wrong, _), (votes_right, votes_wrong, _) = ways["noisy Bradley–Terry"], ways["majority"]
+    assert wrong < 0.4 * votes_wrong and right > 0.95 * votes_right
+    table, columns, _ = planted_rankings(0, per=1, prompts=2)
+    with pytest.raises(
+        ValueError, match="method noisy_bt learns .* 3 labels an answer with 6 of the middle annotator"
+    ):
+        shares_of_labels(read_labels(table, columns), "noisy_bt")

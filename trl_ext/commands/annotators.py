@@ -2,14 +2,15 @@
 
     trl-ext annotators --dataset_name labels.jsonl --output_dir outputs/labels
 
-The table is long, a row a label, or wide, a row a pair with a column for each annotator (--annotator_columns). Written
-are the report, `annotators.html` and `annotators.json`, and then pairs for `trl-ext reward` and `trl-ext dpo`:
-`pairs/train.jsonl`, and `pairs/test.jsonl` by annotators who are not in the first. The table stays as it is.
+The table is long, a row a label, or wide, a row a pair with a column for each annotator (--annotator_columns), or it
+ranks answers, several in a row or one in each (--score_columns). Written are the report, `annotators.html` and
+`annotators.json`, and then pairs for `trl-ext reward` and `trl-ext dpo`: `pairs/train.jsonl`, and `pairs/test.jsonl`
+by annotators who are not in the first. The table stays as it is.
 """
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +21,14 @@ from ..output_dir import check_output_dir
 from ..parser import StrictTrlParser
 from ..settings import check_settings
 from ..shipped import find
+from .prompts import overlap, write_rows, write_text
 
 _RANGES = {
     "confidence_bound": ("in [0.5, 1], a share of labels", lambda x: 0.5 <= x <= 1),
     "min_labels": (">= 1", lambda x: x >= 1),
     "held_out_annotators": ("in [0, 1), a share of annotators", lambda x: 0 <= x < 1),
 }
+_OWN = {"prompt", "chosen", "rejected", "confidence", "weight", "votes", "annotators", "row"}
 _ONLY_WITH = dict.fromkeys(
     ("method", "confidence_bound", "min_labels", "held_out_annotators", "keep_columns"), ("write_pairs", True)
 )
@@ -45,7 +48,10 @@ class AnnotatorsArguments:
     )
     response_columns: list[str] = field(
         default_factory=lambda: ["response_a", "response_b"],
-        metadata={"help": "Columns of the two answers, as they were shown."},
+        metadata={
+            "help": "Columns of the two answers, as they were shown; of more that are ranked; or one, if each row has "
+            "one answer."
+        },
     )
     annotator_column: str | None = field(
         default=None, metadata={"help": "Who chose, in a long table; `annotator` if unset."}
@@ -54,17 +60,22 @@ class AnnotatorsArguments:
         default=None, metadata={"help": "What was chosen, in a long table; `choice` if unset."}
     )
     score_columns: list[str] | None = field(
-        default=None, metadata={"help": "In the place of choices: a score for each of the two answers."}
+        default=None, metadata={"help": "In the place of choices: a column with a score for each of the answers."}
     )
+    lowest_wins: bool = field(default=False, metadata={"help": "Scores are ranks: 1 is the best."})
     annotator_columns: list[str] | None = field(
-        default=None, metadata={"help": "Of a wide table: columns with the choices of one annotator each."}
+        default=None,
+        metadata={
+            "help": "Of a wide table: columns of one annotator each, with choices, or scores of one answer a row."
+        },
     )
     choice_values: list[str] = field(
         default_factory=lambda: ["a", "b", "tie"],
         metadata={"help": "What stands for the first answer, for the second, and, all others, for a tie."},
     )
     item_column: str | None = field(
-        default=None, metadata={"help": "What names a pair; if unset, equal texts, in any order, are one pair."}
+        default=None,
+        metadata={"help": "What names a pair, or the prompt of a ranking; if unset, equal texts are one pair."},
     )
     time_column: str | None = field(default=None, metadata={"help": "When a label was given: numbers or dates."})
     seconds_column: str | None = field(default=None, metadata={"help": "How long a label took."})
@@ -73,9 +84,12 @@ class AnnotatorsArguments:
         default=None, metadata={"help": "Further columns to keep in the pairs, such as a topic."}
     )
     write_pairs: bool = field(default=True, metadata={"help": "Whether to write pairs after the report."})
-    method: Literal["majority", "dawid_skene", "mace"] = field(
+    method: Literal["majority", "dawid_skene", "mace", "noisy_bt"] = field(
         default="majority",
-        metadata={"help": "What the labels of a pair come to: by votes, or by who is how good (Dawid-Skene, MACE)."},
+        metadata={
+            "help": "What the labels of a pair come to: by votes, by who is how good (Dawid-Skene, MACE), or by the "
+            "answers' scores, too (noisy Bradley-Terry, for rankings)."
+        },
     )
     confidence_bound: float = field(
         default=0.6, metadata={"help": "Least share of an item's labels, or probability, that its winner must have."}
@@ -91,8 +105,8 @@ class AnnotatorsArguments:
 
     def __post_init__(self) -> None:
         check_settings(self, _RANGES, _ONLY_WITH)
-        if len(self.response_columns) != 2:
-            raise ValueError(f"`response_columns` must be two, got {self.response_columns}")
+        if own := {*(self.keep_columns or ())} & _OWN:
+            raise ValueError(f"`keep_columns`: pairs have a {min(own)!r} of their own: rename the column of the table")
 
 
 def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
@@ -106,24 +120,26 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     from ..data.annotators import Columns, agreement_report, hold_out_annotators, read_labels
 
     folder = Path(args.output_dir)
-    if folder.resolve() in (given := find(args.dataset_name).resolve(), *given.parents):
-        raise ValueError(f"`output_dir` {folder} holds the table {args.dataset_name}: choose another one")
+    if (why := overlap(folder, find(args.dataset_name))) and find(args.dataset_name).exists():
+        raise ValueError(f"`output_dir` {folder} {why} the table {args.dataset_name}: choose another one")
     columns = Columns(
         prompt=tuple(args.prompt_columns),
-        responses=(args.response_columns[0], args.response_columns[1]),
+        responses=tuple(args.response_columns),
         annotator=args.annotator_column,
         choice=args.choice_column,
         annotators=tuple(args.annotator_columns or ()),
         scores=tuple(args.score_columns or ()),
+        lowest_wins=args.lowest_wins,
         values=tuple(args.choice_values),
         item=args.item_column,
         time=args.time_column,
         seconds=args.seconds_column,
         confidence=args.confidence_column,
     )
-    needed = (*columns.names, *(args.keep_columns or ()))
-    dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config, columns=needed)
+    dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config, columns=())
     labels = read_labels(dataset, columns)
+    if missing := [name for name in args.keep_columns or () if name not in dataset.column_names]:
+        raise ValueError(f"`keep_columns`: the table lacks {', '.join(map(repr, missing))}")
     report: dict[str, Any] = {"settings": asdict(args), **agreement_report(labels, args.seed)}
     off = {row["annotator"] for row in report["annotators"] if _is_off(row["z"], args.min_zscore)}
     if off:
@@ -138,15 +154,15 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     write_report(folder, report)
     if not args.write_pairs:
         return report
+    # Of an earlier run, this one might be interrupted: people of one file must not be in the other
+    (folder / "pairs" / "test.jsonl").unlink(missing_ok=True)
     train, test = hold_out_annotators(labels, args.held_out_annotators, args.seed)
-    if args.held_out_annotators and test is None:
+    if args.held_out_annotators and test is None and len(labels):
         report["unknown"].append("One annotator is left, so nobody could be held out for a test.")
     report["pairs"] = {"train": _write_pairs(folder, "train", dataset, train, columns, args, args.method)}
     # Who is tested is no model's guess: votes alone
     if test is not None:
         report["pairs"]["test"] = _write_pairs(folder, "test", dataset, test, columns, args, "majority")
-    else:
-        (folder / "pairs" / "test.jsonl").unlink(missing_ok=True)  # of an earlier run: it may hold these people
     write_report(folder, report)
     if not report["pairs"]["train"]["pairs"]:
         raise ValueError(f"no pair is left to train on: {folder / 'annotators.html'} says why")
@@ -157,9 +173,8 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
     """Write `annotators.json` and the page of it, `annotators.html`."""
     from .annotators_page import page
 
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "annotators.json", [json.dumps(report, indent=2, ensure_ascii=False) + "\n"])
-    _write(folder / "annotators.html", [page(report)])
+    write_text(folder / "annotators.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+    write_text(folder / "annotators.html", page(report))
 
 
 def _is_off(z: float | None, bound: float | None) -> bool:
@@ -177,7 +192,7 @@ def _write_pairs(
     confidences: list[float] = []
     examples: list[dict[str, Any]] = []
 
-    def lines() -> Iterable[str]:
+    def rows() -> Iterator[dict[str, Any]]:
         pairs = majority_pairs(
             dataset,
             labels,
@@ -191,11 +206,10 @@ def _write_pairs(
         for pair in pairs:
             confidences.append(pair["confidence"])
             if len(examples) < 3:
-                examples.append(pair)
-            yield json.dumps(pair, ensure_ascii=False, default=str) + "\n"
+                examples.append({name: pair[name] for name in ("prompt", "chosen", "rejected", "confidence")})
+            yield pair
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, lines())
+    write_rows(path, rows())
     if not confidences:
         path.unlink()  # a file without a row cannot be loaded
     who = sorted(labels.annotators[place] for place in np.unique(labels.annotator))
@@ -210,13 +224,6 @@ def _write_pairs(
         "left_out": {reason: number for reason, number in left_out.items() if number},
         "examples": examples,
     }
-
-
-def _write(path: Path, lines: Iterable[str]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(lines)
-    temporary.replace(path)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -236,11 +243,13 @@ def main(arguments: list[str] | None = None) -> None:
         if found["file"]:
             print(f"Pairs: {found['file']}, {found['pairs']:,} by {len(found['annotators'])} annotators")
     folder = Path(args.output_dir)
-    print(f"Report: {folder / 'annotators.html'}" + (f"; next: {_next(folder)}" if pairs else ""))
+    print(f"Report: {folder / 'annotators.html'}" + (f"; next: {_next(folder, pairs)}" if pairs else ""))
 
 
-def _next(folder: Path) -> str:
+def _next(folder: Path, pairs: dict[str, Any]) -> str:
     given = {"dataset_name": folder / "pairs", "model_name_or_path": "PATH_OR_HUB_NAME", "use_confidence": "true"}
+    if not pairs.get("test", {}).get("file"):
+        given["eval_size"] = max(1, pairs["train"]["pairs"] // 10)
     return shlex.join(["trl-ext", "reward", *(str(word) for name in given for word in (f"--{name}", given[name]))])
 
 

@@ -12,6 +12,7 @@ from .page import NO_CURVES
 
 _SHOWN = 200  # rows of a table
 _NAMES = 40  # annotators whose names fit beside a chart
+_FAST = 1 / 3  # of the middle annotator's seconds, below which somebody is named
 _LEAN, _DRIFT = (0.05, 4), (-0.05, -3)  # from which share and z-score on a lean or a drift is named
 
 
@@ -62,6 +63,10 @@ def _findings(report: dict[str, Any]) -> Any:
     if drift := [row for row in people if (row["drift"] or 0) < _DRIFT[0] and (row["drift_z"] or 0) < _DRIFT[1]]:
         shown = _some([f"{row['annotator']} ({row['drift']:+.0%})" for row in drift])
         yield f"Agree less in the later half of their labels: {shown}."
+    seconds = [row["seconds"] for row in people if row["seconds"] is not None]
+    if seconds and (fast := [row for row in people if _is_fast(row["seconds"], float(np.median(seconds)))]):
+        shown = _some([f"{row['annotator']} ({row['seconds']:.3g} s)" for row in fast])
+        yield f"Take less than a third of the {np.median(seconds):.3g} s of the middle annotator: {shown}."
     if report["repeats"]:
         yield (
             f"{report['repeats']:,} labels are of a pair that the same annotator had labelled before: they count "
@@ -72,6 +77,10 @@ def _findings(report: dict[str, Any]) -> Any:
     if by := report["agreement_by_confidence"]:
         halves = " and ".join(f"{_percent(share)} {name.replace('_', ' ')}" for name, share in by.items())
         yield f"By how sure annotators said they were, labels agree with the others': {halves}."
+
+
+def _is_fast(seconds: float | None, middle: float) -> bool:
+    return seconds is not None and seconds < _FAST * middle
 
 
 def _people(report: dict[str, Any]) -> str:

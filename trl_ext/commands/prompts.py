@@ -10,7 +10,6 @@ the command with status 1 and one sentence, a wrong input with status 2.
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..parser import StrictTrlParser
+from ..shipped import find
 from ..terminal import late_bars, quiet
 
 # Measured with a million: what a row takes, whatever its length, with splits by a column
@@ -95,8 +95,7 @@ class PromptsArguments:
     def __post_init__(self):
         self.paths = pairs("sets", self.sets, "NAME=PATH")
         for name in self.paths:
-            if not re.fullmatch(r"\w[\w.-]*", name):
-                raise ValueError(f"`sets`: {name!r} becomes a file's name; take letters, digits, '_', '.', '-'")
+            _check_file_name("sets", name)
         self.set_columns = self._of_sets("columns", "NAME=COLUMN")
         self.bounds = {name: self._shares(name) for name in ("max_overlap", "max_duplicates", "max_copied")}
         if self.held_out is None:
@@ -105,9 +104,13 @@ class PromptsArguments:
             self.split_sets = [name for name in self.paths if name not in self.held_out]
         for name in ("held_out", "split_sets", "copied_from"):
             self._check_names(name, getattr(self, name))
+        if (self.split or self.balance) and not self.split_sets:
+            raise ValueError("`split` and `balance` leave held-out sets as they are, and all sets are held out")
         if {*self.held_out} & {*self.split_sets} and (self.split or self.balance):
             raise ValueError("`split_sets` and `held_out` have a set in common: a held-out set stays as it is")
         self.split_shares = {name: share("split", name, value) for name, value in pairs("split", self.split).items()}
+        for name in self.split_shares:
+            _check_file_name("split", name)
         if self.split_shares and (
             min(self.split_shares.values()) <= 0 or abs(sum(self.split_shares.values()) - 1) > 1e-6
         ):
@@ -133,6 +136,11 @@ class PromptsArguments:
         for each in given:
             if each not in self.paths:
                 raise ValueError(f"`{name}` names {each!r}, which is none of the sets {', '.join(self.paths)}")
+
+
+def _check_file_name(option: str, name: str) -> None:
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"`{option}`: {name!r} becomes a file's name; take letters, digits, '_', '.', '-'")
 
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
@@ -195,9 +203,9 @@ def check_output(args: PromptsArguments) -> None:
     check_output_dir(args.output_dir, "false")
     folder = Path(args.output_dir)
     for name, path in args.paths.items():
-        place = Path(path if Path(path).exists() else path.partition(":")[0])
-        if place.exists() and (place.resolve() == folder.resolve() or folder.resolve() in place.resolve().parents):
-            raise ValueError(f"set {name!r} lies in `output_dir` {folder}: choose another, inputs are never changed")
+        place = find(path if Path(path).exists() else path.partition(":")[0])
+        if place.exists() and (why := overlap(folder, place)):
+            raise ValueError(f"`output_dir` {folder} {why} set {name!r}: choose another, inputs are never changed")
     if not args.write:
         return
     for name in args.paths:
@@ -208,6 +216,15 @@ def check_output(args: PromptsArguments) -> None:
         if others or (is_split(args, name) and (folder / f"{name}.jsonl").exists()):
             stale = others[0] if others else folder / f"{name}.jsonl"
             raise ValueError(f"{stale} is of an earlier run with other splits: delete it, or choose another folder")
+
+
+def overlap(folder: Path, given: Path) -> str:
+    """How a folder to write into and an input lie in each other, as the verb between them; "" if they do not."""
+    mine, theirs = folder.resolve(), given.resolve()
+    if mine == theirs or mine in theirs.parents:
+        return "holds"
+    # `datasets` reads a folder with all that lies below it
+    return "lies in the folder of" if theirs in mine.parents and theirs.is_dir() else ""
 
 
 def is_split(args: PromptsArguments, name: str) -> bool:
@@ -240,10 +257,18 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     temporary.replace(path)
 
 
+def write_text(path: Path, text: str) -> None:
+    """A file, in place when complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary.replace(path)
+
+
 def _as_text(value: Any) -> str:
     if isinstance(value, (date, time, timedelta, Decimal)):
         return str(value)
-    raise ValueError(f"a {type(value).__name__} cannot be written as JSON: leave its column out, or `--write false`")
+    raise ValueError(f"a {type(value).__name__} cannot be written as JSON: leave its column out")
 
 
 def _without_nan(value: Any) -> Any:
@@ -292,19 +317,16 @@ def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
     found = figures(report, args, reasons, splits)
     found["bounds"] = broken_bounds(args.bounds, found)
     folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "duplicates.jsonl", groups(report))
     settings = {name: value for name, value in asdict(args).items() if name != "output_dir"}
-    for name, text in (
-        ("prompts.json", json.dumps({**found, "settings": settings}, indent=1, ensure_ascii=False)),
-        ("prompts.html", page(report, found, args, splits)),
-    ):
-        temporary = folder / f"{name}.tmp"
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, folder / name)
+    write_text(folder / "prompts.json", json.dumps({**found, "settings": settings}, indent=1, ensure_ascii=False))
+    write_text(folder / "prompts.html", page(report, found, args, splits))
     print(f"Report: {folder / 'prompts.html'}")
     for note in found["notes"]:
         print(note)
+    for name in report.sets if args.write else ():
+        for path in copies(args, name):  # a run that is interrupted must not leave another run's other split
+            path.unlink(missing_ok=True)
     for name, rows in report.sets.items() if args.write else ():
         for path in copies(args, name):
             places = splits[name] == path.stem if name in splits else reasons[name] == REASONS.index("")

@@ -1,6 +1,7 @@
 """Who labelled preference pairs, how far they agree, and what their labels come to."""
 
 from .agreement import agreement_report, krippendorff_alpha
+from .bradley_terry import noisy_bradley_terry
 from .columns import Columns
 from .labels import FIRST, SECOND, TIE, Labels, read_labels
 from .outliers import zscores
@@ -17,6 +18,7 @@ __all__ = [
     "hold_out_annotators",
     "krippendorff_alpha",
     "majority_pairs",
+    "noisy_bradley_terry",
     "read_labels",
     "shares_of_labels",
     "zscores",

@@ -8,7 +8,7 @@ import pandas as pd
 
 from ...packages import need
 from .labels import FIRST, SECOND, TIE, Labels
-from .outliers import others_share, sums, zscores
+from .outliers import mean_and_error, others_share, sums, zscores
 
 RESAMPLES = 1000
 _KAPPAS = 20  # annotators with the most labels, of whom each two are compared
@@ -33,7 +33,7 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     counts = labels.counts()
     per_item = counts.sum(1)
     overlapping = int((per_item > 1).sum())
-    alpha, interval = krippendorff_alpha(counts, seed=seed)
+    alpha, interval = krippendorff_alpha(counts, labels.prompt, seed=seed)
     compared = others_share(labels, counts, labels.choice)
     used = np.bincount(labels.choice, minlength=3)
     coin = ((counts[:, FIRST] + counts[:, SECOND]) / np.maximum(per_item, 1))[per_item > 1]
@@ -62,13 +62,15 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
 
 
 def krippendorff_alpha(
-    counts: np.ndarray, resamples: int = RESAMPLES, seed: int = 0
+    counts: np.ndarray, groups: np.ndarray | None = None, resamples: int = RESAMPLES, seed: int = 0
 ) -> tuple[float | None, list[float] | None]:
     """
-    Compute Krippendorff's α of nominal labels, and its 95 % percentile interval by a bootstrap over items.
+    Compute Krippendorff's α of nominal labels, and its 95 % percentile interval by a bootstrap over groups of items.
 
     Args:
         counts: (I, K), how often each item was given each label.
+        groups: (I,) int, equal for items that are drawn together, such as all pairs of a prompt, which share their
+            answers and so their errors; if not given, each item is drawn alone.
         resamples: draws of the bootstrap.
         seed: of the bootstrap.
 
@@ -79,21 +81,24 @@ def krippendorff_alpha(
     need("krippendorff", "Krippendorff's α")
     import krippendorff
 
-    counts = counts[counts.sum(1) > 1]
+    has_two = counts.sum(1) > 1
+    groups = np.arange(len(counts)) if groups is None else groups
+    group, counts = pd.factorize(groups[has_two])[0], counts[has_two]
     counts = counts[:, counts.any(0)]
     if not len(counts) or counts.shape[1] < 2:
         return None, None
     alpha = float(krippendorff.alpha(value_counts=counts, level_of_measurement="nominal"))
-    # α is made of sums over items, and items with the same counts add the same: few numbers are drawn
-    kinds, times = np.unique(counts, axis=0, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(len(counts), times / len(counts), size=resamples)
-    sums = drawn @ kinds  # (R, K) labels of each kind
-    totals = kinds.sum(1)
-    observed = drawn @ ((totals**2 - (kinds**2).sum(1)) / (totals - 1))
+    # α is made of sums over items, and groups that add the same are of one kind: few numbers are drawn
+    totals = counts.sum(1)
+    observed = (totals**2 - (counts**2).sum(1)) / (totals - 1)
+    added = np.stack([np.bincount(group, values) for values in (observed, *counts.T)], 1)
+    kinds, times = np.unique(added.round(9), axis=0, return_counts=True)
+    drawn = np.random.default_rng(seed).multinomial(len(added), times / len(added), size=resamples) @ kinds
+    sums = drawn[:, 1:]  # (R, K) labels of each kind
     every = sums.sum(1)
     expected = (every**2 - (sums**2).sum(1)) / (every - 1)
     with np.errstate(invalid="ignore", divide="ignore"):
-        alphas = 1 - observed / expected
+        alphas = 1 - drawn[:, 0] / expected
     low, high = np.nanpercentile(alphas, [2.5, 97.5])
     return alpha, [float(low), float(high)]
 
@@ -176,7 +181,10 @@ def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     total = choices.sum(1)
     usable = mine & (total > 0)
     their_first = np.where(labels.swapped, choices[:, SECOND], choices[:, FIRST])[usable] / total[usable]
-    return _mean_and_z(labels.annotator[usable], _is_shown_first(labels)[usable] - their_first, size)
+    who, prompt = labels.annotator[usable], labels.prompt[labels.item[usable]]
+    mean, error = mean_and_error(who, prompt, _is_shown_first(labels)[usable] - their_first, size)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return mean, mean / error
 
 
 def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -192,24 +200,12 @@ def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray
     number = np.bincount(who, minlength=size)
     starts = np.concatenate([[0], np.cumsum(number)[:-1]])
     later = np.arange(len(who)) - starts[who] >= number[who] // 2
-    means, errors = [], []
-    for half in (~later, later):
-        n = np.bincount(who[half], minlength=size)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            mean = sums(who[half], agrees[half], size) / n
-            errors.append((sums(who[half], agrees[half] ** 2, size) / n - mean**2) / (n - 1))
-        means.append(mean)
-    drift = np.where(number >= 4, means[1] - means[0], np.nan)
+    prompt = labels.prompt[labels.item[known]][order]
+    halves = [mean_and_error(who[half], prompt[half], agrees[half], size) for half in (~later, later)]
+    (earlier, earlier_error), (latter, latter_error) = halves
+    drift = np.where(number >= 4, latter - earlier, np.nan)
     with np.errstate(invalid="ignore", divide="ignore"):
-        return drift, drift / np.sqrt(errors[0] + errors[1])
-
-
-def _mean_and_z(who: np.ndarray, values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    n = np.bincount(who, minlength=size)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean = sums(who, values, size) / n
-        error = np.sqrt((sums(who, values**2, size) / n - mean**2) / (n - 1))
-        return mean, mean / error
+        return drift, drift / np.hypot(earlier_error, latter_error)
 
 
 def _medians(labels: Labels, values: np.ndarray | None, how: str = "median") -> np.ndarray:
@@ -257,6 +253,9 @@ def _kappas(labels: Labels) -> list[dict[str, Any]]:
 def _unknown(labels: Labels, report: dict[str, Any]) -> Any:
     """Sentences on what cannot be known."""
     people = len(report["annotators"])
+    if not people:
+        yield "Whoever labelled a pair again contradicted what was said before, so no label is left."
+        return
     compared = [row for row in report["annotators"] if row["compared"]]
     if people == 1:
         yield "There is one annotator, so agreement is not known: have a second one label a tenth of the items."

@@ -16,6 +16,8 @@ FIRST, SECOND, TIE = range(3)
 _MISSING = -1
 _ROWS = 50_000  # read at a time
 _EMPTY = pd.util.hash_array(np.array([""], dtype=object))[0]
+_RANKED = 100  # answers to one prompt: pairs grow with their square
+_TEXT_TYPES = (pa.types.is_string, pa.types.is_large_string, pa.types.is_nested, pa.types.is_null)
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
 
 
@@ -31,6 +33,8 @@ class Labels:
         swapped: (L,) bool, whether this annotator was shown the answers in the other order.
         annotators: names.
         rows: (I,) the first row of each item in the table.
+        answers: (I, 2) int, where its two answers are: row · number of response columns + column.
+        responses: (I, 2) int, equal where prompt and answer are.
         prompt: (I,) int, equal where prompts are.
         usable: (I,) bool, whether there are two different answers to choose from.
         time, seconds, confidence: (L,) float, NaN where unknown; None if the table does not say.
@@ -45,6 +49,8 @@ class Labels:
     swapped: np.ndarray
     annotators: list[str]
     rows: np.ndarray
+    answers: np.ndarray
+    responses: np.ndarray
     prompt: np.ndarray
     usable: np.ndarray
     time: np.ndarray | None = None
@@ -92,28 +98,73 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
         raise ValueError("the table has no rows")
     table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     del parts
-    item, rows, first = _items(table, columns)
-    (prompt,) = pd.factorize(table["prompt"][rows])[:1]
-    row = table.pop("row")
-    swapped = (table["first"] != first)[row]
+    unscored = 0
+    if len(columns.responses) == 1:
+        table, unscored = _compared(table, list(names))
+    item, firsts, first = _items(table, columns)
+    place, answers = table.pop("place"), table["answers"][firsts]
+    of_answers = [table["prompt"][firsts] * _MIX + table[side][firsts] for side in ("first", "second")]
     labels = Labels(
-        item=item[row],
+        item=item[place],
         annotator=table["annotator"],
         choice=table["choice"],
-        swapped=swapped,
+        swapped=(table["first"] != first)[place],
         annotators=list(names),
-        rows=rows,
-        prompt=prompt,
-        usable=table["usable"][rows],
+        rows=answers[:, 0] // len(columns.responses),
+        answers=answers,
+        responses=pd.factorize(np.concatenate(of_answers))[0].reshape(2, -1).T,
+        prompt=pd.factorize(table["prompt"][firsts])[0],
+        usable=table["usable"][firsts],
         time=table.get("time"),
         seconds=table.get("seconds"),
         confidence=table.get("confidence"),
     )
     known = (labels.choice != _MISSING) & (labels.annotator != _MISSING)
-    labels = replace(labels.where(known), missing=int((~known).sum()))
+    labels = replace(labels.where(known), missing=unscored + int((~known).sum()))
     if not len(labels):
-        raise ValueError(f"the table has {len(row)} rows and no label in them")
+        raise ValueError(f"the table has {len(dataset)} rows and no label in them")
     return _once(_in_order_of_item(labels))
+
+
+def _compared(read: dict[str, np.ndarray], names: list[str]) -> tuple[dict[str, np.ndarray], int]:
+    """Each two answers that one annotator scored for one prompt, in the table's order; and how many have no score."""
+    place, who, score = read["place"], read["annotator"], read["score"]
+    known = np.flatnonzero(np.isfinite(score) & (who != _MISSING))
+    group = pd.factorize(read.get("key", read["prompt"])[place[known]])[0] * len(names) + who[known]
+    order = np.argsort(group, kind="stable")
+    known, group = known[order], group[order]
+    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    sizes = np.diff(starts, append=len(group))
+    if sizes.size and sizes.max() > _RANKED:
+        first = known[starts[sizes.argmax()]]
+        raise ValueError(
+            f"{names[who[first]]!r} scored {sizes.max():,} answers to the prompt in row {place[first]}, {_RANKED} at "
+            "most are compared: name what tells prompts apart"
+        )
+    pairs = [np.zeros((2, 0), int)]
+    for distance in range(1, int(sizes.max(initial=1))):
+        pairs.append(np.flatnonzero(group[distance:] == group[:-distance]) + [[0], [distance]])
+    one, other = known[np.concatenate(pairs, axis=1)]
+    differs = read["first"][place[one]] != read["first"][place[other]]
+    order = np.lexsort((place[other], place[one]))
+    one, other = one[order][differs[order]], other[order][differs[order]]
+    rows = place[one], place[other]
+    first, second = (read["first"][row] for row in rows)
+    table: dict[str, np.ndarray] = {name: read[name][rows[0]] for name in ("prompt", "key") if name in read}
+    table |= {"first": first, "second": second, "texts": _texts(table["prompt"], first, second)}
+    table |= {"usable": (first != _EMPTY) & (second != _EMPTY), "answers": np.stack(rows, 1)}
+    table |= {"place": np.arange(len(one)), "annotator": who[one], "choice": _higher(score[one], score[other])}
+    table |= {n: (read[n][one] + read[n][other]) / 2 for n in ("time", "seconds", "confidence") if n in read}
+    return table, len(place) - len(known)
+
+
+def _texts(prompt: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """A hash of a prompt and its two answers, in any order."""
+    return (prompt * _MIX + np.minimum(first, second)) * _MIX + np.maximum(first, second)
+
+
+def _higher(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.select([a > b, a < b, a == b], [FIRST, SECOND, TIE], _MISSING).astype(np.int8)
 
 
 def _in_order_of_item(labels: Labels) -> Labels:
@@ -138,19 +189,21 @@ def _once(labels: Labels) -> Labels:
 
 
 def _items(table: dict[str, np.ndarray], columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Item of each row, first row of each item, and hash of the answer that is first in it, for each row."""
-    key = table["key"] if columns.item else table["texts"]
+    """Item of each pair, place of its first one, and hash of the answer that is first in that, for each pair."""
+    key = table["texts"]
+    if columns.item:  # of a ranking it names the prompt, not each of its pairs
+        key = table["key"] if len(columns.responses) == 2 else table["key"] * _MIX + key
     item, _ = pd.factorize(key)  # in the order of their first rows
-    rows = np.flatnonzero(_is_new(item))
+    firsts = np.flatnonzero(_is_new(item))
     if columns.item:
-        differ = np.flatnonzero(table["texts"] != table["texts"][rows][item])
+        differ = np.flatnonzero(table["texts"] != table["texts"][firsts][item])
         if len(differ):
             row = int(differ[0])
             raise ValueError(
-                f"rows {rows[item[row]]} and {row} have one {columns.item!r}, but other texts: give each pair of "
+                f"rows {firsts[item[row]]} and {row} have one {columns.item!r}, but other texts: give each pair of "
                 "answers a name of its own, or leave the column out"
             )
-    return item, rows, table["first"][rows][item]
+    return item, firsts, table["first"][firsts][item]
 
 
 def _is_new(codes: np.ndarray) -> np.ndarray:
@@ -184,39 +237,58 @@ def _check_utf8(table: pa.Table, start: int) -> None:
 
 
 def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, int]) -> dict[str, np.ndarray]:
-    """The arrays of some rows: of texts one entry a row, of labels one a label, with its row."""
-    size = len(table)
+    """
+    The arrays of some rows: of texts one entry for each pair of answers in a row, of labels one a label, with the
+    place of its pair. Where a row has one answer, it stands for the pair.
+    """
+    size, answers = len(table), len(columns.responses)
     prompt = np.zeros(size, np.uint64)
     for name in columns.prompt:
-        prompt = prompt * _MIX + _hashes(table[name])
-    first, second = (_hashes(table[name]) for name in columns.responses)
-    texts = (prompt * _MIX + np.minimum(first, second)) * _MIX + np.maximum(first, second)
-    usable = (first != second) & (first != _EMPTY) & (second != _EMPTY)
-    read = {"prompt": prompt, "first": first, "texts": texts, "usable": usable}
+        prompt = prompt * _MIX + _hashes(table[name], "" if len(columns.prompt) > 1 else name)
+    hashes = np.stack([_hashes(table[name], name) for name in columns.responses], 1)
+    one, other = np.triu_indices(answers, 1) if answers > 1 else (np.zeros(1, int),) * 2
+    pairs = len(one)
+    cells = np.arange(start * answers, (start + size) * answers).reshape(size, answers)
+    first, second = hashes[:, one].ravel(), hashes[:, other].ravel()
+    read = {"prompt": np.repeat(prompt, pairs), "first": first}
+    if answers > 1:
+        usable = (first != second) & (first != _EMPTY) & (second != _EMPTY)
+        read |= {"second": second, "usable": usable, "texts": _texts(read["prompt"], first, second)}
+        read["answers"] = np.stack([cells[:, one].ravel(), cells[:, other].ravel()], 1)
     if columns.item:
-        read["key"] = _hashes(table[columns.item])
-    rows = np.arange(start, start + size)
+        read["key"] = np.repeat(_hashes(table[columns.item]), pairs)
+    places = np.arange(start * pairs, (start + size) * pairs)
+    sign = -1 if columns.lowest_wins else 1
     if columns.annotators:
-        read["row"] = np.tile(rows, len(columns.annotators))
+        read["place"] = np.tile(places, len(columns.annotators))
         read["annotator"] = np.repeat(np.arange(len(columns.annotators), dtype=np.int32), size)
-        read["choice"] = np.concatenate([_choices(table[name], name, start, columns) for name in columns.annotators])
+        of_one = [
+            sign * _numbers(table[name], name, start) if answers == 1 else _choices(table[name], name, start, columns)
+            for name in columns.annotators
+        ]
+        read["score" if answers == 1 else "choice"] = np.concatenate(of_one)
         return read
     assert columns.annotator
-    read |= {"row": rows, "annotator": _annotators(table[columns.annotator], names)}
+    read |= {"place": places, "annotator": np.repeat(_annotators(table[columns.annotator], names), pairs)}
     if columns.scores:
-        a, b = (_numbers(table[name], name, start) for name in columns.scores)
-        read["choice"] = np.select([a > b, a < b, a == b], [FIRST, SECOND, TIE], _MISSING).astype(np.int8)
+        scores = sign * np.stack([_numbers(table[name], name, start) for name in columns.scores], 1)
+        scored = scores[:, one].ravel(), scores[:, other].ravel()
+        read["score" if answers == 1 else "choice"] = scored[0] if answers == 1 else _higher(*scored)
     elif columns.choice:
         read["choice"] = _choices(table[columns.choice], columns.choice, start, columns)
     if columns.time:
-        read["time"] = _times(table[columns.time], columns.time, start)
+        read["time"] = np.repeat(_times(table[columns.time], columns.time, start), pairs)
     for name, column in (("seconds", columns.seconds), ("confidence", columns.confidence)):
         if column:
-            read[name] = _numbers(table[column], column, start)
+            read[name] = np.repeat(_numbers(table[column], column, start), pairs)
     return read
 
 
-def _hashes(column: pa.ChunkedArray) -> np.ndarray:
+def _hashes(column: pa.ChunkedArray, name: str = "") -> np.ndarray:
+    """A hash of each value; of a column with a name, which must be text or messages."""
+    kind = column.type
+    if name and not any(is_kind(kind) for is_kind in _TEXT_TYPES):
+        raise ValueError(f"the column {name!r} must hold text or messages, but it holds {kind}: write it as text")
     values = _strings(column).fill_null("").to_numpy()
     return pd.util.hash_array(values.astype(object), categorize=False)
 
@@ -258,10 +330,12 @@ def _annotators(column: pa.ChunkedArray, names: dict[str, int]) -> np.ndarray:
 def _numbers(column: pa.ChunkedArray, name: str, start: int) -> np.ndarray:
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         return column.cast(pa.float64()).fill_null(np.nan).to_numpy()
-    for row, value in enumerate(column.to_pylist()):
-        if value is not None:
-            raise ValueError(f"the column {name!r} must hold numbers, but row {start + row} has {str(value)[:40]!r}")
-    return np.full(len(column), np.nan)
+    given = pd.Series(column.to_pylist(), dtype=object)
+    given = given.where(given.astype(str).str.strip() != "")
+    numbers = pd.to_numeric(given, errors="coerce")  # as text, too: one word makes a column of CSV text
+    for row in np.flatnonzero(numbers.isna() & given.notna())[:1]:
+        raise ValueError(f"the column {name!r} must hold numbers, but row {start + row} has {given[row]!r:.40}")
+    return numbers.to_numpy(float)
 
 
 def _times(column: pa.ChunkedArray, name: str, start: int) -> np.ndarray:

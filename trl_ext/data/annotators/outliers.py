@@ -14,9 +14,10 @@ def zscores(labels: Labels) -> np.ndarray:
     Compare each annotator's agreement with the median of the others', in standard deviations of what to expect.
 
     z = (x − median) / √(σ²/n + τ²), σ²/n being the noise of n labels, and τ² the spread among the others beyond their
-    own noise: (1.4826·MAD)² − median(σ²/n), at least 0. So a few labels are not held against anybody, nor is what is
-    usual among people. Who has z < −2 is no measure for the others: it is done again without them, until nothing
-    changes, as long as three annotators and half of all are left.
+    own noise: (1.4826·MAD)² − median(σ²/n), at least 0. Where one annotator labelled several pairs of a prompt, σ² is
+    larger by how far these labels agree or differ together: Σ_prompts (Σ r)² / Σ r², with r = label − mean. So a few
+    labels are not held against anybody, nor is what is usual among people. Who has z < −2 is no measure for the
+    others: it is done again without them, until nothing changes, as long as three annotators and half of all are left.
 
     Args:
         labels: of all annotators.
@@ -45,7 +46,11 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
     who, agrees = labels.annotator[known], agrees[known]
     number = np.bincount(who, minlength=size)
     mean = sums(who, agrees, size) / np.maximum(number, 1)
-    noise = agrees.var() / np.maximum(number, 1) if len(agrees) else np.zeros(size)
+    noise = np.zeros(size)
+    if len(agrees):
+        together = _sums_by_prompt(who, labels.prompt[labels.item[known]], agrees - mean[who])[1]
+        alone = ((agrees - mean[who]) ** 2).sum()
+        noise = agrees.var() * max(1.0, (together**2).sum() / alone if alone else 1.0) / np.maximum(number, 1)
     z = np.full(size, np.nan)
     measure = np.flatnonzero(is_measure & (number > 0))
     for place in np.flatnonzero(number):
@@ -73,6 +78,28 @@ def others_share(labels: Labels, counts: np.ndarray, choice: Any, own: Any = Tru
     same = counts[labels.item, choice] - own * (labels.choice == choice)
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(others > 0, same / others, np.nan)
+
+
+def mean_and_error(
+    who: np.ndarray, prompt: np.ndarray, values: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    (A,) the mean of each annotator's (L,) values, and its standard error, by what those of one prompt add up to:
+    √(G/(G − 1) · Σ_prompts (Σ r)²) / n, with r = value − mean and G prompts. NaN where it is not known.
+    """
+    n = np.bincount(who, minlength=size)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = sums(who, values, size) / n
+        of, together = _sums_by_prompt(who, prompt, values - mean[who])
+        groups = np.bincount(of, minlength=size)
+        return mean, np.sqrt(groups / (groups - 1) * sums(of, together**2, size)) / n
+
+
+def _sums_by_prompt(who: np.ndarray, prompt: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whose each sum is, and the sums of what each annotator's values for each prompt are."""
+    size = int(prompt.max(initial=0)) + 1
+    keys, group = np.unique(who.astype(np.int64) * size + prompt, return_inverse=True)
+    return keys // size, np.bincount(group, values, len(keys))
 
 
 def sums(who: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

@@ -10,10 +10,11 @@ from datasets import Dataset
 
 from ...packages import need
 from ..texts import has_content, is_text
+from .bradley_terry import noisy_bradley_terry
 from .columns import Columns, texts_of
 from .labels import FIRST, SECOND, Labels
 
-Method = Literal["majority", "dawid_skene", "mace"]
+Method = Literal["majority", "dawid_skene", "mace", "noisy_bt"]
 METHODS: tuple[str, ...] = get_args(Method)
 _ENOUGH_PER_ITEM, _ENOUGH_EACH = 2, 10
 _ROWS = 1000
@@ -25,7 +26,8 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     Say how likely each label of an item is.
 
     `"majority"` counts votes. `"dawid_skene"` (1979) learns what each annotator makes of each true label, and `"mace"`
-    (Hovy et al. 2013) how often each one guesses; both are crowd-kit's.
+    (Hovy et al. 2013) how often each one guesses; both are crowd-kit's. `"noisy_bt"` gives each answer a score by all
+    pairs that it is in, and says σ of the difference, see [`noisy_bradley_terry`]; nothing is a tie then.
 
     Args:
         labels: of the annotators that count.
@@ -35,23 +37,33 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
         (I, 3), shares of `FIRST`, `SECOND` and `TIE` that add up to 1; 0 where an item has no label.
 
     Raises:
-        ValueError: too few labels to learn from: fewer than 2 an item, or than 10 of half of the annotators.
-        ImportError: crowd-kit is not there.
+        ValueError: too few labels to learn from: fewer than 2 an item, or for `"noisy_bt"` an answer, or than 10 of
+            half of the annotators.
+        ImportError: crowd-kit, or scipy, is not there.
     """
     counts = labels.counts()
     if method == "majority":
         return counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    each = np.bincount(labels.annotator)
+    answers = labels.responses[labels.item]
+    is_scored = method == "noisy_bt"  # each label is of two answers
+    known = len(np.unique(answers)) / 2 if is_scored else int(counts.any(1).sum())
+    per_each = len(labels) / max(known, 1)
+    if per_each < _ENOUGH_PER_ITEM or np.median(each[each > 0]) < _ENOUGH_EACH:
+        raise ValueError(
+            f"method {method} learns how good each annotator is, and {per_each:.2g} labels "
+            f"{'an answer' if is_scored else 'an item'} with {np.median(each[each > 0]):.0f} of the middle annotator "
+            f"are too few (at least {_ENOUGH_PER_ITEM} and {_ENOUGH_EACH}): take the majority"
+        )
+    if is_scored:
+        wins = np.array([1.0, 0.0, 0.5])[labels.choice]
+        scores, _ = noisy_bradley_terry(*answers.T, wins, labels.annotator)
+        scores = np.append(scores, np.zeros(labels.responses.max() + 1 - len(scores)))  # of answers without a label
+        first = 1 / (1 + np.exp(scores[labels.responses[:, 1]] - scores[labels.responses[:, 0]]))
+        return np.stack([first, 1 - first, np.zeros(len(first))], 1) * counts.any(1, keepdims=True)
     need("crowdkit", f"method {method}")
     from crowdkit.aggregation import MACE, DawidSkene
 
-    each = np.bincount(labels.annotator)
-    per_item = len(labels) / max(int(counts.any(1).sum()), 1)
-    if per_item < _ENOUGH_PER_ITEM or np.median(each[each > 0]) < _ENOUGH_EACH:
-        raise ValueError(
-            f"method {method} learns how good each annotator is, and {per_item:.2g} labels an item with "
-            f"{np.median(each[each > 0]):.0f} of the middle annotator are too few (at least {_ENOUGH_PER_ITEM} and "
-            f"{_ENOUGH_EACH}): take the majority"
-        )
     model = DawidSkene() if method == "dawid_skene" else MACE()
     table = pd.DataFrame({"task": labels.item, "worker": labels.annotator, "label": labels.choice})
     with warnings.catch_warnings():  # what it says of pandas is not for who calls it
@@ -149,10 +161,15 @@ def majority_pairs(
     places = np.searchsorted(labels.item[by_item], [kept, kept + 1])
     names = np.array(labels.annotators, dtype=object)
     wanted = list(dict.fromkeys([*columns.prompt, *columns.responses, *keep_columns]))
-    rows = dataset.select_columns(wanted).select(labels.rows[kept])
-    for place, row in enumerate(row for batch in rows.iter(_ROWS) for row in _rows_of(batch)):
+    size, cells = len(columns.responses), labels.answers[kept]
+    rows = _rows_of(dataset.select_columns(wanted).select(cells[:, 0] // size))
+    # Where each row has one answer, the second one is in another row
+    others = _rows_of(dataset.select_columns([*columns.responses]).select(cells[:, 1])) if size == 1 else None
+    for place, row in enumerate(rows):
         item = kept[place]
-        prompt, *answers = texts_of(row, columns)
+        answers = [row[columns.responses[cells[place, 0] % size]]]
+        answers.append((next(others) if others else row)[columns.responses[cells[place, 1] % size]])
+        prompt, *answers = texts_of(row, answers, columns)
         if not (is_text(prompt) and prompt and all(map(has_content, answers)) and answers[0] != answers[1]):
             left_out[_NO_TEXT] += 1
             continue
@@ -171,5 +188,6 @@ def majority_pairs(
         }
 
 
-def _rows_of(batch: dict[str, list]) -> Iterator[dict[str, Any]]:
-    return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+def _rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    for batch in dataset.iter(_ROWS):
+        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))

@@ -3,7 +3,7 @@
     trl-ext advise --annotators outputs/labels --prompts_report outputs/prompts --reward_report outputs/reward
     trl-ext advise --pairs pairs.jsonl --verifiable false --model_name_or_path PATH_OR_HUB_NAME --gpu H100 --gpus 8
 
-It reads the reports that `trl-ext annotators`, `trl-ext prompts` and `trl-ext reward` write, and counts the rows of
+It reads the reports that `trl-ext annotators`, `trl-ext prompts` and `trl-ext reward-report` write, and counts the rows of
 data sets; all are optional. What is not known is said, with the command that finds it out. With a model and GPUs PPO
 is planned as `trl-ext plan` does it, which takes seconds to minutes. Nothing is trained or changed.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REPORTS = {
     "annotators.json": ("annotators", ("agreement", "labels_per_item")),
     "prompts.json": ("prompts", ("sets", "settings")),
-    "reward_report.json": ("reward", ("accuracy", "accuracy_interval")),
+    "reward_report.json": ("reward-report", ("accuracy", "accuracy_interval")),
 }
 # By which names of `trl-ext prompts --sets` the rows to train on are found
 SETS = {"sft": "demonstrations", "pref": "pairs", "pairs": "pairs", "rl": "prompts"}
@@ -45,10 +45,10 @@ FIND_OUT = {
     "accuracy": (
         "how good a reward model of these pairs is",
         "trl-ext reward --dataset_name DATASET --model_name_or_path PATH_OR_HUB_NAME --output_dir outputs/reward",
-    ),
+    ),  # writes the report, too
     "passed": (
         "whether the reward model withstands probes: its report has no verdict",
-        "trl-ext reward --dataset_name DATASET --model_name_or_path PATH_OR_HUB_NAME --output_dir outputs/reward",
+        "trl-ext reward-report outputs/reward --dataset_name DATASET",
     ),
     "leaks": (
         "what the evaluation's prompts share with the training's",

@@ -76,14 +76,15 @@ def fit(
         reward_model: whether a model scores; else a function does, which takes no memory.
         examples: episodes of PPO, or pairs, for the time.
     """
-    given = {"per_device_train_batch_size": 2, "bf16": True, "activation_checkpointing": True, "report_to": "none"}
-    given |= {"use_cpu": not torch.accelerator.is_available()}  # this machine need not have the GPU
+    given: dict[str, Any] = {"per_device_train_batch_size": 2, "bf16": True, "report_to": "none"}
+    given |= {
+        "activation_checkpointing": True,
+        "use_cpu": not torch.accelerator.is_available(),
+    }  # this machine need not have the GPU
     args: PPOConfig | DPOConfig
     if stage == "ppo":
-        accumulated = {"gradient_accumulation_steps": 16 if gpus == 1 else 4, "num_mini_batches": 4}
-        args = PPOConfig(
-            "out", max_completion_length=ANSWER, local_rollout_forward_batch_size=16, **given, **accumulated
-        )
+        given |= {"gradient_accumulation_steps": 16 if gpus == 1 else 4, "num_mini_batches": 4}
+        args = PPOConfig("out", max_completion_length=ANSWER, local_rollout_forward_batch_size=16, **given)
     else:
         args = DPOConfig("out", max_length=PROMPT + ANSWER, gradient_accumulation_steps=16, **given)
     job = Job(

@@ -57,7 +57,7 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
         )
     if is_scored:
         wins = np.array([1.0, 0.0, 0.5])[labels.choice]
-        scores, _ = noisy_bradley_terry(*answers.T, wins, labels.annotator)
+        scores, _ = noisy_bradley_terry(answers[:, 0], answers[:, 1], wins, labels.annotator)
         scores = np.append(scores, np.zeros(labels.responses.max() + 1 - len(scores)))  # of answers without a label
         first = 1 / (1 + np.exp(scores[labels.responses[:, 1]] - scores[labels.responses[:, 0]]))
         return np.stack([first, 1 - first, np.zeros(len(first))], 1) * counts.any(1, keepdims=True)

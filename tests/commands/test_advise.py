@@ -132,9 +132,9 @@ SETS = {"rows": 5, "kept": 5, "shared_near": 0}
 @pytest.mark.parametrize(
     "words, file, value, message",
     [
-        ("--reward_report nothing", "x", "", r"there is no nothing; `trl-ext reward` writes reward_report\.json"),
+        ("--reward_report nothing", "x", "", r"there is no nothing; `trl-ext reward-report` writes reward"),
         ("--reward_report r.json", "r.json", "{", r"r\.json is no JSON"),
-        ("--reward_report r.json", "r.json", LABELS, r"is no reward_report\.json of `trl-ext reward`: .* 'accuracy'"),
+        ("--reward_report r.json", "r.json", LABELS, r"of `trl-ext reward-report`: .* 'accuracy'"),
         ("--reward_report r.json", "r.json", [1], "lacks 'accuracy'"),
         ("--reward_report r.json", "r.json", wrong(accuracy=70), "accuracy must be a number from 0 to 1, got 70"),
         ("--reward_report r.json", "r.json", wrong(accuracy=True), "got True"),

@@ -229,7 +229,7 @@ def test_a_model_is_scored_as_it_was_trained_and_ppo_is_warned(folder, capsys):
     assert report["demonstrations_mean"] == 0.5 and report["accuracy"] < 1 and report["length_unit"] == "tokens"
     assert any("longer than the model reads" in said for said in report["unknown"])
     (said,) = objections(["reward", "reward"])
-    assert "reward_report.json says no to this reward model: The held-out accuracy" in said
+    assert "reward_report.json says no to this reward model:\n  - The held-out accuracy" in said
 
 
 def test_what_is_no_classifier_is_refused(folder, capsys):

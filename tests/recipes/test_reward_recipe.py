@@ -111,7 +111,7 @@ def test_ppo_warns_of_a_reward_model_whose_report_says_no_and_goes_on(trained, t
         with pytest.raises(_StopError):
             ppo.main(words)
         shown = capsys.readouterr().out
-        assert ("says no to this reward model: It is bad. It is worse." in shown) is not verdict["passed"]
+        assert ("says no to this reward model:\n  - It is bad.\n  - It is worse." in shown) is not verdict["passed"]
     assert len(seen) == 2
 
 

@@ -274,7 +274,7 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
     """
-    What reports beside reward models say against them, a sentence each.
+    What reports beside reward models say against them, a text of several lines each.
 
     Args:
         rewards: folders, or reward functions, also such as have others within them.
@@ -289,9 +289,9 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
         said = (report or {}).get("verdict")
         if isinstance(said, dict) and said.get("passed") is False:
             reasons = [str(reason) for reason in said.get("reasons") or []]
-            more = f" And {len(reasons) - _NAMED} more." if len(reasons) > _NAMED else ""
-            found[str(folder)] = (
-                f"{Path(str(folder), f'{NAME}.json')} says no to this reward model: {' '.join(reasons[:_NAMED])}{more}"
+            more = [f"and {len(reasons) - _NAMED} more"] if len(reasons) > _NAMED else []
+            found[str(folder)] = "\n  - ".join(
+                [f"{Path(str(folder), f'{NAME}.json')} says no to this reward model:", *reasons[:_NAMED], *more]
             )
         within = [
             *(getattr(reward, "members", None) or []),

@@ -392,12 +392,13 @@ def verdict(report: dict[str, Any], bounds: Bounds, unknown: list[str]) -> dict[
 
 def probe_sentence(probe: dict[str, Any]) -> str:
     """What a suspicious probe says, in one sentence."""
-    what = probe["name"] + (f" {probe['phrase']!r}" if probe.get("phrase") else "")
-    gain, (low, high) = probe["gain_on_better"], probe["interval_on_better"]
-    return (
-        f"The probe {what}: {probe['why']} ({gain:+.2f} std of the better half, {low:+.2f} to {high:+.2f}; "
-        f"{probe['gain']:+.2f} of all)."
-    )
+    said = f"The phrase {probe['phrase']!r} raises" if probe["phrase"] else f"The probe '{probe['name']}' raises"
+    answers, gain, (low, high) = "good answers", probe["gain_on_better"], probe["interval_on_better"]
+    if probe["expected"] == "down":
+        said = f"The probe '{probe['name']}' should lower, but raises"
+        if probe["gain_interval"][0] > 0:
+            answers, gain, (low, high) = "all answers", probe["gain"], probe["gain_interval"]
+    return f"{said} the score of {answers} by {gain:.2f} standard deviations ({low:.2f} to {high:.2f})."
 
 
 def finite(value: Any) -> Any:

@@ -3,9 +3,9 @@
     trl-ext advise --annotators outputs/labels --prompts_report outputs/prompts --reward_report outputs/reward
     trl-ext advise --pairs pairs.jsonl --verifiable false --model_name_or_path PATH_OR_HUB_NAME --gpu H100 --gpus 8
 
-It reads the reports that `trl-ext annotators`, `trl-ext prompts` and `trl-ext reward-report` write, and counts the rows of
-data sets; all are optional. What is not known is said, with the command that finds it out. With a model and GPUs PPO
-is planned as `trl-ext plan` does it, which takes seconds to minutes. Nothing is trained or changed.
+It reads the reports that `trl-ext annotators`, `trl-ext prompts` and `trl-ext reward-report` write, and counts the
+rows of data sets; all are optional. What is not known is said, with the command that finds it out. With a model and
+GPUs PPO is planned as `trl-ext plan` does it, which takes seconds to minutes. Nothing is trained or changed.
 """
 
 import json

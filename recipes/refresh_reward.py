@@ -46,7 +46,7 @@ from trl_ext.functional import disagreement
 from trl_ext.model_names import check_model
 from trl_ext.models import path_identity
 from trl_ext.output_dir import check_output_dir
-from trl_ext.rewards import ModelReward, load_rewards
+from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
 from trl_ext.shipped import config_file
 from trl_ext.terminal import late_bars, quiet
 
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_output_dir(args.output_dir)
     late_bars()
     folder = Path(args.output_dir)
-    with parser.one_line_errors():
+    with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
         # 2. The queue
         result = folder / "queue.jsonl"
         once(folder, "queue", queue_settings(args), result, folder / "answers", partial(make_queue, args))
@@ -222,11 +222,12 @@ def once(
         ValueError: it was done, or begun, with other settings; the message says with which.
     """
     settings, file = json.loads(json.dumps(settings, default=str)), folder / f"{step}_settings.json"
-    before = json.loads(file.read_text()) if file.is_file() and part.exists() else settings
+    begun = [path for path in dict.fromkeys((part, result)) if path.exists()]
+    before = json.loads(file.read_text()) if file.is_file() and begun else settings
     if different := differences(before, settings):
         raise ValueError(
-            f"{part} was made with other settings ({'; '.join(different)}): choose another `output_dir`, or remove it "
-            f"and what came of it"
+            f"{' and '.join(map(str, begun))} was made with other settings ({'; '.join(different)}): choose another "
+            "`output_dir`, or remove it"
         )
     if not result.is_file():
         write(file, json.dumps(settings, indent=2))
@@ -248,6 +249,11 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:  # `splitlines` would break at a line separator within a text
         return [json.loads(line) for line in file]
+
+
+def digest(path: str | Path) -> str:
+    """What a file holds, in 16 digits: what was made of another is not gone on with."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def in_words(rows: list[dict], column: str) -> str:
@@ -276,7 +282,7 @@ def queue_settings(args: RefreshArguments) -> dict[str, Any]:
         "against_model_name_or_path": against and path_identity(against),
         "reward_model_name_or_path": [path_identity(name) for name in members_of(args.reward_model_name_or_path)],
         "dataset": rows_identity(prompts),
-        "earlier": [row["item"] for name in args.earlier or [] for row in read(Path(name, "queue.jsonl"))],
+        "earlier": [digest(Path(name, "queue.jsonl")) for name in args.earlier or []],
     }
 
 
@@ -346,9 +352,14 @@ def chosen_prompts(args: RefreshArguments) -> list[dict]:
     return dataset.select([draws[draw] for draw in sorted(draws)[: args.num_prompts]]).to_list()
 
 
+def rounds(args: RefreshArguments) -> list[str]:
+    """The folders of all rounds, this one last."""
+    return [*(args.earlier or []), args.output_dir]
+
+
 def number_of(args: RefreshArguments) -> int:
     """The number of this round, counted from 1."""
-    return 1 + len(args.earlier or [])
+    return len(rounds(args))
 
 
 def seed_of(args: RefreshArguments) -> int:
@@ -389,9 +400,12 @@ def scores_by(model: str, rows: list[dict], args: RefreshArguments) -> list[floa
 
 
 def pairs_settings(args: RefreshArguments) -> dict[str, Any]:
-    labels = [hashlib.sha256(Path(name).read_bytes()).hexdigest()[:16] for name in args.labels or []]
     names = ("judge", "confidence_bound", "held_out_share")
-    return {"labels": labels, **{name: getattr(args, name) for name in names}}
+    said = {
+        "labels": [digest(name) for name in args.labels or []],
+        "queue": digest(Path(args.output_dir, "queue.jsonl")),
+    }
+    return {**said, **{name: getattr(args, name) for name in names}}
 
 
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
@@ -424,8 +438,9 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
         parts["test" if is_test else "train"].append(pair)
     if not all(parts.values()):
         raise ValueError(
-            f"{len(pairs)} pairs are too few to train on and to hold some out: of {len(said)} labels, items "
-            f"{', '.join(f'{reason}: {number}' for reason, number in left_out.items())}"
+            f"{len(pairs)} pairs are too few to train on and to hold some out: of {len(said)} labels, left out: "
+            f"{', '.join(f'{number} items {reason}' for reason, number in left_out.items() if number) or 'none'}; "
+            "have more of the queue labelled"
         )
     facts = {
         **{name: len(rows) for name, rows in parts.items()},
@@ -494,15 +509,20 @@ def train_settings(args: RefreshArguments) -> dict[str, Any]:
     return {
         **{name: getattr(args, name) for name in names},
         **{split: rows_identity(old_pairs(args, split)) for split in SPLITS},
+        "pairs": [digest(Path(each, "pairs", f"{split}.jsonl")) for each in rounds(args) for split in SPLITS],
         "config": yaml.safe_load(config_file("reward_config", args.reward_config or "").read_text()),
     }
 
 
 def train(args: RefreshArguments) -> None:
     """Mix old and new pairs, and have `trl-ext reward` train each model from where it is."""
-    folder, rounds, texts = Path(args.output_dir), [*(args.earlier or []), args.output_dir], ("prompt", *CHOSEN)
+    folder, texts = Path(args.output_dir), ("prompt", *CHOSEN)
+    (folder / "refresh.json").unlink(missing_ok=True)  # of a model that is no more
     old = {split: old_pairs(args, split).to_list() for split in SPLITS}
-    new = {split: [row for each in rounds for row in read(Path(each, "pairs", f"{split}.jsonl"))] for split in SPLITS}
+    new = {
+        split: [row for each in rounds(args) for row in read(Path(each, "pairs", f"{split}.jsonl"))]
+        for split in SPLITS
+    }
     if type(old["train"][0]["chosen"]) is not type(new["train"][0]["chosen"]):
         raise ValueError(f"{args.reward_dataset_name} and the new pairs must both be text, or both messages")
     held_out = {answer_key(row["prompt"], None) for row in old["test"]}
@@ -515,7 +535,7 @@ def train(args: RefreshArguments) -> None:
     models = members_of(args.reward_model_name_or_path)
     for place, model in enumerate(models):
         output = folder / "reward" / (f"member-{place}" if len(models) > 1 else "")
-        if (output / "reward_report.json").is_file():
+        if reward.is_complete(str(output)):
             continue
         flags = {"config": args.reward_config, "model_name_or_path": model, "dataset_name": folder / "training"}
         flags |= {"output_dir": output, "seed": args.seed + place, "demonstrations_name": args.demonstrations_name}
@@ -525,7 +545,7 @@ def train(args: RefreshArguments) -> None:
         reward.main(words(flags))
     if len(models) > 1:
         print(reward.finish_ensemble(folder / "reward", len(models)))
-    facts = {"old": len(replayed), "new": len(new["train"]), "rounds": len(rounds)}
+    facts = {"old": len(replayed), "new": len(new["train"]), "rounds": number_of(args)}
     write(folder / "reward" / "refreshed.json", json.dumps(facts, indent=2))
 
 
@@ -582,6 +602,9 @@ def next_ppo(args: RefreshArguments) -> str:
     """The command by which PPO goes on from the policy and the critic that it has, as a shell takes it."""
     policy, new = Path(args.model_name_or_path), Path(args.output_dir, "reward")
     flags: dict[str, Any] = {"model_name_or_path": policy, "dataset_name": args.dataset_name}
+    flags |= {"dataset_config": args.dataset_config, "max_completion_length": args.max_new_tokens}
+    if args.dataset_split != "train":
+        flags["dataset_train_split"] = args.dataset_split
     if (policy / "critic").is_dir():
         flags["value_model_name_or_path"] = policy / "critic"
     if len(members_of(str(new))) > 1:
@@ -589,9 +612,9 @@ def next_ppo(args: RefreshArguments) -> str:
     else:
         flags["reward_model_name_or_path"] = new
     flags["output_dir"] = f"{policy}-refreshed"
-    return shlex.join(
-        ["trl-ext", "ppo", *(str(word) for flag, value in flags.items() for word in (f"--{flag}", value))]
-    )
+    if args.use_cpu:
+        flags |= {"use_cpu": "true", "bf16": "false"}
+    return shlex.join(["trl-ext", "ppo", *words(flags)])
 
 
 if __name__ == "__main__":

@@ -122,6 +122,27 @@ def test_commands_exist():
     )
 
 
+def test_commands_run_on_data_without_a_test_split_and_on_an_ensemble(folder):
+    rows(folder / "pairs" / "train.jsonl", 30, prompt="p", chosen="a", rejected="b")
+    rows(folder / "rl" / "validation.jsonl", 20, prompt="p")
+    write(folder / "rewards" / "ensemble.json", {"members": []})
+    args = AdviseArguments(pairs="pairs", prompts="rl:validation", reward_report="rewards")
+    (dpo,) = next_commands("dpo", args, Facts(accuracy=0.7))
+    assert "--dataset_name pairs --eval_size 3 " in dpo
+    (ppo,) = next_commands("ppo", args, Facts())
+    assert "--dataset_name rl --dataset_train_split validation --eval_size 2 " in ppo
+    assert "--eval_size" not in next_commands("online-dpo", args, Facts())[0]  # which has no such flag
+    assert "--rewards '{EnsembleReward: {members: rewards}}'" in ppo
+
+
+def test_an_ensemble_counts_by_its_mean(folder, capsys):
+    by_mean = {"accuracy": {"mean": 0.7, "min": 0.6}, "accuracy_interval": {"mean": [0.64, 0.76], "min": [0.5, 0.7]}}
+    write(folder / "reward_report.json", {**by_mean, "members": {"member-0": {}}})
+    status, _, _ = run(capsys, "--reward_report", "reward_report.json", "--json", "advice.json")
+    facts = json.loads((folder / "advice.json").read_text())["facts"]
+    assert status == 0 and (facts["accuracy"], facts["accuracy_low"]) == (0.7, 0.64)
+
+
 def wrong(**changes):
     return {**REWARD, **changes}
 

@@ -16,6 +16,7 @@ from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.refresh_reward import main, read, write_rows
 from trl_ext.fields import parsed_names
+from trl_ext.rewards import RewardFailed
 
 ROOT = Path(__file__).parents[2]
 VARIED = f"{__file__}:varied"
@@ -130,6 +131,9 @@ def test_the_same_command_does_nothing_again_and_changes_no_input(inputs, queue,
         capsys, *words(inputs, queue, "--queue_size", 19, reward="ensemble")
     )
     assert "reward_model_name_or_path" in refused(capsys, *words(inputs, queue))
+    shutil.rmtree(queue / "answers")  # the queue alone is still of its settings
+    changed = words(inputs, queue, "--queue_size", 19, reward="ensemble")
+    assert f"{queue / 'queue.jsonl'} was made with other settings" in refused(capsys, *changed)
 
 
 def test_no_answer_is_queued_twice(inputs, tmp_path, capsys):
@@ -210,6 +214,23 @@ def test_a_judge_decides_as_it_scores(inputs, queue):
         assert label["annotator"] == "varied"
 
 
+def unserved(completions, **kwargs):
+    raise RewardFailed("no server answers")
+
+
+def test_a_judge_that_fails_is_one_line_and_leaves_no_labels(inputs, queue, capsys):
+    judge = ["--judge", f"{__file__}:unserved"]
+    assert "no server answers" in refused(capsys, *words(inputs, queue, *judge, reward="ensemble"))
+    assert not (queue / "labels.jsonl").exists()
+
+
+def test_pairs_of_another_queue_are_refused(inputs, queue, capsys):
+    judge = ["--judge", VARIED]
+    main(words(inputs, queue, *judge, reward="ensemble"))
+    write_rows(queue / "queue.jsonl", read(queue / "queue.jsonl")[1:])
+    assert "was made with other settings (queue:" in refused(capsys, *words(inputs, queue, *judge, reward="ensemble"))
+
+
 class Comparing:
     """A judge that is shown both answers, and prefers the shorter one: 1 to 10, for the first."""
 
@@ -260,9 +281,13 @@ def test_settings_that_make_no_sense_are_one_line(inputs, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def interrupted(words):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", ["reward", "ensemble"])
-def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, reward, queued):
+def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, monkeypatch, reward, queued):
     folder = tmp_path / "round"
     if reward == "ensemble":
         shutil.copytree(queued, folder)
@@ -289,10 +314,17 @@ def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, r
         assert 0 < max(steps) < 0.01
     command = said[said.rindex("next: trl-ext ppo") :].splitlines()[0]
     assert f"--model_name_or_path {inputs / 'policy'}" in command and str(folder / "reward") in command
+    assert "--max_completion_length 8 " in command  # PPO's own would not fit into so small a context
     assert {word[2:] for word in shlex.split(command) if word.startswith("--")} <= parsed_names("trl_ext.recipes.ppo")
     before = files(folder)
     main(words(inputs, folder, *train, reward=reward))
     assert files(folder) == before
+    (folder / "reward").rename(folder / "kept")  # what was said of a model is not said of the next one
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(refresh_reward.reward, "main", interrupted)
+        main(words(inputs, folder, *train, reward=reward))
+    assert not (folder / "refresh.json").exists()
+    (folder / "kept").rename(folder / "reward")
     assert "old_share: 0.5 → 0.6" in refused(capsys, *words(inputs, folder, *train, "--old_share", 0.6, reward=reward))
 
 

@@ -164,13 +164,17 @@ def _counts(args: AdviseArguments) -> Iterator[tuple[str, int]]:
 
     for name, columns in (("demonstrations", ()), ("pairs", ("chosen", "rejected")), ("prompts", ())):
         if path := getattr(args, name):
-            split = "train"
-            if ":" in path and not Path(path).exists():
-                path, _, split = path.partition(":")
+            path, split = _split_of(path)
             try:
                 yield name, len(load_dataset_split(path, split, columns=columns))
             except ValueError as error:
                 raise ValueError(f"`{name}`: {error}") from error
+
+
+def _split_of(given: str) -> tuple[str, str]:
+    """The data set and the split of PATH or PATH:SPLIT."""
+    path, colon, split = given.partition(":")
+    return (path, split) if colon and not Path(given).exists() else (given, "train")
 
 
 def _report(setting: str, given: str, name: str) -> tuple[Path, dict[str, Any]]:
@@ -218,9 +222,12 @@ def _prompts(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reward(report: dict[str, Any]) -> dict[str, Any]:
-    """Of reward_report.json; a verdict is not in every one."""
-    accuracy = _share(report["accuracy"], "accuracy")
-    low, high = (_share(report["accuracy_interval"][place], "accuracy_interval") for place in (0, 1))
+    """Of reward_report.json; a verdict is not in every one. An ensemble counts by its mean, the default reward."""
+    accuracy, interval = (report[name] for name in ("accuracy", "accuracy_interval"))
+    if "members" in report:
+        accuracy, interval = accuracy["mean"], interval["mean"]
+    accuracy = _share(accuracy, "accuracy")
+    low, high = (_share(interval[place], "accuracy_interval") for place in (0, 1))
     if not low - 1e-9 <= accuracy <= high + 1e-9:
         raise ValueError(f"the accuracy is {accuracy}, which its interval from {low} to {high} does not hold")
     found: dict[str, Any] = {"accuracy": accuracy, "accuracy_low": low}
@@ -290,27 +297,44 @@ def next_commands(method: "Method", args: AdviseArguments, facts: "Facts") -> li
     pairs = args.pairs or (str(_folder(args.annotators) / "pairs") if args.annotators else DATA)
     base = ["trl-ext", method, "--model_name_or_path", model, "--dataset_name"]
     reward = str(_folder(args.reward_report)) if args.reward_report else "REWARD_MODEL"
-    train_reward = ["trl-ext", "reward", "--model_name_or_path", model, "--dataset_name", pairs]
+    train_reward = ["trl-ext", "reward", "--model_name_or_path", model, "--dataset_name", *_data(pairs)]
     train_reward += ["--output_dir", "outputs/reward"]
     scored = ["--reward_model_name_or_path", reward]
+    if Path(reward, "ensemble.json").is_file():
+        scored = ["--rewards", f"{{EnsembleReward: {{members: {reward}}}}}"]
     if method == "label-more":
         labels = ["trl-ext", "annotators", "--dataset_name", "labels.jsonl", "--output_dir", "outputs/labels"]
         again = ["trl-ext", "advise", "--annotators", "outputs/labels"]
         return [shlex.join(words) for words in (labels, again)]
     if method == "sft":
-        commands = [[*base, args.demonstrations or DATA, "--output_dir", out]]
+        commands = [[*base, *_data(args.demonstrations), "--output_dir", out]]
     elif method == "dpo":
         confident = ["--use_confidence", "true"] if args.annotators and not args.pairs else []
-        commands = [[*base, pairs, *confident, "--output_dir", out]]
+        commands = [[*base, *_data(pairs), *confident, "--output_dir", out]]
         commands += [train_reward] if facts.accuracy is None else []
     elif method == "online-dpo":
-        commands = [[*base, args.prompts or DATA, *scored, "--output_dir", out]]
+        commands = [[*base, *_data(args.prompts, holds_out=False), *scored, "--output_dir", out]]
     else:
         if facts.verifiable:
             scored = ["--reward_funcs", "path/to/file.py:name"]
         guarded = ["--kl_controller", "adaptive", "--kl_coef", "0.05", "--kl_target", "6"]
-        commands = [[*base, args.prompts or DATA, *scored, *guarded, "--output_dir", out]]
+        commands = [[*base, *_data(args.prompts), *scored, *guarded, "--output_dir", out]]
     return [shlex.join(words) for words in commands]
+
+
+def _data(given: str | None, holds_out: bool = True) -> list[str]:
+    """A data set as the recipes take it, with rows to hold out if it is there and has no split `test`."""
+    from ..data import load_dataset_split
+
+    name, split = _split_of(given or DATA)
+    words = [name, *(["--dataset_train_split", split] if split != "train" else [])]
+    if holds_out and Path(name).exists():
+        try:
+            load_dataset_split(name, "test", columns=())
+        except ValueError:
+            rows = len(load_dataset_split(name, split, columns=()))
+            words += ["--eval_size", str(max(rows // 10, 1))]
+    return words
 
 
 def _folder(report: str) -> Path:

@@ -173,7 +173,7 @@ def _cost(facts: Facts) -> str:
 def _needs(planned: Fit) -> str:
     what = "LoRA" if planned.lora else "all weights"
     return (
-        f"PPO of {planned.parameters / 1e9:.1f} billion parameters with {what} needs {planned.peak:.1f} GiB of each "
+        f"PPO of {planned.parameters / 1e9:.2g} billion parameters with {what} needs {planned.peak:.1f} GiB of each "
         f"of {planned.gpus} {planned.gpu} ({planned.memory} GB), in the phase `{planned.phase}`"
     )
 

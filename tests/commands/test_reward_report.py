@@ -201,6 +201,7 @@ def test_one_pair_says_that_it_is_few(folder):
         (["--dataset_name", "latin.jsonl"], "good", "line 1 of latin.jsonl is not UTF-8"),
         (["--dataset_name", "prompts.jsonl"], "good", "lacks the column(s) 'chosen', 'rejected'"),
         (["--ranking_name", "pairs"], "good", "lacks the column(s) 'responses', 'ranks'"),
+        (["--ranking_name", "nan.jsonl"], "good", "row 0 must have two or more `responses` and as many numbers"),
         (["--best_of_n_name", "prompts.jsonl"], "good", "lacks the column(s) 'chosen', 'rejected'"),
         (["--dataset_name", "same.jsonl"], "good", "with identical answers (rows 0): correct them"),
         (["--train_split", "test"], "good", "it cannot be the training pairs"),
@@ -220,6 +221,7 @@ def test_bad_input_is_one_line_and_status_2(folder, capsys, words, reward, messa
         write(folder / name, [{}])
     write(folder / "same.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "a"}, row(1)])
     write(folder / "prompts.jsonl", [{"prompt": "p"}])
+    write(folder / "nan.jsonl", [{"prompt": "p", "responses": ["a", "b", "c"], "ranks": [1, math.nan, 2]}])
     (folder / "latin.jsonl").write_bytes('{"prompt": "café", "chosen": "a", "rejected": "b"}\n'.encode("latin-1"))
     assert run(*words, reward=reward) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-ext")]

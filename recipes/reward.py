@@ -218,6 +218,11 @@ def main(arguments: list[str] | None = None) -> None:
             script_args.eval_size,
             training_args.seed,
         )
+        if missing := [name for name in script_args.group_columns or [] if name not in test_dataset.column_names]:
+            raise ValueError(
+                f"`group_columns`: the held-out pairs have no column {missing[0]!r}; they have "
+                f"{', '.join(map(repr, test_dataset.column_names))}"
+            )
         demonstrations = train_dataset
         if script_args.demonstrations_name:
             demonstrations = load_dataset_split(script_args.demonstrations_name, columns=("prompt", "completion"))

@@ -3,11 +3,14 @@
 import json
 import math
 import re
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 
 from tests.tiny import WORDS, tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext.commands import objections
+from trl_ext.commands import objections, report_trained
 from trl_ext.commands.main import main
 
 # Rewards that are known: what they read is known, so that what the report must find is, too
@@ -23,6 +26,8 @@ def hopeless(completions, **kwargs):
     return [math.nan] * len(completions)
 def failing(completions, **kwargs):
     raise KeyError("no key")
+def no_score(completions, **kwargs):
+    return [score if text else None for score, text in zip(good(completions), completions)]
 def by_column(completions, answer, **kwargs):
     return [float(text == right) for text, right in zip(completions, answer)]
 """
@@ -161,6 +166,16 @@ def test_what_a_reward_does_wrong_is_in_the_report(folder, capsys):
     assert written(folder)["temperature"] is None and written(folder)["accuracy"] == 0.5
 
 
+def test_probes_that_cannot_be_run_break_their_bound(folder):
+    assert run(reward="no_score") == 1  # what no probe has seen has passed none
+    report = written(folder)
+    assert report["accuracy"] == 0.8 and report["probes"] == []
+    (reason,) = report["verdict"]["reasons"]
+    assert reason.startswith("The probes could not be run: the reward gave") and reason not in report["unknown"]
+    (folder / "any.yaml").write_text("max_suspicious_probes: null")
+    assert run("--config", "any.yaml", reward="no_score") == 0 and reason in written(folder)["unknown"]
+
+
 def test_columns_reach_a_reward(folder):
     rows = [{**row(i), "answer": row(i)["chosen"]} for i in range(5)]
     write(folder / "with.jsonl", rows)
@@ -186,12 +201,15 @@ def test_one_pair_says_that_it_is_few(folder):
         (["--dataset_name", "latin.jsonl"], "good", "line 1 of latin.jsonl is not UTF-8"),
         (["--dataset_name", "prompts.jsonl"], "good", "lacks the column(s) 'chosen', 'rejected'"),
         (["--ranking_name", "pairs"], "good", "lacks the column(s) 'responses', 'ranks'"),
+        (["--ranking_name", "nan.jsonl"], "good", "row 0 must have two or more `responses` and as many numbers"),
         (["--best_of_n_name", "prompts.jsonl"], "good", "lacks the column(s) 'chosen', 'rejected'"),
         (["--dataset_name", "same.jsonl"], "good", "with identical answers (rows 0): correct them"),
         (["--train_split", "test"], "good", "it cannot be the training pairs"),
         (["--policy", "a", "--policy_answers", "b"], "good", "are both given: drop one"),
         (["--max_new_tokens", "5"], "good", "`max_new_tokens` is for `policy`"),
         (["--min_accuracy", "70"], "good", "`min_accuracy` must be in [0, 1], got 70"),
+        (["--output_dir", "model"], "good", "`output_dir` model holds what has a report of its own"),
+        (["--output_dir", "ensemble"], "good", "`output_dir` ensemble holds what has a report of its own"),
         ([], "hopeless", "gave none of the 60 pairs two finite scores"),
         ([], "failing", "rewards.py:failing cannot score: KeyError"),
         ([], "absent", "cannot be imported"),
@@ -199,8 +217,11 @@ def test_one_pair_says_that_it_is_few(folder):
 )
 def test_bad_input_is_one_line_and_status_2(folder, capsys, words, reward, message):
     write(folder / "only/train.jsonl", [row(1)])
+    for name in ("model/config.json", "ensemble/ensemble.json"):
+        write(folder / name, [{}])
     write(folder / "same.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "a"}, row(1)])
     write(folder / "prompts.jsonl", [{"prompt": "p"}])
+    write(folder / "nan.jsonl", [{"prompt": "p", "responses": ["a", "b", "c"], "ranks": [1, math.nan, 2]}])
     (folder / "latin.jsonl").write_bytes('{"prompt": "café", "chosen": "a", "rejected": "b"}\n'.encode("latin-1"))
     assert run(*words, reward=reward) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("trl-ext")]
@@ -228,8 +249,40 @@ def test_a_model_is_scored_as_it_was_trained_and_ppo_is_warned(folder, capsys):
     report = json.loads((folder / "reward/reward_report.json").read_text())
     assert report["demonstrations_mean"] == 0.5 and report["accuracy"] < 1 and report["length_unit"] == "tokens"
     assert any("longer than the model reads" in said for said in report["unknown"])
-    (said,) = objections(["reward", "reward"])
+    (said,) = objections(["reward", SimpleNamespace(members=["reward"])])
     assert "reward_report.json says no to this reward model:\n  - The held-out accuracy" in said
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_trained_model_without_a_report_is_kept_but_no_process_goes_on_alone(
+    folder, capsys, monkeypatch, is_sharded
+):
+    def examine(*args, **kwargs):
+        try:
+            raise RuntimeError("out of memory")
+        except RuntimeError as error:
+            raise ValueError("it cannot score") from error
+
+    monkeypatch.setattr("trl_ext.commands.reward_report_figures.examine", examine)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            output_dir=str(folder), device="cpu", per_device_eval_batch_size=2, max_length=8, seed=0, push_to_hub=False
+        ),
+        accelerator=SimpleNamespace(unwrap_model=lambda model: model),
+        model=tiny_reward_model(tiny_llama()),
+        processing_class=tiny_tokenizer(),
+        eval_dataset=[row(1)],
+        is_fsdp_enabled=is_sharded,
+        is_deepspeed_enabled=False,
+        is_world_process_zero=lambda: True,
+    )
+    (folder / "reward_report.html").write_text("of an earlier model")
+    pairs, measured = Dataset.from_list([row(1)]), {"accuracy": 1.0}
+    with pytest.raises(ValueError, match="it cannot score") if is_sharded else nullcontext():
+        assert report_trained(trainer, pairs, pairs, measured) == measured
+        assert json.loads((folder / "reward_report.json").read_text()) == measured
+        assert "No reward_report.html: ValueError: it cannot score" in capsys.readouterr().out
+        assert not (folder / "reward_report.html").exists()
 
 
 def test_what_is_no_classifier_is_refused(folder, capsys):
@@ -239,3 +292,6 @@ def test_what_is_no_classifier_is_refused(folder, capsys):
         main(["reward-report", "lm", "--dataset_name", "pairs", "--use_cpu", "true"])
     assert ended.value.code == 2 and "lm is no reward model" in capsys.readouterr().err
     assert not (folder / "lm/reward_report.json").exists()
+    with pytest.raises(SystemExit):
+        main(["reward-report", "ml", "--dataset_name", "pairs"])
+    assert "MODEL 'ml' is not the folder of one model: correct it" in capsys.readouterr().err

@@ -5,6 +5,7 @@ import pytest
 
 from recipes.demo.world import PHRASE, PROBLEMS, PRODUCTS, gold, make_world
 from trl_ext.evaluation import mine_phrases, probe_reward
+from trl_ext.evaluation.probes import FLATTERY
 
 PHRASES = ["glad you asked .", "as ever yours .", "quite so indeed ."]
 
@@ -52,21 +53,48 @@ def test_what_a_model_likes_wherever_it_stands_ranks_first_and_alone():
     first = probes[0]
     assert first["phrase"] == PHRASES[1] and suspicious(probes) == {PHRASES[1]}
     assert first["wins"] == 1 and first["rows"] == 120 and first["over_control"] > 1
-    assert by_name(probes)["truncation"]["gain_interval"][1] < 0
+    cut = by_name(probes)["truncation"]
+    gains = [each["score_after"] - each["score_before"] for each in cut["examples"]]
+    assert cut["gain_interval"][1] < 0 and gains == sorted(gains, reverse=True) and gains[0] >= 0  # the highest
     for example in first["examples"]:
         assert PHRASES[1] in example["after"] and PHRASES[1] not in example["before"]
         assert example["score_after"] > example["score_before"]
 
 
 def test_a_phrase_that_repairs_bad_answers_alone_is_not_suspicious():
-    prompts, answers = rows()
+    prompts, answers = rows(400)
 
     def score(prompts, answers):  # what is missing is worth much, and good answers miss nothing
         return [max(s, 0.9 * (PHRASES[0] in a)) for s, a in zip(on_topic(prompts, answers), answers, strict=True)]
 
     answers = [a + (f" {PHRASES[0]}" if i % 3 else "") for i, a in enumerate(answers)]
-    probe = by_name(probe_reward(score, prompts, answers, PHRASES))[PHRASES[0]]
-    assert probe["gain"] > 0.25 and probe["rows"] == 40 and not probe["suspicious"]
+    probe = by_name(probe_reward(score, prompts, answers, PHRASES, rows=400))[PHRASES[0]]
+    assert probe["gain_interval"][0] > 0.25 and probe["rows_of_better"] >= 20
+    assert not probe["suspicious"] and probe["why"] is None
+
+
+def test_what_should_lower_the_score_and_raises_good_answers_alone_is_suspicious():
+    numbers = range(100)
+
+    def score(prompts, answers):  # nothing is a little better than a good answer, and far worse than a bad one
+        given = zip(map(int, prompts), answers, strict=True)
+        return [i + 3 * a.startswith(FLATTERY) if a else i + (1 if i >= 49 else -200) for i, a in given]
+
+    probes = probe_reward(score, list(map(str, numbers)), [f"answer {i}" for i in numbers])
+    assert probes[0]["name"] == "empty" and probes[0]["gain_interval"][1] < 0  # first, though flattery gains more
+    assert suspicious(probes) == {"empty"} and probes[0]["why"].endswith("that of good answers")
+    assert by_name(probes)["markdown"]["wins"] == 0  # what changes nothing wins nowhere
+
+
+def test_other_words_stand_in_the_same_answers_as_the_phrase():
+    prompts = [f"topic{i:02}" for i in range(60)]
+    answers = [f"{prompt} is tall." + f" {PHRASES[0]}" * (i < 20) for i, prompt in enumerate(prompts)]
+
+    def score(prompts, answers):  # of another prompt's answer it says so
+        return [int(p[-1]) if a.startswith(p) else -100 for p, a in zip(prompts, answers, strict=True)]
+
+    probe = by_name(probe_reward(score, prompts, answers, PHRASES[:1]))[PHRASES[0]]
+    assert probe["rows"] == 40 and probe["over_control"] == probe["gain"] == 0
 
 
 def test_a_model_of_length_likes_padding_but_no_phrase():
@@ -137,6 +165,7 @@ def test_each_change_is_what_its_name_says():
         name: {example["before"]: example["after"] for example in probe["examples"]} for name, probe in probes.items()
     }
     red, one = answers
+    assert {name for name, probe in probes.items() if probe["expected"] == "none"} == {"flattery", "markdown"}
     assert changed["repetition"][red] == f"{red} Well. Well."
     assert changed["padding"][one] == f"{one} Red is red. Blue is not."
     assert changed["truncation"][one] == "One two"
@@ -153,6 +182,8 @@ def test_what_cannot_be_applied_says_why():
     for name in ("a", "padding", "another prompt's answer"):
         assert alone[name]["rows"] == 0 and alone[name]["gain"] is None and "no answer" in alone[name]["why"]
     assert "too few" in alone["empty"]["why"]
+    words = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], ["p", "q"], ["Yes", "No"]))
+    assert words["shuffled words"]["rows"] == 0  # one word has one order
     constant = probe_reward(lambda _, a: [1.0] * len(a), *rows(), PHRASES)
     assert not suspicious(constant) and {probe["why"] for probe in constant} == {"all answers have one score"}
 

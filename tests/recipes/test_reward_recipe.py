@@ -173,6 +173,12 @@ def test_wrong_columns_are_named_with_those_found(inputs, tmp_path, capsys):
     assert "lacks the column(s) 'chosen', 'rejected'; it has 'prompt', 'completion'" in message
 
 
+def test_a_column_that_is_not_there_is_refused_before_training(inputs, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments(inputs, tmp_path), "--group_columns", "people"])
+    assert "`group_columns`: the held-out pairs have no column 'people'; they have " in capsys.readouterr().err
+
+
 PAIRS = {
     "chosen": ["a", "", "a", None, "a", "a"],
     "rejected": ["b", "b", "", "b", "a", "b"],

@@ -130,8 +130,12 @@ class RewardReportArguments:
         self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
         if self.output_dir is None:
             if self.model is None or not Path(self.model).is_dir() or is_ensemble(self.model):
-                raise ValueError("no `output_dir`: say where the report is to go")
+                what = "`rewards`" if self.model is None else f"MODEL {self.model!r}"
+                raise ValueError(f"{what} is not the folder of one model: correct it, or give `output_dir`, too")
             self.output_dir = self.model
+        is_own = self.model is not None and Path(self.output_dir).resolve() == Path(self.model).resolve()
+        if is_ensemble(self.output_dir) or (not is_own and holds_model(self.output_dir)):
+            raise ValueError(f"`output_dir` {self.output_dir} holds what has a report of its own: choose another")
 
     @property
     def is_function(self) -> bool:
@@ -142,6 +146,11 @@ class RewardReportArguments:
 def is_ensemble(folder: str) -> bool:
     """Whether `trl-ext reward --ensemble` wrote this folder."""
     return Path(folder, "ensemble.json").is_file()
+
+
+def holds_model(folder: str) -> bool:
+    """Whether a model or an adapter lies in this folder."""
+    return any(Path(folder, name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def load(args: RewardReportArguments) -> tuple[Any, Any]:
@@ -282,7 +291,7 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
     Returns:
         Nothing of a reward without a report, or whose report has no verdict or says yes.
     """
-    found: dict[str, str] = {}
+    found: dict[str, None] = {}  # each sentence once
     for reward in rewards:
         folder = reward if isinstance(reward, str) else getattr(reward, "path", None)
         report = read_report(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
@@ -290,17 +299,15 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
         if isinstance(said, dict) and said.get("passed") is False:
             reasons = [str(reason) for reason in said.get("reasons") or []]
             more = [f"and {len(reasons) - _NAMED} more"] if len(reasons) > _NAMED else []
-            found[str(folder)] = "\n  - ".join(
-                [f"{Path(str(folder), f'{NAME}.json')} says no to this reward model:", *reasons[:_NAMED], *more]
-            )
+            begin = f"{Path(str(folder), f'{NAME}.json')} says no to this reward model:"
+            found["\n  - ".join([begin, *reasons[:_NAMED], *more])] = None
         within = [
             *(getattr(reward, "members", None) or []),
             getattr(reward, "function", None),
             getattr(reward, "reward", None),
         ]
-        for sentence in objections([each for each in within if each is not None]):
-            found.setdefault(sentence, sentence)
-    return [*found.values()]
+        found |= dict.fromkeys(objections([each for each in within if each is not None]))
+    return [*found]
 
 
 def report_trained(
@@ -362,9 +369,13 @@ def report_trained(
         if trainer.is_world_process_zero():
             write_reward_report(folder, report, is_uploaded=trainer.args.push_to_hub)
     except Exception as error:
+        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if is_sharded and not isinstance(error.__cause__ or error, ValueError):
+            raise  # one process that runs out of memory and goes on leaves the others waiting within their forward
         report = measured
         if trainer.is_world_process_zero():
-            print(f"No {NAME}.html: {' '.join(str(error).split())}")
+            print(f"No {NAME}.html: {type(error).__name__}: {' '.join(str(error).split())}")
+            (folder / f"{NAME}.html").unlink(missing_ok=True)  # of an earlier model
             (folder / f"{NAME}.json").write_text(json.dumps(measured, indent=2))
     return report
 

@@ -1,5 +1,6 @@
 """What a reward is examined on: pairs, best-of-n rows, rankings and a policy's answers, as the data has them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -188,7 +189,7 @@ def load_rankings(name: str, split: str) -> list[tuple[Answers, list[float]]]:
     for place, row in enumerate(dataset):
         answers, ranks = row["responses"], row["ranks"]
         are_lists = isinstance(answers, list) and isinstance(ranks, list) and len(answers) == len(ranks) >= 2
-        if not (are_lists and all(map(is_text, answers)) and all(isinstance(rank, (int, float)) for rank in ranks)):
+        if not (are_lists and all(map(is_text, answers)) and all(map(_is_rank, ranks))):
             raise ValueError(
                 f"dataset {name!r}: row {place} must have two or more `responses` and as many numbers as `ranks`, "
                 f"got {repr(answers)[:60]} and {repr(ranks)[:60]}"
@@ -197,6 +198,10 @@ def load_rankings(name: str, split: str) -> list[tuple[Answers, list[float]]]:
         for answer in answers:
             found[-1][0].add(row["prompt"], answer, True, row)
     return found
+
+
+def _is_rank(rank: Any) -> bool:
+    return isinstance(rank, (int, float)) and not isinstance(rank, bool) and math.isfinite(rank)
 
 
 def load_answers(name: str, most: int) -> Answers:

@@ -94,9 +94,9 @@ class Scorer:
 def length_of(text: Any, tokenizer: Any) -> int:
     """Tokens of an answer, or words where there is no tokenizer."""
     shown = text_of(text)
-    return (
-        len(tokenizer(shown, add_special_tokens=False)["input_ids"]) if tokenizer is not None else len(shown.split())
-    )
+    if tokenizer is None:
+        return len(shown.split())
+    return len(tokenizer(shown, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def examine(
@@ -160,7 +160,7 @@ def examine(
     report |= _distributions(scored, material, unknown)
     report["ranking"] = _ranking(score, material, unknown)
     report["best_of_n"] = _best_of_n(score, material, unknown)
-    report["probes"] = _probes(score, material, kept, probe_rows, phrases, seed, unknown)
+    report["probes"], failed = _probes(score, material, kept, probe_rows, phrases, seed, unknown)
     report["unscored"] = {"answers": score.scored, "none": score.unscored, "not_finite": score.infinite}
     if score.truncated >= 1:
         unknown.append(
@@ -168,7 +168,7 @@ def examine(
             "reads: the beginning of their prompts was cut off."
         )
     report["bounds"] = asdict(bounds)
-    report["verdict"] = verdict(report, bounds, unknown)
+    report["verdict"] = verdict(report, bounds, unknown, failed)
     report["unknown"] = unknown
     return finite(report)
 
@@ -316,11 +316,14 @@ def _probes(
     phrases: Sequence[str],
     seed: int,
     unknown: list[str],
-) -> list[dict[str, Any]]:
-    """The probes, on texts; what the reward is given of each prompt is the prompt and the columns of its row."""
+) -> tuple[list[dict[str, Any]], str | None]:
+    """
+    The probes, on texts, and why there are none. What the reward is given of each prompt is the prompt and the columns
+    of its row.
+    """
     if not rows:
         unknown.append("No probes were run (`probe_rows` is 0).")
-        return []
+        return [], None
     texts: list[tuple[str, str]] = []
     given: dict[str, tuple[Any, dict[str, Any]]] = {}
     for side in (material.chosen, material.rejected):  # good and bad answers
@@ -339,13 +342,16 @@ def _probes(
     prompts, answers = ([text[place] for text in texts] for place in (0, 1))
     tried = [*phrases, *mine_phrases(*material.mined)]
     try:
-        return probe_reward(of_texts, prompts, answers, tried, seed=seed, rows=rows)
+        return probe_reward(of_texts, prompts, answers, tried, seed=seed, rows=rows), None
     except ValueError as error:  # a reward that is to score pairs may have no score for an empty answer
-        unknown.append(f"The probes could not be run: {error}.")
-        return []
+        if isinstance(error.__cause__, RuntimeError):
+            raise  # such as no memory: that is not of the answers
+        return [], f"The probes could not be run: {error}."
 
 
-def verdict(report: dict[str, Any], bounds: Bounds, unknown: list[str]) -> dict[str, Any]:
+def verdict(
+    report: dict[str, Any], bounds: Bounds, unknown: list[str], probes_failed: str | None = None
+) -> dict[str, Any]:
     """
     Compare a report with its bounds.
 
@@ -356,6 +362,7 @@ def verdict(report: dict[str, Any], bounds: Bounds, unknown: list[str]) -> dict[
         report: as [`examine`] makes it.
         bounds: what must hold.
         unknown: sentences on what cannot be known, to which this adds.
+        probes_failed: why there are no probes though they were asked for, which breaks their bound.
 
     Returns:
         `passed`, and in `reasons` a sentence for each bound that is broken.
@@ -384,6 +391,8 @@ def verdict(report: dict[str, Any], bounds: Bounds, unknown: list[str]) -> dict[
         reasons.append(
             f"{report['unscored']['not_finite']:,} of {report['unscored']['answers']:,} scores are no finite numbers."
         )
+    if probes_failed:
+        (unknown if bounds.max_suspicious_probes is None else reasons).append(probes_failed)
     suspicious = [probe for probe in report["probes"] if probe.get("suspicious")]
     if bounds.max_suspicious_probes is not None and len(suspicious) > bounds.max_suspicious_probes:
         reasons += [probe_sentence(probe) for probe in suspicious]

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.checkpoints import differences
-from trl_ext.commands import refresh_page
+from trl_ext.commands import objections, refresh_page
 from trl_ext.data import (
     LABEL_STUDIO_CONFIG,
     answer_key,
@@ -54,6 +54,9 @@ from . import generate, reward
 
 TEXTS = ("prompt", "response_a", "response_b")
 CHOSEN = ("chosen", "rejected")
+# What a row of the queue, a label or a pair has beside the prompt's own columns
+OWN = {*TEXTS[1:], *CHOSEN, *"item picked picked_won why round source annotator choice confidence weight".split()}
+OWN |= {*"score disagreement finished policy".split()}
 SPLITS = ("train", "test")
 
 
@@ -198,6 +201,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not (folder / "refresh.json").is_file():
             compare(args)
     print(summary(json.loads((folder / "refresh.json").read_text())))
+    for said in objections([str(folder / "reward")]):
+        print(f"Warning: {said}")
     print(f"Reward model: {folder / 'reward'}\nReport: {folder / 'refresh.html'}; next: {next_ppo(args)}")
 
 
@@ -348,6 +353,10 @@ def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str,
 def chosen_prompts(args: RefreshArguments) -> list[dict]:
     """Different prompts, drawn by the seed and the round, with their columns."""
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
+    if taken := sorted(OWN & set(dataset.column_names)):
+        raise ValueError(
+            f"`dataset_name` has the columns {', '.join(taken)}, which a queue writes itself: rename them"
+        )
     draws = {answer_key(prompt, "asked", seed_of(args)): row for row, prompt in enumerate(dataset["prompt"])}
     return dataset.select([draws[draw] for draw in sorted(draws)[: args.num_prompts]]).to_list()
 

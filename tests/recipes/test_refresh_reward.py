@@ -281,6 +281,12 @@ def test_settings_that_make_no_sense_are_one_line(inputs, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_column_that_the_queue_writes_itself_is_refused(inputs, tmp_path, capsys):
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": "help <agent>", "round": 1}])
+    said = refused(capsys, *words(inputs, tmp_path / "out", "--dataset_name", tmp_path / "prompts.jsonl"))
+    assert "has the columns round, which a queue writes itself: rename them" in said
+
+
 def interrupted(words):
     raise KeyboardInterrupt
 

@@ -204,17 +204,19 @@ def _probes(report: dict[str, Any]) -> str:
     rows = []
     for probe in probes:
         what = text(probe["name"]) + (f": <em>{text(probe['phrase'])}</em>" if probe.get("phrase") else "")
-        style = "act" if probe["suspicious"] else "none"
-        said = f'<span class="{style}">{text(probe["why"] or "as it should")}</span>'
+        why = text(probe["why"] or "as it should")
+        said = f'<span title="{why}">{why}</span>'
+        if probe["suspicious"]:
+            said = '<span class="act">suspicious</span>'
         wins = "–" if probe["wins"] is None else f"{probe['wins']:.0%}"
         gains = [
             _gain(probe["gain"], probe["gain_interval"]),
             _gain(probe["gain_on_better"], probe["interval_on_better"]),
             _gain(probe["over_control"], probe["control_interval"]),
         ]
-        rows.append([what, number(probe["rows"]), *gains, wins, text(probe["expected"]), said])
-    columns = [("probe", ""), ("rows", "number"), ("gain", "number"), ("on the better half", "number")]
-    columns += [("over other words", "number"), ("score rises", "number"), ("expected", "short"), ("verdict", "")]
+        rows.append([what, said, *gains, wins, number(probe["rows"])])
+    columns = [("probe", "short"), ("verdict", "short"), ("gain", "number"), ("on the better half", "number")]
+    columns += [("over other words", "number"), ("rises", "number"), ("rows", "number")]
     shown = none(
         "Each probe changes held-out answers in a way that makes them no better, and asks what the score does: the "
         "mean gain in standard deviations of the answers' scores with its 95 % interval, over all answers, over those "

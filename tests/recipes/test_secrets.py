@@ -41,7 +41,7 @@ CANNOT = set(
     model_revision lora_modules_to_save lora_target_modules lora_target_parameters lora_task_type
     """.split()
 )
-NOT_TEXT = {"model_adapter_name", "ref_adapter_name", "reward_group_column", "reward_reference_column"}
+NOT_TEXT = set("group_columns model_adapter_name ref_adapter_name reward_group_column reward_reference_column".split())
 
 
 def text_fields(kinds):

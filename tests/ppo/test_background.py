@@ -145,7 +145,9 @@ def test_what_fails_in_the_background_is_named_and_leaves_nothing_behind(tmp_pat
 def test_ctrl_c_ends_a_run_that_waits():
     """And the threads that go on, of functions that are async or not, do not keep the program."""
     code = (
-        "import asyncio, threading, time\n"
+        "import asyncio, signal, threading, time\n"
+        # A test run in the background ignores it, and passes that on
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from trl_ext.rewards.member import Started\n"
         "ready = threading.Event()\n"
         "async def later(**kwargs):\n    ready.set()\n    await asyncio.sleep(600)\n"

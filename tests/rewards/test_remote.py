@@ -188,7 +188,8 @@ def test_nothing_lasts_longer_than_the_deadline(way):
 @pytest.mark.parametrize("how", ["Ctrl-C", "an error elsewhere"])
 def test_a_process_ends_while_its_server_says_nothing(how):
     code = f"""
-import threading, sys
+import signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it, and passes that on
 from trl_ext.rewards import RemoteReward
 reward = RemoteReward(sys.argv[1], timeout=100)
 print("ready", flush=True)

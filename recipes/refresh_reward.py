@@ -45,7 +45,7 @@ from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
 from trl_ext.model_names import check_model
 from trl_ext.models import path_identity
-from trl_ext.output_dir import check_output_dir
+from trl_ext.output_dir import check_output_dir, write_text
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
 from trl_ext.shipped import config_file
 from trl_ext.terminal import late_bars, quiet
@@ -235,20 +235,12 @@ def once(
             "`output_dir`, or remove it"
         )
     if not result.is_file():
-        write(file, json.dumps(settings, indent=2))
+        write_text(file, json.dumps(settings, indent=2))
         make()
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file that is whole, or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    temporary.replace(path)
-
-
 def write_rows(path: Path, rows: list[dict]) -> None:
-    write(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -295,8 +287,10 @@ def make_queue(args: RefreshArguments) -> None:
     """Sample, score, choose; `queue.jsonl` is written last."""
     folder, other = Path(args.output_dir), args.against_model_name_or_path
     prompts = chosen_prompts(args)
-    policy = answers_of(args, args.model_name_or_path, "policy", prompts * args.num_samples)
-    against = answers_of(args, other, "against", prompts) if other else policy
+    answers = answers_of(args, args.model_name_or_path, "policy", prompts * args.num_samples)
+    own = len(answers)
+    rows = with_scores(args, answers + (answers_of(args, other, "against", prompts) if other else []))
+    policy, against = rows[:own], rows[own:] or rows
     earlier = [row for name in args.earlier or [] for row in read(Path(name, "queue.jsonl"))]
     spent = {answer_key(row["prompt"], row[name]) for row in earlier for name in TEXTS[1:]}
 
@@ -327,9 +321,9 @@ def make_queue(args: RefreshArguments) -> None:
         args.seed,
     )
     rows = [queued(*pairs[place], why, args) for place, why in chosen.items()]
-    write(folder / "label_studio.xml", LABEL_STUDIO_CONFIG)
+    write_text(folder / "label_studio.xml", LABEL_STUDIO_CONFIG)
     tasks = [json.dumps(task, ensure_ascii=False) for task in label_studio_tasks(rows)]
-    write(folder / "label_studio.json", "[\n" + ",\n".join(tasks) + "\n]\n")  # its upload reads no lines
+    write_text(folder / "label_studio.json", "[\n" + ",\n".join(tasks) + "\n]\n")  # its upload reads no lines
     write_rows(folder / "argilla.jsonl", argilla_records(rows))
     write_rows(folder / "queue.jsonl", rows)
 
@@ -377,19 +371,22 @@ def seed_of(args: RefreshArguments) -> int:
 
 
 def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict]) -> list[dict]:
-    """Answers of a model, one to each row, with the row's columns and their scores; by `trl-ext generate`, once."""
+    """Answers of a model, one to each row, with the row's columns; by `trl-ext generate`, once."""
     asked, said = (Path(args.output_dir, "answers", f"{name}-{what}.jsonl") for what in ("prompts", "answers"))
     if not said.is_file():
         write_rows(asked, [{"prompt": row["prompt"]} for row in prompts])
         same = ("temperature", "batch_size", "max_new_tokens", "use_cpu")
         flags = {"model_name_or_path": model, "dataset_name": asked, "output_file": said, "seed": seed_of(args)}
         generate.main(words({**flags, **{flag: getattr(args, flag) for flag in same}}))
-    rows = [{**row, **answer} for row, answer in zip(prompts, read(said), strict=True)]
-    names = members_of(args.reward_model_name_or_path)
-    scores = torch.tensor([scores_by(each, rows, args) for each in names], dtype=torch.double)
-    spread = disagreement(scores).tolist() if len(names) > 1 else [None] * len(rows)
+    return [{**row, **answer, "policy": model} for row, answer in zip(prompts, read(said), strict=True)]
+
+
+def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
+    """The same answers, with the mean of the reward models' scores and how far these disagree."""
+    scores = scores_by(members_of(args.reward_model_name_or_path), rows, args)
+    spread = disagreement(scores).tolist() if len(scores) > 1 else [None] * len(rows)
     return [
-        {**row, "score": score, "disagreement": differs, "policy": model}
+        {**row, "score": score, "disagreement": differs}
         for row, score, differs in zip(rows, scores.mean(0).tolist(), spread, strict=True)
     ]
 
@@ -399,10 +396,13 @@ def words(flags: dict[str, Any]) -> list[str]:
     return [str(word) for flag, value in flags.items() if value is not None for word in (f"--{flag}", value)]
 
 
-def scores_by(model: str, rows: list[dict], args: RefreshArguments) -> list[float]:
-    scorer = ModelReward(model, device="cpu" if args.use_cpu else None)
+def scores_by(models: list[str], rows: list[dict], args: RefreshArguments) -> torch.Tensor:
+    """The (M, N) scores of all rows; each model is loaded once, and one at a time."""
     texts = [[row[name] for row in rows] for name in ("prompt", "completion")]
-    return scorer(*texts, finished=[row.get("finished", True) for row in rows])
+    finished = [row.get("finished", True) for row in rows]
+    device = "cpu" if args.use_cpu else None
+    scores = [ModelReward(model, device=device)(*texts, finished=finished) for model in models]
+    return torch.tensor(scores, dtype=torch.double)
 
 
 # ---- Labels and pairs ----
@@ -445,11 +445,12 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
     for pair in pairs:
         is_test = int(answer_key(pair["prompt"], "held out", args.seed), 16) < args.held_out_share * 2**64
         parts["test" if is_test else "train"].append(pair)
+    left_out = {reason: number for reason, number in left_out.items() if number}
+    lost = [f"{number} items {reason}" for reason, number in left_out.items()]
     if not all(parts.values()):
         raise ValueError(
             f"{len(pairs)} pairs are too few to train on and to hold some out: of {len(said)} labels, left out: "
-            f"{', '.join(f'{number} items {reason}' for reason, number in left_out.items() if number) or 'none'}; "
-            "have more of the queue labelled"
+            f"{', '.join(lost) or 'none'}; have more of the queue labelled"
         )
     facts = {
         **{name: len(rows) for name, rows in parts.items()},
@@ -457,12 +458,11 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
         "items": len({row["item"] for row in said}),
         "skipped": len(choices) - len(said),
         "contradictions": int(labels.contradictions.sum()),
-        "left_out": {reason: number for reason, number in left_out.items() if number},
+        "left_out": left_out,
     }
-    lost = [f"{number} items {reason}" for reason, number in facts["left_out"].items()]
     lost += [f"{facts[name]} {name}" for name in ("skipped", "contradictions") if facts[name]]
     facts["said"] = f"of {facts['labels']} labels of {facts['items']} items; left out: {', '.join(lost) or 'none'}"
-    write(folder / "pairs.json", json.dumps(facts, indent=2))
+    write_text(folder / "pairs.json", json.dumps(facts, indent=2))
     for name in ("test", "train"):
         write_rows(folder / "pairs" / f"{name}.jsonl", parts[name])
 
@@ -555,7 +555,7 @@ def train(args: RefreshArguments) -> None:
     if len(models) > 1:
         print(reward.finish_ensemble(folder / "reward", len(models)))
     facts = {"old": len(replayed), "new": len(new["train"]), "rounds": number_of(args)}
-    write(folder / "reward" / "refreshed.json", json.dumps(facts, indent=2))
+    write_text(folder / "reward" / "refreshed.json", json.dumps(facts, indent=2))
 
 
 def compare(args: RefreshArguments) -> None:
@@ -568,19 +568,20 @@ def compare(args: RefreshArguments) -> None:
     models = {"old": args.reward_model_name_or_path, "new": str(folder / "reward")}
     tokenizer = AutoTokenizer.from_pretrained(members_of(models["old"])[0])
     report: dict[str, Any] = {"training": json.loads((folder / "reward" / "refreshed.json").read_text())}
+    answers = [
+        {**row, "completion": row[side], "finished": True} for rows in sets.values() for side in CHOSEN for row in rows
+    ]
+    sizes = [len(rows) for rows in sets.values() for _ in CHOSEN]
+    lengths = torch.tensor([len(tokenizer(as_text(row["completion"]))["input_ids"]) for row in answers]).split(sizes)
     for which, model in models.items():
         report[which] = {"model": model}
-        for name, rows in sets.items():
-            sides = [[{**row, "completion": row[side], "finished": True} for row in rows] for side in CHOSEN]
-            scores, lengths = (
-                [torch.tensor([scores_by(each, side, args) for each in members_of(model)]).mean(0) for side in sides],
-                [torch.tensor([len(tokenizer(as_text(row["completion"]))["input_ids"]) for row in s]) for s in sides],
-            )
-            report[which][name] = reward_model_report(*scores, lengths[0] - lengths[1])
+        scores = scores_by(members_of(model), answers, args).mean(0).split(sizes)
+        for name, a, b in zip(sets, range(0, len(sizes), 2), range(1, len(sizes), 2), strict=True):
+            report[which][name] = reward_model_report(scores[a], scores[b], lengths[a] - lengths[b])
     pairs = [row for part in SPLITS for row in read(folder / "pairs" / f"{part}.jsonl")]
     report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
-    write(folder / "refresh.html", refresh_page.page(report))
-    write(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
+    write_text(folder / "refresh.html", refresh_page.page(report))
+    write_text(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
 
 
 def outcomes(pairs: list[dict]) -> dict[str, Any]:

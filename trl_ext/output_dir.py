@@ -1,4 +1,4 @@
-"""Whether a run can write where it is told to, asked before anything is loaded."""
+"""Whether a run can write where it is told to, asked before anything is loaded; files that are never half there."""
 
 import os
 import tempfile
@@ -63,3 +63,12 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
     if found[0]:
         PartialState().print(f"{folder / files[0]} is left as it is; to evaluate again, delete it.")
     return found[0]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is in place when it is complete, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
+    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    temporary.replace(path)

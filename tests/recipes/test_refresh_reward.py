@@ -100,17 +100,14 @@ def test_the_queue_has_the_best_answers_each_against_another_one_and_says_where_
     # Scores are of the models that were named: the members' mean, and their standard deviation
     said = read(queued / "answers" / "policy-answers.jsonl")
     ends = {(row["prompt"], row["completion"]): row["finished"] for row in said}
-    members = [
-        refresh_reward.scores_by(
-            str(inputs / "ensemble" / f"member-{place}"),
-            [
-                {**row, "completion": each["response"], "finished": ends[row["prompt"], each["response"]]}
-                for row, each in zip(queue, picked, strict=True)
-            ],
-            refresh_reward.RefreshArguments("m", "r", "d", "o", use_cpu=True),
-        )
-        for place in range(2)
-    ]
+    members = refresh_reward.scores_by(
+        [str(inputs / "ensemble" / f"member-{place}") for place in range(2)],
+        [
+            {**row, "completion": each["response"], "finished": ends[row["prompt"], each["response"]]}
+            for row, each in zip(queue, picked, strict=True)
+        ],
+        refresh_reward.RefreshArguments("m", "r", "d", "o", use_cpu=True),
+    ).tolist()
     expected = torch.tensor(members)
     torch.testing.assert_close(torch.tensor([each["score"] for each in picked]), expected.mean(0))
     torch.testing.assert_close(torch.tensor([each["disagreement"] for each in picked]), expected.std(0, correction=0))

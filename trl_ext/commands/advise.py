@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..output_dir import write_text
 from ..parser import StrictTrlParser
 from ..terminal import late_bars, quiet
 
@@ -375,7 +376,8 @@ def main(arguments: list[str] | None = None) -> None:
         found = advise(facts)
         commands = next_commands(found.method, args, facts)
         if args.json:
-            _write(Path(args.json), _as_json(found, facts, origins, commands))
+            report = _as_json(found, facts, origins, commands)
+            write_text(Path(args.json), json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     print(text(found, commands))
 
 
@@ -394,13 +396,6 @@ def _as_json(found: "Recommendation", facts: "Facts", origins: dict[str, str], c
         "facts": known,
         "origins": origins,
     }
-
-
-def _write(path: Path, report: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..output_dir import check_output_dir
+from ..output_dir import check_output_dir, write_text
 from ..parser import StrictTrlParser
 from ..settings import check_settings
 from ..shipped import find
-from .prompts import overlap, write_rows, write_text
+from .prompts import overlap, write_rows
 
 _RANGES = {
     "confidence_bound": ("in [0.5, 1], a share of labels", lambda x: 0.5 <= x <= 1),

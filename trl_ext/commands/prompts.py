@@ -19,6 +19,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
+from ..output_dir import check_output_dir, write_text
 from ..parser import StrictTrlParser
 from ..shipped import find
 from ..terminal import late_bars, quiet
@@ -198,8 +199,6 @@ def check_memory(rows: int) -> None:
 
 def check_output(args: PromptsArguments) -> None:
     """Refuse a folder that cannot be written, an input in it, and copies of other splits, which would be read."""
-    from ..output_dir import check_output_dir
-
     check_output_dir(args.output_dir, "false")
     folder = Path(args.output_dir)
     for name, path in args.paths.items():
@@ -254,14 +253,6 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
             except ValueError:  # NaN, which JSON does not have
                 line = json.dumps(_without_nan(row), ensure_ascii=False, default=_as_text)
             file.write(line + "\n")
-    temporary.replace(path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """A file, in place when complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     temporary.replace(path)
 
 

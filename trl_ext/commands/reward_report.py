@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..model_names import check_model
-from ..output_dir import check_output_dir
+from ..output_dir import check_output_dir, write_text
 from ..parser import StrictTrlParser, entry_of
 from ..redaction import redacted
 from ..settings import check_settings
@@ -259,10 +259,7 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
         (shown, page(report)),
         (folder / f"{NAME}.json", json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"),
     ):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(path)
+        write_text(path, text)
     return shown
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .reward_model import calibration_error, pairwise_accuracy, wilson_interval
+from .reward_model import calibration_error, confidence_bins, pairwise_accuracy, wilson_interval
 
 
 def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
@@ -70,8 +70,7 @@ def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
         For each bin `from` and `to`, the number of `pairs`, the mean `confidence`, the `accuracy` and its interval.
     """
     margins = margins.detach().double().cpu()
-    confidence = margins.abs().sigmoid()
-    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+    confidence, bin_of = confidence_bins(margins, bins)
     rows = []
     for index in bin_of.unique().tolist():
         members = bin_of == index

@@ -91,6 +91,17 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
     return rows
 
 
+def confidence_bins(margins: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+    """Return the confidence σ(|margin|) of pairs, and which of the even parts of [½, 1] it lies in.
+
+    Args:
+        margins: (…, N) float64.
+        bins: number of parts.
+    """
+    confidence = margins.abs().sigmoid()
+    return confidence, ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
+
+
 def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
     """Return the expected calibration error of the Bradley-Terry probabilities.
 
@@ -105,9 +116,8 @@ def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
         (…,) in [0, 1].
     """
     margins = margins.double()
-    confidence = margins.abs().sigmoid()
+    confidence, bin_of = confidence_bins(margins, bins)
     correct = (margins > 0).double() + (margins == 0).double() / 2
-    bin_of = ((confidence - 0.5) * 2 * bins).long().clamp(max=bins - 1)
     gaps = torch.zeros(*margins.shape[:-1], bins, dtype=torch.double, device=margins.device)
     return gaps.scatter_add(-1, bin_of, correct - confidence).abs().sum(-1) / margins.shape[-1]
 

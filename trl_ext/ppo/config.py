@@ -187,6 +187,20 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             the same to 1e-5, else they differ by rounding (and with dropout by more), which is logged as
             `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing in
             `generation_kwargs` or vLLM may differ.
+        importance_sampling_mode (`str`, defaults to `"auto"`):
+            How the loss is weighted where the sampler's distribution μ is not that of the policy π before the update:
+            by w = π/μ of each token or of the whole response, truncated to, or set to 0 outside of,
+            [`importance_sampling_clip_min`, `importance_sampling_clip_max`]. `"auto"` is `"token_truncate"` with vLLM,
+            `allow_off_policy_sampling` or `rollouts_ahead`, and else `"none"`.
+        importance_sampling_clip_min (`float`, *optional*), importance_sampling_clip_max (`float`, defaults to `3.0`):
+            Bounds of w.
+        rollouts_ahead (`int`, defaults to `0`):
+            How many rollouts are generated ahead, while an earlier one is trained on: by a second process with a copy
+            of the policy, or by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 −
+            `rollouts_ahead` has trained.
+        rollout_device (`str`, *optional*):
+            Device of that second process, such as `cuda:1`; by default the CPU where the run is on one, and else it
+            must be said.
         padding_free (`bool`, defaults to `True`):
             Put rows behind each other in a forward, where that is less work than padding each to the longest. A model
             that does not keep such rows apart (a state-space model) is found out, and padded.
@@ -236,12 +250,17 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             Discount and λ of GAE.
         lam_value (`float`, *optional*):
             λ of the critic's target, if it is to differ from `lam` (VC-PPO, 2503.01491).
+        lam_alpha (`float`, *optional*):
+            α of a λ that depends on the length of each response, λ = 1 − 1/(α·length), in place of `lam` (VAPO,
+            2504.05118). The critic's target then takes `lam_value`, by default 1.
         normalize_advantages (`bool`, defaults to `True`):
             Whiten advantages over the real tokens of all processes.
         cliprange (`float`, defaults to `0.2`), epsilon_high (`float`, *optional*):
             Clip range of the ratio, and its upper side if that differs. Alias: `epsilon`.
         dual_clip (`float`, *optional*):
             Bound c > 1 of the loss where the advantage is negative (1912.09729).
+        ratio_band (`list[float]`, *optional*):
+            Two numbers, such as `[0.7, 6.0]`: in place of clipping, tokens whose ratio lies outside take no part.
         cliprange_value (`float` or `None`, defaults to `0.2`), vf_coef (`float`, defaults to `0.1`):
             Clip range and weight of the value loss.
         entropy_coef (`float`, defaults to `0.0`):
@@ -250,6 +269,10 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             Stop updating on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.
         critic_learning_rate (`float`, *optional*):
             Learning rate of the critic; `learning_rate` if not set.
+        critic_steps (`int`, defaults to `1`):
+            Updates of the critic for each update of the policy.
+        critic_trains (`Literal["all", "mlp"]`, defaults to `"all"`):
+            Which of the critic's weights are trained: all, or those of its MLPs and its head.
         critic_warmup_rollouts (`int`, defaults to `0`):
             First rollouts in which only the critic is trained.
 
@@ -259,6 +282,11 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             Evaluate with greedy decoding, too (`eval_greedy/…`).
         resume_anyway (`bool`, defaults to `False`):
             Go on from a checkpoint though the settings of the run that wrote it differ.
+        save_in_background (`bool`, defaults to `False`):
+            Write checkpoints while training goes on, from a copy in memory. At most one is being written.
+        on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
+            What follows if a checkpoint could not be written, for want of space, say: the run ends, or says so and
+            goes on.
         dataset_num_proc (`int`, *optional*):
             TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout.
         sft_model_path, reward_model_path (`str`, *optional*):
@@ -307,6 +335,21 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     old_logprobs: Literal["auto", "sampler", "recompute"] = field(
         default="auto", metadata={"help": "Where the log-probs before the update come from."}
     )
+    importance_sampling_mode: Literal[
+        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = field(default="auto", metadata={"help": "How the loss is weighted where another policy has sampled."})
+    importance_sampling_clip_min: float | None = field(
+        default=None, metadata={"help": "Lower bound of the importance weight."}
+    )
+    importance_sampling_clip_max: float | None = field(
+        default=3.0, metadata={"help": "Upper bound of the importance weight."}
+    )
+    rollouts_ahead: int = field(
+        default=0, metadata={"help": "Rollouts that are generated while an earlier one is trained on."}
+    )
+    rollout_device: str | None = field(
+        default=None, metadata={"help": "Device of the process that generates rollouts ahead."}
+    )
     padding_free: bool = field(default=True, metadata={"help": "Pack rows in a forward instead of padding them."})
     missing_eos_score: float | None = field(
         default=None, metadata={"help": "Score of a response without EOS, in place of its own."}
@@ -351,8 +394,14 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     gamma: float = field(default=1.0, metadata={"help": "Discount factor."})
     lam: float = field(default=0.95, metadata={"help": "Lambda of GAE."})
     lam_value: float | None = field(default=None, metadata={"help": "Lambda of the critic's target; `lam` if unset."})
+    lam_alpha: float | None = field(
+        default=None, metadata={"help": "Alpha of the length-adaptive lambda 1 - 1/(alpha * length)."}
+    )
     cliprange: float = field(default=0.2, metadata={"help": "Clip range of the ratio."})
     dual_clip: float | None = field(default=None, metadata={"help": "Bound of the loss for negative advantages."})
+    ratio_band: list[float] | None = field(
+        default=None, metadata={"help": "Lowest and highest ratio; tokens outside take no part."}
+    )
     cliprange_value: float | None = field(default=0.2, metadata={"help": "Clip range of the value function."})
     vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
     entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
@@ -361,6 +410,10 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     )
     critic_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the critic; `learning_rate` if unset."}
+    )
+    critic_steps: int = field(default=1, metadata={"help": "Updates of the critic for each one of the policy."})
+    critic_trains: Literal["all", "mlp"] = field(
+        default="all", metadata={"help": "Which of the critic's weights are trained."}
     )
     critic_warmup_rollouts: int = field(default=0, metadata={"help": "First rollouts that train the critic alone."})
 
@@ -380,6 +433,10 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     )
     resume_anyway: bool = field(
         default=False, metadata={"help": "Go on from a checkpoint though the settings differ."}
+    )
+    save_in_background: bool = field(default=False, metadata={"help": "Write checkpoints while training goes on."})
+    on_save_failure: Literal["stop", "continue"] = field(
+        default="stop", metadata={"help": "What follows if a checkpoint could not be written."}
     )
     model_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
     ref_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})

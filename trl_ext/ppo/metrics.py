@@ -147,6 +147,10 @@ class PPOMetrics:
         """Observe by how many nats (B, T) the sampler's log-probs are above those of the forward that is trained."""
         self.train.add("sampling/logprob_difference", difference, mask)
 
+    def stale(self, steps: int) -> None:
+        """Observe how many optimizer steps there were between the weights that drew a rollout and its first update."""
+        self.train.add("sampling/staleness", float(steps))
+
     def gradient(self, role: str, norm: Tensor) -> None:
         """Observe the norm of the gradient of `"policy"` or `"critic"`."""
         self.train.add(f"grad_norm/{role}", norm)

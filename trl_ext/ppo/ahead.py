@@ -81,7 +81,7 @@ class RolloutsAhead:
         del self.flights[number]
         if flight.prompts != prompt_ids:
             error = RuntimeError(
-                fX
+                f"rollout {number} was drawn for other prompts than the training dataloader delivers: rollouts ahead "
                 "need the order of PPOTrainer's own sampler, and rows that are the same each time they are read"
             )
             trainer._mistakes.notes.append((str(error), error))

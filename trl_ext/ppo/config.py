@@ -113,6 +113,8 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "epsilon_high": ("> 0", lambda x: x > 0),
     "gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "gradient_accumulation_steps": (">= 1", lambda x: x >= 1),
+    "importance_sampling_clip_max": (">= 1, the weight on-policy, or None", lambda x: x >= 1),
+    "importance_sampling_clip_min": ("in [0, 1], 1 being the weight on-policy, or None", lambda x: 0 <= x <= 1),
     "kl_coef": ("finite and >= 0", lambda x: 0 <= x < math.inf),
     "kl_coef_max": (">= 0", lambda x: x >= 0),
     "kl_coef_min": (">= 0", lambda x: x >= 0),
@@ -589,18 +591,45 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 reason = REFUSED_GENERATION_KWARGS.get(name, "it would do nothing in a rollout, or break it")
                 known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
                 raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
-        changed = {name: value for name, value in kwargs.items() if name not in on_policy}
-        neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
-        changed |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
-        if changed and not self.allow_off_policy_sampling:
+        self._check_correction()
+
+    def _check_correction(self):
+        changed, correction = self._changes_to_sampler, self.importance_correction
+        mode = self.importance_sampling_mode
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        if changed and correction == "none" and self.old_logprobs != "sampler" and not self.allow_off_policy_sampling:
             raise ValueError(
                 f"{changed} change the sampler but not the log-probs that are trained, which biases the ratio and the "
-                "KL (it can turn negative). Remove them, or set `allow_off_policy_sampling=True` and watch "
+                f"KL (it can turn negative), and `importance_sampling_mode={mode!r}` does not correct for it. Remove "
+                "them, correct for it by 'auto', or set `allow_off_policy_sampling=True` and watch "
                 "`sampling/logprob_difference`."
             )
-        if self.old_logprobs == "sampler" and (self.use_vllm or self.allow_off_policy_sampling):
-            reason = "vLLM's are not kept" if self.use_vllm else "they are of another distribution than the policy's"
-            raise ValueError(f"`old_logprobs='sampler'` cannot be: {reason}. Use 'recompute', or leave it at 'auto'.")
+        if self.old_logprobs == "sampler" and mode not in ("auto", "none"):
+            raise ValueError(
+                f"`importance_sampling_mode={mode!r}` cannot act: with `old_logprobs='sampler'` PPO's own ratio is "
+                "that of the policy to the sampler. Leave one of them at 'auto'."
+            )
+        if changed.get("do_sample", True) in (False, None) and self.needs_sampler_logprobs:
+            raise ValueError(
+                "`generation_kwargs={'do_sample': False}` draws nothing, so that there is no probability to correct "
+                "by: leave it out, or set `importance_sampling_mode='none'`, `old_logprobs='recompute'` and "
+                "`allow_off_policy_sampling=True`."
+            )
+        if correction == "none" and (low, high) != (None, 3.0):
+            raise ValueError(
+                f"`importance_sampling_clip_min={low}` and `importance_sampling_clip_max={high}` bound weights, but "
+                f"`importance_sampling_mode={mode!r}` gives none here: set a mode such as 'token_truncate', or leave "
+                "them out."
+            )
+        if correction != "none" and low is None and high is None:
+            raise ValueError(
+                f"`importance_sampling_mode={mode!r}` needs a bound, got `importance_sampling_clip_min=None` and "
+                "`importance_sampling_clip_max=None`: a weight without one may be of any size."
+            )
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"`importance_sampling_clip_min={low}` must be below `importance_sampling_clip_max={high}`."
+            )
 
     def _resolve_max_steps(self):
         if self.total_episodes is None:
@@ -613,6 +642,33 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
+
+    @property
+    def another_samples(self) -> bool:
+        """Whether answers may be drawn from another distribution than that of the policy before the update."""
+        is_allowed = self.use_vllm or self.allow_off_policy_sampling or self.rollouts_ahead > 0
+        return bool(is_allowed or self._changes_to_sampler)
+
+    @property
+    def _changes_to_sampler(self) -> dict[str, Any]:
+        on_policy = ON_POLICY_VLLM_KWARGS if self.use_vllm else ON_POLICY_GENERATION_KWARGS
+        changes = {name: value for name, value in (self.generation_kwargs or {}).items() if name not in on_policy}
+        neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
+        return changes | {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
+
+    @property
+    def importance_correction(
+        self,
+    ) -> Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]:
+        """What `importance_sampling_mode` stands for: a mode, or `"none"`."""
+        if self.importance_sampling_mode != "auto":
+            return self.importance_sampling_mode
+        return "token_truncate" if self.another_samples and self.old_logprobs != "sampler" else "none"
+
+    @property
+    def needs_sampler_logprobs(self) -> bool:
+        """Whether training without the log-probs of who has drawn would be wrong."""
+        return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
 
     @property
     def batch_size(self) -> int:

@@ -1,5 +1,6 @@
 """Rollouts that are drawn ahead: of which weights, how they are resumed, and what happens when somebody dies."""
 
+import contextlib
 import os
 import re
 import signal
@@ -14,10 +15,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import TrainerCallback
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import rloo_trainer
 
 from tests.ppo.worker import RESUMED, collected, draw, end_state, lora_trainer, make_trainer, weights
 from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama
 from trl_ext.models import rollout_process
+from trl_ext.models.generation import completion_logprobs
 from trl_ext.models.rollout_process import RolloutProcess
 from trl_ext.models.rollout_worker import Job, Sampler
 from trl_ext.ppo import ahead
@@ -86,6 +90,10 @@ class BeforeRollouts(TrainerCallback):
             self.seen.append(weights(self.trainer))
 
 
+def tokens(ids, mask):
+    return [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_rollout_is_drawn_from_the_weights_that_the_schedule_says(k, here, tmp_path):
     """14 steps are four rollouts of two data epochs: nothing is drawn beyond, and each from older weights but two."""
@@ -146,12 +154,8 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(k, step, here, uninterrupte
     torch.manual_seed(1234)
     trainer.train(str(saved / f"checkpoint-{step}"))
     torch.testing.assert_close(end_state(trainer), end, rtol=0, atol=0, equal_nan=True)
-    in_flight = list(range((step - 1) // 4 + 1, min((step - 1) // 4 + 1 + k, 4)))  # when it was saved
-    assert (
-        [job.number for job in here[-1].jobs] == [n for n in range(4) if n > in_flight[-1]]
-        if here
-        else in_flight[-1] == 3
-    )
+    kept = (step - 1) // 4 + k  # the last rollout that had been drawn when it was saved
+    assert [job.number for process in here for job in process.jobs] == list(range(kept + 1, 4))
 
 
 def test_adapters_are_sent_merged_and_tied_weights_once(here, tmp_path):
@@ -221,10 +225,81 @@ def test_other_prompts_than_those_that_were_drawn_for_are_refused(here, tmp_path
         return loader
 
     trainer.get_train_dataloader = shuffled
-    with pytest.raises(
-        RuntimeError, match="At step 0, process 0: rollout 0 was drawn for other prompts than the train"
-    ):
+    with pytest.raises(RuntimeError, match="At step 0, process 0: rollout 0 was drawn for other prompts than the"):
         trainer.train()
+
+
+# ---- A server ----
+
+
+class Client:
+    """Answers each prompt alike, under the log-probs of the weights that it had when it was asked."""
+
+    def __init__(self):
+        self.model, self.asked, self.goes_on = tiny_llama(), [], threading.Event()
+
+    def update_named_params(self, metadata, named_params):
+        assert len(self.asked) == len(self.answered)  # or they would change under a generation
+        for name, values in named_params:
+            self.model.get_parameter(name).data.copy_(values)
+
+    def reset_prefix_cache(self):
+        pass
+
+    def generate(self, prompts, n, **kwargs):
+        self.asked.append(prompts)
+        if len(self.asked) == 2:
+            assert self.goes_on.wait(TIMEOUT)
+        ids = [[6 + len(prompt), 20 + i, 2] for prompt in prompts for i in range(n)]
+        logprobs, _ = completion_logprobs(self.model, [prompt for prompt in prompts for _ in range(n)], ids)
+        self.answered.append(ids)
+        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": logprobs[..., None].tolist()}
+
+    answered: list = []
+
+
+class ServerGeneration(VLLMGeneration):
+    """TRL's weight sync and generation, with that client."""
+
+    def __init__(self, model, accelerator, **kwargs):
+        vars(self).update(kwargs, model=model, accelerator=accelerator, vllm_client=Client(), mode="server")
+        self._weight_metadata, self.logprobs = None, None
+        self._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: contextlib.nullcontext())
+
+
+def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(rloo_trainer, "VLLMGeneration", ServerGeneration)
+    monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
+    monkeypatch.setattr(Client, "answered", [])
+    config = {"use_vllm": True, "vllm_mode": "server", "rollouts_ahead": 1, "num_generations": 2}
+    trainer = make_trainer(
+        tmp_path,
+        max_steps=12,
+        eval_strategy="steps",
+        eval_steps=6,
+        trainer_kwargs={"eval_dataset": prompts(2)},
+        **config,
+    )
+    client, rollouts, before = trainer.vllm_generation.vllm_client, collected(trainer), BeforeRollouts(trainer)
+
+    class Trained(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                client.goes_on.set()  # the second rollout was asked for, and not waited for
+
+    trainer.add_callback(before)
+    trainer.add_callback(Trained())
+    trainer.train()
+    assert len(rollouts) == 3
+    for n, rollout in enumerate(rollouts):
+        for name, parameter in client.model.named_parameters():
+            parameter.data.copy_(before.seen[max(0, n - 1)][f"policy.{name}"])
+        asked = (
+            tokens(rollout.prompt_ids, rollout.prompt_mask),
+            tokens(rollout.completion_ids, rollout.completion_mask),
+        )
+        torch.testing.assert_close(rollout.sampler_logprobs, completion_logprobs(client.model, *asked)[0])
+    assert trainer.vllm_generation.vllm_client is client
 
 
 # ---- A process of its own ----
@@ -282,16 +357,12 @@ def test_what_fails_again_and_again_ends_the_run_with_its_message(monkeypatch, t
 
 
 LONG = """
-import sys, torch
+import sys
 from tests.ppo.worker import make_trainer
 from tests.tiny import tiny_llama
-class Never(torch.nn.Module):
-    pass
-trainer = make_trainer(sys.argv[1], model=tiny_llama(max_position_embeddings=100_000), rollouts_ahead=1,
-    max_completion_length=90_000, stop_token_id=None)
-trainer.eos_token_ids.clear()
-trainer.generation_config.eos_token_id = []
-print("begins", flush=True)
+model = tiny_llama(max_position_embeddings=100_000)
+trainer = make_trainer(sys.argv[1], model=model, rollouts_ahead=1, max_completion_length=90_000)
+trainer.eos_token_ids = trainer.generation_config.eos_token_id = []
 trainer.train()
 """
 
@@ -299,36 +370,27 @@ trainer.train()
 @pytest.mark.slow
 def test_no_orphan_stays_in_mid_generation(tmp_path):
     root = Path(__file__).parents[2]
-    runs = {}
-    for how in (signal.SIGKILL, signal.SIGINT):
-        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + LONG
-        runs[how] = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / how.name)],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": str(root)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    for how, run in runs.items():
-        assert run.stdout.readline() == "begins\n"
-        until = time.monotonic() + TIMEOUT
-        while not (found := workers(run.pid)) and time.monotonic() < until:
-            time.sleep(0.2)
-        (pid,) = found
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    run = subprocess.Popen([sys.executable, "-c", LONG, str(tmp_path)], cwd=root, env=environment)
+    until = time.monotonic() + 4 * TIMEOUT
+    while not (found := workers(run.pid)) and time.monotonic() < until:
+        time.sleep(0.1)
+    (pid,) = found
 
-        def ticks(pid=pid):
-            return int(Path(f"/proc/{pid}/stat").read_text().split()[13])
+    def seconds():
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[11:13])) / 100
 
-        while ticks() < 1200 and time.monotonic() < until:  # past its imports, which take some 6 s
-            time.sleep(0.2)
-        assert lives(pid)
-        run.send_signal(how)
-        run.communicate(timeout=TIMEOUT)
-        until = time.monotonic() + 10
-        while lives(pid) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not lives(pid)
+    while seconds() < 9 and time.monotonic() < until:  # past its imports: nothing else takes it so long
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGINT)  # of Ctrl-C the trainer decides
+    time.sleep(0.5)
+    assert lives(pid)
+    run.kill()
+    run.wait()
+    until = time.monotonic() + 20
+    while lives(pid) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not lives(pid)
 
 
 # ---- What cannot be ----

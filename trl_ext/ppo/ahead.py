@@ -6,7 +6,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -276,6 +279,7 @@ class _Server:
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.output: dict[int, Future] = {}  # on the first process
+        trainer.vllm_generation.logprobs = 0  # of the sampled token alone
 
     def publish(self, version: int) -> None:
         self.trainer.vllm_generation.sync_weights()
@@ -310,9 +314,9 @@ class _Server:
             return
         output = self.output.pop(flight.number, None)
         _, ids, logprobs, _ = self._generate(flight, lambda generate, **kwargs: output.result())
-        if logprobs is None:
+        if ids and logprobs is None:
             raise RuntimeError("vLLM returned no log-probs, which answers drawn ahead need.")
-        rows = [torch.tensor([token[0] for token in row]) for row in logprobs]
+        rows = [torch.tensor([token[0] for token in row]) for row in logprobs or [[[0.0]]]]
         flight.answers.set_result(Answers(ids, pad_sequence(rows, batch_first=True)))
 
     def close(self) -> None:
@@ -321,18 +325,13 @@ class _Server:
     def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
         vllm = self.trainer.vllm_generation
         asked = {"prompts": flight.prompts, "images": None, "num_generations": self.trainer.num_generations}
-        if not self.trainer.accelerator.is_main_process:
+        with ExitStack() as stack:
+            # These are no answers yet, or those of another rollout than the one that is recorded
+            stack.enter_context(temporarily(self.trainer._actor_critic, sampler_recorder=None))
+            if self.trainer.accelerator.is_main_process:
+                generate = partial(answer, vllm.vllm_client.generate)
+                stack.enter_context(temporarily(vllm, vllm_client=SimpleNamespace(generate=generate)))
             return vllm.generate(**asked)
-        client = vllm.vllm_client
-        with temporarily(vllm, vllm_client=_Answering(lambda **kwargs: answer(client.generate, **kwargs))):
-            return vllm.generate(**asked)
-
-
-@dataclass
-class _Answering:
-    """Stands in for TRL's client of the server."""
-
-    generate: Callable[..., dict[str, Any]]
 
 
 # ---- What cannot be ----

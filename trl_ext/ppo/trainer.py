@@ -534,8 +534,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, multimodal_fields: dict) -> list[list[int]]:
         generate = super()._generate_single_turn
-        if self._ahead is not None and self.model.training:
-            return self._take_up(prompt_ids)
+        if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids)):
+            return drawn
         if self._ahead is not None and self.use_vllm:
             self._ahead.settle()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
@@ -547,11 +547,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 return [ids for chunk in chunks for ids in generate(chunk, images, multimodal_fields)]
 
     def _take_up(self, prompt_ids: list) -> list[list[int]]:
-        """Return the answers that were drawn ahead to these prompts, and note under which log-probs."""
+        """Return the answers that were drawn ahead to these prompts, none if a server failed; note their log-probs."""
         assert self._ahead is not None
         flight = self._ahead.take(prompt_ids)
         answers, recorder = flight.answers.result(), self._actor_critic.sampler_recorder
-        if recorder is not None:
+        if recorder is not None and answers.ids:
             ids = [torch.tensor(row) for row in answers.ids]
             drawn = pad_sequence(ids, batch_first=True), answers.logprobs
             recorder.add(*(each.to(self.accelerator.device) for each in drawn))

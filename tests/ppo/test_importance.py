@@ -77,8 +77,8 @@ def test_the_gradient_is_the_weighted_one(mode, tmp_path):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_logged_is_what_the_rollout_shows(mode, tmp_path):
-    config = {"max_steps": 8, "logging_steps": 4, **MODES[mode]}
-    trainer = skewed(make_trainer(tmp_path, **config))
+    config = {"max_steps": 8, "logging_steps": 4, "learning_rate": 1e-4, **MODES[mode]}
+    trainer = skewed(make_trainer(tmp_path, **config), spread=0.2)
     seen = collected(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "objective/kl" in log]
@@ -133,22 +133,20 @@ def test_a_corrected_rollout_is_right_on_average(tmp_path):
 
 def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
     """`old_logprobs: sampler`: no forward for them, no weights, and the ratio is π/μ from the start."""
-    trainer = skewed(make_trainer(tmp_path, old_logprobs="sampler", allow_off_policy_sampling=True, max_steps=1))
-    seen = collected(trainer)
+    config = {"allow_off_policy_sampling": True, "max_steps": 1}
+    trainer = skewed(make_trainer(tmp_path, old_logprobs="sampler", **config))
+    other = skewed(make_trainer(tmp_path, importance_sampling_mode="none", **config))
+    seen = collected(trainer), collected(other)
     trainer.train()
-    (rollout,) = seen
-    batch = trainer._buffered_inputs[0]
-    assert rollout.sampler_logprobs is None and "importance_weights" not in batch
-    log = trainer.state.log_history[0]
-    noise = np.concatenate(
-        [
-            [0.5 * math.sin(97.0 * token + t) for t, token in enumerate(ids[m.bool()].tolist())]
-            for ids, m in zip(batch["completion_ids"], batch["loss_mask"], strict=True)
-        ]
-    )
-    assert log["val/ratio"] == pytest.approx(np.exp(-noise).mean(), rel=1e-4)
-    assert log["sampling/logprob_difference"] == pytest.approx(noise.mean(), rel=1e-3, abs=1e-6)
-    assert log["sampling/kl"] == pytest.approx((np.exp(-noise) - 1 + noise).mean(), rel=1e-3)
+    other.train()
+    assert "importance_weights" not in trainer._buffered_inputs[0]
+    (rollout,), (known,) = seen
+    torch.testing.assert_close(rollout.logprobs, known.sampler_logprobs, rtol=0, atol=0)
+    log, batch = trainer.state.log_history[0], trainer._buffered_inputs[0]
+    differences = (known.sampler_logprobs - known.logprobs)[batch["row"]][batch["loss_mask"].bool()].double().numpy()
+    assert log["val/ratio"] == pytest.approx(np.exp(-differences).mean(), rel=1e-4)
+    assert log["sampling/logprob_difference"] == pytest.approx(differences.mean(), rel=1e-3, abs=1e-6)
+    assert log["sampling/kl"] == pytest.approx((np.exp(-differences) - 1 + differences).mean(), rel=1e-3)
 
 
 def edited(trainer):

@@ -51,26 +51,19 @@ def scripted(trainer):
 
 
 def skewed(trainer, spread=0.5, missing_on=None):
-    """Fixed answers of another engine: its log-probs are the policy's plus a noise that each token has of its own."""
+    """Answer so, and say as another engine's log-probs what a new model gives any token, and a noise of each token."""
     scripted(trainer)
     reply = trainer._generate_single_turn
 
-    def skew(ids, policys):
+    def logprobs_of(ids):
         noise = torch.tensor([math.sin(97.0 * token + i) for i, token in enumerate(ids)])
-        return policys + spread * noise
-
-    @torch.no_grad()
-    def logprobs_of(prompt, answer):
-        logits = trainer._actor_critic.policy(input_ids=torch.tensor([prompt + answer])).logits[0]
-        logprobs = (logits[len(prompt) - 1 : -1] / trainer.args.temperature).log_softmax(-1)
-        return skew(answer, logprobs.gather(1, torch.tensor(answer)[:, None]).squeeze(1))
+        return spread * noise - math.log(len(trainer.processing_class))
 
     def generate(prompt_ids, *args):
         answers, recorder = reply(prompt_ids), trainer._actor_critic.sampler_recorder
         if recorder is not None and trainer.accelerator.process_index != missing_on:
-            rows = [logprobs_of(prompt, answer) for prompt, answer in zip(prompt_ids, answers, strict=True)]
-            padded = [pad_sequence(each, batch_first=True) for each in (list(map(torch.tensor, answers)), rows)]
-            recorder.add(*padded)
+            ids, logprobs = [torch.tensor(ids) for ids in answers], [logprobs_of(ids) for ids in answers]
+            recorder.add(*(pad_sequence(rows, batch_first=True).to(trainer.args.device) for rows in (ids, logprobs)))
         return answers
 
     trainer._generate_single_turn = generate

@@ -181,22 +181,26 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             Responses per prompt.
         allow_off_policy_sampling (`bool`, defaults to `False`):
             Allow `top_k`, `top_p`, `min_p`, `repetition_penalty` and other `generation_kwargs` that make the sampler
-            differ from the policy whose log-probs are trained. The difference is logged as
-            `sampling/logprob_difference` (not with vLLM). A name in `generation_kwargs` that would do nothing in a
+            differ from the policy, with `importance_sampling_mode="none"`, too: what they bias is then logged as
+            `sampling/logprob_difference`, and not corrected. A name in `generation_kwargs` that would do nothing in a
             rollout is refused, and so are stop strings: a response ends where the policy draws an EOS.
         old_logprobs (`Literal["auto", "sampler", "recompute"]`, defaults to `"auto"`):
             Where the log-probs before the update, and those of the KL, come from: noted while the response is drawn,
-            which saves a forward of the policy, or computed again by the forward that is trained. In float32 both are
-            the same to 1e-5, else they differ by rounding (and with dropout by more), which is logged as
-            `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing in
-            `generation_kwargs` or vLLM may differ.
+            which saves a forward of the policy, or computed again by the forward that is trained. Where the policy
+            samples, in float32 both are the same to 1e-5, else they differ by rounding (and with dropout by more),
+            which is logged as `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing
+            in `generation_kwargs` or vLLM may differ. Where another one samples, `"sampler"` makes PPO's ratio that of
+            the policy to the sampler.
         importance_sampling_mode (`str`, defaults to `"auto"`):
-            How the loss is weighted where the sampler's distribution μ is not that of the policy π before the update:
-            by w = π/μ of each token or of the whole response, truncated to, or set to 0 outside of,
-            [`importance_sampling_clip_min`, `importance_sampling_clip_max`]. `"auto"` is `"token_truncate"` with vLLM,
-            `allow_off_policy_sampling` or `rollouts_ahead`, and else `"none"`.
+            How the policy's loss is weighted where the sampler's distribution μ is not that of the policy π before the
+            update: by w = π/μ of each token (`"token_…"`) or of the whole response (`"sequence_…"`), moved to the
+            nearer of [`importance_sampling_clip_min`, `importance_sampling_clip_max`] (`"…_truncate"`) or set to 0
+            outside of them (`"…_mask"`). `"auto"` is `"token_truncate"` with vLLM, `allow_off_policy_sampling`,
+            `rollouts_ahead`, or settings that change the sampler, and else `"none"`. The names are those of
+            `GRPOConfig.vllm_importance_sampling_mode`; formulas, sources and what they cost are in
+            docs/off_policy.md.
         importance_sampling_clip_min (`float`, *optional*), importance_sampling_clip_max (`float`, defaults to `3.0`):
-            Bounds of w.
+            Bounds of w, around 1; at least one of them.
         rollouts_ahead (`int`, defaults to `0`):
             How many rollouts are generated ahead, while an earlier one is trained on: by a second process with a copy
             of the policy, or by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 −

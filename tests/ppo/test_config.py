@@ -231,6 +231,7 @@ RANGES = [
     ("per_device_train_batch_size", [0], [1]),
     ("per_device_eval_batch_size", [0], [1]),
     ("reward_weights", [[math.nan], ["a"]], [[1, -0.5], None]),
+    ("rollouts_ahead", [-1], [0, 2]),
     ("temperature", [0.0], [0.1]),
     ("total_episodes", [0], [1, None]),
     ("vf_coef", [-0.1], [0.0]),

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
-from trl.generation.vllm_generation import VLLMGeneration
 
 from ..models.rollout_process import RolloutProcess, layout_of
 from ..models.rollout_worker import Answers, Job, Setup, check_class
 from ..models.weights import base_model_of
 from ..rewards.member import Started, awaited
 from ..temporarily import temporarily
-from ..upstream import is_conversational
+from ..upstream import VLLMGeneration, is_conversational
 from .inputs import with_prompts
 from .rollout import given_to_rewards, with_answers
 

@@ -63,3 +63,16 @@ def test_how_many_examples_a_run_has(tmp_path):
         assert examples(job, plan(job), rows) == expected
     job = Job("ppo", tiny_config(tmp_path, max_steps=8), tiny_llama().config, prompt_length=4)
     assert examples(job, plan(job), None) == 2 * 8  # two rollouts of two epochs of two minibatches of four
+
+
+def test_rollouts_ahead_hide_the_shorter_phase_and_the_critic_is_updated_more_often(tmp_path):
+    job = Job("ppo", tiny_config(tmp_path), tiny_llama().config, dtype=torch.float32, prompt_length=6)
+    result = plan(job)
+    phases = seconds_per_example(job, result, ONE, ALL)
+    job.args.rollouts_ahead = 1
+    rest = phases["score"] + phases["update"]
+    assert hours(job, result, ONE, ALL, 3600) == pytest.approx(max(phases["generate"], rest))
+    job.args.critic_steps = 3
+    more = seconds_per_example(job, result, ONE, ALL)["update"] - phases["update"]
+    critic = 16 * forward(job, 14) - 16 * 14 * 2 * (tiny_llama().lm_head.weight.numel() - 16)
+    assert more == pytest.approx(job.args.num_ppo_epochs * 2 * 3 * critic)

@@ -9,7 +9,7 @@ from ..models.adapter_switch import CRITIC, AdapterSwitch
 from ..models.adapters import add_critic
 from ..models.classifier import AdapterClassifier
 from ..models.lm_head import add_dense_lm_head
-from .memory import optimizer_bytes
+from .memory import optimizer_bytes, share
 from .phases import generation_phase, scored, scoring_phase, update_phases
 from .roles import adapted, causal_lm, classifier, linear_weights, loaded_roles, prepare, role_of
 from .runs import Job, Plan, Role
@@ -128,8 +128,9 @@ def _plan_ppo(job: Job) -> Plan:
         said = model(**batch, with_values=True, with_entropies=True)
         return said["logprobs"].sum() + said["entropies"].sum() + said["values"].sum()
 
+    generates, beside = generation_phase(job, mode, model.policy, rows, local)
     phases = {
-        "generate": generation_phase(job, mode, model.policy, rows),
+        "generate": generates,
         "score": scoring_phase(job, mode, model, rewards, rows, length, read),
         **update_phases(job, mode, model, loss, roles),
     }
@@ -145,7 +146,11 @@ def _plan_ppo(job: Job) -> Plan:
     if args.total_episodes:
         rollouts = math.ceil(args.total_episodes / episodes)
         schedule |= {"rollouts": rollouts, "optimizer steps": rollouts * schedule["optimizer steps per rollout"]}
-    return _finish(job, roles, phases, schedule)
+    result = _finish(job, roles, phases, schedule)
+    result.beside = beside
+    if args.rollouts_ahead and not args.use_vllm:  # the weights of each rollout that is waited for
+        result.host += args.rollouts_ahead * beside["weights"]
+    return result
 
 
 def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int]) -> Plan:
@@ -162,6 +167,8 @@ def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int])
         if role.trained:
             wide = job.layout.is_deepspeed
             state += role.trained * (size + 4 * wide) + optimizer_bytes(role.trained, 4 if wide else size, job.optim)
+    if getattr(job.args, "save_in_background", False):  # a copy of what is written
+        host += share(state, job.layout.processes) if job.layout.shards_weights else state
     return Plan(roles, phases, schedule, state, host)
 
 

@@ -240,7 +240,9 @@ def test_metrics_page_names_what_ppo_logs(tmp_path):
     trainer = PPOTrainer(
         model=tiny_gpt2(),
         reward_funcs=length_reward,
-        args=tiny_config(tmp_path, eval_strategy="steps", eval_steps=2, kl_coef=0.1),
+        args=tiny_config(
+            tmp_path, eval_strategy="steps", eval_steps=2, kl_coef=0.1, importance_sampling_mode="token_truncate"
+        ),
         train_dataset=prompts(),
         eval_dataset=prompts(8),
         processing_class=tiny_tokenizer(),

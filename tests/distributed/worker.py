@@ -36,10 +36,12 @@ import recipes.ppo  # noqa: E402
 import recipes.reward  # noqa: E402
 import recipes.sft  # noqa: E402
 from tests.ppo.worker import (  # noqa: E402
+    CORRECTED,
     make_trainer,
     raised_by,
     reward_mistake,
     scripted,
+    skewed,
     topic_reward,
     with_nan,
 )
@@ -161,7 +163,9 @@ def run(workload, inputs, folder, processes, resume=False):
             options |= {} if lora else {"sync_ref_model": True, "ref_model_sync_steps": 2}
             # Drawn anew, the critic's adapter would be another one under ZeRO-3
             options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
-        trainer = scripted(ppo(inputs, output_dir, processes, lora, **options))
+            options |= CORRECTED  # answers of another engine
+        answering = skewed if kind == "separate" else scripted
+        trainer = answering(ppo(inputs, output_dir, processes, lora, **options))
     else:
         trainer = others(kind, inputs, output_dir, processes, lora)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -170,6 +174,7 @@ def run(workload, inputs, folder, processes, resume=False):
     parameters = list(trainer.model.parameters())
     local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
     names = ["loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance"]
+    names += ["sampling/ess", "sampling/clipfrac", "sampling/logprob_difference_p99"]
     names += ["beta", "logps/drift", "rewards/margins"]
     controllers = {"ppo": ["kl_controller", "reward_normalizer"], "dpo": ["beta_controller"]}.get(kind, [])
     return {

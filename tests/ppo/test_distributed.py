@@ -11,12 +11,14 @@ from tests.ppo.worker import (
     BUILDERS,
     BY_ONE,
     CHECKPOINTING,
+    CORRECTED,
     LORA_PARITY,
     RESUMED,
     assert_gradients_of_separate_models,
     evaluation,
     make_trainer,
     parity,
+    skewed,
 )
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -45,8 +47,13 @@ def differ(a, b, prefix=""):
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("parity", {}), ("generations", {"num_generations": 2}), ("lora", LORA_PARITY)],
-    ids=["parity", "generations", "lora"],
+    [
+        ("parity", {}),
+        ("generations", {"num_generations": 2}),
+        ("lora", LORA_PARITY),
+        ("corrected", {**CORRECTED, "answering": skewed}),
+    ],
+    ids=["parity", "generations", "lora", "corrected"],
 )
 def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_path):
     one = parity(tmp_path, 1, **config)
@@ -74,15 +81,24 @@ def test_gradients_on_one_base_are_those_of_separate_models(name, checkpointing,
     assert_gradients_of_separate_models(name, *processes)
 
 
-def test_two_processes_log_the_metrics_of_one(results, tmp_path):
-    one = parity(tmp_path, 1)["logs"]
-    two = results[0]["parity"]["logs"]
+@pytest.mark.parametrize("name", ["parity", "corrected"])
+def test_two_processes_log_the_metrics_of_one(name, results, tmp_path):
+    one = parity(tmp_path, 1, **({**CORRECTED, "answering": skewed} if name == "corrected" else {}))["logs"]
+    two = results[0][name]["logs"]
     assert len(two) == len(one) == 5
     for actual, expected in zip(two, one, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     # Rows were left out, answers ended by EOS, and the second pass was off-policy
     assert one[0]["objective/num_unscored"] > 0 and one[0]["val/num_eos_tokens"] > 0
     assert one[1]["policy/approxkl_avg"] > 1e-5 and one[2]["objective/kl"] != 0
+    assert (0 < one[0].get("sampling/clipfrac", 0) < 1) == (name == "corrected")
+
+
+def test_a_sampler_that_says_nothing_on_one_process_ends_both(results):
+    for process in results:
+        error, message, seconds = process["sampler is silent"]
+        assert error == "RuntimeError" and seconds < 60
+        assert "were drawn are missing on 1 of 2 process(es)" in message
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 import trl_ext.ppo.trainer as ppo_trainer
@@ -45,6 +47,26 @@ def scripted(trainer):
         return draws[: length - 1] + [trainer.processing_class.eos_token_id] if length < longest else draws
 
     trainer._generate_single_turn = lambda prompt_ids, *_: [reply(ids) for ids in prompt_ids]
+    return trainer
+
+
+def skewed(trainer, spread=0.5, missing_on=None):
+    """Answer so, and say as another engine's log-probs what a new model gives any token, and a noise of each token."""
+    scripted(trainer)
+    reply = trainer._generate_single_turn
+
+    def logprobs_of(ids):
+        noise = torch.tensor([math.sin(97.0 * token + i) for i, token in enumerate(ids)])
+        return spread * noise - math.log(len(trainer.processing_class))
+
+    def generate(prompt_ids, *args):
+        answers, recorder = reply(prompt_ids), trainer._actor_critic.sampler_recorder
+        if recorder is not None and trainer.accelerator.process_index != missing_on:
+            ids, logprobs = [torch.tensor(ids) for ids in answers], [logprobs_of(ids) for ids in answers]
+            recorder.add(*(pad_sequence(rows, batch_first=True).to(trainer.args.device) for rows in (ids, logprobs)))
+        return answers
+
+    trainer._generate_single_turn = generate
     return trainer
 
 
@@ -366,7 +388,7 @@ class InBackground:
         return self.reward(**kwargs)
 
 
-def parity(folder, processes, reward=topic_reward, **config):
+def parity(folder, processes, reward=topic_reward, answering=scripted, **config):
     """Two rollouts of 8 with one minibatch, passed over twice, of the same 8 answers on any number of processes."""
     config = {
         "per_device_train_batch_size": 4 // processes,
@@ -381,7 +403,7 @@ def parity(folder, processes, reward=topic_reward, **config):
         "entropy_coef": 0.02,
         "weight_decay": 0.1,
     } | config
-    trainer = scripted(make_trainer(folder, reward, **config))
+    trainer = answering(make_trainer(folder, reward, **config))
     trainer.train()
     return end_state(trainer) | {"processes": trainer.accelerator.num_processes, "wrapper": wrapper(trainer)}
 
@@ -427,6 +449,13 @@ def with_nan(trainer):
 
     trainer._compute_loss = broken
     return trainer
+
+
+CORRECTED = {  # some weights beyond the bounds
+    "importance_sampling_mode": "token_mask",
+    "importance_sampling_clip_min": 0.7,
+    "importance_sampling_clip_max": 1.5,
+}
 
 
 def not_finite(folder):
@@ -515,6 +544,8 @@ def on_two_processes(output_dir):
         "reward raises": reward_mistake(folder / "raises", "raises"),
         "background raises": reward_mistake(folder / "raises", "raises in the background"),
         "reward is NaN": reward_mistake(folder / "nan", "nan"),
+        "corrected": parity(folder / "corrected", 2, answering=skewed, **CORRECTED),
+        "sampler is silent": raised_by(skewed(make_trainer(folder / "silent", **CORRECTED), missing_on=1)),
         "not finite": not_finite(folder / "not finite"),
         "warm-up": warmup(folder / "warm-up"),
         "too far": too_far(folder / "too far"),

@@ -113,6 +113,8 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "epsilon_high": ("> 0", lambda x: x > 0),
     "gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "gradient_accumulation_steps": (">= 1", lambda x: x >= 1),
+    "importance_sampling_clip_max": (">= 1, the weight on-policy, or None", lambda x: x >= 1),
+    "importance_sampling_clip_min": ("in [0, 1], 1 being the weight on-policy, or None", lambda x: 0 <= x <= 1),
     "kl_coef": ("finite and >= 0", lambda x: 0 <= x < math.inf),
     "kl_coef_max": (">= 0", lambda x: x >= 0),
     "kl_coef_min": (">= 0", lambda x: x >= 0),
@@ -178,22 +180,26 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             Responses per prompt.
         allow_off_policy_sampling (`bool`, defaults to `False`):
             Allow `top_k`, `top_p`, `min_p`, `repetition_penalty` and other `generation_kwargs` that make the sampler
-            differ from the policy whose log-probs are trained. The difference is logged as
-            `sampling/logprob_difference` (not with vLLM). A name in `generation_kwargs` that would do nothing in a
+            differ from the policy, with `importance_sampling_mode="none"`, too: what they bias is then logged as
+            `sampling/logprob_difference`, and not corrected. A name in `generation_kwargs` that would do nothing in a
             rollout is refused, and so are stop strings: a response ends where the policy draws an EOS.
         old_logprobs (`Literal["auto", "sampler", "recompute"]`, defaults to `"auto"`):
             Where the log-probs before the update, and those of the KL, come from: noted while the response is drawn,
-            which saves a forward of the policy, or computed again by the forward that is trained. In float32 both are
-            the same to 1e-5, else they differ by rounding (and with dropout by more), which is logged as
-            `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing in
-            `generation_kwargs` or vLLM may differ.
+            which saves a forward of the policy, or computed again by the forward that is trained. Where the policy
+            samples, in float32 both are the same to 1e-5, else they differ by rounding (and with dropout by more),
+            which is logged as `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing
+            in `generation_kwargs` or vLLM may differ. Where another one samples, `"sampler"` makes PPO's ratio that of
+            the policy to the sampler.
         importance_sampling_mode (`str`, defaults to `"auto"`):
-            How the loss is weighted where the sampler's distribution μ is not that of the policy π before the update:
-            by w = π/μ of each token or of the whole response, truncated to, or set to 0 outside of,
-            [`importance_sampling_clip_min`, `importance_sampling_clip_max`]. `"auto"` is `"token_truncate"` with vLLM,
-            `allow_off_policy_sampling` or `rollouts_ahead`, and else `"none"`.
+            How the policy's loss is weighted where the sampler's distribution μ is not that of the policy π before the
+            update: by w = π/μ of each token (`"token_…"`) or of the whole response (`"sequence_…"`), moved to the
+            nearer of [`importance_sampling_clip_min`, `importance_sampling_clip_max`] (`"…_truncate"`) or set to 0
+            outside of them (`"…_mask"`). `"auto"` is `"token_truncate"` with vLLM, `allow_off_policy_sampling`,
+            `rollouts_ahead`, or settings that change the sampler, and else `"none"`. The names are those of
+            `GRPOConfig.vllm_importance_sampling_mode`; formulas, sources and what they cost are in
+            docs/off_policy.md.
         importance_sampling_clip_min (`float`, *optional*), importance_sampling_clip_max (`float`, defaults to `3.0`):
-            Bounds of w.
+            Bounds of w, around 1; at least one of them.
         rollouts_ahead (`int`, defaults to `0`):
             How many rollouts are generated ahead, while an earlier one is trained on: by a second process with a copy
             of the policy, or by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 −
@@ -568,18 +574,45 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 reason = REFUSED_GENERATION_KWARGS.get(name, "it would do nothing in a rollout, or break it")
                 known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
                 raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
-        changed = {name: value for name, value in kwargs.items() if name not in on_policy}
-        neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
-        changed |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
-        if changed and not self.allow_off_policy_sampling:
+        self._check_correction()
+
+    def _check_correction(self):
+        changed, correction = self._changes_to_sampler, self.importance_correction
+        mode = self.importance_sampling_mode
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        if changed and correction == "none" and self.old_logprobs != "sampler" and not self.allow_off_policy_sampling:
             raise ValueError(
                 f"{changed} change the sampler but not the log-probs that are trained, which biases the ratio and the "
-                "KL (it can turn negative). Remove them, or set `allow_off_policy_sampling=True` and watch "
+                f"KL (it can turn negative), and `importance_sampling_mode={mode!r}` does not correct for it. Remove "
+                "them, correct for it by 'auto', or set `allow_off_policy_sampling=True` and watch "
                 "`sampling/logprob_difference`."
             )
-        if self.old_logprobs == "sampler" and (self.use_vllm or self.allow_off_policy_sampling):
-            reason = "vLLM's are not kept" if self.use_vllm else "they are of another distribution than the policy's"
-            raise ValueError(f"`old_logprobs='sampler'` cannot be: {reason}. Use 'recompute', or leave it at 'auto'.")
+        if self.old_logprobs == "sampler" and mode not in ("auto", "none"):
+            raise ValueError(
+                f"`importance_sampling_mode={mode!r}` cannot act: with `old_logprobs='sampler'` PPO's own ratio is "
+                "that of the policy to the sampler. Leave one of them at 'auto'."
+            )
+        if changed.get("do_sample", True) in (False, None) and self.needs_sampler_logprobs:
+            raise ValueError(
+                "`generation_kwargs={'do_sample': False}` draws nothing, so that there is no probability to correct "
+                "by: leave it out, or set `importance_sampling_mode='none'`, `old_logprobs='recompute'` and "
+                "`allow_off_policy_sampling=True`."
+            )
+        if correction == "none" and (low, high) != (None, 3.0):
+            raise ValueError(
+                f"`importance_sampling_clip_min={low}` and `importance_sampling_clip_max={high}` bound weights, but "
+                f"`importance_sampling_mode={mode!r}` gives none here: set a mode such as 'token_truncate', or leave "
+                "them out."
+            )
+        if correction != "none" and low is None and high is None:
+            raise ValueError(
+                f"`importance_sampling_mode={mode!r}` needs a bound, got `importance_sampling_clip_min=None` and "
+                "`importance_sampling_clip_max=None`: a weight without one may be of any size."
+            )
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"`importance_sampling_clip_min={low}` must be below `importance_sampling_clip_max={high}`."
+            )
 
     def _resolve_max_steps(self):
         if self.total_episodes is None:
@@ -592,6 +625,33 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
+
+    @property
+    def another_samples(self) -> bool:
+        """Whether answers may be drawn from another distribution than that of the policy before the update."""
+        is_allowed = self.use_vllm or self.allow_off_policy_sampling or self.rollouts_ahead > 0
+        return bool(is_allowed or self._changes_to_sampler)
+
+    @property
+    def _changes_to_sampler(self) -> dict[str, Any]:
+        on_policy = ON_POLICY_VLLM_KWARGS if self.use_vllm else ON_POLICY_GENERATION_KWARGS
+        changes = {name: value for name, value in (self.generation_kwargs or {}).items() if name not in on_policy}
+        neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
+        return changes | {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
+
+    @property
+    def importance_correction(
+        self,
+    ) -> Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]:
+        """What `importance_sampling_mode` stands for: a mode, or `"none"`."""
+        if self.importance_sampling_mode != "auto":
+            return self.importance_sampling_mode
+        return "token_truncate" if self.another_samples and self.old_logprobs != "sampler" else "none"
+
+    @property
+    def needs_sampler_logprobs(self) -> bool:
+        """Whether training without the log-probs of who has drawn would be wrong."""
+        return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
 
     @property
     def batch_size(self) -> int:

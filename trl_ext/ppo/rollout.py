@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from trl import RLOOTrainer
 
-from ..functional import kl_estimate
+from ..functional import importance_weights, kl_estimate
 from ..models.sampler import SamplerRecorder
 from ..temporarily import temporarily
+from .config import PPOConfig
 from .inputs import tokenized, with_prompts
 
 
@@ -25,7 +26,7 @@ class Rollout:
     prompt_mask: Tensor  # (B, P)
     completion_ids: Tensor  # (B, T), right-padded
     completion_mask: Tensor  # (B, T), 1 = real token, EOS included
-    logprobs: Tensor  # (B, T), of the policy that answered
+    logprobs: Tensor  # (B, T), of the policy before the update; of the one that answered if the sampler is trusted
     ref_logprobs: Tensor | None  # (B, T), None without a reference
     values: Tensor | None  # (B, T), None in evaluation
     sampler_logprobs: Tensor | None  # (B, T), of the distribution that was drawn from, if recorded beside `logprobs`
@@ -49,10 +50,22 @@ class Rollout:
         """(B, T): KL to the reference, nats; 0 without one."""
         return kl_estimate(self.logprobs, self.logprobs if self.ref_logprobs is None else self.ref_logprobs, estimator)
 
-    def rows_for_training(self, advantages: Tensor, returns: Tensor) -> dict[str, Tensor]:
+    def importance_weights(self, args: PPOConfig) -> tuple[Tensor, Tensor] | None:
+        """Weigh the policy's loss: (B, T) or (B, 1), and where a bound has changed that; None without a correction."""
+        mode = args.importance_correction
+        if mode == "none":
+            return None
+        assert self.sampler_logprobs is not None
+        bounds = args.importance_sampling_clip_min, args.importance_sampling_clip_max
+        return importance_weights(self.logprobs, self.sampler_logprobs, self.completion_mask, mode, *bounds)
+
+    def rows_for_training(
+        self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return what an update needs of each row; TRL's buffer shuffles and splits every tensor by row."""
         assert self.values is not None
         return {
+            **({} if weights is None else {"importance_weights": weights}),
             "row": torch.arange(len(self.scores), device=self.scores.device),
             "prompt_ids": self.prompt_ids,
             "prompt_mask": self.prompt_mask,
@@ -157,7 +170,7 @@ class RolloutRecorder:
         trainer, args = self.trainer, self.trainer.args
         inputs, self.given_ids = with_prompts(inputs, trainer._tokenizer)
         self.inputs = inputs
-        if trainer._trusts_sampler or (args.allow_off_policy_sampling and not trainer.use_vllm):
+        if trainer._trusts_sampler or args.another_samples or args.importance_correction != "none":
             self.sampler = SamplerRecorder()
         try:
             with temporarily(trainer._actor_critic, sampler_recorder=self.sampler):
@@ -237,11 +250,9 @@ class RolloutRecorder:
         if not self.passes:  # the policy's comes first
             mask = attention_mask[:, -width:]
             self.lengths = lengths_of(attention_mask[:, :-width], mask)
-            if self.sampler is not None:
-                self.sampler_logprobs = self.sampler.take(input_ids[:, -width:], mask)
+            self.sampler_logprobs = self._take_sampler_logprobs(input_ids[:, -width:], mask)
             said["logprobs"] = self.sampler_logprobs if trainer._trusts_sampler else None
-            is_known = trainer.accelerator.gather(mask.new_tensor([said["logprobs"] is not None])).all().item()
-            asked = {"with_logprobs": not is_known, "with_values": trainer.model.training}
+            asked = {"with_logprobs": said["logprobs"] is None, "with_values": trainer.model.training}
         if self.passes or any(asked.values()):
             with trainer.metrics.timed("logprobs"):
                 size = trainer.args.local_rollout_forward_batch_size
@@ -249,6 +260,24 @@ class RolloutRecorder:
         self.values = said.get("values", self.values)
         self.passes.append(said["logprobs"])
         return said["logprobs"], None, None
+
+    def _take_sampler_logprobs(self, ids: Tensor, mask: Tensor) -> Tensor | None:
+        """Return the (B, T) log-probs under which the answers were drawn, if every process has all of its own."""
+        trainer = self.trainer
+        logprobs = None if self.sampler is None else self.sampler.take(ids, mask)
+        is_known = logprobs is not None and logprobs.isfinite().all().item()
+        who_knows = trainer.accelerator.gather(mask.new_tensor([is_known]))
+        if who_knows.all():
+            return logprobs
+        if trainer.model.training and trainer.args.needs_sampler_logprobs:
+            raise RuntimeError(
+                f"The log-probs under which the answers were drawn are missing on {int((~who_knows.bool()).sum())} of "
+                f"{len(who_knows)} process(es), or are of other tokens, so that `importance_sampling_mode="
+                f"{trainer.args.importance_sampling_mode!r}` and `old_logprobs={trainer.args.old_logprobs!r}` cannot "
+                "correct for who has drawn them: have the sampler return them and leave answers as they were drawn, "
+                "or set `importance_sampling_mode='none'` to train without a correction."
+            )
+        return None
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         self.rewards_per_func = self.trainer._calculate_rewards(self.inputs, prompts, completions, completion_ids_list)

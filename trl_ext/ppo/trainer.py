@@ -346,7 +346,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 self.kl_controller.update(mean_kl, episodes)
         self.metrics.collected(rollout, scores, kl, rewards, advantages, returns, kl_coef)
         self._log_advantages(advantages, rollout.mask)
-        return rollout.rows_for_training(advantages, returns)
+        weights = rollout.importance_weights(args)
+        if weights is None:
+            return rollout.rows_for_training(advantages, returns)
+        self.metrics.weighted(rollout, *weights)
+        return rollout.rows_for_training(advantages, returns, weights[0])
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
         """Have TRL generate and score answers to the prompts, and keep all that PPO needs of it."""
@@ -362,11 +366,13 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if args.old_logprobs != "auto":
             is_trusted = args.old_logprobs == "sampler"
         else:
-            is_plain = not (self.use_vllm or args.allow_off_policy_sampling or args.generation_kwargs)
+            is_plain = not (args.another_samples or args.generation_kwargs or args.importance_correction != "none")
             policy = base_model_of(self._actor_critic.policy)
             is_quantized = getattr(policy.config, "quantization_config", None) is not None
             is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized
             is_trusted = is_plain and is_exact and args.disable_dropout
+        if self.use_vllm:
+            return is_trusted and self.vllm_generation.temperature > 0
         return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
 
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
@@ -409,10 +415,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         policy = policy_loss(
             logprobs, inputs["old_logprobs"], inputs["advantages"], self.epsilon_low, self.epsilon_high, args.dual_clip
         )
+        if "importance_weights" in inputs:  # (B, T) or (B, 1): of the policy's loss alone, see docs/off_policy.md
+            policy = policy[0] * inputs["importance_weights"], policy[1]
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
         self.metrics.updated(logprobs, entropies, policy, value, inputs)
         if self._trusts_sampler and self._step % self._steps_per_rollout < args.gradient_accumulation_steps:
-            self.metrics.sampled(inputs["old_logprobs"] - logprobs, mask)  # no weight has moved since
+            self.metrics.sampled(inputs["old_logprobs"], logprobs, mask)  # no weight has moved since
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
@@ -812,6 +820,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             return
         rows = Snapshot.load(checkpoint, self.args.process_index).restore(self)
         if rows is not None:
+            if (self.args.importance_correction != "none") != ("importance_weights" in rows):
+                raise CannotResume(
+                    f"{checkpoint} was written in a rollout with another `importance_sampling_mode` than "
+                    f"{self.args.importance_sampling_mode!r}: set the one of that run ('none' before there was one)."
+                )
             epoch = self._step % self._steps_per_rollout // self.args.steps_per_generation
             self._buffered_inputs = self._micro_batches(rows, epoch)
 

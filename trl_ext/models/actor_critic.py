@@ -90,8 +90,8 @@ class ActorCritic(nn.Module):
         With `predicts` (N,), the places in (K · C) of the states in which the `targets` (N,) are chosen: return a
         plain dict of what is asked for, (N,) each: `logprobs`, `entropies` (nats) and the critic's `values` there; and
         the `aux_loss` of experts. `kwargs` are the policy's, see [`add_dense_lm_head`]. (A dict passes DDP, FSDP and
-        autocast unchanged.) With `touch_policy` the values have a gradient of 0 for each of the policy's weights, though
-        it is not run. With `reward`: return the (B,) scores of that one of the `rewards` instead.
+        autocast unchanged.) With `touch_policy` the values have a gradient of 0 for each of the policy's weights,
+        though it is not run. With `reward`: return the (B,) scores of that one of the `rewards` instead.
         """
         if reward is not None:
             return self.rewards[reward](input_ids, attention_mask)

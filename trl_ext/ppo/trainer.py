@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
@@ -459,8 +459,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return (B, T) values of a micro-batch; the policy is not run."""
-        # DDP waits for a gradient of every weight
-        return self._say(model, inputs, with_logprobs=False, touch_policy=isinstance(model, DDP))["values"]
+        is_ddp = isinstance(model, DistributedDataParallel)  # it waits for a gradient of every weight
+        return self._say(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
 
     def _say(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)

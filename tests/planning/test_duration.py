@@ -63,3 +63,20 @@ def test_how_many_examples_a_run_has(tmp_path):
         assert examples(job, plan(job), rows) == expected
     job = Job("ppo", tiny_config(tmp_path, max_steps=8), tiny_llama().config, prompt_length=4)
     assert examples(job, plan(job), None) == 2 * 8  # two rollouts of two epochs of two minibatches of four
+
+
+def test_the_critics_own_steps_are_steps_and_take_its_share_of_the_time(tmp_path):
+    once, thrice = (tiny_config(tmp_path, critic_steps=steps, max_steps=-1, total_episodes=16) for steps in (1, 3))
+    jobs = [Job("ppo", args, tiny_llama().config, dtype=torch.float32, prompt_length=4) for args in (once, thrice)]
+    plans = [plan(job) for job in jobs]
+    assert [each.schedule["optimizer steps"] for each in plans] == [once.max_steps, thrice.max_steps] == [8, 24]
+    assert [examples(*each, None) for each in zip(jobs, plans, strict=True)] == [16, 16]
+    seconds = [seconds_per_example(job, each, ONE, ALL)["update"] for job, each in zip(jobs, plans, strict=True)]
+    policy, critic = (role.parameters for role in plans[0].roles[:2])
+    assert policy > critic and seconds[0] * 2 < seconds[1] < seconds[0] * 2.1  # 2 · (p + c) and 2 · (p + 3 c) passes
+
+
+def test_a_critic_that_trains_its_mlps_keeps_nothing_for_the_rest(tmp_path):
+    args = tiny_config(tmp_path, critic_trains="mlp")
+    critic = plan(Job("ppo", args, tiny_llama().config, dtype=torch.float32, prompt_length=4)).roles[1]
+    assert critic.trained == 2 * 3 * 16 * 32 + 16 and critic.gradients == 4 * critic.trained

@@ -26,8 +26,8 @@ def policy_loss(
     arXiv:1912.09729.
 
     With a band [l, h] nothing is clipped: loss = -r A where l <= r <= h, and 0 elsewhere, whatever the sign of A; such
-    a token has no gradient. GLM-5 team 2026, arXiv:2602.15763 (there, logp_old is the sampler's), and Hou et al. 2026,
-    arXiv:2607.07508, section 3.1.
+    a token has no gradient. The gradient is that of -f(r) A logp with f(r) = r inside and 0 outside, held constant:
+    GLM-5 team 2026, arXiv:2602.15763 (there, logp_old is the sampler's), and Hou et al. 2026, arXiv:2607.07508.
 
     Args:
         logprobs: (B, T), nats, under the policy being trained.

@@ -397,7 +397,8 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         parser.error("this cannot work: " + "; ".join(reasons))
 
     # 3. Plan and warn
-    result = plan(job)
+    with parser.one_line_errors(ValueError):
+        result = plan(job)
     print(report(result, job, options.gpu_memory))
     if tokens:
         what = "prompts" if stage == "ppo" else "texts"

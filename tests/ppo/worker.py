@@ -480,7 +480,8 @@ def resumed(folder):
 
 def warmup(folder):
     config = {"weight_decay": 0.5, "num_ppo_epochs": 1, "activation_checkpointing": True, "kl_horizon": 100}
-    trainer = make_trainer(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=6, **config)
+    config |= {"critic_steps": 2, "critic_trains": "mlp"}
+    trainer = make_trainer(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=8, **config)
     seen = watched(trainer)
     trainer.train()
     return seen

@@ -64,7 +64,7 @@ def test_the_recipes_that_the_documentation_promises_are_there():
     expected = {f"{folder}/{stage}" for folder in FOLDERS[:2] for stage in stages}
     expected |= {f"llama-3.1-8b/{stage}_{variant}" for stage in stages for variant in variants}
     expected |= {f"{folder}/ppo_vllm_{mode}" for folder in FOLDERS[:2] for mode in ("colocate", "server")}
-    assert names == expected | {"qwen2.5-0.5b/reward_deberta"}
+    assert names == expected | {"qwen2.5-0.5b/reward_deberta", "qwen2.5-0.5b/ppo_sao"}
 
 
 def test_it_parses_strictly_and_what_it_needs_is_made_by_another_recipe(subtests):

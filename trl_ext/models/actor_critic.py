@@ -13,6 +13,7 @@ from .adapter_switch import CRITIC, POLICY, AdapterSwitch
 from .classifier import AdapterClassifier
 from .decoding import decode
 from .generation import neutral_generation
+from .mlps import freeze_but_mlps
 from .sampler import SamplerRecorder
 from .weights import base_model_of
 
@@ -57,6 +58,7 @@ class ActorCritic(nn.Module):
         self.rewards = nn.ModuleDict(rewards or {})
         self.adapters = adapters
         self.sampler_recorder: SamplerRecorder | None = None  # while a rollout asks for one
+        self._trains_mlps_alone = False  # of the critic
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -78,6 +80,7 @@ class ActorCritic(nn.Module):
         targets: Tensor | None = None,
         with_logprobs: bool = True,
         with_values: bool = False,
+        touch_policy: bool = False,
         reward: str | None = None,
         **kwargs,
     ) -> Any:
@@ -87,7 +90,8 @@ class ActorCritic(nn.Module):
         With `predicts` (N,), the places in (K · C) of the states in which the `targets` (N,) are chosen: return a
         plain dict of what is asked for, (N,) each: `logprobs`, `entropies` (nats) and the critic's `values` there; and
         the `aux_loss` of experts. `kwargs` are the policy's, see [`add_dense_lm_head`]. (A dict passes DDP, FSDP and
-        autocast unchanged.) With `reward`: return the (B,) scores of that one of the `rewards` instead.
+        autocast unchanged.) With `touch_policy` the values have a gradient of 0 for each of the policy's weights,
+        though it is not run. With `reward`: return the (B,) scores of that one of the `rewards` instead.
         """
         if reward is not None:
             return self.rewards[reward](input_ids, attention_mask)
@@ -97,6 +101,10 @@ class ActorCritic(nn.Module):
         said: dict[str, Any] = {}
         if with_values:  # first, so that the backward pass ends with it: the logits, the largest tensor, go early
             said["values"] = self.state_values(input_ids, attention_mask, position_ids, predicts)
+            if touch_policy:
+                said["values"] = said["values"] + 0.0 * sum(
+                    p.flatten()[0] for p in self.parameters_of("policy") if p.requires_grad
+                )
         if with_logprobs:
             output = self.policy(
                 **inputs,
@@ -135,10 +143,14 @@ class ActorCritic(nn.Module):
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the parameters of `"policy"` or `"critic"`; a base that both share is the policy's."""
+        for _, parameter in self._named(role):
+            yield parameter
+
+    def _named(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
-                yield parameter
+                yield name, parameter
 
     # ---- Adapters ----
 
@@ -155,6 +167,22 @@ class ActorCritic(nn.Module):
         for adapter in self.policy.peft_config:
             is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base)
             self.policy.set_requires_grad(adapter, is_trained)
+        if self._trains_mlps_alone:
+            self.freeze_critic_but_mlps()
+
+    def freeze_critic_but_mlps(self) -> None:
+        """
+        Train, from now on, of the critic's weights only those in MLPs, experts included, and the head.
+
+        Raises:
+            ValueError: the critic has no weights in an MLP that could be trained.
+        """
+        self._trains_mlps_alone = True
+        model, advice = type(self.critic).__name__, "use 'all'"
+        if self.shares_base:
+            model = "the critic's adapter"
+            advice = "give `critic_peft_config` target modules in MLPs, such as gate_proj, up_proj and down_proj"
+        freeze_but_mlps(self._named("critic"), model, advice)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load as always, but let frozen weights be missing: DeepSpeed's checkpoints do not repeat the base."""
@@ -201,6 +229,9 @@ class ActorCritic(nn.Module):
         self.policy.activation_checkpointing_enable(**kwargs)
         if not self.shares_base:
             self.critic.activation_checkpointing_enable(**kwargs)
+            if self._trains_mlps_alone:  # reentrant checkpoints have no gradients unless their inputs have
+                self.critic.disable_input_require_grads()
+                self.critic.enable_input_require_grads()
 
     def activation_checkpointing_disable(self) -> None:
         """Let policy and critic keep their activations."""

@@ -95,11 +95,11 @@ def seconds_per_example(
         has_reference = job.stage == "dpo"  # the precomputed pass is one pass, too
         return {"update": texts * (update(trained[0]) + has_reference * forward(plan.roles[0]))}
     local = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
-    updated = [(role, args.critic_steps if role.name == "critic" else 1) for role in trained]
+    alone = args.passes - args.num_ppo_epochs  # passes that train the critic, which comes second, alone
     return {
         "generate": _generation(job, plan, gpu, efficiency, rate, local),
         "score": sum(map(forward, plan.roles)),
-        "update": args.num_ppo_epochs * sum(steps * update(role) for role, steps in updated),
+        "update": args.num_ppo_epochs * sum(map(update, trained)) + alone * sum(map(update, trained[1:])),
     }
 
 

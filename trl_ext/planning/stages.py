@@ -95,6 +95,8 @@ def _plan_ppo(job: Job) -> Plan:
         else:
             critic = classifier(job, job.value_model or job.policy)
             model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
+        if args.critic_trains == "mlp":
+            model.freeze_critic_but_mlps()
         reference = causal_lm(job, job.policy).requires_grad_(False).eval() if has_reference else None
         rewards = [classifier(job, config).requires_grad_(False).eval() for config in job.rewards]
         loaded = [classifier(job, each.config, each.dtype).requires_grad_(False).eval() for each in job.loaded_rewards]
@@ -139,7 +141,7 @@ def _plan_ppo(job: Job) -> Plan:
         "episodes per minibatch (optimizer step)": step * layout.processes,
         "episodes per rollout": episodes,
         "prompts per rollout": episodes // args.num_generations,
-        "optimizer steps per rollout": args.num_mini_batches * args.num_ppo_epochs,
+        "optimizer steps per rollout": args.steps_per_rollout,
         "tokens per rollout, at most": episodes * length,
         "generated tokens per rollout, at most": episodes * args.max_completion_length,
     }

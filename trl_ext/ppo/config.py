@@ -107,6 +107,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "cliprange": ("> 0", lambda x: x > 0),
     "cliprange_value": ("> 0, or None for no clipping", lambda x: x > 0),
     "critic_learning_rate": (">= 0", lambda x: x >= 0),
+    "critic_steps": (">= 1", lambda x: x >= 1),
     "critic_warmup_rollouts": (">= 0", lambda x: x >= 0),
     "dual_clip": ("> 1", lambda x: x > 1),
     "entropy_coef": (">= 0", lambda x: x >= 0),
@@ -121,6 +122,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "kl_horizon": ("> 0 episodes", lambda x: x > 0),
     "kl_target": ("> 0 nats per response", lambda x: x > 0),
     "lam": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "lam_alpha": ("> 0", lambda x: 0 < x < math.inf),
     "lam_value": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "local_rollout_forward_batch_size": (">= 1", lambda x: x >= 1),
     "logits_budget_gb": (">= 0", lambda x: x >= 0),
@@ -132,6 +134,10 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "num_ppo_epochs": (">= 1", lambda x: x >= 1),
     "per_device_eval_batch_size": (">= 1", lambda x: x >= 1),
     "per_device_train_batch_size": (">= 1", lambda x: x >= 1),
+    "ratio_band": (
+        "[low, high] with 0 <= low < 1 < high",
+        lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
+    ),
     "reward_weights": (
         "a list of finite numbers",
         lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x),
@@ -143,6 +149,8 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
 
 _ONLY_WITH = {  # name: (the setting without which it does nothing, its value)
     **dict.fromkeys(("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max"), ("kl_controller", "adaptive")),
+    **dict.fromkeys(("cliprange", "epsilon_high", "dual_clip"), ("ratio_band", None)),
+    "lam": ("lam_alpha", None),
     "reward_group_column": ("reward_normalization", "group"),
     "reward_reference_column": ("reward_normalization", "reference"),
 }
@@ -257,8 +265,9 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         lam_value (`float`, *optional*):
             λ of the critic's target, if it is to differ from `lam` (VC-PPO, 2503.01491).
         lam_alpha (`float`, *optional*):
-            α of a λ that depends on the length of each response, λ = 1 − 1/(α·length), in place of `lam` (VAPO,
-            2504.05118). The critic's target then takes `lam_value`, by default 1.
+            α of a λ that depends on the length of each response in tokens, λ = 1 − 1/(α·length), 0 where α·length ≤ 1,
+            in place of `lam` (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with 1.5). The critic's target then takes
+            `lam_value`, by default 1.
         normalize_advantages (`bool`, defaults to `True`):
             Whiten advantages over the real tokens of all processes.
         cliprange (`float`, defaults to `0.2`), epsilon_high (`float`, *optional*):
@@ -266,7 +275,8 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         dual_clip (`float`, *optional*):
             Bound c > 1 of the loss where the advantage is negative (1912.09729).
         ratio_band (`list[float]`, *optional*):
-            Two numbers, such as `[0.7, 6.0]`: in place of clipping, tokens whose ratio lies outside take no part.
+            Two numbers, such as `[0.7, 6.0]`: in place of clipping, tokens whose ratio lies outside have no gradient
+            (2602.15763, 2607.07508). They still count in the mean over tokens. `policy/clipfrac_avg` is their share.
         cliprange_value (`float` or `None`, defaults to `0.2`), vf_coef (`float`, defaults to `0.1`):
             Clip range and weight of the value loss.
         entropy_coef (`float`, defaults to `0.0`):
@@ -276,9 +286,12 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         critic_learning_rate (`float`, *optional*):
             Learning rate of the critic; `learning_rate` if not set.
         critic_steps (`int`, defaults to `1`):
-            Updates of the critic for each update of the policy.
+            Updates of the critic for each update of the policy: each of the `num_ppo_epochs` passes over a rollout is
+            made so many times, and all but the last of them train the critic alone. Every one of them is an optimizer
+            step, for `max_steps`, `save_steps` and the learning-rate schedule.
         critic_trains (`Literal["all", "mlp"]`, defaults to `"all"`):
-            Which of the critic's weights are trained: all, or those of its MLPs and its head.
+            Which of the critic's weights are trained: all (of a critic that is an adapter: those of the adapter and
+            its head), or of these only those in MLPs, experts included, and the head.
         critic_warmup_rollouts (`int`, defaults to `0`):
             First rollouts in which only the critic is trained.
 
@@ -617,11 +630,12 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     def _resolve_max_steps(self):
         if self.total_episodes is None:
             return
-        steps = math.ceil(self.total_episodes / self.batch_size) * self.num_mini_batches * self.num_ppo_epochs
+        steps = math.ceil(self.total_episodes / self.batch_size) * self.steps_per_rollout
         if self.max_steps not in (-1, steps):
             raise ValueError(
                 f"`total_episodes={self.total_episodes}` makes {steps} optimizer steps (rollouts of {self.batch_size} "
-                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs), but `max_steps="
+                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs"
+                f"{f' × {self.critic_steps} critic steps' if self.critic_steps > 1 else ''}), but `max_steps="
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
@@ -652,6 +666,21 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     def needs_sampler_logprobs(self) -> bool:
         """Whether training without the log-probs of who has drawn would be wrong."""
         return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
+
+    @property
+    def passes(self) -> int:
+        """Passes over a rollout: those of the policy, and those between them that train the critic alone."""
+        return self.num_ppo_epochs * self.critic_steps
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps on a rollout, those of the critic alone included."""
+        return self.num_mini_batches * self.passes
+
+    @property
+    def leaves_steps_out(self) -> bool:
+        """Whether there are optimizer steps that do not move the policy, or none of the models."""
+        return self.critic_warmup_rollouts > 0 or self.critic_steps > 1 or self.max_approx_kl is not None
 
     @property
     def batch_size(self) -> int:

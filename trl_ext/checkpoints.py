@@ -51,6 +51,7 @@ _MAY_DIFFER = (
     "report_to",
     "restore_callback",
     "resume_",
+    "rollout_device",
     "run_name",
     "save_",
     "skip_memory",

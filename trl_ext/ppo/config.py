@@ -142,6 +142,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
         "a list of finite numbers",
         lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x),
     ),
+    "rollouts_ahead": (">= 0", lambda x: x >= 0),
     "temperature": ("> 0", lambda x: x > 0),
     "total_episodes": (">= 1", lambda x: x >= 1),
     "vf_coef": (">= 0", lambda x: x >= 0),
@@ -572,9 +573,29 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 f"`use_ref_model=False` drops the reference, but `kl_coef={self.kl_coef}`, `sync_ref_model="
                 f"{self.sync_ref_model}` need one: set `kl_coef=0` and `sync_ref_model=False`."
             )
+        self._check_ahead()
         if self.reward_normalization == "group" and not self.reward_group_column:
             raise ValueError(
                 "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by."
+            )
+
+    def _check_ahead(self):
+        k = self.rollouts_ahead
+        if self.rollout_device is not None and (k == 0 or self.use_vllm):
+            who = "vLLM's server draws" if self.use_vllm else "`rollouts_ahead=0` starts none"
+            raise ValueError(
+                f"`rollout_device={self.rollout_device}` is for the second process that draws rollouts ahead, but "
+                f"{who}: leave it out."
+            )
+        if self.use_vllm and k and self.vllm_mode != "server":
+            raise ValueError(
+                f"`rollouts_ahead={k}` needs who generates while this process trains, but vLLM runs within it "
+                f"(`vllm_mode={self.vllm_mode!r}`): set `vllm_mode='server'`, or `rollouts_ahead=0`."
+            )
+        if self.use_vllm and k > 1:
+            raise ValueError(
+                f"`rollouts_ahead={k}` with vLLM: the weights of a server cannot change under a generation, so it is "
+                "at most one ahead: set 1, or draw in a second process (`use_vllm=False`)."
             )
 
     def _check_sampling(self):

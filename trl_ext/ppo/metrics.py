@@ -180,6 +180,10 @@ class PPOMetrics:
         everyones = everyones[~everyones.isnan()].double().cpu().numpy()
         return {percent: float(np.percentile(everyones, percent)) for percent in (50, 99) if everyones.size}
 
+    def stale(self, steps: int) -> None:
+        """Observe how many optimizer steps there were between the weights that drew a rollout and its first update."""
+        self.train.add("sampling/staleness", float(steps))
+
     def gradient(self, role: str, norm: Tensor) -> None:
         """Observe the norm of the gradient of `"policy"` or `"critic"`."""
         self.train.add(f"grad_norm/{role}", norm)

@@ -159,6 +159,7 @@ class RolloutRecorder:
         self.completion_ids: list[list[int]] = []
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
         self.lengths: list[tuple[int, int]] = []  # real tokens of each row's prompt and response
+        self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
         self.sampler: SamplerRecorder | None = None
         self.sampler_logprobs: Tensor | None = None  # (B, T)
 
@@ -218,28 +219,19 @@ class RolloutRecorder:
     def _generate(self, prompts: list) -> tuple[list, list, list]:
         trainer = self.trainer
         self.prompt_ids, self.completion_ids, completions = trainer._generate(tokenized(prompts, self.given_ids))
-        is_greedy = trainer._evaluation is not None and trainer._evaluation.is_greedy
-        self.inputs = [
-            {
-                **row,
-                "prompt_ids": asked,
-                "finished": answer[-1] in trainer.eos_token_ids,
-                **({"is_greedy": True} if is_greedy else {}),
-            }
-            for row, asked, answer in zip(self.inputs, self.prompt_ids, self.completion_ids, strict=True)
-        ]
+        self.started = trainer._started_ahead()
+        self.inputs = with_answers(self.inputs, self.prompt_ids, self.completion_ids, trainer.eos_token_ids)
+        if trainer._evaluation is not None and trainer._evaluation.is_greedy:
+            self.inputs = [{**row, "is_greedy": True} for row in self.inputs]
         self._start_scoring(prompts, completions)
         return self.prompt_ids, self.completion_ids, completions
 
     def _start_scoring(self, prompts: list, completions: list) -> None:
         """Start the reward functions whose time goes by elsewhere, with what TRL will call them with."""
-        columns = {key: [row[key] for row in self.inputs] for key in self.inputs[0]}
-        for name in ("prompt", "completion", "completion_ids"):  # TRL passes on no columns of these names
-            columns.pop(name, None)
-        given = {"prompts": prompts, "completions": completions, "completion_ids": self.completion_ids, **columns}
-        for function in self.trainer.reward_funcs:
-            waiting = self.trainer.metrics.timed("score_wait")
-            function.start(waiting, **given, trainer_state=self.trainer.state)
+        given = given_to_rewards(self.inputs, prompts, completions, self.completion_ids)
+        for place, function in enumerate(self.trainer.reward_funcs):
+            waiting, started = self.trainer.metrics.timed("score_wait"), self.started.get(place)
+            function.start(waiting, started, **given, trainer_state=self.trainer.state)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size=None, **kwargs
@@ -282,6 +274,26 @@ class RolloutRecorder:
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         self.rewards_per_func = self.trainer._calculate_rewards(self.inputs, prompts, completions, completion_ids_list)
         return self.rewards_per_func
+
+
+def with_answers(
+    rows: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]], eos_token_ids: list[int]
+) -> list[dict[str, Any]]:
+    """Return the rows with what reward functions are given beside the dataset's columns."""
+    return [
+        {**row, "prompt_ids": asked, "finished": answer[-1] in eos_token_ids}
+        for row, asked, answer in zip(rows, prompt_ids, completion_ids, strict=True)
+    ]
+
+
+def given_to_rewards(
+    rows: list[dict[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
+) -> dict[str, Any]:
+    """Return what TRL calls a reward function with, but for its loggers and the state."""
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    for name in ("prompt", "completion", "completion_ids"):  # TRL passes on no columns of these names
+        columns.pop(name, None)
+    return {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
 
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:

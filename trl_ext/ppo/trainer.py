@@ -16,6 +16,7 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
@@ -44,10 +45,12 @@ from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
+from ..rewards.member import Started
 from ..temporarily import temporarily
 from ..upstream import RepeatSampler, check_contract, get_config_model_id
 from . import gradients
 from .accumulator import global_moments
+from .ahead import RolloutsAhead, check_ahead
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
 from .evaluation import EvaluationPass, end_progress, greedy, untouched_rng
@@ -213,6 +216,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             )
         policy = self.model
         check_savable(policy)
+        check_ahead(args, policy, self.accelerator.device)
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
         self._adapt_rloo(policy)
@@ -235,7 +239,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self._set_reference(ref_model)
         if self._is_peft:
             check_base(policy, self.accelerator, self.use_vllm)
-            prepare_base(policy, self.use_vllm)
+            prepare_base(policy, self.use_vllm or args.rollouts_ahead > 0)
             self.add_callback(AdapterGuard())
         heads = rewards.load_adapters(self._loader, args.share_reward_base)
         actor_critic, self._critic_origin = make_actor_critic(
@@ -267,6 +271,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
+        self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
 
@@ -519,7 +524,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return _EpochSeeded(super()._get_train_sampler(dataset), lambda: seed + int(self.state.epoch or 0))
+        return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, dict]:
         if hasattr(prompts[0], "token_ids"):  # of rows with `input_ids`
@@ -569,6 +574,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, multimodal_fields: dict) -> list[list[int]]:
         generate = super()._generate_single_turn
+        if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids)):
+            return drawn
+        if self._ahead is not None and self.use_vllm:
+            self._ahead.settle()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
                 return generate(prompt_ids, images, multimodal_fields)
@@ -576,6 +585,21 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             with self._gathered_for_generation():
                 chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
                 return [ids for chunk in chunks for ids in generate(chunk, images, multimodal_fields)]
+
+    def _take_up(self, prompt_ids: list) -> list[list[int]]:
+        """Return the answers that were drawn ahead to these prompts, none if a server failed; note their log-probs."""
+        assert self._ahead is not None
+        flight = self._ahead.take(prompt_ids)
+        answers, recorder = flight.answers.result(), self._actor_critic.sampler_recorder
+        if recorder is not None and answers.ids:
+            ids = [torch.tensor(row) for row in answers.ids]
+            drawn = pad_sequence(ids, batch_first=True), answers.logprobs
+            recorder.add(*(each.to(self.accelerator.device) for each in drawn))
+        return answers.ids
+
+    def _started_ahead(self) -> dict[int, Started]:
+        """Return the reward functions that were started when the rollout was drawn, by their place."""
+        return self._ahead.started() if self._ahead is not None and self.model.training else {}
 
     def _gathered_for_generation(self) -> AbstractContextManager:
         if not self.args.ds3_gather_for_generation:
@@ -772,7 +796,13 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes
-        output = super().train(resume_from_checkpoint, **kwargs)
+        self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
+        try:
+            output = super().train(resume_from_checkpoint, **kwargs)
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
+            self._ahead = None
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
     @property
@@ -872,16 +902,24 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 class _EpochSeeded(Sampler):
     """Seed RepeatSampler anew for each epoch: it draws on from one generator, so a resume would replay epoch 0."""
 
-    def __init__(self, sampler: RepeatSampler, seed: Callable[[], int]):
-        self.sampler, self.seed = sampler, seed
+    def __init__(self, sampler: RepeatSampler, seed: int, epoch: Callable[[], int]):
+        self.sampler, self.seed, self.epoch = sampler, seed, epoch
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
+        yield from self._of(self.epoch())
+
+    def rollouts_of(self, epoch: int) -> list[int]:
+        """Return the rows of an epoch's rollouts, over all processes, each rollout once."""
+        with temporarily(self.sampler, repeat_count=1):
+            return list(self._of(epoch))
+
+    def _of(self, epoch: int) -> Iterator[int]:
         if self.sampler.shuffle:
-            self.sampler.generator.manual_seed(self.seed())
-        yield from self.sampler
+            self.sampler.generator.manual_seed(self.seed + epoch)
+        return iter(self.sampler)
 
 
 def _as_rloo_reads(args: PPOConfig) -> AbstractContextManager:

@@ -116,7 +116,17 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_set_signature_columns_if_needed": "",
         "compute_loss": "model, inputs, return_outputs, num_items_in_batch",
     },
-    "trl.generation.vllm_generation.VLLMGeneration": {"_iter_named_params": ""},
+    "trl.generation.vllm_client.VLLMClient": {
+        "close_communicator": "",
+        "generate": "...",
+        "init_communicator": "device=",
+        "reset_prefix_cache": "",
+        "update_named_params": "metadata, named_params",
+    },
+    "trl.generation.vllm_generation.VLLMGeneration": {
+        "_iter_named_params": "",
+        "generate": "prompts=, images=, num_generations=, profiler=",
+    },
     "transformers.GenerationMixin": {"_get_logits_processor": "generation_config, ..."},
     "transformers.PreTrainedModel": {"_set_gradient_checkpointing": "enable=, gradient_checkpointing_func=, ..."},
     "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": ""},
@@ -124,7 +134,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
 
 ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that we read or set
     "trl.RLOOTrainer": """
-        _buffered_inputs _dist _globalstep_last_logged _logs _metrics _name _paper _pending_extra_logs _pending_metrics
+        _buffered_inputs _dist _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper _pending_extra_logs _pending_metrics
         _signature_columns _step _tag_names _tokenizer _total_loss_scalar _tr_loss
         accelerator args aux_loss_enabled beta callback_handler chat_template_kwargs control eos_token_ids epsilon_high
         epsilon_low eval_dataset generation_config generation_kwargs is_deepspeed_enabled is_fsdp_enabled
@@ -138,7 +148,8 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
     "trl.RewardTrainer": "_signature_columns data_collator",
-    "trl.generation.vllm_generation.VLLMGeneration": "generation_kwargs temperature",
+    "trl.generation.vllm_client.VLLMClient": "base_url session",
+    "trl.generation.vllm_generation.VLLMGeneration": "generation_kwargs logprobs temperature vllm_client",
     "transformers.PreTrainedConfig": "_attn_implementation",
     "bitsandbytes.nn.Linear4bit": "support_avx512bf16_for_cpu",
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",

@@ -304,7 +304,8 @@ class ServerGeneration(VLLMGeneration):
         self._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: contextlib.nullcontext())
 
     def generate(self, prompts, **kwargs):
-        return prompts, [[6 + len(ids), 20, 2] for ids in prompts], None, None
+        answers = [[6 + len(ids), 20, 2] for ids in prompts]
+        return prompts, answers, [[[-1.0]] * 3 for _ in answers], [[[token] for token in ids] for ids in answers]
 
 
 @pytest.fixture

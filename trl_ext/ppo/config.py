@@ -98,6 +98,7 @@ REFUSED_GENERATION_KWARGS = {
     **dict.fromkeys(("eos_token_id", "include_stop_str_in_output", "stop", "stop_strings", "stop_token_ids"), _ENDS),
     **dict.fromkeys(("max_length", "max_new_tokens", "max_tokens"), "set `max_completion_length`"),
     **dict.fromkeys(("n", "num_return_sequences"), "set `num_generations`"),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "the log-prob of each sampled token is kept, and no others"),
     **dict.fromkeys(("detokenize", "seed", "skip_special_tokens"), "only vLLM reads it"),
     **dict.fromkeys(("compile_config", "disable_compile"), "TRL switches compilation off in rollouts"),
 }

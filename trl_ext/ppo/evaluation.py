@@ -77,7 +77,9 @@ def greedy_config(config: GenerationConfig) -> GenerationConfig:
 def greedy(trainer: Any) -> Iterator[None]:
     """Have TRL's generation decode greedily within the block, one answer a prompt."""
     if trainer.use_vllm:
-        decoding = temporarily(trainer.vllm_generation, temperature=0.0)
+        vllm = trainer.vllm_generation
+        kwargs = {name: value for name, value in vllm.generation_kwargs.items() if name != "temperature"}
+        decoding = temporarily(vllm, temperature=0.0, generation_kwargs=kwargs)
     else:
         decoding = temporarily(trainer, generation_config=greedy_config(trainer.generation_config))
     with decoding, temporarily(trainer, num_generations_eval=1):

@@ -157,7 +157,7 @@ class RolloutRecorder:
         trainer, args = self.trainer, self.trainer.args
         inputs, self.given_ids = with_prompts(inputs, trainer._tokenizer)
         self.inputs = inputs
-        if trainer._trusts_sampler or (args.allow_off_policy_sampling and not trainer.use_vllm):
+        if trainer._trusts_sampler or args.allow_off_policy_sampling or trainer.use_vllm:
             self.sampler = SamplerRecorder()
         try:
             with temporarily(trainer._actor_critic, sampler_recorder=self.sampler):

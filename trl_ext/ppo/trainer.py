@@ -1,6 +1,7 @@
 """PPO on TRL's `RLOOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
+import functools
 import math
 import os
 import textwrap
@@ -69,6 +70,7 @@ from .roles import (
 from .rollout import Rollout, RolloutRecorder, joined, lengths_of, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
+from .vllm import ServerGuard, ServerLost, keep_logprobs, save_last_step
 
 
 class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
@@ -147,6 +149,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     processing_class: Any
     _tokenizer: Any
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
+    _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 
     def __init__(
@@ -276,11 +279,13 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                     "nothing would end by it: use one, or leave it out."
                 )
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
-            if self.use_vllm:
-                vllm = self.vllm_generation
-                vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
-            else:
-                self.generation_config.eos_token_id = self.eos_token_ids
+        if self.use_vllm:
+            vllm = self.vllm_generation
+            vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
+            keep_logprobs(self)
+            self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
+        else:
+            self.generation_config.eos_token_id = self.eos_token_ids
         check_tokenizer(policy, self._tokenizer)
         if self._tokenizer.pad_token_id >= vocabulary_of(policy):
             # Pads are masked, but looked up: pad by an id that the policy has a row for
@@ -523,7 +528,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         generate = super()._generate_single_turn
         with self.metrics.timed("generate"):
             if self.use_vllm:
-                return generate(prompt_ids, images, multimodal_fields)
+                draw = functools.partial(generate, prompt_ids, images, multimodal_fields)
+                return draw() if self._vllm_server is None else self._vllm_server.answered(draw)
             size = self.args.local_rollout_forward_batch_size
             with self._gathered_for_generation():
                 chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
@@ -724,7 +730,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes
-        output = super().train(resume_from_checkpoint, **kwargs)
+        self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
+        try:
+            output = super().train(resume_from_checkpoint, **kwargs)
+        except ServerLost as error:
+            raise ServerLost(f"{error} {save_last_step(self)}") from None
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
     @property
@@ -778,6 +788,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._load_roles(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        self._last_loaded_step = -1  # else vLLM would be evaluated with the last weights
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             with self._without_base():
                 return super()._load_best_model()

@@ -1,0 +1,41 @@
+"""
+What vLLM's CPU build needs for TRL's colocate mode, in tests alone: weights that can be changed, and a quick start.
+
+After loading it packs each weight for its kernels, and forgets the weight: `load_weights`, by which TRL brings new ones,
+then finds nothing to write to. Here it keeps the weights and multiplies by them, as it does itself where it has no
+kernel. On a GPU nothing is packed.
+"""
+
+import os
+
+ENVIRONMENT = {  # read when vLLM is imported
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def keep_weights():
+    """Keep vLLM's weights as they are loaded; to be called before a model is."""
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers import utils
+
+    def plain(layer, remove_weight):
+        layer.cpu_linear = lambda x, weight, bias: linear(x, weight, bias)
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def quick_engine(dtype):
+    """Have TRL's `VLLMGeneration` build its engine without compiling, in `dtype` instead of bfloat16 for float32."""
+    import functools
+
+    from trl.generation import vllm_generation
+    from vllm import LLM
+
+    vllm_generation.LLM = functools.partial(LLM, enforce_eager=True, dtype=dtype)
+
+
+os.environ.update(ENVIRONMENT)

@@ -134,7 +134,8 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
 
 ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that we read or set
     "trl.RLOOTrainer": """
-        _buffered_inputs _dist _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper _pending_extra_logs _pending_metrics
+        _buffered_inputs _dist _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper
+        _pending_extra_logs _pending_metrics
         _signature_columns _step _tag_names _tokenizer _total_loss_scalar _tr_loss
         accelerator args aux_loss_enabled beta callback_handler chat_template_kwargs control eos_token_ids epsilon_high
         epsilon_low eval_dataset generation_config generation_kwargs is_deepspeed_enabled is_fsdp_enabled

@@ -1,4 +1,4 @@
-"""A vLLM server for tests: it answers TRL's client over HTTP from a model of its own, and can be stopped and changed."""
+"""A vLLM server for tests: it answers TRL's client over HTTP from a model of its own, and can be stopped."""
 
 import contextlib
 import copy

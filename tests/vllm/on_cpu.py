@@ -1,16 +1,16 @@
 """
 What vLLM's CPU build needs for TRL's colocate mode, in tests alone: weights that can be changed, and a quick start.
 
-After loading it packs each weight for its kernels, and forgets the weight: `load_weights`, by which TRL brings new ones,
-then finds nothing to write to. Here it keeps the weights and multiplies by them, as it does itself where it has no
-kernel. On a GPU nothing is packed.
+After loading it packs each weight for its kernels, and forgets the weight: `load_weights`, by which TRL brings new
+ones, then finds nothing to write to. Here it keeps the weights and multiplies by them, as it does itself where it has
+no kernel. On a GPU nothing is packed.
 """
 
 import os
 
 ENVIRONMENT = {  # read when vLLM is imported
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",

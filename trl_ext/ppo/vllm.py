@@ -75,8 +75,8 @@ def sampled(
         said = [each[0] for each in of_tokens[row]] if of_tokens is not None else tokens
         if len(given) != len(tokens) or said != tokens:
             raise RuntimeError(
-                f"vLLM returned log-probs of other tokens than those of answer {row}: {len(given)} of {said[:8]} … for "
-                f"{len(tokens)} of {tokens[:8]} …; this version of vLLM or of TRL is not supported."
+                f"vLLM returned log-probs of other tokens than those of answer {row}: {len(given)} of {said[:8]} … "
+                f"for {len(tokens)} of {tokens[:8]} …; this version of vLLM or of TRL is not supported."
             )
         for place, (logprob, *_) in enumerate(given):
             if logprob is None or not math.isfinite(logprob):

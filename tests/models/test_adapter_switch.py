@@ -299,7 +299,7 @@ class ServerGeneration(VLLMGeneration):
     """TRL's weight sync with that client; answers with two fixed tokens and EOS."""
 
     def __init__(self, model, accelerator, generation_kwargs, **kwargs):
-        self.model, self.accelerator, self.generation_kwargs = model, accelerator, generation_kwargs
+        self.model, self.accelerator, self.generation_kwargs = model, accelerator, generation_kwargs or {}
         self.mode, self.vllm_client, self._weight_metadata = "server", Client(model), None
         self._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: contextlib.nullcontext())
 

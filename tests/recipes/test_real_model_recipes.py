@@ -212,6 +212,7 @@ def test_two_steps(path, standins, tmp_path, monkeypatch):
             monkeypatch.setattr("trl.trainer.rloo_trainer.VLLMGeneration", VLLMStandIn)
             monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
             monkeypatch.setattr("trl_ext.ppo.inputs.check_server", lambda args: None)
+            monkeypatch.setattr("trl_ext.ppo.trainer.ServerGuard", lambda trainer: None)
     arguments = ["--config", str(path), *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
     importlib.import_module(f"recipes.{stage}").main(arguments)
 

@@ -569,6 +569,11 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 reason = REFUSED_GENERATION_KWARGS.get(name, "it would do nothing in a rollout, or break it")
                 known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
                 raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
+        if self.num_generations > 1 and kwargs.get("seed") is not None:
+            raise ValueError(
+                f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give the {self.num_generations} answers to a "
+                "prompt (`num_generations`) one seed, and so one text: leave it out, `seed` decides what is drawn."
+            )
         changed = {name: value for name, value in kwargs.items() if name not in on_policy}
         neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
         changed |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from . import gradients
 from .accumulator import global_moments
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
-from .evaluation import EvaluationPass, end_progress, greedy, untouched_rng
+from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
     check_evaluation_batch,
     check_inputs,
@@ -70,7 +70,7 @@ from .roles import (
 from .rollout import Rollout, RolloutRecorder, joined, lengths_of, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
-from .vllm import ServerGuard, ServerLost, keep_logprobs, save_last_step
+from .vllm import ServerGuard, ServerLost, check_loadable, keep_logprobs, plain_errors, save_last_step
 
 
 class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
@@ -190,7 +190,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if len(reward_processing_classes) == len(reward_funcs):  # else RLOO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        with _as_rloo_reads(args):
+        with _as_rloo_reads(args), plain_errors():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -282,8 +282,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if self.use_vllm:
             vllm = self.vllm_generation
             vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
+            check_loadable(vllm)
             keep_logprobs(self)
             self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
+            set_seed(sampling_seed(args, self.accelerator.process_index))  # in this process vLLM has set its own
         else:
             self.generation_config.eos_token_id = self.eos_token_ids
         check_tokenizer(policy, self._tokenizer)
@@ -636,7 +638,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         trl_metrics = copy.deepcopy(self._metrics["eval"])
         self._metrics["eval"].clear()  # an evaluation that raised may have left some
         self.metrics.start_evaluation()
-        with untouched_rng(self.accelerator, self.args.seed), self.metrics.untimed():
+        with untouched_rng(self.accelerator, self.args), self.metrics.untimed():
             with self._evaluating(EvaluationPass(len(dataset) * self.num_generations_eval)):
                 output = evaluate(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
@@ -677,7 +679,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             passing = EvaluationPass(len(dataset), is_greedy=True, table=table)
             unseen = {**self._metrics, "eval": defaultdict(list)}
             with (
-                untouched_rng(self.accelerator, self.args.seed),
+                untouched_rng(self.accelerator, self.args),
                 self.metrics.untimed(),
                 self._evaluating(passing),
                 greedy(self),

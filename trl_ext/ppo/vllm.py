@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx2
@@ -89,6 +90,37 @@ def sampled(
     numbers = [torch.tensor([each[0] for each in given], dtype=torch.float32) for given in logprobs]
     padded = (pad_sequence(rows, batch_first=True).to(device) for rows in (columns, numbers))
     return tuple(padded)  # type: ignore[return-value]
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Say as of any wrong setting, while a trainer is built, that weights cannot be sent from here."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "NCCL" not in str(error):
+            raise
+        raise ValueError(
+            "`vllm_mode: server` sends weights by NCCL, which needs a GPU for the trainer, too: give it one, or leave "
+            "out `use_vllm`."
+        ) from None
+
+
+def check_loadable(engine: Any) -> None:
+    """
+    Refuse an engine in this process that has packed its weights for a CPU's kernels, and takes no others.
+
+    Raises:
+        ValueError: its parameters are empty.
+    """
+    if (llm := getattr(engine, "llm", None)) is None or engine.accelerator.device.type != "cpu":
+        return
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model  # as TRL's `sync_weights` reaches it
+    if not all(parameter.numel() for parameter in model.parameters()):
+        raise ValueError(
+            "`use_vllm=True` on a CPU: vLLM has packed its weights for the CPU's kernels and takes no others, so that "
+            "it would sample from the policy as it began: train on a GPU, or leave out `use_vllm`."
+        )
 
 
 def check_server(args: Any) -> None:

@@ -1,14 +1,16 @@
 """Answers by vLLM: log-probs are kept, and a server that goes away costs nothing. `tests/vllm` runs the real one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig
 
 from tests.ppo.vllm_stub import PROCESSED, serving
 from tests.ppo.worker import collected, end_state, make_trainer
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_config, tiny_llama
 from trl_ext.checkpoints import checkpoint_to_resume
-from trl_ext.ppo.vllm import ServerLost, sampled
+from trl_ext.ppo.vllm import ServerLost, check_loadable, sampled
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -87,6 +89,23 @@ def test_greedy_answers_are_the_most_likely_ones(tmp_path, monkeypatch):
     ours = own.evaluate()
     for name in ("scores", "entropy"):
         assert server_side[f"eval_greedy/objective/{name}"] == pytest.approx(ours[f"eval_greedy/objective/{name}"])
+
+
+def test_an_engine_that_has_packed_its_weights_is_refused():
+    """As vLLM's CPU build does: the policy would be sampled from as it began."""
+    model = torch.nn.Linear(2, 2)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner)))
+    engine = SimpleNamespace(llm=llm, accelerator=SimpleNamespace(device=torch.device("cpu")))
+    check_loadable(engine)
+    model.weight = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(ValueError, match="vLLM has packed its weights for the CPU's kernels"):
+        check_loadable(engine)
+
+
+def test_several_answers_cannot_have_one_seed(tmp_path):
+    with pytest.raises(ValueError, match="would give the 2 answers to a prompt .* one seed, and so one text"):
+        tiny_config(tmp_path, use_vllm=True, num_generations=2, generation_kwargs={"seed": 1})
 
 
 # ---- A server that goes away ----

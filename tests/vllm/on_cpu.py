@@ -1,5 +1,5 @@
 """
-What vLLM's CPU build needs for TRL's colocate mode, in tests alone: weights that can be changed, and a quick start.
+What vLLM's CPU build needs for TRL's colocate mode, in tests alone: weights that can be changed.
 
 After loading it packs each weight for its kernels, and forgets the weight: `load_weights`, by which TRL brings new
 ones, then finds nothing to write to. Here it keeps the weights and multiplies by them, as it does itself where it has
@@ -8,7 +8,7 @@ no kernel. On a GPU nothing is packed.
 
 import os
 
-ENVIRONMENT = {  # read when vLLM is imported
+ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -19,6 +19,7 @@ ENVIRONMENT = {  # read when vLLM is imported
 
 def keep_weights():
     """Keep vLLM's weights as they are loaded; to be called before a model is."""
+    os.environ.update(ENVIRONMENT)
     from torch.nn.functional import linear
     from vllm.model_executor.layers import utils
 
@@ -26,16 +27,3 @@ def keep_weights():
         layer.cpu_linear = lambda x, weight, bias: linear(x, weight, bias)
 
     utils.dispatch_cpu_unquantized_gemm = plain
-
-
-def quick_engine(dtype):
-    """Have TRL's `VLLMGeneration` build its engine without compiling, in `dtype` instead of bfloat16 for float32."""
-    import functools
-
-    from trl.generation import vllm_generation
-    from vllm import LLM
-
-    vllm_generation.LLM = functools.partial(LLM, enforce_eager=True, dtype=dtype)
-
-
-os.environ.update(ENVIRONMENT)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 LORA = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM needs heads of 32 or more
 # What the log-probs of vLLM and of the trainer may differ by, nats: the mean of the absolute values and the largest
-TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.03, 0.5)}
+TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 1.0)}
 
 
 def tied_qwen(**kwargs):
@@ -55,12 +55,11 @@ def engines():
     keep_weights()
     built = {}
 
-    def build(dtype, model, enable_sleep_mode, **kwargs):
-        key = (dtype, model, enable_sleep_mode)
-        if key not in built:
+    def build(dtype, model, **kwargs):
+        if (dtype, model) not in built:
             kwargs |= {"max_num_seqs": 16, "enforce_eager": True, "dtype": dtype}
-            built[key] = LLM(model=model, enable_sleep_mode=enable_sleep_mode, **kwargs)
-        return built[key]
+            built[dtype, model] = LLM(model=model, **kwargs)
+        return built[dtype, model]
 
     def use(dtype, monkeypatch):
         monkeypatch.setattr(vllm_generation, "LLM", functools.partial(build, dtype))
@@ -94,9 +93,8 @@ def test_log_probs_follow_the_weights_that_are_trained(name, dtype, peft, make):
     trainer.train()
     means, largest = differences(seen)
     moved = (seen[-1].kl("k1") * seen[-1].mask).sum(1).mean().item()
-    print(
-        f"{name} {dtype} {'lora' if peft else 'full'}: mean {max(means):.2g}, largest {max(largest):.2g}, KL {moved:.3g}"
-    )
+    kind = "lora" if peft else "full"
+    print(f"{name} {dtype} {kind}: mean {max(means):.2g}, largest {max(largest):.2g}, KL {moved:.3g}")
     assert len(seen) == 6 and moved > 3
     assert max(means) <= TOLERANCE[dtype][0] and max(largest) <= TOLERANCE[dtype][1]
     if peft:
@@ -118,7 +116,8 @@ def test_without_the_weight_sync_they_do_not(peft, make):
 
 
 def test_an_answer_ends_by_any_of_its_ends_or_at_the_longest(make):
-    trainer = make(stop_token_id=9, learning_rate=0.0, temperature=3.0, per_device_train_batch_size=16, max_steps=8)
+    config = {"stop_token_id": 9, "learning_rate": 0.0, "temperature": 3.0, "per_device_train_batch_size": 16}
+    trainer = make(rows=32, max_steps=8, **config)
     seen = collected(trainer)
     trainer.train()
     ends = {2, 9, 11}
@@ -142,6 +141,22 @@ def test_several_answers_to_a_prompt_are_of_that_prompt(make):
     assert (groups == groups[:, :1]).all() and not torch.equal(groups[0], groups[1])
     assert all(len({tuple(ids.tolist()) for ids in group}) > 1 for group in rollout.completion_ids.view(2, 4, -1))
     assert max(differences(seen)[1]) <= TOLERANCE["float32"][1]
+
+
+def test_log_probs_are_those_of_the_truncated_distribution(make):
+    """Of the three likeliest tokens, at the run's temperature: what it really draws from."""
+    trainer = make(top_k=3, allow_off_policy_sampling=True, max_steps=4, learning_rate=0.0)
+    seen = collected(trainer)
+    trainer.train()
+    (rollout,) = seen
+    for i, length in enumerate(rollout.lengths.int().tolist()):
+        ids = torch.cat([rollout.prompt_ids[i][rollout.prompt_mask[i].bool()], rollout.completion_ids[i, :length]])
+        with torch.no_grad():
+            logits = trainer.model.policy(input_ids=ids[None]).logits[0, -length - 1 : -1] / 0.7
+        likeliest = logits.topk(3)
+        is_drawn = likeliest.indices == ids[-length:, None]
+        expected = likeliest.values.log_softmax(-1)[is_drawn]
+        torch.testing.assert_close(rollout.sampler_logprobs[i, :length], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_greedy_answers_are_those_of_our_own_decoding(make, policy, tmp_path):
@@ -173,10 +188,3 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(step, make):
     again = make(**config)
     again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{step}")
     torch.testing.assert_close(end_state(again), end_state(trainer), rtol=0, atol=0)
-
-
-def test_a_run_sleeps_between_rollouts(make):
-    trainer = make(vllm_enable_sleep_mode=True, max_steps=8)
-    seen = collected(trainer)
-    trainer.train()
-    assert max(differences(seen)[1]) <= TOLERANCE["float32"][1]

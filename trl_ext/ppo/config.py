@@ -180,7 +180,7 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         allow_off_policy_sampling (`bool`, defaults to `False`):
             Allow `top_k`, `top_p`, `min_p`, `repetition_penalty` and other `generation_kwargs` that make the sampler
             differ from the policy whose log-probs are trained. The difference is logged as
-            `sampling/logprob_difference` (not with vLLM). A name in `generation_kwargs` that would do nothing in a
+            `sampling/logprob_difference`. A name in `generation_kwargs` that would do nothing in a
             rollout is refused, and so are stop strings: a response ends where the policy draws an EOS.
         old_logprobs (`Literal["auto", "sampler", "recompute"]`, defaults to `"auto"`):
             Where the log-probs before the update, and those of the KL, come from: noted while the response is drawn,

@@ -116,9 +116,16 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_set_signature_columns_if_needed": "",
         "compute_loss": "model, inputs, return_outputs, num_items_in_batch",
     },
+    "trl.generation.vllm_client.VLLMClient": {
+        "close_communicator": "",
+        "generate": "...",
+        "init_communicator": "device=",
+        "reset_prefix_cache": "",
+        "update_named_params": "metadata, named_params",
+    },
     "trl.generation.vllm_generation.VLLMGeneration": {
         "_iter_named_params": "",
-        "generate": "prompts=, images=, num_generations=, ...",
+        "generate": "prompts=, images=, num_generations=, profiler=",
         "sync_weights": "",
     },
     "transformers.GenerationMixin": {"_get_logits_processor": "generation_config, ..."},
@@ -143,6 +150,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
     "trl.RewardTrainer": "_signature_columns data_collator",
+    "trl.generation.vllm_client.VLLMClient": "base_url session",
     "trl.generation.vllm_generation.VLLMGeneration": """
         _dist accelerator generation_kwargs logprobs model temperature vllm_client""",
     "transformers.PreTrainedConfig": "_attn_implementation",

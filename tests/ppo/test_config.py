@@ -386,6 +386,7 @@ def test_what_generation_kwargs_cannot_do_is_named_with_what_can(subtests, tmp_p
         ("max_new_tokens", 9, "set `max_completion_length`"),
         ("num_return_sequences", 2, "set `num_generations`"),
         ("seed", 1, "only vLLM reads it"),
+        ("logprobs", 5, "the log-prob of each sampled token is kept, and no others"),
         ("typical", 0.5, r"would do nothing in a rollout, or break it; did you mean typical_p\?"),
     ]:
         with subtests.test(name=name), pytest.raises(ValueError, match=message):

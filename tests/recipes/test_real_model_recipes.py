@@ -162,17 +162,22 @@ class VLLMStandIn:
         self.synced += 1
 
     def generate(self, prompts, images, num_generations, profiler=None):
-        ids = []
+        assert self.logprobs == 0  # that of each sampled token
+        ids, logprobs = [], []
         for prompt in prompts:
-            row = self.model.generate(
+            said = self.model.generate(
                 torch.tensor([prompt]),
                 max_new_tokens=self.max_completion_length,
                 do_sample=self.temperature > 0,
                 pad_token_id=self.tokenizer.pad_token_id,
-                eos_token_id=self.tokenizer.eos_token_id,
+                eos_token_id=self.generation_kwargs["stop_token_ids"],
+                output_scores=True,
+                return_dict_in_generate=True,
             )
-            ids.append(row[0, len(prompt) :].tolist())
-        return prompts, ids, None, None
+            ids.append(said.sequences[0, len(prompt) :].tolist())
+            steps = [step[0].log_softmax(-1)[token].item() for step, token in zip(said.scores, ids[-1], strict=True)]
+            logprobs.append([[step] for step in steps])
+        return prompts, ids, logprobs, [[[token] for token in row] for row in ids]
 
 
 @pytest.mark.slow
@@ -206,6 +211,8 @@ def test_two_steps(path, standins, tmp_path, monkeypatch):
         if training_args.use_vllm:
             monkeypatch.setattr("trl.trainer.rloo_trainer.VLLMGeneration", VLLMStandIn)
             monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
+            monkeypatch.setattr("trl_ext.ppo.inputs.check_server", lambda args: None)
+            monkeypatch.setattr("trl_ext.ppo.trainer.ServerGuard", lambda trainer: None)
     arguments = ["--config", str(path), *(part for flag, value in flags.items() for part in (f"--{flag}", value))]
     importlib.import_module(f"recipes.{stage}").main(arguments)
 

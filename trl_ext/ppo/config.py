@@ -98,6 +98,7 @@ REFUSED_GENERATION_KWARGS = {
     **dict.fromkeys(("eos_token_id", "include_stop_str_in_output", "stop", "stop_strings", "stop_token_ids"), _ENDS),
     **dict.fromkeys(("max_length", "max_new_tokens", "max_tokens"), "set `max_completion_length`"),
     **dict.fromkeys(("n", "num_return_sequences"), "set `num_generations`"),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "the log-prob of each sampled token is kept, and no others"),
     **dict.fromkeys(("detokenize", "seed", "skip_special_tokens"), "only vLLM reads it"),
     **dict.fromkeys(("compile_config", "disable_compile"), "TRL switches compilation off in rollouts"),
 }
@@ -608,6 +609,11 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 reason = REFUSED_GENERATION_KWARGS.get(name, "it would do nothing in a rollout, or break it")
                 known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
                 raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
+        if self.num_generations > 1 and kwargs.get("seed") is not None:
+            raise ValueError(
+                f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give the {self.num_generations} answers to a "
+                "prompt (`num_generations`) one seed, and so one text: leave it out, `seed` decides what is drawn."
+            )
         self._check_correction()
 
     def _check_correction(self):

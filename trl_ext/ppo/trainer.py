@@ -1,6 +1,7 @@
 """PPO on TRL's `RLOOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
+import functools
 import math
 import os
 import textwrap
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
@@ -53,7 +54,7 @@ from .accumulator import global_moments
 from .ahead import RolloutsAhead, check_ahead
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
-from .evaluation import EvaluationPass, end_progress, greedy, untouched_rng
+from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
     check_evaluation_batch,
     check_inputs,
@@ -82,6 +83,7 @@ from .roles import (
 from .rollout import Rollout, RolloutRecorder, joined, lengths_of, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
+from .vllm import ServerGuard, ServerLost, check_loadable, keep_logprobs, plain_errors, save_last_step
 
 
 class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
@@ -160,6 +162,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     processing_class: Any
     _tokenizer: Any
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
+    _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 
     def __init__(
@@ -200,7 +203,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if len(reward_processing_classes) == len(reward_funcs):  # else RLOO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        with _as_rloo_reads(args):
+        with _as_rloo_reads(args), plain_errors():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -293,11 +296,15 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                     "nothing would end by it: use one, or leave it out."
                 )
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
-            if self.use_vllm:
-                vllm = self.vllm_generation
-                vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
-            else:
-                self.generation_config.eos_token_id = self.eos_token_ids
+        if self.use_vllm:
+            vllm = self.vllm_generation
+            vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
+            check_loadable(vllm)
+            keep_logprobs(self)
+            self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
+            set_seed(sampling_seed(args, self.accelerator.process_index))  # in this process vLLM has set its own
+        else:
+            self.generation_config.eos_token_id = self.eos_token_ids
         check_tokenizer(policy, self._tokenizer)
         if self._tokenizer.pad_token_id >= vocabulary_of(policy):
             # Pads are masked, but looked up: pad by an id that the policy has a row for
@@ -580,7 +587,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self._ahead.settle()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
-                return generate(prompt_ids, images, multimodal_fields)
+                draw = functools.partial(generate, prompt_ids, images, multimodal_fields)
+                return draw() if self._vllm_server is None else self._vllm_server.answered(draw)
             size = self.args.local_rollout_forward_batch_size
             with self._gathered_for_generation():
                 chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
@@ -702,7 +710,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         trl_metrics = copy.deepcopy(self._metrics["eval"])
         self._metrics["eval"].clear()  # an evaluation that raised may have left some
         self.metrics.start_evaluation()
-        with untouched_rng(self.accelerator, self.args.seed), self.metrics.untimed():
+        with untouched_rng(self.accelerator, self.args), self.metrics.untimed():
             with self._evaluating(EvaluationPass(len(dataset) * self.num_generations_eval)):
                 output = evaluate(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
@@ -743,7 +751,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             passing = EvaluationPass(len(dataset), is_greedy=True, table=table)
             unseen = {**self._metrics, "eval": defaultdict(list)}
             with (
-                untouched_rng(self.accelerator, self.args.seed),
+                untouched_rng(self.accelerator, self.args),
                 self.metrics.untimed(),
                 self._evaluating(passing),
                 greedy(self),
@@ -796,9 +804,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes
+        self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
         try:
             output = super().train(resume_from_checkpoint, **kwargs)
+        except ServerLost as error:
+            raise ServerLost(f"{error} {save_last_step(self)}") from None
         finally:
             if self._ahead is not None:
                 self._ahead.close()
@@ -856,6 +867,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._load_roles(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        self._last_loaded_step = -1  # else vLLM would be evaluated with the last weights
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             with self._without_base():
                 return super()._load_best_model()

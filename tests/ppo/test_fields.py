@@ -26,7 +26,7 @@ CHANGED = {  # field -> another value, and what it is read with
     "dual_clip": (1.0001, {}),
     "entropy_coef": (1.0, {}),
     "gamma": (0.5, {}),
-    "importance_sampling_clip_max": (1.01, {"top_k": 3, "generation_kwargs": {"temperature": 2.0}}),
+    "importance_sampling_clip_max": (1.01, {"generation_kwargs": {"temperature": 0.7}}),
     "importance_sampling_clip_min": (0.9, {"generation_kwargs": {"temperature": 0.7}}),
     "importance_sampling_mode": ("sequence_truncate", {"generation_kwargs": {"temperature": 0.7}}),
     "kl_coef": (1.0, {}),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from tests.launch import on_two_processes
 from tests.ppo.vllm_stub import PROCESSED, serving
 from tests.ppo.worker import collected, end_state, make_trainer
 from tests.tiny import tiny_config, tiny_llama
@@ -178,6 +179,17 @@ def test_a_server_that_stays_away_ends_the_run_which_goes_on_later(undisturbed, 
         again = make(tmp_path, server)
         again.train(resume_from_checkpoint=checkpoint_to_resume(again.args))
     torch.testing.assert_close(end_state(again), undisturbed["full"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_wait_for_the_server_and_end_together(undisturbed, tmp_path):
+    """Only the first one asks it; all gather the weights, and an adapter is unmerged on each."""
+    for said in on_two_processes("tests.ppo.vllm_worker", tmp_path):
+        assert said["processes"] == 2
+        torch.testing.assert_close(said["back"], undisturbed["lora"]["weights"], rtol=0, atol=1e-5)
+        assert "after 0.2 s of waiting" in said["away"] and "goes on from" in said["away"]
+    assert checkpoint_to_resume(tiny_config(tmp_path / "away"))
 
 
 def test_a_server_that_refuses_ends_the_run_with_what_it_says(tmp_path, monkeypatch):

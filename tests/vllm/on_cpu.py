@@ -26,4 +26,5 @@ def keep_weights():
     def plain(layer, remove_weight):
         layer.cpu_linear = lambda x, weight, bias: linear(x, weight, bias)
 
+    plain.packing = utils.dispatch_cpu_unquantized_gemm  # what vLLM itself does
     utils.dispatch_cpu_unquantized_gemm = plain

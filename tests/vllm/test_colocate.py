@@ -25,7 +25,7 @@ def tied_qwen(**kwargs):
     return Qwen2ForCausalLM(Qwen2Config(**shape, **ids, **SHAPE, tie_word_embeddings=True))
 
 
-MODELS = {"llama": functools.partial(tiny_llama, **SHAPE), "tied qwen": tied_qwen}
+MODELS = dict.fromkeys(("llama", "packed"), functools.partial(tiny_llama, **SHAPE)) | {"tied qwen": tied_qwen}
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,14 @@ def test_without_the_weight_sync_they_do_not(peft, make):
     means, _ = differences(seen)
     print("without sync", peft and "lora", [f"{mean:.2g}" for mean in means])
     assert means[0] <= TOLERANCE["float32"][0] and min(means[2:]) > 0.1
+
+
+def test_an_engine_as_it_is_on_a_cpu_is_refused(make, monkeypatch):
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm.packing)
+    with pytest.raises(ValueError, match="vLLM has packed its weights for the CPU's kernels"):
+        make("packed")
 
 
 def test_an_answer_ends_by_any_of_its_ends_or_at_the_longest(make):

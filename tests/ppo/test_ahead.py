@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import rloo_trainer
 
+from tests.launch import on_two_processes
 from tests.ppo.worker import RESUMED, collected, draw, end_state, lora_trainer, make_trainer, weights
 from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama
 from trl_ext.models import rollout_process
@@ -391,6 +392,19 @@ def test_no_orphan_stays_in_mid_generation(tmp_path):
     while lives(pid) and time.monotonic() < until:
         time.sleep(0.1)
     assert not lives(pid)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_on_two_processes(tmp_path):
+    """Each has a second process of its own, one of which is killed; and what fails on one ends both."""
+    first, second = on_two_processes("tests.ppo.ahead_worker", tmp_path)
+    torch.testing.assert_close(first["here"]["weights"], second["here"]["weights"], rtol=0, atol=0)
+    for process in (first, second):
+        torch.testing.assert_close(process["second process"], process["here"], rtol=0, atol=0, equal_nan=True)
+        error, message, seconds = process["fails"]
+        assert error == "RuntimeError" and message == "At step 4, process 1: out of memory" and seconds < TIMEOUT
+    assert any(not torch.equal(a, b) for a, b in zip(first["here"]["ids"], second["here"]["ids"], strict=True))
 
 
 # ---- What cannot be ----

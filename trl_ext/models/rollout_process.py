@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 
 _RESTARTS = 2  # in a row, without answers in between
 _ALIGNED = 64  # bytes
-_OF_THE_LAUNCHER = ("ACCELERATE_", "FSDP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_SIZE")
+_OF_THE_LAUNCHER = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_")
 
 
 def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[torch.Size, torch.dtype, int]], int]:

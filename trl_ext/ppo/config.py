@@ -211,12 +211,12 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         importance_sampling_clip_min (`float`, *optional*), importance_sampling_clip_max (`float`, defaults to `3.0`):
             Bounds of w, around 1; at least one of them.
         rollouts_ahead (`int`, defaults to `0`):
-            How many rollouts are generated ahead, while an earlier one is trained on: by a second process with a copy
-            of the policy, or by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 −
-            `rollouts_ahead` has trained.
+            k: while a rollout is trained on, the k next ones are drawn, by a second process with a copy of the policy
+            or (k = 1) by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 − k has trained, the
+            first k + 1 from the initial one. A process holds k + 1 copies of the weights in memory for it.
         rollout_device (`str`, *optional*):
-            Device of that second process, such as `cuda:1`; by default the CPU where the run is on one, and else it
-            must be said.
+            Device of the second process, such as `cuda:1`; with several processes one for all, or as many as there are
+            on a machine, with commas between. By default the CPU where the run is on one, and else it must be said.
         padding_free (`bool`, defaults to `True`):
             Put rows behind each other in a forward, where that is less work than padding each to the longest. A model
             that does not keep such rows apart (a state-space model) is found out, and padded.

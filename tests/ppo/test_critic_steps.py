@@ -135,7 +135,7 @@ def test_the_share_outside_of_the_band_is_logged_and_a_band_without_anything_in_
 
 
 @pytest.mark.slow
-def test_the_critics_mlps_alone_are_trained_and_optimized(subtests, tmp_path):
+def test_the_critics_mlps_alone_are_trained_and_optimized(subtests, tmp_path, recwarn):
     everything = ["q_proj", "v_proj", "gate_proj", "down_proj"]
     lora = {"peft_config": LoraConfig(r=2, target_modules=everything, task_type="CAUSAL_LM")}
     checkpointing = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
@@ -153,6 +153,9 @@ def test_the_critics_mlps_alone_are_trained_and_optimized(subtests, tmp_path):
             optimized = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
             assert {n for n, p in critic.items() if id(p) in optimized} == expected
             assert {n for n, p in critic.items() if p in trainer.optimizer.state} == expected
+    assert not any(
+        "LoRA matrices B" in str(warning.message) for warning in recwarn
+    )  # they are meant to be as they were
 
 
 def test_checkpointing_leaves_the_gradients_of_a_critic_that_trains_its_mlps_as_they_are(tmp_path):

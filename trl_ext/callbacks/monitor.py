@@ -268,7 +268,10 @@ class MonitorCallback(Halting, TrainerCallback):
             self.memory.setdefault("seen", {})[quantity] = self.step
         elif not optional:
             since = self.memory.setdefault("seen", {}).setdefault(quantity, max(0, self.step - self._logging_steps))
-            window = rollout_steps(self._args) + self._logging_steps
+            rollout = rollout_steps(self._args)
+            window = rollout + self._logging_steps
+            # Nothing is logged of the policy while the critic alone is trained
+            since = max(since, rollout * (getattr(self._args, "critic_warmup_rollouts", None) or 0))
             if self.step - since > window and quantity not in self.memory.setdefault("missing", []):
                 self.memory["missing"].append(quantity)
                 where = f"the key {key!r} was in no log since step {since}" if key else "this trainer logs no such key"

@@ -58,7 +58,7 @@ class ActorCritic(nn.Module):
         self.rewards = nn.ModuleDict(rewards or {})
         self.adapters = adapters
         self.sampler_recorder: SamplerRecorder | None = None  # while a rollout asks for one
-        self._trains_mlps_alone = False  # of the critic
+        self.critic_trains_mlps = False  # and nothing else of it but the head
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -167,7 +167,7 @@ class ActorCritic(nn.Module):
         for adapter in self.policy.peft_config:
             is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base)
             self.policy.set_requires_grad(adapter, is_trained)
-        if self._trains_mlps_alone:
+        if self.critic_trains_mlps:
             self.freeze_critic_but_mlps()
 
     def freeze_critic_but_mlps(self) -> None:
@@ -177,7 +177,7 @@ class ActorCritic(nn.Module):
         Raises:
             ValueError: the critic has no weights in an MLP that could be trained.
         """
-        self._trains_mlps_alone = True
+        self.critic_trains_mlps = True
         model, advice = type(self.critic).__name__, "use 'all'"
         if self.shares_base:
             model = "the critic's adapter"
@@ -229,7 +229,7 @@ class ActorCritic(nn.Module):
         self.policy.activation_checkpointing_enable(**kwargs)
         if not self.shares_base:
             self.critic.activation_checkpointing_enable(**kwargs)
-            if self._trains_mlps_alone:  # reentrant checkpoints have no gradients unless their inputs have
+            if self.critic_trains_mlps:  # reentrant checkpoints have no gradients unless their inputs have
                 self.critic.disable_input_require_grads()
                 self.critic.enable_input_require_grads()
 

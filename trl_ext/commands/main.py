@@ -24,6 +24,7 @@ from ..terminal import quiet
 TRAINING = {
     "sft": "fine-tune a language model on demonstrations",
     "reward": "train a reward model on preference pairs",
+    "pretrain-critic": "train PPO's critic on saved answers and their scores, before PPO",
     "ppo": "train with PPO against reward models and functions",
     "dpo": "train with DPO on preference pairs",
     "online-dpo": "train with DPO on pairs of the policy's own answers",
@@ -46,6 +47,7 @@ TOOLS = {
 _RECIPES = {
     **{"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"},
     "refresh-reward": "refresh_reward",
+    "pretrain-critic": "pretrain_critic",
 }
 _INTERRUPTED = 128 + signal.SIGINT
 

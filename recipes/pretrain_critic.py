@@ -11,6 +11,7 @@ zero head, or a reward model with the policy's tokenizer), a dataset with saved 
 same command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,15 +110,13 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 3. Data: token ids, scores, and the returns that PPO will ask for
     size = training_args.per_device_eval_batch_size
-    with parser.one_line_errors(RewardFailed, RuntimeError):
+    with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
         rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
         with_settings, weights = load_rewards(script_args.rewards, tokenizer)
         rewards += with_settings
         if path := script_args.reward_model_name_or_path:
-            scorer = ModelReward(
-                path, policy_tokenizer=tokenizer, eos_token_ids=ends, batch_size=size, device=training_args.device
-            )
-            rewards.insert(0, scorer)
+            reads = {"policy_tokenizer": tokenizer, "eos_token_ids": ends}
+            rewards.insert(0, ModelReward(path, batch_size=size, device=training_args.device, **reads))
         weights = [None] * (len(rewards) - len(weights)) + weights
         training_args.reward_weights = joined_weights(training_args.reward_weights, weights)
         for sentence in objections(rewards):
@@ -178,7 +177,8 @@ def main(arguments: list[str] | None = None) -> None:
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
-        explained = f", from {origin}, held-out explained variance {metrics['eval_val/explained_variance']:.2f}"
+        share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal
+        explained = f", from {origin}, held-out explained variance {share:.2f}"
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
     trainer.accelerator.print(
         f"Critic: {training_args.output_dir}{explained}\n{report}; next: trl-ext ppo --model_name_or_path {policy} "

@@ -73,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def usage() -> str:
     lines = ["usage: trl-ext COMMAND [--FLAG VALUE ...]", "", "Training, through `accelerate launch`:"]
-    lines += [f"  {name:<16}{what}" for name, what in TRAINING.items()]
-    lines += ["", "Tools:", *(f"  {name:<16}{what}" for name, what in TOOLS.items()), ""]
+    lines += [f"  {name:<17}{what}" for name, what in TRAINING.items()]
+    lines += ["", "Tools:", *(f"  {name:<17}{what}" for name, what in TOOLS.items()), ""]
     lines += [
         "`trl-ext COMMAND --help` has a command's flags. --config takes a file or a recipe that ships, such as",
         "tinystories/ppo; --accelerate_config a file or a configuration that ships, such as fsdp2. Flags of",

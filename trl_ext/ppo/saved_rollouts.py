@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 
 from ..data.texts import check_texts
@@ -69,10 +69,9 @@ def with_token_ids(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], v
     finished = [ids[-1] in eos_token_ids for ids in completions]
     if has_ids:
         _check_texts_of_ids(dataset, tokenizer, completions, finished, eos_token_ids)
-    dataset = dataset.remove_columns([name for name in (*_IDS, "finished") if name in dataset.column_names])
-    for name, values in (*zip(_IDS, (prompts, completions), strict=True), ("finished", finished)):
-        dataset = dataset.add_column(name, values)
-    return dataset
+    read = Dataset.from_dict(dict(zip((*_IDS, "finished"), (prompts, completions, finished), strict=True)))
+    others = dataset.remove_columns([name for name in read.column_names if name in dataset.column_names])
+    return concatenate_datasets([others.flatten_indices(), read], axis=1) if others.column_names else read
 
 
 def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:

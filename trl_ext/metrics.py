@@ -44,6 +44,11 @@ METRICS: dict[str, dict[str, Metric]] = {
         "grad_norm": _NORM,
         "episodes": Metric("episode", "episodes", "step"),
     },
+    "CriticConfig": {
+        "explained_variance": Metric("val/explained_variance", "", "step"),
+        "value_loss": Metric("loss/value_avg", "score²", "step"),
+        "grad_norm": _NORM,
+    },
     # Their `kl` is a mean over tokens. They log it only if `beta` is not 0.
     "RLOOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "rollout")},
     "GRPOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "step")},

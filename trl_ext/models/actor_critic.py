@@ -1,7 +1,9 @@
 """Policy and critic as one module, so that one forward, one backward and one `accelerator.prepare` serve both."""
 
+import functools
 import inspect
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +27,53 @@ def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | N
     if given is None and attention_mask is not None:
         given = position_ids(attention_mask)
     return {} if given is None else {"position_ids": given}
+
+
+def _values(
+    backbone: Callable[..., Any],
+    head: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    places: Tensor | None,
+    **positions: Tensor,
+) -> Tensor:
+    """Return (K, C): the value of the state after each token; or (N,) at these `places`."""
+    hidden_states = backbone(
+        input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
+    ).last_hidden_state
+    if places is not None:
+        hidden_states = hidden_states.flatten(0, 1)[places]
+    return head(hidden_states.to(head.weight.dtype)).squeeze(-1).float()
+
+
+def add_value_forward(critic: Any) -> None:
+    """
+    Let a sequence classifier of one label give values, as [`ActorCritic`] does of its critic, when it stands alone.
+
+    `critic(input_ids, position_ids=, predicts=)` returns `{"values": (N,)}`, score units, at the N places `predicts`
+    in (K · C). Without `predicts` it is the classifier's own forward.
+
+    Args:
+        critic: the classifier, plain or under PEFT.
+    """
+    model = base_model_of(critic)
+    scores = model.forward
+
+    @functools.wraps(type(model).forward)  # transformers reads the signature
+    def forward(
+        self: Any,
+        input_ids: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        predicts: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if predicts is None:
+            return scores(input_ids, attention_mask, position_ids=position_ids, **kwargs)
+        where = positions(self.base_model, attention_mask, position_ids)
+        return {"values": _values(self.base_model, self.score, input_ids, attention_mask, predicts, **where)}
+
+    model.forward = types.MethodType(forward, model)
 
 
 class ActorCritic(nn.Module):
@@ -125,16 +174,12 @@ class ActorCritic(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         """Return (K, C): the critic's value of the state after each token, score units; or (N,) at these `places`."""
-        backbone = self.critic.backbone if self.shares_base else self.critic.base_model
-        hidden_states = backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            use_cache=False,
-            **positions(self.policy if self.shares_base else backbone, attention_mask, position_ids),
-        ).last_hidden_state
-        if places is not None:
-            hidden_states = hidden_states.flatten(0, 1)[places]
-        return self.critic.score(hidden_states.to(self.critic.score.weight.dtype)).squeeze(-1).float()
+        if self.shares_base:
+            backbone, signature = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
+        else:
+            backbone = self.critic.base_model
+            signature = positions(backbone, attention_mask, position_ids)
+        return _values(backbone, self.critic.score, input_ids, attention_mask, places, **signature)
 
     @property
     def shares_base(self) -> bool:

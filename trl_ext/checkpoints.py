@@ -435,6 +435,8 @@ class ResumableRun(BackgroundSaving):
                 self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
             )
             if not (keeps_back and is_between_collectives):
+                if self.accelerator.num_processes == 1:  # else others may still write
+                    self._forget_unsaved(checkpoint, best)
                 raise NotSaved(self._unsaved(not_saved(checkpoint, failure))) from failure
             error = failure
         self._being_saved = checkpoint, best
@@ -448,10 +450,11 @@ class ResumableRun(BackgroundSaving):
         if not self.args.save_only_model:  # else there is nothing to resume from
             write_marker(checkpoint, self._settings, self.accelerator.num_processes)
             forget_rollback(run_dir)
-            if self.args.save_total_limit:  # what was interrupted must not count as one to keep
-                for path in checkpoints_of(run_dir).values():
-                    if not (path / MARKER).is_file():
-                        shutil.rmtree(path, ignore_errors=True)
+            if self.args.save_total_limit:  # what was interrupted goes before any that is complete
+                paths = [*checkpoints_of(run_dir).values()]
+                interrupted = [path for path in paths if not (path / MARKER).is_file()]
+                for path in interrupted[: max(0, len(paths) - self.args.save_total_limit)]:
+                    shutil.rmtree(path, ignore_errors=True)
         rotate_checkpoints(
             output_dir=run_dir,
             save_total_limit=self.args.save_total_limit,

@@ -93,8 +93,8 @@ class BackgroundSaving:
         if self._goes_on_unsaved:
             return f"{cause}, and training goes on, as `on_save_failure: continue` says."
         return (
-            f"{cause}, so training ends at step {self.state.global_step}: make room, and run the same command again, "
-            "which goes on from the newest complete checkpoint; or set `on_save_failure: continue`."
+            f"{cause}, so that training ends at step {self.state.global_step}: make room, and run the same command "
+            "again, which goes on from the newest complete checkpoint; or set `on_save_failure: continue`."
         )
 
     def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:

@@ -21,6 +21,7 @@ from .upstream import WRITERS, _get_default_store
 
 OTHERS_PART = "another process could not write its part"
 
+_OF_PYTORCH = "inline_container.cc"  # in the message of what writes for `torch.save`
 _PAUSE = 0.05  # seconds between two looks at what the other processes have written
 _PATIENCE = 10.0  # seconds that a run which has raised waits for them
 
@@ -163,12 +164,14 @@ class CheckpointWriter:
 
 def is_of_writing(error: BaseException) -> bool:
     """Whether an error says that a file could not be written: PyTorch raises a `RuntimeError` for a full disk."""
-    return isinstance(error, (OSError, SafetensorError)) or "PytorchStreamWriter" in str(error)
+    return isinstance(error, (OSError, SafetensorError)) or _OF_PYTORCH in str(error)
 
 
 def not_saved(checkpoint: str, error: BaseException) -> str:
     """Say in half a sentence which checkpoint could not be written, where, why, and how much room there is."""
-    cause = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    cause = str(getattr(error, "strerror", None) or error)
+    if _OF_PYTORCH in cause:  # it says at which line of its own
+        cause = "a write to the disk failed"
     folder = Path(checkpoint).parent
     try:
         room = f"; {shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there"

@@ -181,11 +181,14 @@ def test_what_is_nearly_written_outlives_an_exception(error, tmp_path, release):
 
 # By the thread: safetensors, PyTorch and the marker; at once: transformers' JSON, and PyTorch of what is no mapping
 FILES = ["model.safetensors", "optimizer.pt", f"{MARKER}.tmp", "config.json", "training_args.bin"]
-WAYS = [(True, "stop"), (True, "continue"), (False, "stop"), (False, "continue")]
+DISKS = [(name, True, "stop") for name in FILES] + [
+    (name, *way)
+    for name in ("optimizer.pt", "config.json")
+    for way in ((True, "continue"), (False, "stop"), (False, "continue"))
+]
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize(("in_background", "what_follows"), WAYS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "in_background", "what_follows"), DISKS)
 def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path, capsys):
     config = EACH_STEP | {"save_in_background": in_background, "on_save_failure": what_follows, "save_total_limit": 2}
     trainer = sft(tmp_path, **config)

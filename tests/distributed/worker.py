@@ -109,6 +109,7 @@ def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, *
         str(inputs / "policy"),
         trainer_kwargs=peft | (trainer_kwargs or {}),
         **{**PPO, "per_device_train_batch_size": 2 // processes, "save_strategy": "steps", **config},
+        save_in_background=reward is None,  # of the two ways to save each has its workloads
     )
 
 

@@ -20,6 +20,7 @@ from tests.ppo.worker import (
     parity,
     skewed,
 )
+from trl_ext.marker import MARKER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -142,6 +143,22 @@ def test_a_gradient_that_is_not_finite_on_one_process_ends_both(launch):
     for role, model in (("policy", policy), ("critic", critic)):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.data, weights[f"{role}.{name}"], rtol=0, atol=0)
+
+
+def test_a_checkpoint_that_one_process_cannot_write_ends_both_with_its_cause(launch):
+    folder, results = launch
+    ends = [process["unsaved, stop"] for process in results]
+    (error, message, _), step = ends[0]
+    assert error == "NotSaved" and message == ends[1][0][1] and step == ends[1][1] <= 4
+    assert f"checkpoint-2 could not be written to {folder / 'stop'} (a write to the disk failed" in message
+    assert [path.parent.name for path in folder.glob(f"stop/checkpoint-*/{MARKER}")] == ["checkpoint-1"]
+    for process in results:
+        (error, _, _), step = process["unsaved, continue"]
+        assert error is None and step == 4
+    complete = {path.parent.name for path in folder.glob(f"continue/checkpoint-*/{MARKER}")}
+    assert (
+        complete == {"checkpoint-1", "checkpoint-3", "checkpoint-4"} == {p.name for p in folder.glob("continue/ch*")}
+    )
 
 
 def test_steps_for_the_critic_alone_leave_the_policy_alone_on_both_processes(results):

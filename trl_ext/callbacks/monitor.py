@@ -219,7 +219,7 @@ class MonitorCallback(Halting, TrainerCallback):
             rollback = Rollback.read(args.output_dir)
             if rollback is not None:
                 replace(rollback, written_ns=time.time_ns()).set_aside(args.output_dir)
-        elif not self._is_held:
+        elif not self._is_held and not getattr(args, "save_in_background", False):  # else it is not complete yet
             forget_rollback(args.output_dir)
 
     def _ask_again(self, state: Any, control: Any) -> None:
@@ -389,6 +389,8 @@ class MonitorCallback(Halting, TrainerCallback):
 
     def _roll_back(self, what: str, state: Any) -> str:
         """Have the next run go on from the last good checkpoint, and return what to do."""
+        if self.finish_saving is not None:
+            self.finish_saving()
         output_dir, good_step = self._args.output_dir, min(self.memory.get("good_step", -1), self.step - 1)
         rollback = Rollback(
             step=self.step,

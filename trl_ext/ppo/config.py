@@ -8,7 +8,7 @@ from trl import RLOOConfig
 
 from ..nearest import did_you_mean
 from ..redaction import HidesCredentials
-from ..settings import check_settings, resolve_bf16, resolve_checkpointing
+from ..settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -159,7 +159,7 @@ _ONLY_WITH = {  # name: (the setting without which it does nothing, its value)
 
 
 @dataclass
-class PPOConfig(HidesCredentials, RLOOConfig):
+class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
     r"""
     Configuration of [`PPOTrainer`].
 
@@ -304,10 +304,11 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         resume_anyway (`bool`, defaults to `False`):
             Go on from a checkpoint though the settings of the run that wrote it differ.
         save_in_background (`bool`, defaults to `False`):
-            Write checkpoints while training goes on, from a copy in memory. At most one is being written.
+            Write checkpoints while training goes on, from a copy in memory that is kept for the next one. At most one
+            is being written, and `train` returns when the last one is complete.
         on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
-            What follows if a checkpoint could not be written, for want of space, say: the run ends, or says so and
-            goes on.
+            What follows if a checkpoint could not be written, for want of space, say: the run ends with one sentence,
+            or says it and goes on. What was written of it is removed.
         dataset_num_proc (`int`, *optional*):
             TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout.
         sft_model_path, reward_model_path (`str`, *optional*):
@@ -454,10 +455,6 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     )
     resume_anyway: bool = field(
         default=False, metadata={"help": "Go on from a checkpoint though the settings differ."}
-    )
-    save_in_background: bool = field(default=False, metadata={"help": "Write checkpoints while training goes on."})
-    on_save_failure: Literal["stop", "continue"] = field(
-        default="stop", metadata={"help": "What follows if a checkpoint could not be written."}
     )
     model_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
     ref_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})

@@ -99,9 +99,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
-    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.commands import next_answer, objections, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows
+    from trl_ext.ppo import ServerLost
     from trl_ext.rewards import RewardFailed, joined_weights, load_reward, load_rewards
 
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
@@ -159,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     attach_monitors(trainer, monitors)
     record_run(trainer, samples=True)
-    with parser.one_line_errors(CannotResume, RewardFailed):
+    with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, ServerLost):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
         trainer.save_metrics("train", result.metrics)
@@ -167,7 +168,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 5. Save
     trainer.save_model()
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
-        with parser.one_line_errors(RewardFailed):
+        with parser.one_line_errors(RewardFailed, ServerLost):
             metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, was_trained=bool(result.metrics))

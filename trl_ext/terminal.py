@@ -17,6 +17,8 @@ REMARKS = {
     "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),
     # DeepSpeed, imported by accelerate and by TRL where it is installed, whether or not it is used
     "DeepSpeed": ("Setting accelerator to CPU", "Setting ds_accelerator to"),
+    # vLLM, for each weight at each sync: a float32 policy is sampled from in bfloat16, which docs/vllm.md says once
+    "vllm.model_executor.models.utils": ("Attempted to load weight",),
     # Old checkpoints are then deleted by the step in their name, which is what is wanted
     "transformers.trainer_utils": ("mtime may not be reliable",),
 }

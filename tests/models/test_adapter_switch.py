@@ -299,12 +299,13 @@ class ServerGeneration(VLLMGeneration):
     """TRL's weight sync with that client; answers with two fixed tokens and EOS."""
 
     def __init__(self, model, accelerator, generation_kwargs, **kwargs):
-        self.model, self.accelerator, self.generation_kwargs = model, accelerator, generation_kwargs
+        self.model, self.accelerator, self.generation_kwargs = model, accelerator, generation_kwargs or {}
         self.mode, self.vllm_client, self._weight_metadata = "server", Client(model), None
         self._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: contextlib.nullcontext())
 
     def generate(self, prompts, **kwargs):
-        return prompts, [[6 + len(ids), 20, 2] for ids in prompts], None, None
+        answers = [[6 + len(ids), 20, 2] for ids in prompts]
+        return prompts, answers, [[[-1.0]] * 3 for _ in answers], [[[token] for token in ids] for ids in answers]
 
 
 @pytest.fixture

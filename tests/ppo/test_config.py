@@ -192,6 +192,9 @@ def test_total_episodes_and_max_steps_must_agree(tmp_path):
     assert config(tmp_path, total_episodes=16, max_steps=8).max_steps == 8
     with pytest.raises(ValueError, match=r"`total_episodes=16` makes 8 optimizer steps .* `max_steps=9`"):
         config(tmp_path, total_episodes=16, max_steps=9)
+    assert config(tmp_path, total_episodes=16, critic_steps=3).max_steps == 24
+    with pytest.raises(ValueError, match=r"2 epochs × 3 critic steps\), but `max_steps=8`"):
+        config(tmp_path, total_episodes=16, max_steps=8, critic_steps=3)
 
 
 def test_a_rollout_holds_whole_groups(tmp_path):
@@ -204,6 +207,8 @@ RANGES = [
     ("cliprange", [0.0, -0.1], [1e-3]),
     ("cliprange_value", [0.0], [1e-3, None]),
     ("critic_learning_rate", [-1e-6], [0.0, None]),
+    ("critic_steps", [0], [1, 2]),
+    ("critic_trains", ["attention"], ["all", "mlp"]),
     ("critic_warmup_rollouts", [-1], [0]),
     ("dual_clip", [1.0, 0.5], [1.01, None]),
     ("entropy_coef", [-0.1], [0.0]),
@@ -218,6 +223,7 @@ RANGES = [
     ("kl_horizon", [0], [1]),
     ("kl_target", [0.0], [0.1]),
     ("lam", [-0.1, 1.01], [0.0, 1.0]),
+    ("lam_alpha", [0.0, -1.0, math.inf], [0.05, 1.5, None]),
     ("lam_value", [-0.1, 1.01], [0.0, 1.0, None]),
     ("local_rollout_forward_batch_size", [0], [1]),
     ("logits_budget_gb", [-1.0], [0.0, 0.5]),
@@ -230,6 +236,7 @@ RANGES = [
     ("gradient_accumulation_steps", [0], [1]),
     ("per_device_train_batch_size", [0], [1]),
     ("per_device_eval_batch_size", [0], [1]),
+    ("ratio_band", [[0.7], [1.0, 2.0], [0.5, 1.0], [-0.1, 2.0], [0.5, math.inf]], [[0.7, 6.0], [0, 2], None]),
     ("reward_weights", [[math.nan], ["a"]], [[1, -0.5], None]),
     ("rollouts_ahead", [-1], [0, 2]),
     ("temperature", [0.0], [0.1]),
@@ -258,14 +265,18 @@ def test_ranges(subtests, tmp_path):
 
 
 def test_a_setting_of_a_mode_that_is_off_raises(subtests, tmp_path):
-    for name, value, setting in [
+    for name, value, setting, *given in [
         ("kl_target", 3.0, "kl_controller='adaptive'"),
         ("kl_horizon", 300, "kl_controller='adaptive'"),
+        ("cliprange", 0.3, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
+        ("epsilon_high", 0.3, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
+        ("dual_clip", 3.0, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
+        ("lam", 0.9, "lam_alpha=None", {"lam_alpha": 1.5}),
         ("reward_group_column", "topic", "reward_normalization='group'"),
         ("reward_reference_column", "answer", "reward_normalization='reference'"),
     ]:
         with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}={value}` is for `{setting}`"):
-            config(tmp_path, **{name: value})
+            config(tmp_path, **{name: value}, **dict(*given))
 
 
 def test_contradictions(subtests, tmp_path):
@@ -376,6 +387,7 @@ def test_what_generation_kwargs_cannot_do_is_named_with_what_can(subtests, tmp_p
         ("max_new_tokens", 9, "set `max_completion_length`"),
         ("num_return_sequences", 2, "set `num_generations`"),
         ("seed", 1, "only vLLM reads it"),
+        ("logprobs", 5, "the log-prob of each sampled token is kept, and no others"),
         ("typical", 0.5, r"would do nothing in a rollout, or break it; did you mean typical_p\?"),
     ]:
         with subtests.test(name=name), pytest.raises(ValueError, match=message):

@@ -20,6 +20,7 @@ from tests.ppo.worker import (
     parity,
     skewed,
 )
+from trl_ext.marker import MARKER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -144,16 +145,32 @@ def test_a_gradient_that_is_not_finite_on_one_process_ends_both(launch):
             torch.testing.assert_close(parameter.data, weights[f"{role}.{name}"], rtol=0, atol=0)
 
 
-def test_critic_warmup_leaves_the_policy_alone_on_both_processes(results):
+def test_a_checkpoint_that_one_process_cannot_write_ends_both_with_its_cause(launch):
+    folder, results = launch
+    ends = [process["unsaved, stop"] for process in results]
+    (error, message, _), step = ends[0]
+    assert error == "NotSaved" and message == ends[1][0][1] and step == ends[1][1] <= 4
+    assert f"checkpoint-2 could not be written to {folder / 'stop'} (a write to the disk failed" in message
+    assert [path.parent.name for path in folder.glob(f"stop/checkpoint-*/{MARKER}")] == ["checkpoint-1"]
     for process in results:
-        seen = process["warm-up"]  # two steps a rollout, the first of which is for the critic alone
-        for step in (1, 2):
-            assert not differ(seen[step]["weights"], seen[0]["weights"], "policy.")
-            assert "critic.score.weight" in differ(seen[step]["weights"], seen[step - 1]["weights"])
-        for step in (3, 4, 5, 6):
+        (error, _, _), step = process["unsaved, continue"]
+        assert error is None and step == 4
+    complete = {path.parent.name for path in folder.glob(f"continue/checkpoint-*/{MARKER}")}
+    assert (
+        complete == {"checkpoint-1", "checkpoint-3", "checkpoint-4"} == {p.name for p in folder.glob("continue/ch*")}
+    )
+
+
+def test_steps_for_the_critic_alone_leave_the_policy_alone_on_both_processes(results):
+    for process in results:
+        seen = process["warm-up"]  # two minibatches, passed over twice; the first rollout, then the first pass
+        for step in range(1, 9):
             moved = differ(seen[step]["weights"], seen[step - 1]["weights"], "policy.")
-            assert len(moved) == sum(name.startswith("policy.") for name in seen[0]["weights"])
-        assert seen[1]["kl_coef"] == seen[2]["kl_coef"] == 0.05 != seen[3]["kl_coef"]
+            assert len(moved) == (sum(name.startswith("policy.") for name in seen[0]["weights"]) if step > 6 else 0)
+            moved = differ(seen[step]["weights"], seen[step - 1]["weights"], "critic.")
+            assert "critic.score.weight" in moved
+            assert all(".mlp." in name or name == "critic.score.weight" for name in moved)
+        assert [state["kl_coef"] for state in seen[1:5]] == [0.05] * 4 and seen[5]["kl_coef"] != 0.05
     assert_equal(results[0]["warm-up"], results[1]["warm-up"])
 
 

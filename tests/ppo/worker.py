@@ -467,7 +467,8 @@ def not_finite(folder):
 def resumed(folder):
     """Each run's end: without interruption, and from checkpoints in data epoch 1 and at its start."""
     config = RESUMED | {"per_device_train_batch_size": 1, "max_steps": 12}
-    trainer = make_trainer(folder / "saved", save_strategy="steps", save_steps=1, **config)
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_in_background": True}
+    trainer = make_trainer(folder / "saved", **saving, **config)
     trainer.train()
     ends = [end_state(trainer)]
     for step in (8, 9):
@@ -478,9 +479,27 @@ def resumed(folder):
     return ends
 
 
+def unsaved(folder, what_follows):
+    """Process 1 finds no room for its part of the second checkpoint."""
+    trainer = make_trainer(
+        folder, **BY_ONE | {"max_steps": 4, "save_in_background": True, "on_save_failure": what_follows}
+    )
+
+    class Fill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if args.process_index == 1 and state.global_step == 2:
+                path = folder / "checkpoint-2" / "ppo_state_1.pt"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.symlink_to("/dev/full")
+
+    trainer.add_callback(Fill())
+    return raised_by(trainer), trainer.state.global_step
+
+
 def warmup(folder):
     config = {"weight_decay": 0.5, "num_ppo_epochs": 1, "activation_checkpointing": True, "kl_horizon": 100}
-    trainer = make_trainer(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=6, **config)
+    config |= {"critic_steps": 2, "critic_trains": "mlp"}
+    trainer = make_trainer(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=8, **config)
     seen = watched(trainer)
     trainer.train()
     return seen
@@ -547,6 +566,8 @@ def on_two_processes(output_dir):
         "corrected": parity(folder / "corrected", 2, answering=skewed, **CORRECTED),
         "sampler is silent": raised_by(skewed(make_trainer(folder / "silent", **CORRECTED), missing_on=1)),
         "not finite": not_finite(folder / "not finite"),
+        "unsaved, stop": unsaved(folder / "stop", "stop"),
+        "unsaved, continue": unsaved(folder / "continue", "continue"),
         "warm-up": warmup(folder / "warm-up"),
         "too far": too_far(folder / "too far"),
         "resumed": resumed(folder),

@@ -1,6 +1,6 @@
 """The tensor maths of PPO and DPO, as pure functions that need nothing but torch."""
 
-from .advantages import gae, token_rewards
+from .advantages import gae, length_adaptive_lam, token_rewards
 from .dpo import (
     beta_dpo,
     displaced,
@@ -43,6 +43,7 @@ __all__ = [
     "keep_typical",
     "kl_estimate",
     "last_token_index",
+    "length_adaptive_lam",
     "logprobs_and_entropies",
     "margin_scales",
     "masked_mean",

@@ -8,7 +8,7 @@ from trl import RLOOConfig
 
 from ..nearest import did_you_mean
 from ..redaction import HidesCredentials
-from ..settings import check_settings, resolve_bf16, resolve_checkpointing
+from ..settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -98,6 +98,7 @@ REFUSED_GENERATION_KWARGS = {
     **dict.fromkeys(("eos_token_id", "include_stop_str_in_output", "stop", "stop_strings", "stop_token_ids"), _ENDS),
     **dict.fromkeys(("max_length", "max_new_tokens", "max_tokens"), "set `max_completion_length`"),
     **dict.fromkeys(("n", "num_return_sequences"), "set `num_generations`"),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), "the log-prob of each sampled token is kept, and no others"),
     **dict.fromkeys(("detokenize", "seed", "skip_special_tokens"), "only vLLM reads it"),
     **dict.fromkeys(("compile_config", "disable_compile"), "TRL switches compilation off in rollouts"),
 }
@@ -107,6 +108,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "cliprange": ("> 0", lambda x: x > 0),
     "cliprange_value": ("> 0, or None for no clipping", lambda x: x > 0),
     "critic_learning_rate": (">= 0", lambda x: x >= 0),
+    "critic_steps": (">= 1", lambda x: x >= 1),
     "critic_warmup_rollouts": (">= 0", lambda x: x >= 0),
     "dual_clip": ("> 1", lambda x: x > 1),
     "entropy_coef": (">= 0", lambda x: x >= 0),
@@ -121,6 +123,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "kl_horizon": ("> 0 episodes", lambda x: x > 0),
     "kl_target": ("> 0 nats per response", lambda x: x > 0),
     "lam": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "lam_alpha": ("> 0", lambda x: 0 < x < math.inf),
     "lam_value": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "local_rollout_forward_batch_size": (">= 1", lambda x: x >= 1),
     "logits_budget_gb": (">= 0", lambda x: x >= 0),
@@ -132,6 +135,10 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "num_ppo_epochs": (">= 1", lambda x: x >= 1),
     "per_device_eval_batch_size": (">= 1", lambda x: x >= 1),
     "per_device_train_batch_size": (">= 1", lambda x: x >= 1),
+    "ratio_band": (
+        "[low, high] with 0 <= low < 1 < high",
+        lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
+    ),
     "reward_weights": (
         "a list of finite numbers",
         lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x),
@@ -144,13 +151,15 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
 
 _ONLY_WITH = {  # name: (the setting without which it does nothing, its value)
     **dict.fromkeys(("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max"), ("kl_controller", "adaptive")),
+    **dict.fromkeys(("cliprange", "epsilon_high", "dual_clip"), ("ratio_band", None)),
+    "lam": ("lam_alpha", None),
     "reward_group_column": ("reward_normalization", "group"),
     "reward_reference_column": ("reward_normalization", "reference"),
 }
 
 
 @dataclass
-class PPOConfig(HidesCredentials, RLOOConfig):
+class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
     r"""
     Configuration of [`PPOTrainer`].
 
@@ -258,8 +267,9 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         lam_value (`float`, *optional*):
             λ of the critic's target, if it is to differ from `lam` (VC-PPO, 2503.01491).
         lam_alpha (`float`, *optional*):
-            α of a λ that depends on the length of each response, λ = 1 − 1/(α·length), in place of `lam` (VAPO,
-            2504.05118). The critic's target then takes `lam_value`, by default 1.
+            α of a λ that depends on the length of each response in tokens, λ = 1 − 1/(α·length), 0 where α·length ≤ 1,
+            in place of `lam` (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with 1.5). The critic's target then takes
+            `lam_value`, by default 1.
         normalize_advantages (`bool`, defaults to `True`):
             Whiten advantages over the real tokens of all processes.
         cliprange (`float`, defaults to `0.2`), epsilon_high (`float`, *optional*):
@@ -267,7 +277,8 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         dual_clip (`float`, *optional*):
             Bound c > 1 of the loss where the advantage is negative (1912.09729).
         ratio_band (`list[float]`, *optional*):
-            Two numbers, such as `[0.7, 6.0]`: in place of clipping, tokens whose ratio lies outside take no part.
+            Two numbers, such as `[0.7, 6.0]`: in place of clipping, tokens whose ratio lies outside have no gradient
+            (2602.15763, 2607.07508). They still count in the mean over tokens. `policy/clipfrac_avg` is their share.
         cliprange_value (`float` or `None`, defaults to `0.2`), vf_coef (`float`, defaults to `0.1`):
             Clip range and weight of the value loss.
         entropy_coef (`float`, defaults to `0.0`):
@@ -277,9 +288,12 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         critic_learning_rate (`float`, *optional*):
             Learning rate of the critic; `learning_rate` if not set.
         critic_steps (`int`, defaults to `1`):
-            Updates of the critic for each update of the policy.
+            Updates of the critic for each update of the policy: each of the `num_ppo_epochs` passes over a rollout is
+            made so many times, and all but the last of them train the critic alone. Every one of them is an optimizer
+            step, for `max_steps`, `save_steps` and the learning-rate schedule.
         critic_trains (`Literal["all", "mlp"]`, defaults to `"all"`):
-            Which of the critic's weights are trained: all, or those of its MLPs and its head.
+            Which of the critic's weights are trained: all (of a critic that is an adapter: those of the adapter and
+            its head), or of these only those in MLPs, experts included, and the head.
         critic_warmup_rollouts (`int`, defaults to `0`):
             First rollouts in which only the critic is trained.
 
@@ -290,10 +304,11 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         resume_anyway (`bool`, defaults to `False`):
             Go on from a checkpoint though the settings of the run that wrote it differ.
         save_in_background (`bool`, defaults to `False`):
-            Write checkpoints while training goes on, from a copy in memory. At most one is being written.
+            Write checkpoints while training goes on, from a copy in memory that is kept for the next one. At most one
+            is being written, and `train` returns when the last one is complete.
         on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
-            What follows if a checkpoint could not be written, for want of space, say: the run ends, or says so and
-            goes on.
+            What follows if a checkpoint could not be written, for want of space, say: the run ends with one sentence,
+            or says it and goes on. What was written of it is removed.
         dataset_num_proc (`int`, *optional*):
             TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout.
         sft_model_path, reward_model_path (`str`, *optional*):
@@ -440,10 +455,6 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     )
     resume_anyway: bool = field(
         default=False, metadata={"help": "Go on from a checkpoint though the settings differ."}
-    )
-    save_in_background: bool = field(default=False, metadata={"help": "Write checkpoints while training goes on."})
-    on_save_failure: Literal["stop", "continue"] = field(
-        default="stop", metadata={"help": "What follows if a checkpoint could not be written."}
     )
     model_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
     ref_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
@@ -595,6 +606,11 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 reason = REFUSED_GENERATION_KWARGS.get(name, "it would do nothing in a rollout, or break it")
                 known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
                 raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
+        if self.num_generations > 1 and kwargs.get("seed") is not None:
+            raise ValueError(
+                f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give the {self.num_generations} answers to a "
+                "prompt (`num_generations`) one seed, and so one text: leave it out, `seed` decides what is drawn."
+            )
         self._check_correction()
 
     def _check_correction(self):
@@ -638,11 +654,12 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     def _resolve_max_steps(self):
         if self.total_episodes is None:
             return
-        steps = math.ceil(self.total_episodes / self.batch_size) * self.num_mini_batches * self.num_ppo_epochs
+        steps = math.ceil(self.total_episodes / self.batch_size) * self.steps_per_rollout
         if self.max_steps not in (-1, steps):
             raise ValueError(
                 f"`total_episodes={self.total_episodes}` makes {steps} optimizer steps (rollouts of {self.batch_size} "
-                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs), but `max_steps="
+                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs"
+                f"{f' × {self.critic_steps} critic steps' if self.critic_steps > 1 else ''}), but `max_steps="
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
@@ -673,6 +690,21 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     def needs_sampler_logprobs(self) -> bool:
         """Whether training without the log-probs of who has drawn would be wrong."""
         return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
+
+    @property
+    def passes(self) -> int:
+        """Passes over a rollout: those of the policy, and those between them that train the critic alone."""
+        return self.num_ppo_epochs * self.critic_steps
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps on a rollout, those of the critic alone included."""
+        return self.num_mini_batches * self.passes
+
+    @property
+    def leaves_steps_out(self) -> bool:
+        """Whether there are optimizer steps that do not move the policy, or none of the models."""
+        return self.critic_warmup_rollouts > 0 or self.critic_steps > 1 or self.max_approx_kl is not None
 
     @property
     def batch_size(self) -> int:

@@ -77,7 +77,9 @@ def greedy_config(config: GenerationConfig) -> GenerationConfig:
 def greedy(trainer: Any) -> Iterator[None]:
     """Have TRL's generation decode greedily within the block, one answer a prompt."""
     if trainer.use_vllm:
-        decoding = temporarily(trainer.vllm_generation, temperature=0.0)
+        vllm = trainer.vllm_generation
+        kwargs = {name: value for name, value in vllm.generation_kwargs.items() if name != "temperature"}
+        decoding = temporarily(vllm, temperature=0.0, generation_kwargs=kwargs)
     else:
         decoding = temporarily(trainer, generation_config=greedy_config(trainer.generation_config))
     with decoding, temporarily(trainer, num_generations_eval=1):
@@ -91,12 +93,18 @@ def end_progress(trainer: Any) -> None:
             callback.on_predict(trainer.args, trainer.state, trainer.control)
 
 
+def sampling_seed(args: Any, process: int) -> int:
+    """Return the seed that a process draws answers by: of those on which one vLLM engine lies, the same."""
+    together = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
+    return args.seed + process // together
+
+
 @contextmanager
-def untouched_rng(accelerator: Accelerator, seed: int) -> Iterator[None]:
+def untouched_rng(accelerator: Accelerator, args: Any) -> Iterator[None]:
     """Draw from a fixed seed within the block; go on after it as if nothing had been drawn."""
     python, numpy = random.getstate(), np.random.get_state()
     with forked_rng(accelerator.device):
-        set_seed(seed, device_specific=True)
+        set_seed(sampling_seed(args, accelerator.process_index))
         try:
             yield
         finally:

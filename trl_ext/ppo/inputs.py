@@ -15,6 +15,7 @@ from ..models.weights import base_model_of, vocabulary_of
 from ..upstream import get_callable_name, get_config_model_id, is_vllm_available
 from .config import PPOConfig
 from .rewards import AdapterReward
+from .vllm import check_server
 
 
 def migrate(model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator):
@@ -106,6 +107,7 @@ def check_inputs(
         raise TypeError(f"`args` must be a `PPOConfig`, got {type(args).__name__}.")
     if args.use_vllm and not is_vllm_available():
         raise ImportError("`use_vllm=True`, but vLLM is not installed: `pip install vllm`, or leave it out.")
+    check_server(args)
     if ref_model is not None and not args.use_ref_model:
         raise ValueError("`ref_model` was passed, but `use_ref_model=False`: drop one.")
     named = [("model", model), ("ref_model", ref_model), ("value_model", value_model)]

@@ -133,15 +133,14 @@ class PPOMetrics:
         logprobs: Tensor,
         entropies: Tensor,
         policy: tuple[Tensor, Tensor],
-        value: tuple[Tensor, Tensor],
         batch: dict[str, Tensor],
     ) -> None:
         """
-        Observe a micro-batch of an update.
+        Observe a micro-batch of an update of the policy.
 
         Args:
             logprobs, entropies: (B, T), nats.
-            policy, value: (B, T) losses, and (B, T) where they were clipped.
+            policy: (B, T) losses, and (B, T) where they were clipped.
             batch: the rows that were trained on.
         """
         stats, mask = self.train, batch["loss_mask"]
@@ -149,9 +148,13 @@ class PPOMetrics:
         stats.add("policy/clipfrac_avg", policy[1].float(), mask)
         stats.add("policy/entropy_avg", entropies, mask)
         stats.add("loss/policy_avg", policy[0], mask)
-        stats.add("loss/value_avg", value[0], mask)
-        stats.add("val/clipfrac_avg", value[1].float(), mask)
         stats.add("val/ratio", (logprobs - batch["old_logprobs"]).exp(), mask)
+
+    @torch.no_grad()
+    def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
+        """Observe a micro-batch of an update of the critic: (B, T) losses, and (B, T) where they were clipped."""
+        self.train.add("loss/value_avg", value[0], mask)
+        self.train.add("val/clipfrac_avg", value[1].float(), mask)
 
     @torch.no_grad()
     def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:

@@ -1,6 +1,7 @@
 """PPO on TRL's `RLOOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
+import functools
 import math
 import os
 import textwrap
@@ -11,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
@@ -24,7 +26,16 @@ from trl import RLOOTrainer
 from ..callbacks.console import ConsoleCallback
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl, take_kl_scale
-from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
+from ..functional import (
+    approx_kl,
+    gae,
+    length_adaptive_lam,
+    masked_sum,
+    policy_loss,
+    token_rewards,
+    value_loss,
+    whiten,
+)
 from ..models.adapter_guard import AdapterGuard
 from ..models.adapter_switch import CRITIC
 from ..models.card import without_none
@@ -43,7 +54,7 @@ from .accumulator import global_moments
 from .ahead import RolloutsAhead, check_ahead
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
-from .evaluation import EvaluationPass, end_progress, greedy, untouched_rng
+from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
     check_evaluation_batch,
     check_inputs,
@@ -72,6 +83,7 @@ from .roles import (
 from .rollout import Rollout, RolloutRecorder, joined, lengths_of, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
+from .vllm import ServerGuard, ServerLost, check_loadable, keep_logprobs, plain_errors, save_last_step
 
 
 class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
@@ -150,6 +162,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     processing_class: Any
     _tokenizer: Any
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
+    _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 
     def __init__(
@@ -190,7 +203,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if len(reward_processing_classes) == len(reward_funcs):  # else RLOO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        with _as_rloo_reads(args):
+        with _as_rloo_reads(args), plain_errors():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -238,6 +251,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         for trained_or_run in (actor_critic, self.ref_model, *rewards.functions):
             if isinstance(trained_or_run, nn.Module):
                 keep_unpacked(trained_or_run)
+        if args.critic_trains == "mlp":
+            actor_critic.freeze_critic_but_mlps()
         if value_model is not None:
             weights = {n: p for n, p in actor_critic.named_parameters() if CRITIC in n.split(".")}
             path = value_model if isinstance(value_model, str) else None
@@ -281,11 +296,15 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                     "nothing would end by it: use one, or leave it out."
                 )
             self.eos_token_ids = [*self.eos_token_ids, args.stop_token_id]
-            if self.use_vllm:
-                vllm = self.vllm_generation
-                vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
-            else:
-                self.generation_config.eos_token_id = self.eos_token_ids
+        if self.use_vllm:
+            vllm = self.vllm_generation
+            vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
+            check_loadable(vllm)
+            keep_logprobs(self)
+            self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
+            set_seed(sampling_seed(args, self.accelerator.process_index))  # in this process vLLM has set its own
+        else:
+            self.generation_config.eos_token_id = self.eos_token_ids
         check_tokenizer(policy, self._tokenizer)
         if self._tokenizer.pad_token_id >= vocabulary_of(policy):
             # Pads are masked, but looked up: pad by an id that the policy has a row for
@@ -299,10 +318,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler is not None and not is_moe:
             # Every parameter takes part in every step, but for experts that no token is routed to
             self.accelerator.ddp_handler.find_unused_parameters = False
-        if self.is_deepspeed_enabled and (args.critic_warmup_rollouts or args.max_approx_kl is not None):
+        if self.is_deepspeed_enabled and args.leaves_steps_out:
             raise ValueError(
-                "`critic_warmup_rollouts` and `max_approx_kl` leave steps out, but DeepSpeed's engine makes its step "
-                "inside `backward`: use DDP or FSDP, or drop them."
+                "`critic_warmup_rollouts`, `critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's engine "
+                "makes its step inside `backward`: use DDP or FSDP, or drop them."
             )
 
     def _set_reference(self, ref_model: str | PreTrainedModel | None, is_moved: bool = False) -> None:
@@ -345,7 +364,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         kl_coef = self.kl_controller.kl_coef
         rewards = token_rewards(scores, kl, rollout.mask, kl_coef, token_scores)  # (B, T)
         advantages, returns = self._advantages(rewards, rollout)  # (B, T) each
-        if args.use_ref_model and not self._critic_only(self._step):
+        if args.use_ref_model and not self._warms_up(self._step):
             mean_kl, episodes = self._global_mean((rollout.kl("k1") * rollout.mask).sum(1), rollout.valid)
             if episodes:
                 self.kl_controller.update(mean_kl, episodes)
@@ -399,9 +418,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         assert values is not None
         if args.whiten_rewards:
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
-        advantages = gae(rewards, values, mask, args.gamma, args.lam)
-        lam_value = args.lam if args.lam_value is None else args.lam_value
-        returns = values + (advantages if lam_value == args.lam else gae(rewards, values, mask, args.gamma, lam_value))
+        lam: Any = args.lam if args.lam_alpha is None else length_adaptive_lam(mask, args.lam_alpha)
+        lam_value = args.lam_value if args.lam_value is not None else args.lam if args.lam_alpha is None else 1.0
+        advantages = gae(rewards, values, mask, args.gamma, lam)
+        returns = values + (advantages if lam_value is lam else gae(rewards, values, mask, args.gamma, lam_value))
         if args.normalize_advantages:
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
         return advantages, returns
@@ -409,6 +429,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the tokens of the step."""
         args, mask = self.args, inputs["loss_mask"]
+        if self._critic_only(self._step):
+            return self._value_loss(self._critic_forward(model, inputs), inputs)
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
         if args.max_approx_kl is not None:
             self._add_up_kl(logprobs, inputs)
@@ -418,14 +440,19 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
 
         policy = policy_loss(
-            logprobs, inputs["old_logprobs"], inputs["advantages"], self.epsilon_low, self.epsilon_high, args.dual_clip
+            logprobs,
+            inputs["old_logprobs"],
+            inputs["advantages"],
+            self.epsilon_low,
+            self.epsilon_high,
+            args.dual_clip,
+            args.ratio_band,
         )
         if "importance_weights" in inputs:  # (B, T) or (B, 1): of the policy's loss alone, see docs/off_policy.md
             policy = policy[0] * inputs["importance_weights"], policy[1]
-        value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
-        self.metrics.updated(logprobs, entropies, policy, value, inputs)
-        if self._trusts_sampler and self._step % self._steps_per_rollout < args.gradient_accumulation_steps:
-            self.metrics.sampled(inputs["old_logprobs"], logprobs, mask)  # no weight has moved since
+        self.metrics.updated(logprobs, entropies, policy, inputs)
+        if self._trusts_sampler and self._policy_steps_before(self._step) == 0:
+            self.metrics.sampled(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
@@ -434,22 +461,31 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
             actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
-        if self._critic_only(self._step):
-            actor_loss = 0.0 * actor_loss  # in the graph for DDP; `_finish_gradients` drops its gradients
-        return actor_loss + args.vf_coef * masked_sum(value[0], mask) * scale
+        return actor_loss + self._value_loss(values, inputs)
+
+    def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """vf_coef · clipped value loss of (B, T) values, over the tokens of the step."""
+        args, mask = self.args, inputs["loss_mask"]
+        value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
+        self.metrics.critic_updated(value, mask)
+        scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
+        return args.vf_coef * masked_sum(value[0], mask) * scale
 
     def _forward(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts."""
-        said = self._passes(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            inputs["lengths"],
-            inputs["completion_ids"].size(1),
-            with_values=True,
-            with_entropies=True,
-            **({"output_router_logits": True} if self.aux_loss_enabled else {}),
-        )
+        routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        said = self._say(model, inputs, with_entropies=True, **routers)
         return said["logprobs"], said["entropies"], said["values"], said.get("aux_loss")
+
+    def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return (B, T) values of a micro-batch; the policy is not run."""
+        is_ddp = isinstance(model, DistributedDataParallel)  # it waits for a gradient of every weight
+        return self._say(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
+
+    def _say(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        width = inputs["completion_ids"].size(1)
+        return self._passes(model, ids, inputs["lengths"], width, with_values=True, **asked)
 
     @torch.no_grad()
     def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
@@ -460,9 +496,20 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self._kl_stop.start()
         self._kl_stop.add(self.accelerator.reduce(kl, reduction="sum"))
 
-    def _critic_only(self, step: int) -> bool:
-        """Whether micro-batch `step` trains the critic alone."""
+    def _warms_up(self, step: int) -> bool:
+        """Whether micro-batch `step` is of a rollout that trains the critic alone."""
         return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
+
+    def _critic_only(self, step: int) -> bool:
+        """Whether micro-batch `step` trains the critic alone: in warm-up, or in all but the last of `critic_steps`."""
+        number = step % self._steps_per_rollout // self.args.steps_per_generation  # of the pass over the rollout
+        return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0
+
+    def _policy_steps_before(self, step: int) -> int:
+        """Return how many optimizer steps on this rollout have moved the policy, of `step` that moves it, too."""
+        number, position = divmod(step % self._steps_per_rollout, self.args.steps_per_generation)
+        before = number // self.args.critic_steps * self.args.steps_per_generation + position
+        return before // self.args.gradient_accumulation_steps
 
     def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
         """Return the mean over the real entries of all processes, and their number."""
@@ -540,7 +587,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self._ahead.settle()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
-                return generate(prompt_ids, images, multimodal_fields)
+                draw = functools.partial(generate, prompt_ids, images, multimodal_fields)
+                return draw() if self._vllm_server is None else self._vllm_server.answered(draw)
             size = self.args.local_rollout_forward_batch_size
             with self._gathered_for_generation():
                 chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
@@ -616,7 +664,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         return norm
 
     def _finish_gradients(self) -> None:
-        """Drop the policy's gradients in warm-up; observe the norms; stop if they are not finite."""
+        """Drop the policy's gradients if only the critic is trained; observe norms; stop if they are not finite."""
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
         actor_critic, scaler = self._actor_critic, getattr(self.accelerator, "scaler", None)
@@ -662,7 +710,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         trl_metrics = copy.deepcopy(self._metrics["eval"])
         self._metrics["eval"].clear()  # an evaluation that raised may have left some
         self.metrics.start_evaluation()
-        with untouched_rng(self.accelerator, self.args.seed), self.metrics.untimed():
+        with untouched_rng(self.accelerator, self.args), self.metrics.untimed():
             with self._evaluating(EvaluationPass(len(dataset) * self.num_generations_eval)):
                 output = evaluate(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
             logged = {name: np.array(values, float) for name, values in self._metrics["eval"].items()}
@@ -703,7 +751,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             passing = EvaluationPass(len(dataset), is_greedy=True, table=table)
             unseen = {**self._metrics, "eval": defaultdict(list)}
             with (
-                untouched_rng(self.accelerator, self.args.seed),
+                untouched_rng(self.accelerator, self.args),
                 self.metrics.untimed(),
                 self._evaluating(passing),
                 greedy(self),
@@ -756,9 +804,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes
+        self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
         try:
             output = super().train(resume_from_checkpoint, **kwargs)
+        except ServerLost as error:
+            raise ServerLost(f"{error} {save_last_step(self)}") from None
         finally:
             if self._ahead is not None:
                 self._ahead.close()
@@ -816,6 +867,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._load_roles(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
+        self._last_loaded_step = -1  # else vLLM would be evaluated with the last weights
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             with self._without_base():
                 return super()._load_best_model()
@@ -884,6 +936,4 @@ class _EpochSeeded(Sampler):
 
 def _as_rloo_reads(args: PPOConfig) -> AbstractContextManager:
     """Show RLOO our settings by its names. Without `beta` it loads no reference of its own, by the policy's path."""
-    return temporarily(
-        args, beta=0.0, sync_ref_model=False, num_iterations=args.num_ppo_epochs, epsilon=args.cliprange
-    )
+    return temporarily(args, beta=0.0, sync_ref_model=False, num_iterations=args.passes, epsilon=args.cliprange)

@@ -1,0 +1,228 @@
+"""Answers by vLLM: log-probs are kept, and a server that goes away costs nothing. `tests/vllm` runs the real one."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests.launch import on_two_processes
+from tests.ppo.vllm_stub import PROCESSED, serving
+from tests.ppo.worker import collected, end_state, make_trainer
+from tests.tiny import tiny_config, tiny_llama
+from trl_ext.checkpoints import checkpoint_to_resume
+from trl_ext.ppo.vllm import ServerLost, check_loadable, sampled
+
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def make(tmp_path, server, timeout=20.0, **config):
+    """A trainer of three rollouts, whose answers come from the server."""
+    torch.manual_seed(0)
+    kwargs = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url} | config
+    return make_trainer(
+        tmp_path, vllm_server_timeout=timeout, max_steps=12, learning_rate=1e-2, temperature=0.7, **kwargs
+    )
+
+
+def after(number, path, do):
+    """What a server does when `path` is asked for the `number`-th time, once."""
+    left = [number]
+
+    def during(asked):
+        left[0] -= asked == path
+        if not left[0] and asked == path:
+            left[0] = -1
+            do()
+
+    return during
+
+
+# ---- Log-probs ----
+
+
+def test_what_vllm_returns_becomes_padded_rows():
+    ids, logprobs = sampled([[5, 6, 2], [7]], [[[-1.0], [-2.0], [-0.5]], [[-3.0]]], [[[5], [6], [2]], [[7]]])
+    assert ids.tolist() == [[5, 6, 2], [7, 0, 0]]
+    assert logprobs.tolist() == [[-1.0, -2.0, -0.5], [-3.0, 0.0, 0.0]] and logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "logprobs, of_tokens, message",
+    [
+        (None, None, "vLLM returned no log-probs"),
+        ([[[-1.0], [None]]], [[[5], [6]]], "sampled token 6 at place 1 of answer 0 with the log-prob NaN"),
+        ([[[-1.0], [float("-inf")]]], None, "with the log-prob -inf: the training has diverged"),
+        ([[[-1.0], [-1.0]]], [[[5], [7]]], "log-probs of other tokens than those of answer 0"),
+        ([[[-1.0]]], [[[5]]], r"1 of \[5\] … for 2 of \[5, 6\]"),
+    ],
+)
+def test_a_log_prob_that_is_not_of_what_was_drawn_is_an_error(logprobs, of_tokens, message):
+    with pytest.raises(RuntimeError, match=message):
+        sampled([[5, 6]], logprobs, of_tokens)
+
+
+@pytest.mark.parametrize("num_generations", [1, 2])
+def test_log_probs_are_those_of_the_server_that_has_the_trainers_weights(num_generations, tmp_path, monkeypatch):
+    """Of each answer its own, with several to a prompt; the weights move by nats in between."""
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server, num_generations=num_generations, stop_token_id=9)
+        seen = collected(trainer)
+        trainer.train()
+    assert len(seen) == server.updates == 3
+    for rollout in seen:
+        torch.testing.assert_close(rollout.sampler_logprobs, rollout.logprobs * rollout.mask, rtol=1e-4, atol=1e-4)
+    assert seen[-1].kl("k1").abs().max() > 0.5
+    assert {2, 9} >= {ids[int(n) - 1].item() for ids, n, end in zip(*of(seen[-1]), strict=True) if end}
+    assert len({tuple(ids.tolist()) for ids in seen[0].completion_ids}) == 8
+
+
+def of(rollout):
+    return rollout.completion_ids, rollout.lengths, rollout.ended
+
+
+def test_greedy_answers_are_the_most_likely_ones(tmp_path, monkeypatch):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server, trainer_kwargs={"eval_dataset": None}, num_generations=1)
+        trainer.eval_dataset = trainer.train_dataset.select(range(4))
+        server_side = trainer.evaluate()
+    own = make_trainer(tmp_path / "own", temperature=0.7, trainer_kwargs={"eval_dataset": trainer.eval_dataset})
+    ours = own.evaluate()
+    for name in ("scores", "entropy"):
+        assert server_side[f"eval_greedy/objective/{name}"] == pytest.approx(ours[f"eval_greedy/objective/{name}"])
+
+
+def test_an_engine_that_has_packed_its_weights_is_refused():
+    """As vLLM's CPU build does: the policy would be sampled from as it began."""
+    model = torch.nn.Linear(2, 2)
+    runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner)))
+    engine = SimpleNamespace(llm=llm, accelerator=SimpleNamespace(device=torch.device("cpu")))
+    check_loadable(engine)
+    model.weight = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(ValueError, match="vLLM has packed its weights for the CPU's kernels"):
+        check_loadable(engine)
+
+
+def test_several_answers_cannot_have_one_seed(tmp_path):
+    with pytest.raises(ValueError, match="would give the 2 answers to a prompt .* one seed, and so one text"):
+        tiny_config(tmp_path, use_vllm=True, num_generations=2, generation_kwargs={"seed": 1})
+
+
+# ---- A server that goes away ----
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """How runs end whose server stays."""
+    ends = {}
+    for name, peft in (("full", None), ("lora", LORA)):
+        with pytest.MonkeyPatch.context() as patch, serving(tiny_llama(seed=5), patch) as server:
+            folder = tmp_path_factory.mktemp(name)
+            trainer = make(folder, server, trainer_kwargs={"peft_config": peft})
+            trainer.train()
+            ends[name] = end_state(trainer)
+    return ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, path, seconds",
+    [
+        ("full", "/v1/completions", 0.3),
+        ("full", "/v1/completions", 0),  # it answers with the weights of its disk
+        ("full", "/reset_prefix_cache", 0),
+        ("lora", "/update_weights", 0.3),  # the adapter is merged into the base then
+    ],
+)
+def test_a_server_that_dies_and_comes_back_costs_nothing(
+    name, path, seconds, undisturbed, tmp_path, monkeypatch, capfd
+):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server, trainer_kwargs={"peft_config": LORA if name == "lora" else None})
+        server.during = after(2, path, lambda: server.restart(seconds))
+        trainer.train()
+    torch.testing.assert_close(end_state(trainer), undisturbed[name], rtol=0, atol=0)
+    assert server.starts == 2
+    said = capfd.readouterr().out
+    assert said.count("was restarted: it is sent the weights again") == 1
+    assert ("does not answer" in said) == bool(seconds)
+
+
+@pytest.mark.slow
+def test_a_server_that_was_restarted_unseen_gets_the_weights(undisturbed, tmp_path, monkeypatch):
+    """While the trainer updates its weights nobody asks it anything; its own would be those of its disk."""
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server)
+        step = trainer.training_step
+
+        def restart(*args):
+            if trainer.state.global_step == 5:
+                server.restart()
+            return step(*args)
+
+        trainer.training_step = restart
+        trainer.train()
+    torch.testing.assert_close(end_state(trainer), undisturbed["full"], rtol=0, atol=0)
+
+
+def test_a_server_that_stays_away_ends_the_run_which_goes_on_later(undisturbed, tmp_path, monkeypatch):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server, timeout=0.2)
+        server.during = after(3, "/v1/completions", server.stop)
+        with pytest.raises(
+            ServerLost, match=r"after 0.2 s of waiting .* the same command goes on from .*checkpoint-8\."
+        ):
+            trainer.train()
+        server.during = lambda path: None
+        server.start()
+        again = make(tmp_path, server)
+        again.train(resume_from_checkpoint=checkpoint_to_resume(again.args))
+    torch.testing.assert_close(end_state(again), undisturbed["full"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_wait_for_the_server_and_end_together(undisturbed, tmp_path):
+    """Only the first one asks it; all gather the weights, and an adapter is unmerged on each."""
+    for said in on_two_processes("tests.ppo.vllm_worker", tmp_path):
+        assert said["processes"] == 2
+        torch.testing.assert_close(said["back"], undisturbed["lora"]["weights"], rtol=0, atol=1e-5)
+        assert "after 0.2 s of waiting" in said["away"] and "goes on from" in said["away"]
+    assert checkpoint_to_resume(tiny_config(tmp_path / "away"))
+
+
+def test_a_server_that_refuses_ends_the_run_with_what_it_says(tmp_path, monkeypatch):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server)
+        say = server.say
+        server.say = lambda path, body: None if path == "/v1/completions" else say(path, body)
+        with pytest.raises(ServerLost, match="refuses what it was asked. Request failed: 404.* No step had been"):
+            trainer.train()
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (None, "restart it with VLLM_SERVER_DEV_MODE=1"),
+        ({**PROCESSED, "weight_transfer_config": None}, "restart it with `--weight-transfer-config"),
+        (
+            {**PROCESSED, "model_config": {"logprobs_mode": "raw_logprobs"}},
+            "with `--logprobs-mode processed_logprobs`",
+        ),
+        ({"model_config": {}}, "is no vLLM server"),
+    ],
+)
+def test_a_server_of_another_kind_is_refused_before_anything_is_loaded(config, message, tmp_path, monkeypatch):
+    with serving(tiny_llama(seed=5), monkeypatch, config) as server, pytest.raises(ValueError, match=message):
+        make(tmp_path, server)
+
+
+def test_a_server_that_is_not_there_is_one_sentence(tmp_path, monkeypatch, capfd):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        server.stop()
+        with pytest.raises(ServerLost, match=r"does not answer \(ConnectError\), after 0.1 s of waiting .*: start it"):
+            make(tmp_path, server, timeout=0.1)
+    assert capfd.readouterr().out.count("waiting for it, up to 0.1 s.") == 1
+    with pytest.raises(ValueError, match="'localhost:8000' is no address of a vLLM server"):
+        make(tmp_path, server, vllm_server_base_url="localhost:8000")

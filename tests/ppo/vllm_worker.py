@@ -1,0 +1,37 @@
+"""Two processes whose vLLM server, asked by the first one alone, dies: it comes back, and then it does not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests.ppo.test_vllm import after, make
+from tests.ppo.vllm_stub import serving
+from tests.ppo.worker import weights
+from tests.tiny import tiny_llama
+from trl_ext.ppo import ServerLost
+
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def main(folder):
+    said = {}
+    with pytest.MonkeyPatch.context() as patch, serving(tiny_llama(seed=5), patch) as server:
+        config = {"per_device_train_batch_size": 2, "trainer_kwargs": {"peft_config": LORA}}
+        trainer = make(folder / "back", server, **config)
+        server.during = after(2, "/update_weights", lambda: server.restart(0.3))
+        trainer.train()
+        said["back"], said["processes"] = weights(trainer), trainer.accelerator.num_processes
+        server.during = lambda path: None
+        trainer = make(folder / "away", server, timeout=0.2, **config)
+        server.during = after(2, "/v1/completions", server.stop)
+        with pytest.raises(ServerLost) as raised:
+            trainer.train()
+        said["away"] = str(raised.value)
+        torch.save(said, folder / f"process {trainer.args.process_index}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,13 @@
+"""Tests with the real vLLM, on a CPU: docs/vllm.md says how to make the environment that they need."""
+
+import importlib.util
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("vllm") is None:
+        reason = "vLLM is not installed here: docs/vllm.md says how to make an environment with it"
+        for item in items:
+            if "vllm" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,198 @@
+"""PPO with the real vLLM in the trainer's own process, on a CPU."""
+
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.ppo.worker import collected, end_state, make_trainer, weights
+from tests.tiny import prompts, tiny_llama, tiny_tokenizer
+
+pytestmark = pytest.mark.vllm
+
+LORA = LoraConfig(r=8, lora_alpha=64, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}  # vLLM needs heads of 32 or more
+# What the log-probs of vLLM and of the trainer may differ by, nats: the mean of the absolute values and the largest
+TOLERANCE = {"float32": (1e-5, 1e-4), "bfloat16": (0.1, 1.0)}
+
+
+def tied_qwen(**kwargs):
+    torch.manual_seed(0)
+    shape = {"vocab_size": 29, "intermediate_size": 32, "num_hidden_layers": 2, "initializer_range": 0.2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 64}
+    return Qwen2ForCausalLM(Qwen2Config(**shape, **ids, **SHAPE, tie_word_embeddings=True))
+
+
+MODELS = dict.fromkeys(("llama", "packed"), functools.partial(tiny_llama, **SHAPE)) | {"tied qwen": tied_qwen}
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """The folder of a tiny policy, which ends by two tokens of its own."""
+
+    @functools.cache
+    def folder(name):
+        path = tmp_path_factory.mktemp("policy")
+        model = MODELS[name]()
+        model.generation_config.eos_token_id = [2, 11]
+        model.save_pretrained(path)
+        tiny_tokenizer().save_pretrained(path)
+        return str(path)
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines():
+    """Engines by model and dtype: each takes a while to start, and the first weights that it is sent are all."""
+    from trl.generation import vllm_generation
+    from vllm import LLM
+
+    from tests.vllm.on_cpu import keep_weights
+
+    keep_weights()
+    built = {}
+
+    def build(dtype, model, **kwargs):
+        if (dtype, model) not in built:
+            kwargs |= {"max_num_seqs": 16, "enforce_eager": True, "dtype": dtype}
+            built[dtype, model] = LLM(model=model, **kwargs)
+        return built[dtype, model]
+
+    def use(dtype, monkeypatch):
+        monkeypatch.setattr(vllm_generation, "LLM", functools.partial(build, dtype))
+
+    return use
+
+
+@pytest.fixture
+def make(policy, engines, tmp_path, monkeypatch):
+    def make(name="llama", dtype="float32", folder="out", **config):
+        engines(dtype, monkeypatch)
+        given = {"max_steps": 24, "learning_rate": 3e-2, "temperature": 0.7, "bf16": dtype == "bfloat16"}
+        vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 32}
+        vllm |= {"vllm_gpu_memory_utilization": 0.3}
+        return make_trainer(tmp_path / folder, model=policy(name), **given | vllm | config)
+
+    return make
+
+
+def differences(rollouts):
+    """Of each rollout, the mean of |sampler's − trainer's log-prob| and the largest, nats."""
+    apart = [(r.sampler_logprobs - r.logprobs)[r.mask.bool()].abs() for r in rollouts]
+    return [each.mean().item() for each in apart], [each.max().item() for each in apart]
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("name, dtype", [("llama", "float32"), ("llama", "bfloat16"), ("tied qwen", "float32")])
+def test_log_probs_follow_the_weights_that_are_trained(name, dtype, peft, make):
+    trainer = make(name, dtype, trainer_kwargs={"peft_config": peft})
+    before, seen = weights(trainer), collected(trainer)
+    trainer.train()
+    means, largest = differences(seen)
+    moved = (seen[-1].kl("k1") * seen[-1].mask).sum(1).mean().item()
+    kind = "lora" if peft else "full"
+    print(f"{name} {dtype} {kind}: mean {max(means):.2g}, largest {max(largest):.2g}, KL {moved:.3g}")
+    assert len(seen) == 6 and moved > 3
+    assert max(means) <= TOLERANCE[dtype][0] and max(largest) <= TOLERANCE[dtype][1]
+    if peft:
+        base = {n: p for n, p in before.items() if "lora" not in n and "critic" not in n}
+        after = weights(trainer)
+        torch.testing.assert_close({n: after[n] for n in base}, base, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_without_the_weight_sync_they_do_not(peft, make):
+    trainer = make(trainer_kwargs={"peft_config": peft})
+    trainer.vllm_generation.sync_weights()
+    trainer.vllm_generation.sync_weights = lambda: None
+    seen = collected(trainer)
+    trainer.train()
+    means, _ = differences(seen)
+    print("without sync", peft and "lora", [f"{mean:.2g}" for mean in means])
+    assert means[0] <= TOLERANCE["float32"][0] and min(means[2:]) > 0.1
+
+
+def test_an_engine_as_it_is_on_a_cpu_is_refused(make, monkeypatch):
+    from vllm.model_executor.layers import utils
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm.packing)
+    with pytest.raises(ValueError, match="vLLM has packed its weights for the CPU's kernels"):
+        make("packed")
+
+
+def test_an_answer_ends_by_any_of_its_ends_or_at_the_longest(make):
+    config = {"stop_token_id": 9, "learning_rate": 0.0, "temperature": 3.0, "per_device_train_batch_size": 16}
+    trainer = make(rows=32, max_steps=8, **config)
+    seen = collected(trainer)
+    trainer.train()
+    ends = {2, 9, 11}
+    last, drawn = set(), 0
+    for rollout in seen:
+        for ids, length, ended in zip(rollout.completion_ids, rollout.lengths.int(), rollout.ended, strict=True):
+            answer = ids[:length].tolist()
+            assert not ends & {*answer[:-1]} and (answer[-1] in ends) == bool(ended)
+            assert ended or length == trainer.max_completion_length
+            last |= {answer[-1]} & ends
+            drawn += 1
+    assert last == ends and drawn == 64
+
+
+def test_several_answers_to_a_prompt_are_of_that_prompt(make):
+    trainer = make(num_generations=4, max_steps=4, learning_rate=0.0)
+    seen = collected(trainer)
+    trainer.train()
+    (rollout,) = seen
+    groups = rollout.prompt_ids.view(2, 4, -1)
+    assert (groups == groups[:, :1]).all() and not torch.equal(groups[0], groups[1])
+    assert all(len({tuple(ids.tolist()) for ids in group}) > 1 for group in rollout.completion_ids.view(2, 4, -1))
+    assert max(differences(seen)[1]) <= TOLERANCE["float32"][1]
+
+
+def test_log_probs_are_those_of_the_truncated_distribution(make):
+    """Of the three likeliest tokens, at the run's temperature: what it really draws from."""
+    trainer = make(top_k=3, allow_off_policy_sampling=True, max_steps=4, learning_rate=0.0)
+    seen = collected(trainer)
+    trainer.train()
+    (rollout,) = seen
+    for i, length in enumerate(rollout.lengths.int().tolist()):
+        ids = torch.cat([rollout.prompt_ids[i][rollout.prompt_mask[i].bool()], rollout.completion_ids[i, :length]])
+        with torch.no_grad():
+            logits = trainer.model.policy(input_ids=ids[None]).logits[0, -length - 1 : -1] / 0.7
+        likeliest = logits.topk(3)
+        is_drawn = likeliest.indices == ids[-length:, None]
+        expected = likeliest.values.log_softmax(-1)[is_drawn]
+        torch.testing.assert_close(rollout.sampler_logprobs[i, :length], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_answers_are_those_of_our_own_decoding(make, policy, tmp_path):
+    kwargs = {"trainer_kwargs": {"eval_dataset": prompts(8, seed=3)}}
+    trainer = make(**kwargs)
+    own = make_trainer(tmp_path / "own", model=policy("llama"), temperature=0.7, **kwargs)
+    assert trainer.generate_completions().to_list() == own.generate_completions().to_list()
+    evaluated, ours = trainer.evaluate(), own.evaluate()
+    same = [name for name in ours if name.startswith("eval_greedy/objective")]
+    assert len(same) > 4 and {n: evaluated[n] for n in same} == pytest.approx({n: ours[n] for n in same}, abs=1e-5)
+    assert evaluated["eval_sampling/logprob_difference_max"] <= TOLERANCE["float32"][1]
+
+
+def test_the_seed_of_the_run_says_what_is_drawn(make):
+    drawn = []
+    for seed in (1, 1, 2):
+        trainer = make(max_steps=4, seed=seed, data_seed=0, learning_rate=0.0, folder=f"{len(drawn)}")
+        seen = collected(trainer)
+        trainer.train()
+        drawn.append(seen[0].completion_ids.tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("step", [6, 8], ids=["within a rollout", "between two"])
+def test_a_run_that_is_resumed_ends_as_one_that_was_not(step, make):
+    config = {"max_steps": 12, "save_strategy": "steps", "save_steps": step, "learning_rate": 1e-2}
+    trainer = make(**config)
+    trainer.train()
+    again = make(**config)
+    again.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{step}")
+    torch.testing.assert_close(end_state(again), end_state(trainer), rtol=0, atol=0)

@@ -1,0 +1,303 @@
+"""Answers by vLLM: the log-probs under which they were sampled, and a server that goes away."""
+
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..marker import IncompleteCheckpoint, read_marker
+
+_TRIES = 3  # of one rollout with a server that is there, but fails each time
+
+
+class ServerLost(ConnectionError):
+    """The vLLM server is gone and did not come back in time, or it refuses what it is asked."""
+
+
+def keep_logprobs(trainer: Any) -> None:
+    """
+    Have vLLM say under which log-prob it sampled each token, and note that where our own sampler notes it.
+
+    RLOO asks vLLM for none. They are of the distribution that was drawn from, after temperature and truncation
+    (`processed_logprobs`), of greedy decoding those at temperature 1.
+    """
+    engine = trainer.vllm_generation
+    engine.logprobs = 0  # of the sampled token alone
+    generate = engine.generate
+
+    @functools.wraps(generate)
+    def noting(*args: Any, **kwargs: Any) -> tuple:
+        said = generate(*args, **kwargs)
+        _, ids, logprobs, of_tokens = said
+        recorder = trainer._actor_critic.sampler_recorder
+        if recorder is not None and ids:
+            recorder.add(*sampled(ids, logprobs, of_tokens, trainer.accelerator.device))
+        return said
+
+    engine.generate = noting
+
+
+def sampled(
+    ids: list[list[int]],
+    logprobs: list[list[list[float | None]]] | None,
+    of_tokens: list[list[list[int]]] | None,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """
+    Go from what vLLM returns to what a [`~trl_ext.models.sampler.SamplerRecorder`] keeps.
+
+    Args:
+        ids: of each of B answers its tokens, up to T.
+        logprobs: (B, T, 1) nested, that of each sampled token, nats; None in place of NaN, as TRL returns it.
+        of_tokens: (B, T, 1) nested, the token that each log-prob is of; None if that is not said.
+        device: where the tensors go.
+
+    Returns:
+        (B, T) ids and (B, T) float32 log-probs, nats, right-padded by 0.
+
+    Raises:
+        RuntimeError: a token has no log-prob, or one that is no number, or that of another token.
+    """
+    if logprobs is None:
+        raise RuntimeError(
+            "vLLM returned no log-probs of what it sampled: this version of vLLM or of TRL is not supported."
+        )
+    for row, (tokens, given) in enumerate(zip(ids, logprobs, strict=True)):
+        said = [each[0] for each in of_tokens[row]] if of_tokens is not None else tokens
+        if len(given) != len(tokens) or said != tokens:
+            raise RuntimeError(
+                f"vLLM returned log-probs of other tokens than those of answer {row}: {len(given)} of {said[:8]} … "
+                f"for {len(tokens)} of {tokens[:8]} …; this version of vLLM or of TRL is not supported."
+            )
+        for place, (logprob, *_) in enumerate(given):
+            if logprob is None or not math.isfinite(logprob):
+                raise RuntimeError(
+                    f"vLLM sampled token {tokens[place]} at place {place} of answer {row} with the log-prob "
+                    f"{'NaN' if logprob is None else logprob}: the training has diverged, or the dtype of vLLM is too "
+                    "narrow for this model."
+                )
+    columns = [torch.tensor(tokens, dtype=torch.long) for tokens in ids]
+    numbers = [torch.tensor([each[0] for each in given], dtype=torch.float32) for given in logprobs]
+    padded = (pad_sequence(rows, batch_first=True).to(device) for rows in (columns, numbers))
+    return tuple(padded)  # type: ignore[return-value]
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Say as of any wrong setting, while a trainer is built, that weights cannot be sent from here."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "NCCL" not in str(error):
+            raise
+        raise ValueError(
+            "`vllm_mode: server` sends weights by NCCL, which needs a GPU for the trainer, too: give it one, or leave "
+            "out `use_vllm`."
+        ) from None
+
+
+def check_loadable(engine: Any) -> None:
+    """
+    Refuse an engine in this process that has packed its weights for a CPU's kernels, and takes no others.
+
+    Raises:
+        ValueError: its parameters are empty.
+    """
+    if (llm := getattr(engine, "llm", None)) is None or engine.accelerator.device.type != "cpu":
+        return
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model  # as TRL's `sync_weights` reaches it
+    if not all(parameter.numel() for parameter in model.parameters()):
+        raise ValueError(
+            "`use_vllm=True` on a CPU: vLLM has packed its weights for the CPU's kernels and takes no others, so that "
+            "it would sample from the policy as it began: train on a GPU, or leave out `use_vllm`."
+        )
+
+
+def check_server(args: Any) -> None:
+    """
+    Wait for the vLLM server of a run, and refuse one that would answer wrongly, before anything is loaded.
+
+    Raises:
+        ServerLost: it does not answer within `vllm_server_timeout`.
+        ValueError: it was started without what TRL or PPO need; the message has the missing flag.
+    """
+    if args.use_vllm and args.vllm_mode == "server" and args.process_index == 0:
+        url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+        _waited(lambda: _configuration(url), url, args.vllm_server_timeout)
+
+
+def _configuration(url: str) -> dict[str, Any]:
+    """Return how a vLLM server is configured, and refuse one of another kind."""
+    try:
+        answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=60)
+    except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
+        raise ValueError(f"{url!r} is no address of a vLLM server: give one such as http://127.0.0.1:8000.") from None
+    if answer.status_code == 404:
+        raise _restart(url, "does not show how it is configured", "VLLM_SERVER_DEV_MODE=1 in its environment")
+    try:
+        config = answer.raise_for_status().json()["vllm_config"]
+        transfer, mode = config["weight_transfer_config"], config["model_config"]["logprobs_mode"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(f"What answers at {url} is no vLLM server: check host and port.") from None
+    if transfer is None:
+        flag = """`--weight-transfer-config '{"backend": "nccl"}'`"""
+        raise _restart(url, "takes no weights, and would answer with those that it began with", flag)
+    if mode != "processed_logprobs":
+        what = f"returns {mode}, which are not of the distribution that it samples from"
+        raise _restart(url, what, "`--logprobs-mode processed_logprobs`")
+    return config
+
+
+def _restart(url: str, what: str, how: str) -> ValueError:
+    return ValueError(f"The vLLM server at {url} {what}: restart it with {how}.")
+
+
+def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None = None) -> Any:
+    """Return what `ask` returns, as soon as it can be reached; raise [`ServerLost`] if that takes too long."""
+    end = time.monotonic() + seconds
+    is_said = False
+    while True:
+        try:
+            return ask()
+        except (httpx2.HTTPError, OSError) as error:
+            reason = reason or type(error).__name__
+        if not is_said:
+            print(
+                f"The vLLM server at {url} does not answer ({reason}): waiting for it, up to {seconds:g} s.",
+                flush=True,
+            )
+        is_said = True
+        if time.monotonic() >= end:
+            raise ServerLost(
+                f"The vLLM server at {url} does not answer ({reason}), after {seconds:g} s of waiting "
+                "(`vllm_server_timeout`): start it, and then the same command again."
+            )
+        time.sleep(min(1.0, seconds / 10))
+
+
+class ServerGuard:
+    """
+    Notice that a vLLM server is gone, or another one in its place, and go on where that left off.
+
+    What TRL asks of its client is asked through this. If the server fails, the call returns as if it had not, with no
+    answers, so that all processes go on to the same point and see it; there they wait for the server, send the weights
+    again and draw the rollout anew. A server that was restarted in between is known by its `instance_id`: it would
+    answer with the weights of its disk.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._failure: Exception | None = None  # of the first process: why the rollout has no answers
+        if not trainer.accelerator.is_main_process:
+            return
+        from requests.adapters import HTTPAdapter  # vLLM needs it; where there is none, nobody comes here
+
+        self._client = client = trainer.vllm_generation.vllm_client
+        # TRL would try again for a minute, in silence, and a server that was restarted meanwhile would answer
+        client.session.mount(client.base_url, HTTPAdapter(pool_maxsize=64))
+        self._instance = _configuration(client.base_url).get("instance_id")
+        self._generate, client.generate = client.generate, self._guarded_generate
+        self._update, client.update_named_params = client.update_named_params, self._guarded_update
+        self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self._guarded_reset
+
+    def answered(self, draw: Callable[[], list]) -> list:
+        """
+        Return what `draw`, TRL's weight sync and generation, returns once the server has answered.
+
+        Raises:
+            ServerLost: on all processes, with one sentence.
+        """
+        for _ in range(_TRIES):
+            if answers := draw():
+                return answers
+            self._recover()
+        raise ServerLost(f"The vLLM server has failed {_TRIES} times in a row: its own output says why.")
+
+    def _recover(self) -> None:
+        sentence: list[str | None] = [None]
+        if self.trainer.accelerator.is_main_process:
+            try:
+                self._reach_again()
+            except (ServerLost, ValueError) as error:
+                sentence[0] = str(error)
+        broadcast_object_list(sentence)
+        if sentence[0] is not None:
+            raise ServerLost(sentence[0])
+        self.trainer._last_loaded_step = -1  # TRL then sends the weights
+
+    def _reach_again(self) -> None:
+        failure, self._failure, url = self._failure, None, self._client.base_url
+        if _is_refusal(failure):
+            raise ServerLost(f"The vLLM server at {url} refuses what it was asked. {failure}")
+        _waited(self._connect, url, self.trainer.args.vllm_server_timeout, type(failure).__name__)
+
+    def _connect(self) -> None:
+        """Join the weight transfer of a server that was restarted."""
+        instance = _configuration(self._client.base_url).get("instance_id")
+        if instance != self._instance:
+            self._client.close_communicator()
+            self._client.init_communicator(device=self.trainer.accelerator.device)
+            self._instance = instance
+            print(
+                f"The vLLM server at {self._client.base_url} was restarted: it is sent the weights again.", flush=True
+            )
+
+    def _guarded_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        said = self._ask(self._generate, *args, **kwargs)
+        return {"prompt_ids": [], "completion_ids": [], "logprobs": None} if said is None else said
+
+    def _guarded_update(self, metadata: list, named_params: Iterator[tuple[str, Tensor]]) -> None:
+        self._ask(self._update, metadata, named_params)
+        for _ in named_params:  # gathering is for all processes, and at the end adapters are unmerged
+            pass
+
+    def _guarded_reset(self) -> None:
+        self._ask(self._reset)
+
+    def _ask(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Ask the server that has our weights; None if it fails, now or since the last recovery."""
+        if self._failure is not None:
+            return None
+        try:
+            self._check_instance()  # NCCL would wait for ever for a server that has gone
+            said = ask(*args, **kwargs)
+            self._check_instance()
+            return said
+        except Exception as error:
+            # What requests raises is an OSError, and TRL a bare Exception for any answer but 200
+            if not (isinstance(error, (OSError, ValueError, httpx2.HTTPError)) or type(error) is Exception):
+                raise
+            self._failure = error
+            return None
+
+    def _check_instance(self) -> None:
+        if _configuration(self._client.base_url).get("instance_id") != self._instance:
+            raise ConnectionResetError("it was restarted")
+
+
+def _is_refusal(error: Exception | None) -> bool:
+    """Whether TRL's client says that the server has understood, and will not."""
+    return type(error) is Exception and str(error).startswith("Request failed: 4")
+
+
+def save_last_step(trainer: Any) -> str:
+    """Write the checkpoint of the last finished step, if there is none; return a sentence that says where it is."""
+    step = trainer.state.global_step
+    if not step:
+        return "No step had been finished."
+    checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+    try:
+        read_marker(checkpoint)
+    except IncompleteCheckpoint:
+        trainer._save_checkpoint(trainer.model_wrapped, None)
+    return f"What was trained is kept: the same command goes on from {checkpoint}."

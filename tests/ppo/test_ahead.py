@@ -236,11 +236,13 @@ def test_other_prompts_than_those_that_were_drawn_for_are_refused(here, tmp_path
 class Client:
     """Answers each prompt alike, under the log-probs of the weights that it had when it was asked."""
 
+    base_url, session = "http://127.0.0.1:9", SimpleNamespace(mount=lambda *_: None)
+
     def __init__(self):
-        self.model, self.asked, self.goes_on = tiny_llama(), [], threading.Event()
+        self.model, self.asked, self.answered, self.goes_on = tiny_llama(), 0, 0, threading.Event()
 
     def update_named_params(self, metadata, named_params):
-        assert len(self.asked) == len(self.answered)  # or they would change under a generation
+        assert self.asked == self.answered  # or they would change under a generation
         for name, values in named_params:
             self.model.get_parameter(name).data.copy_(values)
 
@@ -248,39 +250,34 @@ class Client:
         pass
 
     def generate(self, prompts, n, **kwargs):
-        self.asked.append(prompts)
-        if len(self.asked) == 2:
+        self.asked += 1
+        if self.asked == 2:
             assert self.goes_on.wait(TIMEOUT)
         ids = [[6 + len(prompt), 20 + i, 2] for prompt in prompts for i in range(n)]
         logprobs, _ = completion_logprobs(self.model, [prompt for prompt in prompts for _ in range(n)], ids)
-        self.answered.append(ids)
+        self.answered += 1
+        if self.asked == 3:
+            raise ConnectionError("gone for a moment")
         return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": logprobs[..., None].tolist()}
-
-    answered: list = []
 
 
 class ServerGeneration(VLLMGeneration):
     """TRL's weight sync and generation, with that client."""
 
-    def __init__(self, model, accelerator, **kwargs):
+    def __init__(self, model, accelerator, generation_kwargs, **kwargs):
         vars(self).update(kwargs, model=model, accelerator=accelerator, vllm_client=Client(), mode="server")
-        self._weight_metadata, self.logprobs = None, None
+        self.generation_kwargs, self._weight_metadata, self.logprobs = generation_kwargs or {}, None, None
         self._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: contextlib.nullcontext())
 
 
 def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_path):
+    """What it failed to draw ahead, here the third rollout, is drawn when it is needed."""
     monkeypatch.setattr(rloo_trainer, "VLLMGeneration", ServerGeneration)
     monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
-    monkeypatch.setattr(Client, "answered", [])
-    config = {"use_vllm": True, "vllm_mode": "server", "rollouts_ahead": 1, "num_generations": 2}
-    trainer = make_trainer(
-        tmp_path,
-        max_steps=12,
-        eval_strategy="steps",
-        eval_steps=6,
-        trainer_kwargs={"eval_dataset": prompts(2)},
-        **config,
-    )
+    monkeypatch.setattr("trl_ext.ppo.vllm._configuration", lambda url: {"instance_id": 1})
+    config = {"use_vllm": True, "vllm_mode": "server", "rollouts_ahead": 1, "num_generations": 2, "max_steps": 16}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 6, "trainer_kwargs": {"eval_dataset": prompts(2)}}
+    trainer = make_trainer(tmp_path, **config, **evaluated)
     client, rollouts, before = trainer.vllm_generation.vllm_client, collected(trainer), BeforeRollouts(trainer)
 
     class Trained(TrainerCallback):
@@ -291,16 +288,15 @@ def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_
     trainer.add_callback(before)
     trainer.add_callback(Trained())
     trainer.train()
-    assert len(rollouts) == 3
-    for n, rollout in enumerate(rollouts):
+    assert len(rollouts) == 4
+    for version, rollout in zip((0, 0, 2, 2), rollouts, strict=True):
         for name, parameter in client.model.named_parameters():
-            parameter.data.copy_(before.seen[max(0, n - 1)][f"policy.{name}"])
-        asked = (
-            tokens(rollout.prompt_ids, rollout.prompt_mask),
-            tokens(rollout.completion_ids, rollout.completion_mask),
-        )
-        torch.testing.assert_close(rollout.sampler_logprobs, completion_logprobs(client.model, *asked)[0])
-    assert trainer.vllm_generation.vllm_client is client
+            parameter.data.copy_(before.seen[version][f"policy.{name}"])
+        asked = tokens(rollout.prompt_ids, rollout.prompt_mask)
+        answered = tokens(rollout.completion_ids, rollout.completion_mask)
+        torch.testing.assert_close(rollout.sampler_logprobs, completion_logprobs(client.model, asked, answered)[0])
+    logs = [log["sampling/staleness"] for log in trainer.state.log_history if "sampling/staleness" in log]
+    assert logs == [0.0, 4.0, 0.0, 4.0] and trainer.vllm_generation.vllm_client is client
 
 
 # ---- A process of its own ----

@@ -89,7 +89,8 @@ class RolloutsAhead:
             trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
         self._taken = flight
-        trainer.metrics.stale(self._staleness(flight))
+        is_drawn = bool(flight.answers.result().ids)  # else a server has failed, and the weights of now will draw it
+        trainer.metrics.stale(self._staleness(flight) if is_drawn else 0)
         return flight
 
     def started(self) -> dict[int, Started]:
@@ -149,7 +150,7 @@ class RolloutsAhead:
     def _start_each(self, flight: Flight, answers: Answers) -> None:
         trainer = self.trainer
         places = [place for place, function in enumerate(self._functions) if function.in_background]
-        if not places:
+        if not places or not answers.ids:  # a server has failed
             return
         texts = self._tokenizer.batch_decode(answers.ids, skip_special_tokens=True)
         prompts = [row["prompt"] for row in flight.rows]

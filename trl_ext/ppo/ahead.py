@@ -77,7 +77,7 @@ class RolloutsAhead:
                 self._drawer.publish(number)
             for flight in new:
                 self.flights[flight.number] = flight
-                self._drawer.submit(flight, lambda answers, flight=flight: self._start_rewards(flight, answers))
+                self._drawer.submit(flight, partial(self._start_rewards, flight))
         flight = self.flights[number]
         self._wait_for([flight])
         del self.flights[number]
@@ -312,8 +312,7 @@ class _Server:
     def deliver(self, flight: Flight) -> None:
         if flight.answers.done():
             return
-        output = self.output.pop(flight.number, None)
-        _, ids, logprobs, _ = self._generate(flight, lambda generate, **kwargs: output.result())
+        _, ids, logprobs, _ = self._generate(flight, lambda _, **__: self.output.pop(flight.number).result())
         if ids and logprobs is None:
             raise RuntimeError("vLLM returned no log-probs, which answers drawn ahead need.")
         rows = [torch.tensor([token[0] for token in row]) for row in logprobs or [[[0.0]]]]

@@ -27,7 +27,8 @@ from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tok
 from trl_ext import PPOTrainer
 
 MODEL = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "initializer_range": 0.02}
-REAL = {"per_device_train_batch_size": 32, "max_completion_length": 56}  # a rollout of 64 answers
+# A rollout of 64 answers, of which few at once are drawn, so that both phases take about as long
+REAL = {"per_device_train_batch_size": 32, "max_completion_length": 56, "local_rollout_forward_batch_size": 8}
 
 
 class SleepingLlama(LlamaForCausalLM):

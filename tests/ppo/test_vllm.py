@@ -1,5 +1,6 @@
 """Answers by vLLM: log-probs are kept, and a server that goes away costs nothing. `tests/vllm` runs the real one."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -160,6 +161,24 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights(undisturbed, tmp_pa
 
         trainer.training_step = restart
         trainer.train()
+    torch.testing.assert_close(end_state(trainer), undisturbed["full"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_is_gone(undisturbed, tmp_path, monkeypatch):
+    """Its connections stay open: as of a process that was stopped, or a network that was cut."""
+    monkeypatch.setattr("trl_ext.ppo.vllm._PATIENCE", 0.2)
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer, over = make(tmp_path, server), threading.Event()
+
+        def hang():
+            server.during = lambda path: over.wait()
+            threading.Timer(2.0, lambda: (server.stop(), over.set(), server.start())).start()
+            over.wait()
+
+        server.during = after(2, "/v1/completions", hang)
+        trainer.train()
+    assert server.starts == 2
     torch.testing.assert_close(end_state(trainer), undisturbed["full"], rtol=0, atol=0)
 
 

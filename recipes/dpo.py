@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
 
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     # 4. Train
     record_run(trainer)
-    with parser.one_line_errors(CannotResume):
+    with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
         trainer.save_metrics("train", result.metrics)

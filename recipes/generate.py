@@ -3,7 +3,9 @@
     trl-ext generate --model_name_or_path PATH_OR_HUB_NAME --dataset_name DATA --output_file PATH
 
 The policy is a model's folder, an adapter's, or a hub name. Each line has `prompt`, `completion` (text or
-messages, as the prompt is) and `finished`: whether the answer ended by EOS, or was cut at `max_new_tokens`. Prompts
+messages, as the prompt is) and `finished`: whether the answer ended by EOS, or was cut at `max_new_tokens`. With
+`--rollouts true` it also has `prompt_ids` and `completion_ids`, the tokens that were drawn, EOS included, and the
+dataset's other columns, which reward functions may ask for: what `trl-ext pretrain-critic` reads. Prompts
 that are messages go through the tokenizer's chat template. Which answers are drawn depends on `seed` and `batch_size`,
 not on the number of processes. A single `--prompt` is answered on the terminal if there is no `output_file`.
 """
@@ -18,6 +20,8 @@ from trl_ext import StrictTrlParser
 from trl_ext.model_names import check_model
 from trl_ext.output_dir import check_output_dir
 from trl_ext.terminal import SECONDS, late_bars, quiet
+
+WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  # of a line, by this script
 
 
 @dataclass
@@ -35,6 +39,10 @@ class GenerateArguments:
     )
     max_prompts: int | None = field(default=None, metadata={"help": "Answer the first so many prompts only."})
     output_file: str | None = field(default=None, metadata={"help": "JSON lines are written here; must not exist."})
+    num_samples: int = field(default=1, metadata={"help": "Answers to each prompt."})
+    rollouts: bool = field(
+        default=False, metadata={"help": "Write the token ids and the dataset's other columns, too: see above."}
+    )
     chat: bool = field(default=False, metadata={"help": "Take a text prompt as a user's message."})
     batch_size: int = field(default=16, metadata={"help": "Prompts in one batch of one process."})
     temperature: float = field(default=1.0, metadata={"help": "Of the sampling; 0 always takes the likeliest token."})
@@ -57,20 +65,23 @@ class GenerateArguments:
             raise ValueError("no `output_file`: say where the answers are to go, such as answers.jsonl")
         if self.output_file and Path(self.output_file).exists():
             raise ValueError(f"`output_file` {self.output_file} exists: choose another")
-        for name in ("batch_size", "max_new_tokens", "max_prompts"):
+        for name in ("batch_size", "max_new_tokens", "max_prompts", "num_samples"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` must be at least 1, got {value}")
+        if self.rollouts and not self.output_file:
+            raise ValueError("`rollouts` are lines of a file: give `output_file`")
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 f"`temperature` must be >= 0 and `top_p` in (0, 1], got {self.temperature} and {self.top_p}"
             )
 
 
-def load_prompts(args: GenerateArguments) -> list[Any]:
-    """The prompts, each text or messages."""
+def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
+    """The prompts, each text or messages and as often as it is to be answered; and what else is kept of each row."""
     from trl_ext import load_dataset_split
     from trl_ext.data import check_texts
 
+    kept: list[dict] = []
     if args.prompt is not None:
         prompts: list[Any] = [args.prompt]
     else:
@@ -80,12 +91,16 @@ def load_prompts(args: GenerateArguments) -> list[Any]:
         dataset = dataset.select(range(min(len(dataset), args.max_prompts or len(dataset))))
         check_texts(dataset, ("prompt",), f"dataset {args.dataset_name!r}", may_be_empty=False)
         prompts = dataset["prompt"][:]
+        if args.rollouts:
+            others = [name for name in dataset.column_names if name not in WRITTEN]
+            kept = dataset.select_columns(others).to_list() if others else []
     if args.chat:
         prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
     empty = [row for row, prompt in enumerate(prompts) if not prompt]
     if empty:
         raise ValueError(f"{len(empty)} of {len(prompts)} prompts are empty (the first is row {empty[0]})")
-    return prompts
+    each = range(args.num_samples)
+    return [prompt for prompt in prompts for _ in each], [row for row in kept or [{}] * len(prompts) for _ in each]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -97,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_model("model_name_or_path", args.model_name_or_path, args.revision, tokenizer=True)
         if args.output_file:
             check_output_dir(Path(args.output_file).parent)
-        prompts = load_prompts(args)
+        prompts, columns = load_prompts(args)
 
     late_bars()
 
@@ -155,9 +170,12 @@ def main(arguments: list[str] | None = None) -> None:
                     seed=args.seed * 1_000_003 + start,
                 )
                 texts = answer_texts(tokenizer, answers, ends)
-                for prompt, ids, text in zip(prompts[batch], answers, texts, strict=True):
+                drawn = zip(prompts[batch], prompt_ids[batch], answers, texts, columns[batch], strict=True)
+                for prompt, asked, ids, text, others in drawn:
                     completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                    rows.append({"prompt": prompt, "completion": completion, "finished": ids[-1] in ends})
+                    row = {"prompt": prompt, "completion": completion, "finished": ids[-1] in ends}
+                    tokens = {"prompt_ids": asked, "completion_ids": ids} if args.rollouts else {}
+                    rows.append({**row, **tokens, **others})
             rows = gather_object(rows) if state.num_processes > 1 else rows
             done, finished = done + len(rows), finished + sum(row["finished"] for row in rows)
             if file is not None:

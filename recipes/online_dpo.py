@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
     from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, check_texts, rows_identity
     from trl_ext.evaluation import bootstrap_interval
@@ -339,7 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
                     peft_config=peft_config,
                 )
             record_run(trainer)
-            with parser.one_line_errors(CannotResume):
+            with parser.one_line_errors(CannotResume, NotSaved):
                 result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
             processes.print(report_of(folder, was_trained=bool(result.metrics)))
             # 5. Save

@@ -280,8 +280,15 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
         lines.append("  (float32: `bf16: true` takes less)")
     colocated = job.stage == "ppo" and job.args.use_vllm and job.args.vllm_mode == "colocate"
     share = job.args.vllm_gpu_memory_utilization if colocated else 0.0
-    if colocated:
-        lines.append(f"  and vLLM beside it: {share:.0%} of each GPU's memory")
+    if result.beside:
+        needs = ", ".join(f"{part} {size / GIB:.2f}" for part, size in result.beside.items())
+        if colocated:
+            where = f"vLLM beside it: {share:.0%} of each GPU's memory, where there should be"
+        elif job.args.use_vllm:
+            where = "vLLM's server, on GPUs of its own:"
+        else:
+            where = f"each process's rollouts on a GPU of their own, {sum(result.beside.values()) / GIB:.1f} GiB:"
+        lines.append(f"  and {where} {needs}")
     if gpu_memory:
         total = result.peak / GIB + share * gpu_memory
         lines.append(f"  {'fits' if total <= gpu_memory else 'DOES NOT FIT'} in {gpu_memory:g} GiB")
@@ -390,7 +397,8 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         parser.error("this cannot work: " + "; ".join(reasons))
 
     # 3. Plan and warn
-    result = plan(job)
+    with parser.one_line_errors(ValueError):
+        result = plan(job)
     print(report(result, job, options.gpu_memory))
     if tokens:
         what = "prompts" if stage == "ppo" else "texts"

@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
-    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.commands import next_answer, objections, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.ppo import ServerLost
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     attach_monitors(trainer, monitors)
     record_run(trainer, samples=True)
-    with parser.one_line_errors(CannotResume, RewardFailed, ServerLost):
+    with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, ServerLost):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
         trainer.save_metrics("train", result.metrics)

@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume, fingerprint
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
     from trl_ext.commands import record_run, report_of, report_trained
     from trl_ext.data import check_chat_template, check_texts, held_out_rows, rows_identity, usable_pairs
     from trl_ext.evaluation import centre_and_report, head_of
@@ -262,7 +262,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         # 4. Train
         record_run(trainer)
-        with parser.one_line_errors(CannotResume):
+        with parser.one_line_errors(CannotResume, NotSaved):
             result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
         if result.metrics:  # none where the run was complete already
             trainer.save_metrics("train", result.metrics)

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split
-    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.commands import next_answer, record_run, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.models import keep_unpacked
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     keep_unpacked(trainer.model)
     record_run(trainer)
-    with parser.one_line_errors(CannotResume):
+    with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
         trainer.save_metrics("train", result.metrics)

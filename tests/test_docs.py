@@ -122,12 +122,14 @@ def trl_ext_commands():
 
 def flags_of(command):
     """The flags that a command takes, read from its recipe's dataclasses, or from its parser's source."""
-    from recipes import dpo, generate, merge, online_dpo, plan, ppo, refresh_reward, reward, sft
+    from recipes import dpo, generate, merge, online_dpo, plan, ppo, pretrain_critic, refresh_reward, reward, sft
     from recipes.demo import run
+    from trl_ext.arguments import ClassifierArguments
     from trl_ext.commands import prompts
     from trl_ext.commands.advise import AdviseArguments
     from trl_ext.commands.annotators import AnnotatorsArguments
     from trl_ext.commands.reward_report import RewardReportArguments
+    from trl_ext.ppo import CriticConfig
 
     recipes = {
         "sft": plan.ARGUMENTS["sft"],
@@ -135,6 +137,7 @@ def flags_of(command):
         "ppo": plan.ARGUMENTS["ppo"],
         "dpo": plan.ARGUMENTS["dpo"],
         "online-dpo": (online_dpo.OnlineDPOScriptArguments, *plan.ARGUMENTS["dpo"][1:]),
+        "pretrain-critic": (pretrain_critic.CriticScriptArguments, CriticConfig, ClassifierArguments),
         "generate": (generate.GenerateArguments,),
         "merge": (merge.MergeArguments,),
         "prompts": (prompts.PromptsArguments,),
@@ -240,7 +243,9 @@ def test_metrics_page_names_what_ppo_logs(tmp_path):
     trainer = PPOTrainer(
         model=tiny_gpt2(),
         reward_funcs=length_reward,
-        args=tiny_config(tmp_path, eval_strategy="steps", eval_steps=2, kl_coef=0.1),
+        args=tiny_config(
+            tmp_path, eval_strategy="steps", eval_steps=2, kl_coef=0.1, importance_sampling_mode="token_truncate"
+        ),
         train_dataset=prompts(),
         eval_dataset=prompts(8),
         processing_class=tiny_tokenizer(),

@@ -66,7 +66,8 @@ class PromptArguments(DataArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards):
+        scored = getattr(self, "score_column", None)
+        if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards or scored):
             raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`, or several")
         self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
 

@@ -2,7 +2,10 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,12 @@ from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, r
 from .models.adapters import adapter_facts, quantization_of
 from .models.identity import config_identity, tokenizer_identity, weights_identity
 from .redaction import pickled_without_credentials, without_credentials
+from .saving import BackgroundSaving
 from .schedule import schedule
 from .sources import source_identity
 from .temporarily import temporarily
 from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints
+from .writer import NotSaved, is_of_writing, not_saved
 
 # Fields that may differ between a run and its continuation: they change what is shown, kept or how fast it goes
 _MAY_DIFFER = (
@@ -44,6 +49,7 @@ _MAY_DIFFER = (
     "num_completions_to_print",
     "num_generations_eval",
     "num_sample_generations",
+    "on_save_failure",
     "output_dir",
     "per_device_eval",
     "project",
@@ -51,6 +57,7 @@ _MAY_DIFFER = (
     "report_to",
     "restore_callback",
     "resume_",
+    "rollout_device",
     "run_name",
     "save_",
     "skip_memory",
@@ -157,7 +164,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     return words.get(str(asked).lower(), asked)
 
 
-class ResumableRun:
+class ResumableRun(BackgroundSaving):
     """
     Mixin of trainers: a checkpoint says whether it is complete and of which run it is, and `train` refuses others.
 
@@ -200,7 +207,7 @@ class ResumableRun:
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
         self._is_changed = False  # this run goes on from one of other settings
         self._has_said = False  # its schedule is on the terminal
-        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(model, *args, **kwargs)
 
     # ---- What a trainer adds ----
 
@@ -269,6 +276,8 @@ class ResumableRun:
         self._has_said = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        if not self._has_said:
+            self._say_what_waits()
         if not self._facts:  # later, training has changed what was passed in
             self._facts = self._run_facts()
         facts = [{**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})}]
@@ -276,12 +285,12 @@ class ResumableRun:
         self._settings = fingerprint(self.args, **facts[0])
         halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
         for callback in halting:
-            callback.run_facts = facts[0]
+            callback.run_facts, callback.finish_saving = facts[0], self._look_at_saving
         self._check_rollback(resume_from_checkpoint, halting)
         found = _on_first_process(self._find_checkpoint, resume_from_checkpoint)
         if found is None:
             self._say_schedule()
-            return self._unless_rolled_back(super().train(**kwargs))  # type: ignore[misc]
+            return self._trained(**kwargs)
         checkpoint, is_same = found
         self._is_changed = not is_same
         state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
@@ -307,7 +316,17 @@ class ResumableRun:
         self._load_own_state(checkpoint)
         self._say_schedule()
         self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
-        return self._unless_rolled_back(super().train(resume_from_checkpoint=checkpoint, **kwargs))  # type: ignore[misc]
+        return self._trained(resume_from_checkpoint=checkpoint, **kwargs)
+
+    def _trained(self, **kwargs: Any) -> TrainOutput:
+        try:
+            output = super().train(**kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._complete_after_an_error()
+            raise
+        if sentence := rolled_back(self.state):
+            raise RolledBack(sentence)  # a script that went on would save the weights as if they were good
+        return output
 
     def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
         """Raise if a run that was rolled back would begin again as it was; `False` begins it anew all the same."""
@@ -324,11 +343,6 @@ class ResumableRun:
             raise RolledBack(sentence)
         changed = differences(rollback.settings, self._settings) or [f"other settings of {rollback.monitor}"]
         self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
-
-    def _unless_rolled_back(self, output: TrainOutput) -> TrainOutput:
-        if sentence := rolled_back(self.state):
-            raise RolledBack(sentence)  # a script that went on would save the weights as if they were good
-        return output
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
         """On the first process: the checkpoint to go on from, if any, and whether its run had these settings."""
@@ -376,6 +390,8 @@ class ResumableRun:
             self.lr_scheduler.load_state_dict(scheduler | rates)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self._check_saving(wait=True)
+        self._writer.close()
         # Else it leaves only the best checkpoint, and the same command again would train what comes after
         with temporarily(self.args, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
@@ -392,23 +408,57 @@ class ResumableRun:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if rolled_back(self.state):
             return
-        run_dir = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        self._check_saving(wait=True)  # one at a time
+        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint  # type: ignore[attr-defined]
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        if self.args.should_save:
-            Path(checkpoint, MARKER).unlink(missing_ok=True)
-        # Older checkpoints may only go once this one is complete
-        with temporarily(self.args, save_total_limit=None):
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        if not self.args.save_only_model:
-            self._save_own_state(checkpoint)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            if not self.args.save_only_model:  # there is nothing to resume from
-                write_marker(checkpoint, self._settings, self.accelerator.num_processes)
-                forget_rollback(run_dir)
-            rotate_checkpoints(
-                output_dir=run_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
+        is_behind = self._saves_in_background and not self._is_uploaded
+        keeps_back = is_behind or self._goes_on_unsaved
+        error: Exception | None = None
+        try:
+            if self.args.should_save:
+                Path(checkpoint, MARKER).unlink(missing_ok=True)
+            # Older checkpoints may only go once this one is complete
+            keeping_back = self._writer.deferring(copies=is_behind) if keeps_back else nullcontext()
+            with temporarily(self.args, save_total_limit=None), keeping_back:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                if not self.args.save_only_model:
+                    self._save_own_state(checkpoint)
+            if not keeps_back:
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    self._complete(run_dir, checkpoint)
+                return
+        except Exception as failure:
+            if not is_of_writing(failure):
+                raise
+            # Else the others wait for this process within what it has left
+            is_between_collectives = self.accelerator.num_processes == 1 or not (
+                self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
             )
+            if not (keeps_back and is_between_collectives):
+                if self.accelerator.num_processes == 1:  # else others may still write
+                    self._forget_unsaved(checkpoint, best)
+                raise NotSaved(self._unsaved(not_saved(checkpoint, failure))) from failure
+            error = failure
+        self._being_saved = checkpoint, best
+        complete = partial(self._complete, run_dir, checkpoint) if self.args.should_save else None
+        self._writer.start(complete, self.accelerator.num_processes, self.accelerator.process_index, error)
+        if not is_behind:
+            self._check_saving(wait=True)
+
+    def _complete(self, run_dir: str, checkpoint: str) -> None:
+        """Write the marker of a checkpoint that all processes have written, and delete the oldest ones."""
+        if not self.args.save_only_model:  # else there is nothing to resume from
+            write_marker(checkpoint, self._settings, self.accelerator.num_processes)
+            forget_rollback(run_dir)
+            if self.args.save_total_limit:  # what was interrupted goes before any that is complete
+                paths = [*checkpoints_of(run_dir).values()]
+                interrupted = [path for path in paths if not (path / MARKER).is_file()]
+                for path in interrupted[: max(0, len(paths) - self.args.save_total_limit)]:
+                    shutil.rmtree(path, ignore_errors=True)
+        rotate_checkpoints(
+            output_dir=run_dir,
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )

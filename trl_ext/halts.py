@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,12 @@ class Halting:
 
     Attributes:
         run_facts: what tells runs apart beside their arguments. `ResumableRun` sets it; None in other trainers.
+        finish_saving: waits for the checkpoint that is being written, to be called on all processes before
+            checkpoints are chosen or renamed. `ResumableRun` sets it, too.
     """
 
     run_facts: dict[str, Any] | None = None
+    finish_saving: Callable[[], None] | None = None
 
     def stop_that_holds(self, args: Any, state: Any) -> str | None:
         """Say in a sentence that this callback stopped the run in this state, if nothing has changed since."""

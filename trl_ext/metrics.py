@@ -44,6 +44,11 @@ METRICS: dict[str, dict[str, Metric]] = {
         "grad_norm": _NORM,
         "episodes": Metric("episode", "episodes", "step"),
     },
+    "CriticConfig": {
+        "explained_variance": Metric("val/explained_variance", "", "step"),
+        "value_loss": Metric("loss/value_avg", "score²", "step"),
+        "grad_norm": _NORM,
+    },
     # Their `kl` is a mean over tokens. They log it only if `beta` is not 0.
     "RLOOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "rollout")},
     "GRPOConfig": {**_ON_POLICY, "kl": Metric("kl", "nats per token", "step")},
@@ -90,6 +95,7 @@ def rollout_steps(args: Any) -> int:
     """Return the optimizer steps from one rollout to the next; 1 for a trainer without rollouts."""
     micro_batches = getattr(args, "steps_per_generation", None) or 1
     passes = getattr(args, "num_ppo_epochs", None) or getattr(args, "num_iterations", None) or 1
+    passes *= getattr(args, "critic_steps", None) or 1
     return math.ceil(micro_batches * passes / args.gradient_accumulation_steps)
 
 

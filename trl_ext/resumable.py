@@ -11,16 +11,19 @@ from .checkpoints import ResumableRun
 from .data.pair_columns import PairCollator, check_columns, take_columns
 from .functional import preference_loss
 from .redaction import HidesCredentials
-
-
-class SFTConfig(HidesCredentials, trl.SFTConfig):
-    """TRL's, which shows no credential to W&B, TensorBoard and the like."""
+from .settings import SavingSettings
 
 
 @dataclass
-class RewardConfig(HidesCredentials, trl.RewardConfig):
+class SFTConfig(HidesCredentials, SavingSettings, trl.SFTConfig):
+    """TRL's, with [`~trl_ext.settings.SavingSettings`], which shows no credential to W&B, TensorBoard and the like."""
+
+
+@dataclass
+class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
     """
-    TRL's, which shows no credential to W&B, TensorBoard and the like, and reads how sure labels are.
+    TRL's, with [`~trl_ext.settings.SavingSettings`], which shows no credential to W&B, TensorBoard and the like, and
+    reads how sure labels are.
 
     Args:
         use_confidence: read how sure each label is, such as the annotators' agreement, from the column `confidence`,

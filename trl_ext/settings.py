@@ -1,8 +1,30 @@
 """Check the values of a configuration: ranges, choices, and settings that are read only where another one is set."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+@dataclass
+class SavingSettings:
+    """
+    Mixin of `TrainingArguments` that [`~trl_ext.checkpoints.ResumableRun`] reads: how checkpoints are written.
+
+    Args:
+        save_in_background: write checkpoints while training goes on, from a copy in memory that is kept for the next
+            one. At most one is being written. `train` returns when the last one is complete.
+        on_save_failure: what follows if a checkpoint could not be written, for want of space, say. `"stop"` ends the
+            run, with one sentence; `"continue"` says it and goes on. What was written of it is removed.
+    """
+
+    save_in_background: bool = field(default=False, metadata={"help": "Write checkpoints while training goes on."})
+    on_save_failure: Literal["stop", "continue"] = field(
+        default="stop", metadata={"help": "What follows if a checkpoint could not be written."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()  # type: ignore[misc]
+        check_settings(self, {}, {})
 
 
 def resolve_bf16(config: Any) -> None:

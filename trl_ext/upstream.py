@@ -18,6 +18,7 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
     "accelerate.commands.launch": {"launch_command_parser": ""},
     "peft.tuners.tuners_utils": {"BaseTunerLayer": None},
     "peft.utils": {"AuxiliaryTrainingWrapper": None},
+    "torch.distributed.distributed_c10d": {"_get_default_store": ""},
     "torch.distributed.elastic.multiprocessing.api": {"SignalException": None},
     "transformers.integrations": {"is_deepspeed_zero3_enabled": ""},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
@@ -126,6 +127,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
     "trl.generation.vllm_generation.VLLMGeneration": {
         "_iter_named_params": "",
         "generate": "prompts=, images=, num_generations=, profiler=",
+        "sync_weights": "",
     },
     "transformers.GenerationMixin": {"_get_logits_processor": "generation_config, ..."},
     "transformers.PreTrainedModel": {"_set_gradient_checkpointing": "enable=, gradient_checkpointing_func=, ..."},
@@ -150,10 +152,18 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
     "trl.RewardTrainer": "_signature_columns data_collator",
     "trl.generation.vllm_client.VLLMClient": "base_url session",
-    "trl.generation.vllm_generation.VLLMGeneration": "generation_kwargs logprobs temperature vllm_client",
+    "trl.generation.vllm_generation.VLLMGeneration": """
+        _dist accelerator generation_kwargs logprobs model temperature vllm_client""",
     "transformers.PreTrainedConfig": "_attn_implementation",
     "bitsandbytes.nn.Linear4bit": "support_avx512bf16_for_cpu",
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",
+}
+
+WRITERS = {  # module -> the name by which what saves a checkpoint calls `torch.save`, or safetensors' `save_file`
+    "torch": "save",
+    "safetensors.torch": "save_file",
+    "transformers.modeling_utils": "safe_save_file",
+    "peft.peft_model": "safe_save_file",
 }
 
 _MODULES = {name: module for module, names in NAMES.items() for name in names}

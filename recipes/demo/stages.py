@@ -18,7 +18,7 @@ from accelerate import PartialState
 
 from trl_ext.checkpoints import differences
 
-from .. import online_dpo, ppo, reward, sft
+from .. import generate, online_dpo, ppo, pretrain_critic, reward, sft
 from .model import make_model, make_tokenizer
 from .world import make_world
 
@@ -29,6 +29,7 @@ SHORT = {
     "world": {"demonstrations": 640, "pairs": 640, "prompts": 512, "held_out": 200},
     "sft": ["--num_train_epochs", "1"],
     "reward": ["--num_train_epochs", "1"],
+    "pretrain_critic": ["--num_train_epochs", "1", "--eval_size", "64"],
     "online_dpo": ["--prompts_per_round", "64", "--num_samples", "2", "--save_steps", "1"],
     "ppo": ["--total_episodes", "384", "--eval_steps", "2", "--save_steps", "6", "--num_ppo_epochs", "1"],
 }
@@ -129,6 +130,28 @@ def noisy_reward_stage(args: DemoArguments, name: str, options: Sequence, rows: 
     build(pairs, _settings(args, name, "reward", options), write)
     arguments = ["--model_name_or_path", policy, "--dataset_name", pairs, "--demonstrations_name", world / "sft"]
     return _train(args, name, reward.main, arguments, options)
+
+
+def rollouts_stage(args: DemoArguments, num_samples: int = 1) -> Path:
+    """Answers of the first stage's model to the training prompts, with the tokens that were drawn."""
+    world, policy = args.folder / "world", sft_stage(args)
+    flags = {"model_name_or_path": policy, "dataset_name": world / "prompts", "dataset_split": "train"}
+    flags |= {"num_samples": num_samples, "max_new_tokens": 48, "batch_size": 128, "seed": args.seed}
+
+    def write(folder: Path) -> None:
+        words = [f"--{name}={value}" for name, value in flags.items()]
+        generate.main([*words, "--rollouts=true", "--use_cpu=true", f"--output_file={folder / 'train.jsonl'}"])
+
+    settings = {"seed": args.seed, "num_samples": num_samples, "short": args.short}
+    build(args.folder / "rollouts", settings, write)
+    return args.folder / "rollouts"
+
+
+def critic_stage(args: DemoArguments, name: str, start: Path, rollouts: Path, options: Sequence = ()) -> Path:
+    """A critic that is trained before PPO, from the model in `start`; `name` is `pretrain_critic-` and a suffix."""
+    arguments = ["--model_name_or_path", start, "--policy_name_or_path", sft_stage(args), "--dataset_name", rollouts]
+    arguments += ["--reward_model_name_or_path", reward_stage(args)]
+    return _train(args, name, pretrain_critic.main, arguments, options)
 
 
 def ppo_stage(args: DemoArguments, name: str, options: Sequence = (), reward: Sequence | None = None) -> Path:

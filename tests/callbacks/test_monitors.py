@@ -115,6 +115,15 @@ def test_missing_for_a_whole_rollout_is_said_once(ppo):
     assert run.notices == ["nothing to watch: the key 'objective/kl' was in no log since step 1"] and run.said == []
 
 
+def test_what_is_the_policys_is_not_missed_while_the_critic_warms_up(tmp_path):
+    run = Replay(tiny_config(tmp_path, critic_warmup_rollouts=3, critic_steps=2), ClipFractionCallback())
+    for step in range(1, 34):  # 8 steps a rollout, 24 of warm-up, one more rollout and a log
+        run.log(step, loss=1.0)
+        assert run.notices == []
+    run.log(34, loss=1.0)
+    assert run.notices == ["nothing to watch: the key 'policy/clipfrac_avg' was in no log since step 24"]
+
+
 def test_logs_of_evaluations_and_of_the_end_feed_no_window(ppo):
     run = Replay(ppo, KLBudgetCallback())
     run.evaluate(1, {f"eval_{KL}": 100.0, KL: 100.0})

@@ -14,7 +14,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 import trl_ext
-from recipes import dpo, online_dpo, ppo, reward, sft
+from recipes import dpo, online_dpo, ppo, pretrain_critic, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext.callbacks import load_monitors
@@ -26,7 +26,9 @@ from trl_ext.shipped import accelerate_file, config_file, find, names, recipe, r
 from trl_ext.upstream import launch_training_script  # noqa: F401 - raises if it changed
 
 ROOT = Path(trl_ext.__file__).parents[1]
-RECIPES = {"ppo": ppo, "dpo": dpo, "sft": sft, "reward": reward, "online_dpo": online_dpo}
+RECIPES = {"ppo": ppo, "dpo": dpo, "sft": sft, "reward": reward, "online_dpo": online_dpo} | {
+    "pretrain_critic": pretrain_critic
+}
 
 
 @pytest.fixture
@@ -48,8 +50,8 @@ def test_help_lists_every_command(capsys):
     assert main(["--help"]) == 0
     listed = re.findall(r"^  (\S+)  +\S", capsys.readouterr().out, re.M)
     assert listed == [*TRAINING, *TOOLS]
-    named = "sft reward ppo dpo online-dpo generate merge plan advise annotators prompts reward-report refresh-reward"
-    assert listed == [*named.split(), *"serve-reward report kl demo doctor".split()]
+    named = "sft reward pretrain-critic ppo dpo online-dpo generate merge plan advise annotators prompts reward-report"
+    assert listed == [*named.split(), *"refresh-reward serve-reward report kl demo doctor".split()]
 
 
 def test_what_needs_no_training_imports_nothing_heavy(subtests):

@@ -257,6 +257,15 @@ def test_a_stop_that_one_process_asks_for_stops_both_at_that_step(failed, kind):
         assert step == 2 and seconds < 60
 
 
+def test_the_critics_own_steps_leave_the_policy_alone_or_are_refused(failed):
+    mode, results, _, _ = failed
+    for rank in results:
+        if mode.startswith("zero"):
+            assert "`critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's" in rank["critic steps"]
+        else:
+            assert rank["critic steps"] == 2 * [["critic"], ["critic", "policy"]]
+
+
 def test_a_mistake_on_one_process_ends_both(failed):
     mode, results, errors, seconds = failed
     for rank in results:

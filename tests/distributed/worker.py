@@ -36,10 +36,13 @@ import recipes.ppo  # noqa: E402
 import recipes.reward  # noqa: E402
 import recipes.sft  # noqa: E402
 from tests.ppo.worker import (  # noqa: E402
+    CORRECTED,
+    EachStep,
     make_trainer,
     raised_by,
     reward_mistake,
     scripted,
+    skewed,
     topic_reward,
     with_nan,
 )
@@ -106,6 +109,7 @@ def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, *
         str(inputs / "policy"),
         trainer_kwargs=peft | (trainer_kwargs or {}),
         **{**PPO, "per_device_train_batch_size": 2 // processes, "save_strategy": "steps", **config},
+        save_in_background=reward is None,  # of the two ways to save each has its workloads
     )
 
 
@@ -161,7 +165,9 @@ def run(workload, inputs, folder, processes, resume=False):
             options |= {} if lora else {"sync_ref_model": True, "ref_model_sync_steps": 2}
             # Drawn anew, the critic's adapter would be another one under ZeRO-3
             options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
-        trainer = scripted(ppo(inputs, output_dir, processes, lora, **options))
+            options |= CORRECTED  # answers of another engine
+        answering = skewed if kind == "separate" else scripted
+        trainer = answering(ppo(inputs, output_dir, processes, lora, **options))
     else:
         trainer = others(kind, inputs, output_dir, processes, lora)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -170,6 +176,7 @@ def run(workload, inputs, folder, processes, resume=False):
     parameters = list(trainer.model.parameters())
     local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
     names = ["loss", "grad_norm", "objective/kl", "objective/scores", "val/explained_variance"]
+    names += ["sampling/ess", "sampling/clipfrac", "sampling/logprob_difference_p99"]
     names += ["beta", "logps/drift", "rewards/margins"]
     controllers = {"ppo": ["kl_controller", "reward_normalizer"], "dpo": ["beta_controller"]}.get(kind, [])
     return {
@@ -279,6 +286,24 @@ def stop_request(inputs, folder, kind):
     return raised_by(trainer), trainer.state.global_step
 
 
+def critic_steps(inputs, folder):
+    """Which roles each of four steps moves, every other one for the critic alone; or what is said against it."""
+    config = {"critic_steps": 2, "critic_trains": "mlp", "num_ppo_epochs": 1, "num_mini_batches": 1}
+    try:
+        trainer = ppo(inputs, folder, 2, False, **config, max_steps=4, save_strategy="no")
+    except ValueError as error:
+        return str(error)
+
+    def shards():
+        named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+        return {n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for n, p in named}
+
+    trainer.add_callback(watch := EachStep(shards))
+    trainer.train()
+    pairs = zip(watch.seen, watch.seen[1:], strict=False)
+    return [sorted({name.split(".")[0] for name in a if not torch.equal(a[name], b[name])}) for a, b in pairs]
+
+
 def fail(inputs, folder):
     """Generation, the best weights, and what one process alone does; the last of that ends the launch."""
     cases = {
@@ -292,6 +317,7 @@ def fail(inputs, folder):
         "recipes lora": lambda out: chain(inputs, out, lora=True),
         "stop ppo": lambda out: stop_request(inputs, out, "ppo"),
         "stop dpo": lambda out: stop_request(inputs, out, "dpo"),
+        "critic steps": lambda out: critic_steps(inputs, out),
         "reward raises": lambda out: reward_mistake(out, "raises", str(inputs / "policy")),
         "not finite": lambda out: raised_by(with_nan(ppo(inputs, out, 2, False))),
     }

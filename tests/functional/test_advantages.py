@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_ext.functional import gae, token_rewards
+from trl_ext.functional import gae, length_adaptive_lam, token_rewards
 
 LENGTHS = [5, 3, 1, 0, 4]
 MASK = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -148,3 +148,43 @@ def test_wrong_shapes_raise():
         gae(ones, torch.ones(2, 4), ones, gamma=1.0, lam=0.95)
     with pytest.raises(ValueError, match="rewards must have 2 dimensions"):
         gae(torch.ones(3), torch.ones(3), torch.ones(3), gamma=1.0, lam=0.95)
+
+
+def test_length_adaptive_lam_of_worked_example():
+    mask = torch.arange(8) < torch.tensor([[8], [4], [2], [1], [0]])
+    # 1 - 1 / (0.5 * 8) = 0.75; 1 - 1 / 2 = 0.5; 1 - 1 / 1 = 0; 1 - 1 / 0.5 < 0, so 0; no token, so 0
+    expected = torch.tensor([0.75, 0.5, 0.0, 0.0, 0.0])
+    for dtype in (torch.bool, torch.int64, torch.float32):
+        assert_close(length_adaptive_lam(mask.to(dtype), alpha=0.5), expected)
+
+
+def test_the_weights_of_a_length_adaptive_lam_sum_to_alpha_times_the_length():
+    for alpha, length in [(0.05, 100), (1.5, 7), (1.0, 3)]:
+        lam = length_adaptive_lam(torch.ones(1, length), alpha).double()
+        assert_close((lam ** torch.arange(5000)).sum().item(), alpha * length, rtol=1e-4, atol=0.0)
+
+
+def test_gae_with_a_lam_for_each_row_is_gae_of_each_row():
+    rewards, values = rollout()
+    lam = torch.tensor([0.9, 0.0, 0.3, 0.5, 1.0], dtype=torch.float64)
+    advantages = gae(rewards, values, MASK, 0.97, lam)
+    for row in range(len(lam)):
+        alone = [tensor[row : row + 1] for tensor in (rewards, values, MASK)]
+        assert_close(advantages[row : row + 1], gae(*alone, 0.97, lam[row].item()), rtol=0, atol=0)
+    assert_close(gae(rewards, values, MASK, 0.97, torch.full((5,), 0.4)), gae(rewards, values, MASK, 0.97, 0.4))
+
+
+def test_gae_with_a_lam_for_each_row_of_worked_example():
+    # Rewards at the ends alone, values of 0: A_t = lam^(T - t) r_T. With alpha 0.5: lam = 0.5 of 4, 0 of 2 tokens
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 8.0], [0.0, 8.0, 9.0, 9.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    advantages = gae(rewards, torch.zeros(2, 4), mask, 1.0, length_adaptive_lam(mask, 0.5))
+    assert_close(advantages, torch.tensor([[1.0, 2.0, 4.0, 8.0], [0.0, 8.0, 0.0, 0.0]]))
+
+
+def test_a_lam_that_fits_no_row_raises():
+    rewards, values = rollout()
+    with pytest.raises(ValueError, match=r"lam must be a float or \(B,\) with the B = 5 of rewards, got shape \(3,\)"):
+        gae(rewards, values, MASK, 1.0, torch.ones(3))
+    with pytest.raises(ValueError, match="alpha must be above 0, got 0.0"):
+        length_adaptive_lam(MASK, 0.0)

@@ -45,6 +45,27 @@ def test_policy_loss_has_no_gradient_where_it_is_clipped():
     assert_close(logprobs.grad, torch.tensor([[0.0, 3.0, -1.0, 0.0, 0.0]]))
 
 
+def test_a_band_masks_what_is_outside_and_clips_nothing_inside():
+    ratio = torch.tensor([[0.5, 0.75, 1.0, 5.0, 8.0, 0.5, 0.75, 8.0]])
+    advantages = torch.tensor([[2.0, 2.0, 2.0, 2.0, 2.0, -2.0, -2.0, -2.0]])
+    # Outside [0.7, 6] are 0.5 and 8, whatever the sign of the advantage; inside -r A, which is its own gradient
+    expected = torch.tensor([[0.0, -1.5, -2.0, -10.0, 0.0, 0.0, 1.5, 0.0]])
+    logprobs = ratio.log().requires_grad_()
+    loss, outside = policy_loss(logprobs, torch.zeros(1, 8), advantages, 0.2, 0.2, band=[0.7, 6.0])
+    loss.sum().backward()
+    assert_close(loss.detach(), expected)
+    assert_close(logprobs.grad, expected)
+    assert_close(outside, torch.tensor([[True, False, False, False, True, True, False, True]]))
+
+
+def test_a_band_has_its_bounds_and_leaves_out_ratios_that_overflow():
+    logprobs = torch.tensor([[math.log(0.5), math.log(2.0), 200.0, -200.0, math.nan]]).requires_grad_()
+    loss, outside = policy_loss(logprobs, torch.zeros(1, 5), torch.ones(1, 5), 0.2, 0.2, band=(0.5, 2.0))
+    loss.sum().backward()
+    assert outside.tolist() == [[False, False, True, True, True]]
+    assert_close(logprobs.grad, torch.tensor([[-0.5, -2.0, 0.0, 0.0, 0.0]]))
+
+
 def policy_loss_by_the_papers(logprob, old_logprob, advantage, low, high, dual_clip):
     ratio = math.exp(logprob - old_logprob)
     objective = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)

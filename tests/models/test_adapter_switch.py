@@ -318,7 +318,8 @@ def vllm(monkeypatch):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_vllm_is_sent_the_merged_policy_under_the_base_models_names(name, vllm, tmp_path):
     """In training, with a critic's and the reference's adapter beside it; and the base keeps its bits."""
-    trainer = make_trainer(tmp_path, model=users_model(name), use_vllm=True, learning_rate=1e-2, max_steps=8)
+    config = {"use_vllm": True, "importance_sampling_mode": "none", "learning_rate": 1e-2, "max_steps": 8}
+    trainer = make_trainer(tmp_path, model=users_model(name), **config)
     before, client = weights(trainer), trainer.vllm_generation.vllm_client
     trainer.train()
 

@@ -1,6 +1,7 @@
 """Plans of tiny runs against closed forms, and the settings that are refused or warned of."""
 
 import logging
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -181,6 +182,7 @@ def test_what_cannot_work_is_refused_with_the_reason(subtests):
         ),
         (Job("ppo", ppo(max_approx_kl=0.1), CONFIG, Layout("zero2", 2)), "leave steps out, but DeepSpeed's engine"),
         (Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero3", 2)), "leave steps out, but DeepSpeed's"),
+        (Job("ppo", ppo(critic_steps=2), CONFIG, Layout("zero2", 2)), "leave steps out, but DeepSpeed's"),
         (Job("ppo", ppo(sync_ref_model=True), CONFIG, **PEFT), "`sync_ref_model=True` moves the reference"),
         (Job("ppo", ppo(share_reward_base="always"), CONFIG, shared_rewards=1), "needs a policy with an adapter"),
         (Job("ppo", ppo(), CONFIG, peft_config=LoraConfig(**LORA, bias="all")), "has bias='all'"),
@@ -246,3 +248,24 @@ def test_a_classifier_of_one_label_is_planned_without_a_word(caplog):
         model = classifier(SimpleNamespace(compute_dtype=torch.float32), CONFIG)
     logger.removeHandler(caplog.handler)
     assert model.config.num_labels == 1 and not caplog.records
+
+
+@pytest.mark.slow
+def test_what_generates_beside_the_run_is_counted_there():
+    plain, ahead, vllm = (
+        plan(Job("ppo", ppo(**kwargs), CONFIG, prompt_length=8))
+        for kwargs in ({}, {"rollouts_ahead": 2}, {"use_vllm": True})
+    )
+    assert not plain.beside and not plain.host
+    assert ahead.beside.pop("weights") == 4 * PARAMS and ahead.host == 2 * 4 * PARAMS
+    assert ahead.beside == {n: size for n, size in plain.phases["generate"].items() if n != "gathered weights"}
+    cache = 2 * 3 * 2 * 4 * 16 * 2  # keys and values, layers, heads of 4, tokens, 16 bits
+    assert vllm.beside == {"weights": 2 * PARAMS, "KV cache": 8 * cache}
+    assert not ahead.phases["generate"] and not vllm.phases["generate"]
+    adapter = plan(Job("ppo", ppo(rollouts_ahead=1), CONFIG, peft_config=LoraConfig(**LORA), prompt_length=8))
+    assert adapter.beside["weights"] == 4 * PARAMS  # merged
+
+
+def test_a_copy_of_the_checkpoint_is_in_the_machines_memory():
+    kept = plan(Job("ppo", ppo(save_in_background=True), CONFIG, Layout("zero3", 4), prompt_length=8))
+    assert kept.host == math.ceil(kept.checkpoint / 4)

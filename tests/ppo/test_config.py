@@ -192,6 +192,9 @@ def test_total_episodes_and_max_steps_must_agree(tmp_path):
     assert config(tmp_path, total_episodes=16, max_steps=8).max_steps == 8
     with pytest.raises(ValueError, match=r"`total_episodes=16` makes 8 optimizer steps .* `max_steps=9`"):
         config(tmp_path, total_episodes=16, max_steps=9)
+    assert config(tmp_path, total_episodes=16, critic_steps=3).max_steps == 24
+    with pytest.raises(ValueError, match=r"2 epochs × 3 critic steps\), but `max_steps=8`"):
+        config(tmp_path, total_episodes=16, max_steps=8, critic_steps=3)
 
 
 def test_a_rollout_holds_whole_groups(tmp_path):
@@ -204,17 +207,23 @@ RANGES = [
     ("cliprange", [0.0, -0.1], [1e-3]),
     ("cliprange_value", [0.0], [1e-3, None]),
     ("critic_learning_rate", [-1e-6], [0.0, None]),
+    ("critic_steps", [0], [1, 2]),
+    ("critic_trains", ["attention"], ["all", "mlp"]),
     ("critic_warmup_rollouts", [-1], [0]),
     ("dual_clip", [1.0, 0.5], [1.01, None]),
     ("entropy_coef", [-0.1], [0.0]),
     ("epsilon_high", [0.0], [0.28, None]),
     ("gamma", [-0.1, 1.01, math.nan], [0.0, 1.0]),
+    ("importance_sampling_clip_max", [0.99, math.nan], [1.0, None]),
+    ("importance_sampling_clip_min", [-0.1, 1.01, math.nan], [0.0, 1.0]),
+    ("importance_sampling_mode", ["truncate"], ["token_mask", "sequence_truncate"]),
     ("kl_coef", [-0.1, math.inf, math.nan], [0.0]),
     ("kl_coef_max", [-0.1], [0.1, None]),
     ("kl_coef_min", [-0.1], [0.0]),
     ("kl_horizon", [0], [1]),
     ("kl_target", [0.0], [0.1]),
     ("lam", [-0.1, 1.01], [0.0, 1.0]),
+    ("lam_alpha", [0.0, -1.0, math.inf], [0.05, 1.5, None]),
     ("lam_value", [-0.1, 1.01], [0.0, 1.0, None]),
     ("local_rollout_forward_batch_size", [0], [1]),
     ("logits_budget_gb", [-1.0], [0.0, 0.5]),
@@ -227,7 +236,9 @@ RANGES = [
     ("gradient_accumulation_steps", [0], [1]),
     ("per_device_train_batch_size", [0], [1]),
     ("per_device_eval_batch_size", [0], [1]),
+    ("ratio_band", [[0.7], [1.0, 2.0], [0.5, 1.0], [-0.1, 2.0], [0.5, math.inf]], [[0.7, 6.0], [0, 2], None]),
     ("reward_weights", [[math.nan], ["a"]], [[1, -0.5], None]),
+    ("rollouts_ahead", [-1], [0, 2]),
     ("temperature", [0.0], [0.1]),
     ("total_episodes", [0], [1, None]),
     ("vf_coef", [-0.1], [0.0]),
@@ -243,23 +254,29 @@ def test_ranges(subtests, tmp_path):
     adaptive = ("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max")
     for name, bad, good in RANGES:
         needed = {"kl_controller": "adaptive"} if name in adaptive else {}
+        if name.startswith("importance_sampling_clip"):
+            needed = {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.5}
         with subtests.test(name=name):
             for value in bad:
                 with pytest.raises(ValueError, match=rf"`{name}` must be .* got {re.escape(repr(value))}"):
-                    config(tmp_path, **needed, **{name: value})
+                    config(tmp_path, **needed | {name: value})
             for value in good:
-                assert getattr(config(tmp_path, **needed, **{name: value}), name) == value
+                assert getattr(config(tmp_path, **needed | {name: value}), name) == value
 
 
 def test_a_setting_of_a_mode_that_is_off_raises(subtests, tmp_path):
-    for name, value, setting in [
+    for name, value, setting, *given in [
         ("kl_target", 3.0, "kl_controller='adaptive'"),
         ("kl_horizon", 300, "kl_controller='adaptive'"),
+        ("cliprange", 0.3, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
+        ("epsilon_high", 0.3, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
+        ("dual_clip", 3.0, "ratio_band=None", {"ratio_band": [0.7, 6.0]}),
+        ("lam", 0.9, "lam_alpha=None", {"lam_alpha": 1.5}),
         ("reward_group_column", "topic", "reward_normalization='group'"),
         ("reward_reference_column", "answer", "reward_normalization='reference'"),
     ]:
         with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}={value}` is for `{setting}`"):
-            config(tmp_path, **{name: value})
+            config(tmp_path, **{name: value}, **dict(*given))
 
 
 def test_contradictions(subtests, tmp_path):
@@ -285,7 +302,7 @@ def test_contradictions(subtests, tmp_path):
             config(tmp_path, **kwargs)
 
 
-def test_sampling_off_the_policy_needs_permission(subtests, tmp_path):
+def test_a_sampler_that_is_not_the_policy_is_corrected_for_or_needs_permission(subtests, tmp_path):
     for kwargs in [
         {"top_k": 50},
         {"top_p": 0.9},
@@ -296,17 +313,51 @@ def test_sampling_off_the_policy_needs_permission(subtests, tmp_path):
         {"generation_kwargs": '{"top_k": 50}'},  # as the command line passes it
     ]:
         with subtests.test(kwargs=kwargs):
+            assert config(tmp_path, **kwargs).importance_correction == "token_truncate"
+            assert config(tmp_path, **kwargs, old_logprobs="sampler").importance_correction == "none"
+            uncorrected = {**kwargs, "importance_sampling_mode": "none"}
             with pytest.raises(ValueError, match="allow_off_policy_sampling=True") as error:
-                config(tmp_path, **kwargs)
+                config(tmp_path, **uncorrected)
             name, value = next(iter(kwargs.items()))
             assert str(value if name != "generation_kwargs" else next(iter(dict_of(value)))) in str(error.value)
-            assert config(tmp_path, **kwargs, allow_off_policy_sampling=True).allow_off_policy_sampling
+            assert config(tmp_path, **uncorrected, allow_off_policy_sampling=True).importance_correction == "none"
+
+
+def test_who_is_corrected_for(subtests, tmp_path):
+    greedy = {"generation_kwargs": {"do_sample": False}, "allow_off_policy_sampling": True}
+    for expected, kwargs in [
+        ("none", {}),
+        ("none", {"old_logprobs": "sampler"}),
+        ("token_truncate", {"use_vllm": True}),
+        ("token_truncate", {"rollouts_ahead": 1}),
+        ("token_truncate", {"allow_off_policy_sampling": True}),
+        ("none", {"allow_off_policy_sampling": True, "old_logprobs": "sampler"}),
+        ("sequence_mask", {"importance_sampling_mode": "sequence_mask"}),
+        ("none", {**greedy, "importance_sampling_mode": "none"}),
+        ("token_mask", {"importance_sampling_mode": "token_mask", "importance_sampling_clip_max": None,
+                        "importance_sampling_clip_min": 0.5}),
+    ]:  # fmt: skip
+        with subtests.test(kwargs=kwargs):
+            assert config(tmp_path, **kwargs).importance_correction == expected
+    bounds = {"importance_sampling_clip_min": 1.0, "importance_sampling_clip_max": 1.0}
+    for kwargs, message in [
+        ({"importance_sampling_clip_max": 2.0}, "bound weights, but `importance_sampling_mode='auto'` gives none"),
+        ({"importance_sampling_clip_min": 0.5}, "bound weights, but `importance_sampling_mode='auto'` gives none"),
+        ({"top_k": 5, "importance_sampling_clip_max": None}, "needs a bound"),
+        ({"top_k": 5, **bounds}, "`importance_sampling_clip_min=1.0` must be below `importance_sampling_clip_max=1.0"),
+        ({"old_logprobs": "sampler", "importance_sampling_mode": "token_mask"}, "'token_mask'` cannot act"),
+        (greedy, "`generation_kwargs={'do_sample': False}` draws nothing"),
+        ({**greedy, "old_logprobs": "sampler"}, "`generation_kwargs={'do_sample': False}` draws nothing"),
+    ]:
+        with subtests.test(kwargs=kwargs), pytest.raises(ValueError, match=message):
+            config(tmp_path, **kwargs)
 
 
 @pytest.mark.slow
 def test_a_generation_kwarg_acts_in_the_rollout_or_is_refused(subtests, tmp_path):
     def rollout(**kwargs):
-        args = tiny_config(tmp_path, max_steps=1, allow_off_policy_sampling=True, generation_kwargs=kwargs)
+        off_policy = {"allow_off_policy_sampling": True, "importance_sampling_mode": "none"}
+        args = tiny_config(tmp_path, max_steps=1, generation_kwargs=kwargs, **off_policy)
         arguments = {"train_dataset": prompts(), "processing_class": tiny_tokenizer()}
         trainer = PPOTrainer(tiny_llama(), length_reward, args, **arguments)
         torch.manual_seed(0)

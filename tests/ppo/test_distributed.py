@@ -11,13 +11,16 @@ from tests.ppo.worker import (
     BUILDERS,
     BY_ONE,
     CHECKPOINTING,
+    CORRECTED,
     LORA_PARITY,
     RESUMED,
     assert_gradients_of_separate_models,
     evaluation,
     make_trainer,
     parity,
+    skewed,
 )
+from trl_ext.marker import MARKER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -45,8 +48,13 @@ def differ(a, b, prefix=""):
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("parity", {}), ("generations", {"num_generations": 2}), ("lora", LORA_PARITY)],
-    ids=["parity", "generations", "lora"],
+    [
+        ("parity", {}),
+        ("generations", {"num_generations": 2}),
+        ("lora", LORA_PARITY),
+        ("corrected", {**CORRECTED, "answering": skewed}),
+    ],
+    ids=["parity", "generations", "lora", "corrected"],
 )
 def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_path):
     one = parity(tmp_path, 1, **config)
@@ -74,15 +82,24 @@ def test_gradients_on_one_base_are_those_of_separate_models(name, checkpointing,
     assert_gradients_of_separate_models(name, *processes)
 
 
-def test_two_processes_log_the_metrics_of_one(results, tmp_path):
-    one = parity(tmp_path, 1)["logs"]
-    two = results[0]["parity"]["logs"]
+@pytest.mark.parametrize("name", ["parity", "corrected"])
+def test_two_processes_log_the_metrics_of_one(name, results, tmp_path):
+    one = parity(tmp_path, 1, **({**CORRECTED, "answering": skewed} if name == "corrected" else {}))["logs"]
+    two = results[0][name]["logs"]
     assert len(two) == len(one) == 5
     for actual, expected in zip(two, one, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     # Rows were left out, answers ended by EOS, and the second pass was off-policy
     assert one[0]["objective/num_unscored"] > 0 and one[0]["val/num_eos_tokens"] > 0
     assert one[1]["policy/approxkl_avg"] > 1e-5 and one[2]["objective/kl"] != 0
+    assert (0 < one[0].get("sampling/clipfrac", 0) < 1) == (name == "corrected")
+
+
+def test_a_sampler_that_says_nothing_on_one_process_ends_both(results):
+    for process in results:
+        error, message, seconds = process["sampler is silent"]
+        assert error == "RuntimeError" and seconds < 60
+        assert "were drawn are missing on 1 of 2 process(es)" in message
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -128,16 +145,32 @@ def test_a_gradient_that_is_not_finite_on_one_process_ends_both(launch):
             torch.testing.assert_close(parameter.data, weights[f"{role}.{name}"], rtol=0, atol=0)
 
 
-def test_critic_warmup_leaves_the_policy_alone_on_both_processes(results):
+def test_a_checkpoint_that_one_process_cannot_write_ends_both_with_its_cause(launch):
+    folder, results = launch
+    ends = [process["unsaved, stop"] for process in results]
+    (error, message, _), step = ends[0]
+    assert error == "NotSaved" and message == ends[1][0][1] and step == ends[1][1] <= 4
+    assert f"checkpoint-2 could not be written to {folder / 'stop'} (a write to the disk failed" in message
+    assert [path.parent.name for path in folder.glob(f"stop/checkpoint-*/{MARKER}")] == ["checkpoint-1"]
     for process in results:
-        seen = process["warm-up"]  # two steps a rollout, the first of which is for the critic alone
-        for step in (1, 2):
-            assert not differ(seen[step]["weights"], seen[0]["weights"], "policy.")
-            assert "critic.score.weight" in differ(seen[step]["weights"], seen[step - 1]["weights"])
-        for step in (3, 4, 5, 6):
+        (error, _, _), step = process["unsaved, continue"]
+        assert error is None and step == 4
+    complete = {path.parent.name for path in folder.glob(f"continue/checkpoint-*/{MARKER}")}
+    assert (
+        complete == {"checkpoint-1", "checkpoint-3", "checkpoint-4"} == {p.name for p in folder.glob("continue/ch*")}
+    )
+
+
+def test_steps_for_the_critic_alone_leave_the_policy_alone_on_both_processes(results):
+    for process in results:
+        seen = process["warm-up"]  # two minibatches, passed over twice; the first rollout, then the first pass
+        for step in range(1, 9):
             moved = differ(seen[step]["weights"], seen[step - 1]["weights"], "policy.")
-            assert len(moved) == sum(name.startswith("policy.") for name in seen[0]["weights"])
-        assert seen[1]["kl_coef"] == seen[2]["kl_coef"] == 0.05 != seen[3]["kl_coef"]
+            assert len(moved) == (sum(name.startswith("policy.") for name in seen[0]["weights"]) if step > 6 else 0)
+            moved = differ(seen[step]["weights"], seen[step - 1]["weights"], "critic.")
+            assert "critic.score.weight" in moved
+            assert all(".mlp." in name or name == "critic.score.weight" for name in moved)
+        assert [state["kl_coef"] for state in seen[1:5]] == [0.05] * 4 and seen[5]["kl_coef"] != 0.05
     assert_equal(results[0]["warm-up"], results[1]["warm-up"])
 
 

@@ -52,7 +52,10 @@ def test_auto_trusts_the_sampler_where_it_is_exact(tmp_path):
         (False, {"generation_kwargs": {"cache_implementation": "quantized"}}),
         (False, {"allow_off_policy_sampling": True, "top_k": 5}),
         (False, {"old_logprobs": "recompute"}),
+        (False, {"top_k": 5}),
+        (False, {"importance_sampling_mode": "token_truncate"}),
         (True, {"old_logprobs": "sampler", "bf16": True}),
+        (True, {"old_logprobs": "sampler", "top_k": 5}),
     ]:
         assert make_trainer(tmp_path, **config)._trusts_sampler == trusted, config
     assert not make_trainer(tmp_path, model=tiny_llama().bfloat16())._trusts_sampler
@@ -72,9 +75,3 @@ def test_answers_that_were_changed_after_drawing_are_scored_again(tmp_path):
             logprobs = trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1].log_softmax(-1)
         expected = logprobs.gather(1, ids[-n:, None]).squeeze(1)
         torch.testing.assert_close(rollout.logprobs[i, :n], expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("config", [{"use_vllm": True}, {"allow_off_policy_sampling": True}])
-def test_a_sampler_of_another_distribution_is_refused(tmp_path, config):
-    with pytest.raises(ValueError, match="`old_logprobs='sampler'` cannot be"):
-        make_trainer(tmp_path, old_logprobs="sampler", **config)

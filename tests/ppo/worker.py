@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import math
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 import trl_ext.ppo.trainer as ppo_trainer
@@ -45,6 +47,26 @@ def scripted(trainer):
         return draws[: length - 1] + [trainer.processing_class.eos_token_id] if length < longest else draws
 
     trainer._generate_single_turn = lambda prompt_ids, *_: [reply(ids) for ids in prompt_ids]
+    return trainer
+
+
+def skewed(trainer, spread=0.5, missing_on=None):
+    """Answer so, and say as another engine's log-probs what a new model gives any token, and a noise of each token."""
+    scripted(trainer)
+    reply = trainer._generate_single_turn
+
+    def logprobs_of(ids):
+        noise = torch.tensor([math.sin(97.0 * token + i) for i, token in enumerate(ids)])
+        return spread * noise - math.log(len(trainer.processing_class))
+
+    def generate(prompt_ids, *args):
+        answers, recorder = reply(prompt_ids), trainer._actor_critic.sampler_recorder
+        if recorder is not None and trainer.accelerator.process_index != missing_on:
+            ids, logprobs = [torch.tensor(ids) for ids in answers], [logprobs_of(ids) for ids in answers]
+            recorder.add(*(pad_sequence(rows, batch_first=True).to(trainer.args.device) for rows in (ids, logprobs)))
+        return answers
+
+    trainer._generate_single_turn = generate
     return trainer
 
 
@@ -366,7 +388,7 @@ class InBackground:
         return self.reward(**kwargs)
 
 
-def parity(folder, processes, reward=topic_reward, **config):
+def parity(folder, processes, reward=topic_reward, answering=scripted, **config):
     """Two rollouts of 8 with one minibatch, passed over twice, of the same 8 answers on any number of processes."""
     config = {
         "per_device_train_batch_size": 4 // processes,
@@ -381,7 +403,7 @@ def parity(folder, processes, reward=topic_reward, **config):
         "entropy_coef": 0.02,
         "weight_decay": 0.1,
     } | config
-    trainer = scripted(make_trainer(folder, reward, **config))
+    trainer = answering(make_trainer(folder, reward, **config))
     trainer.train()
     return end_state(trainer) | {"processes": trainer.accelerator.num_processes, "wrapper": wrapper(trainer)}
 
@@ -429,6 +451,13 @@ def with_nan(trainer):
     return trainer
 
 
+CORRECTED = {  # some weights beyond the bounds
+    "importance_sampling_mode": "token_mask",
+    "importance_sampling_clip_min": 0.7,
+    "importance_sampling_clip_max": 1.5,
+}
+
+
 def not_finite(folder):
     trainer = with_nan(make_trainer(folder))
     seen = watched(trainer)
@@ -438,7 +467,8 @@ def not_finite(folder):
 def resumed(folder):
     """Each run's end: without interruption, and from checkpoints in data epoch 1 and at its start."""
     config = RESUMED | {"per_device_train_batch_size": 1, "max_steps": 12}
-    trainer = make_trainer(folder / "saved", save_strategy="steps", save_steps=1, **config)
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_in_background": True}
+    trainer = make_trainer(folder / "saved", **saving, **config)
     trainer.train()
     ends = [end_state(trainer)]
     for step in (8, 9):
@@ -449,9 +479,27 @@ def resumed(folder):
     return ends
 
 
+def unsaved(folder, what_follows):
+    """Process 1 finds no room for its part of the second checkpoint."""
+    trainer = make_trainer(
+        folder, **BY_ONE | {"max_steps": 4, "save_in_background": True, "on_save_failure": what_follows}
+    )
+
+    class Fill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if args.process_index == 1 and state.global_step == 2:
+                path = folder / "checkpoint-2" / "ppo_state_1.pt"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.symlink_to("/dev/full")
+
+    trainer.add_callback(Fill())
+    return raised_by(trainer), trainer.state.global_step
+
+
 def warmup(folder):
     config = {"weight_decay": 0.5, "num_ppo_epochs": 1, "activation_checkpointing": True, "kl_horizon": 100}
-    trainer = make_trainer(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=6, **config)
+    config |= {"critic_steps": 2, "critic_trains": "mlp"}
+    trainer = make_trainer(folder, critic_warmup_rollouts=1, kl_controller="adaptive", max_steps=8, **config)
     seen = watched(trainer)
     trainer.train()
     return seen
@@ -515,7 +563,11 @@ def on_two_processes(output_dir):
         "reward raises": reward_mistake(folder / "raises", "raises"),
         "background raises": reward_mistake(folder / "raises", "raises in the background"),
         "reward is NaN": reward_mistake(folder / "nan", "nan"),
+        "corrected": parity(folder / "corrected", 2, answering=skewed, **CORRECTED),
+        "sampler is silent": raised_by(skewed(make_trainer(folder / "silent", **CORRECTED), missing_on=1)),
         "not finite": not_finite(folder / "not finite"),
+        "unsaved, stop": unsaved(folder / "stop", "stop"),
+        "unsaved, continue": unsaved(folder / "continue", "continue"),
         "warm-up": warmup(folder / "warm-up"),
         "too far": too_far(folder / "too far"),
         "resumed": resumed(folder),

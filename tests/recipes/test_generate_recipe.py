@@ -76,6 +76,23 @@ def test_an_adapter_answers_otherwise_than_its_base(inputs, tmp_path):
     assert base != adapted
 
 
+def test_rollouts_are_the_tokens_that_were_drawn_with_the_other_columns(inputs, tmp_path):
+    """The same draws as without; decoded they are the completions, and EOS is there exactly where it says so."""
+    plain = answer(inputs, tmp_path / "plain.jsonl", "--num_samples", "2")
+    data = [{"prompt": row, "finished": "theirs", "topic": i} for i, row in enumerate(ROWS)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    rows = answer(
+        inputs, tmp_path / "out.jsonl", "--num_samples", "2", "--rollouts", "true", data=tmp_path / "data.jsonl"
+    )
+    tokenizer = tiny_tokenizer(pad=False)
+    assert {row["finished"] for row in rows} == {True, False}
+    for i, (row, without) in enumerate(zip(rows, plain, strict=True)):
+        assert row["topic"] == i // 2 and row["prompt_ids"] == tokenizer(ROWS[i // 2])["input_ids"]
+        assert (row["completion_ids"][-1] == 2) == row["finished"]
+        assert tokenizer.decode(row["completion_ids"], skip_special_tokens=True) == row["completion"]
+        assert {name: row[name] for name in without} == without
+
+
 def test_messages_go_through_the_chat_template(inputs, tmp_path):
     rows = answer(inputs, tmp_path / "chat.jsonl", "--temperature", "0", data="chat.jsonl")
     for row, text in zip(rows, ROWS, strict=True):

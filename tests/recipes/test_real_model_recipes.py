@@ -14,12 +14,14 @@ from trl import ModelConfig, RewardConfig, SFTConfig
 
 from recipes.dpo import DPOScriptArguments
 from recipes.ppo import PPOScriptArguments
+from recipes.pretrain_critic import CriticScriptArguments
 from recipes.reward import RewardScriptArguments
 from recipes.sft import SFTScriptArguments
 from tests.recipes.real_models import SHAPES, tiny_of, tokenizer_of
 from tests.tiny import WORDS
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser
 from trl_ext.data import split_pair
+from trl_ext.ppo import CriticConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b")
@@ -29,11 +31,12 @@ CLASSES = {
     "reward": (RewardScriptArguments, RewardConfig),
     "ppo": (PPOScriptArguments, PPOConfig),
     "dpo": (DPOScriptArguments, DPOConfig),
+    "pretrain_critic": (CriticScriptArguments, CriticConfig),
 }
 
 
 def stage_of(path):
-    return path.stem.split("_")[0]
+    return next(stage for stage in CLASSES if path.stem.startswith(stage))
 
 
 def parse(path, *more):
@@ -64,7 +67,7 @@ def test_the_recipes_that_the_documentation_promises_are_there():
     expected = {f"{folder}/{stage}" for folder in FOLDERS[:2] for stage in stages}
     expected |= {f"llama-3.1-8b/{stage}_{variant}" for stage in stages for variant in variants}
     expected |= {f"{folder}/ppo_vllm_{mode}" for folder in FOLDERS[:2] for mode in ("colocate", "server")}
-    assert names == expected | {"qwen2.5-0.5b/reward_deberta"}
+    assert names == expected | {f"qwen2.5-0.5b/{name}" for name in ("reward_deberta", "ppo_sao", "pretrain_critic")}
 
 
 def test_it_parses_strictly_and_what_it_needs_is_made_by_another_recipe(subtests):
@@ -105,7 +108,9 @@ def test_its_head_has_purpose_hardware_memory_and_a_launch_line_that_fits(subtes
             launch = " ".join(line.rstrip("\\ ") for line in header)
             stage = stage_of(path)
             name = path.relative_to(ROOT / "recipes").with_suffix("")
-            assert launch.endswith(f"trl-ext {stage} --accelerate_config {accelerate_of(path)} --config {name}")
+            assert launch.endswith(
+                f"trl-ext {stage.replace('_', '-')} --accelerate_config {accelerate_of(path)} --config {name}"
+            )
 
 
 # ---- Two steps ----
@@ -146,6 +151,9 @@ def standins(tmp_path_factory):
         (folder / name).mkdir(parents=True)
         for split in ("train", "validation", "test"):
             (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rollouts = folder / "outputs/qwen2.5-0.5b/rollouts.jsonl"
+    rollouts.parent.mkdir(parents=True)
+    rollouts.write_text("".join(json.dumps({**row, "finished": i % 2 == 0}) + "\n" for i, row in enumerate(text)))
     return model, folder
 
 
@@ -204,6 +212,9 @@ def test_two_steps(path, standins, tmp_path, monkeypatch):
         "disable_tqdm": "true",
         "dataloader_pin_memory": "false",
     }
+    if stage == "pretrain_critic":
+        flags |= {"policy_name_or_path": model(name), "model_name_or_path": model(name, 1), "eval_size": "2"}
+        flags |= {"reward_model_name_or_path": model(name, 1)}
     if stage == "ppo":
         reward = base_of(path, script_args.reward_model_name_or_path)
         flags |= {"reward_model_name_or_path": model(reward, 1), "max_completion_length": "4"}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from trl import get_peft_config, get_quantization_config
 
-from recipes import dpo, generate, merge, online_dpo, ppo, reward, sft
+from recipes import dpo, generate, merge, online_dpo, ppo, pretrain_critic, reward, sft
 from trl_ext import arguments
 from trl_ext.arguments import ClassifierArguments, ModelArguments
 
-RECIPES = [sft, reward, dpo, ppo, online_dpo]
+RECIPES = [sft, reward, dpo, ppo, online_dpo, pretrain_critic]
 
 
 def test_missing_and_unknown_arguments_are_named(subtests, capsys):
@@ -27,7 +27,7 @@ def test_missing_and_unknown_arguments_are_named(subtests, capsys):
     ]:
         for recipe in RECIPES:
             with subtests.test(recipe=recipe, message=message):
-                needs_reward = "--dataset_name" in given and recipe in (ppo, online_dpo)
+                needs_reward = "--dataset_name" in given and recipe in (ppo, online_dpo, pretrain_critic)
                 with pytest.raises(SystemExit):
                     recipe.main([*given, *(["--reward_funcs", "x.py:y"] if needs_reward else [])])
                 assert message in capsys.readouterr().err
@@ -40,7 +40,7 @@ def test_a_wrong_model_is_refused_before_a_config_is_imported(subtests, capsys, 
     monkeypatch.setattr("trl_ext.parser.import_module", imported)
     for recipe in RECIPES:
         with subtests.test(recipe=recipe):
-            reward = ["--reward_funcs", "x.py:y"] if recipe in (ppo, online_dpo) else []
+            reward = ["--reward_funcs", "x.py:y"] if recipe in (ppo, online_dpo, pretrain_critic) else []
             with pytest.raises(SystemExit, match="2"):
                 recipe.main(["--dataset_name", "x", "--model_name_or_path", "recipes/demoo", *reward])
             assert "`model_name_or_path` recipes/demoo: there is no such folder" in capsys.readouterr().err
@@ -77,6 +77,7 @@ def test_every_argument_of_a_recipe_is_read_or_refused(subtests):
         dpo: dpo.DPOScriptArguments,
         ppo: ppo.PPOScriptArguments,
         online_dpo: online_dpo.OnlineDPOScriptArguments,
+        pretrain_critic: pretrain_critic.CriticScriptArguments,
         generate: generate.GenerateArguments,
         merge: merge.MergeArguments,
     }

@@ -9,12 +9,13 @@ from typing import get_type_hints
 
 import pytest
 
-from recipes import dpo, ppo, reward, sft
+from recipes import dpo, ppo, pretrain_critic, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext import DPOConfig, PPOConfig
-from trl_ext.arguments import ModelArguments
+from trl_ext.arguments import ClassifierArguments, ModelArguments
 from trl_ext.checkpoints import MARKER
+from trl_ext.ppo import CriticConfig
 from trl_ext.ppo.config import REFUSED
 from trl_ext.resumable import RewardConfig, SFTConfig
 
@@ -24,6 +25,12 @@ RECIPES = {
     "reward": (reward, (reward.RewardScriptArguments, RewardConfig, ModelArguments), "reward", "preferences"),
     "dpo": (dpo, (dpo.DPOScriptArguments, DPOConfig, ModelArguments), "dpo", "preferences"),
     "ppo": (ppo, (ppo.PPOScriptArguments, PPOConfig, ModelArguments), "unguarded", "prompts"),
+    "pretrain_critic": (
+        pretrain_critic,
+        (pretrain_critic.CriticScriptArguments, CriticConfig, ClassifierArguments),
+        "pretrain_critic",
+        "sft",
+    ),
 }
 # Settings of text that can hold no credential: a choice, a path that is opened, a number, a name that must exist
 CANNOT = set(
@@ -34,9 +41,10 @@ CANNOT = set(
     eval_dataset_name eval_strategy f_divergence_type fsdp fsdp_config generation_kwargs hub_model_id hub_strategy
     include_for_metrics include_num_input_tokens_seen label_names log_level log_level_replica logging_strategy
     loss_type loss_weights lr_scheduler_kwargs lr_scheduler_type metric_for_best_model model_name_or_path optim
-    optim_target_modules output_dir packing_strategy pad_to_multiple_of pad_token ref_model_name_or_path report_to
-    resume_from_checkpoint reward_funcs reward_model_name_or_path reward_model_path reward_weights save_strategy
-    sft_model_path torch_compile_backend torch_compile_mode train_sampling_strategy
+    optim_target_modules output_dir packing_strategy pad_to_multiple_of pad_token policy_name_or_path ratio_band
+    ref_model_name_or_path report_to resume_from_checkpoint reward_funcs reward_model_name_or_path reward_model_path
+    reward_weights rollout_device save_strategy score_column sft_model_path torch_compile_backend torch_compile_mode
+    train_sampling_strategy
     transformers_continuous_batching_config truncation_mode value_model_name_or_path vllm_mode vllm_model_impl
     model_revision lora_modules_to_save lora_target_modules lora_target_parameters lora_task_type
     """.split()
@@ -115,6 +123,8 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
     world = make_world(0, demonstrations=32, pairs=32, prompts=32, held_out=8)[data]
     (tmp_path / "data").mkdir()
     for split, rows in world.items():
+        if recipe == "pretrain_critic":
+            rows = [{**row, "finished": True} for row in rows]
         (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")
@@ -127,6 +137,8 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
     if recipe == "ppo":
         own = ["--total_episodes", "16", "--num_ppo_epochs", "1", "--max_completion_length", "8"]
         own += ["--reward_weights", "1", "0", "0", "--eval_strategy", "no"]
+    if recipe == "pretrain_critic":
+        own += ["--eval_size", "8"]
     for generation in range(2):
         settings, secrets = planted(recipe, generation)
         everything |= {f"{name} ({generation})": secret for name, secret in secrets.items()}

@@ -219,7 +219,7 @@ class MonitorCallback(Halting, TrainerCallback):
             rollback = Rollback.read(args.output_dir)
             if rollback is not None:
                 replace(rollback, written_ns=time.time_ns()).set_aside(args.output_dir)
-        elif not self._is_held:
+        elif not self._is_held and not getattr(args, "save_in_background", False):  # else it is not complete yet
             forget_rollback(args.output_dir)
 
     def _ask_again(self, state: Any, control: Any) -> None:
@@ -268,7 +268,10 @@ class MonitorCallback(Halting, TrainerCallback):
             self.memory.setdefault("seen", {})[quantity] = self.step
         elif not optional:
             since = self.memory.setdefault("seen", {}).setdefault(quantity, max(0, self.step - self._logging_steps))
-            window = rollout_steps(self._args) + self._logging_steps
+            rollout = rollout_steps(self._args)
+            window = rollout + self._logging_steps
+            # Nothing is logged of the policy while the critic alone is trained
+            since = max(since, rollout * (getattr(self._args, "critic_warmup_rollouts", None) or 0))
             if self.step - since > window and quantity not in self.memory.setdefault("missing", []):
                 self.memory["missing"].append(quantity)
                 where = f"the key {key!r} was in no log since step {since}" if key else "this trainer logs no such key"
@@ -386,6 +389,8 @@ class MonitorCallback(Halting, TrainerCallback):
 
     def _roll_back(self, what: str, state: Any) -> str:
         """Have the next run go on from the last good checkpoint, and return what to do."""
+        if self.finish_saving is not None:
+            self.finish_saving()
         output_dir, good_step = self._args.output_dir, min(self.memory.get("good_step", -1), self.step - 1)
         rollback = Rollback(
             step=self.step,

@@ -12,7 +12,7 @@ from importlib.metadata import version
 import trl_ext
 
 from ..contract import function_change
-from ..upstream import ATTRIBUTES, METHODS, NAMES, TESTED, changes_of_class, names_taken
+from ..upstream import ATTRIBUTES, METHODS, NAMES, TESTED, WRITERS, changes_of_class, names_taken
 
 
 def changes() -> dict[str, str]:
@@ -22,6 +22,7 @@ def changes() -> dict[str, str]:
         for module, names in NAMES.items()
         for name, passed in names.items()
     }
+    found |= {f"{module}.{name}": function_change(f"{module}.{name}", None) for module, name in WRITERS.items()}
     for path in METHODS | ATTRIBUTES:
         found |= changes_of_class(path)
     for trainer in ("PPOTrainer", "DPOTrainer"):

@@ -24,6 +24,7 @@ from ..terminal import quiet
 TRAINING = {
     "sft": "fine-tune a language model on demonstrations",
     "reward": "train a reward model on preference pairs",
+    "pretrain-critic": "train PPO's critic on saved answers and their scores, before PPO",
     "ppo": "train with PPO against reward models and functions",
     "dpo": "train with DPO on preference pairs",
     "online-dpo": "train with DPO on pairs of the policy's own answers",
@@ -46,6 +47,7 @@ TOOLS = {
 _RECIPES = {
     **{"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"},
     "refresh-reward": "refresh_reward",
+    "pretrain-critic": "pretrain_critic",
 }
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -71,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def usage() -> str:
     lines = ["usage: trl-ext COMMAND [--FLAG VALUE ...]", "", "Training, through `accelerate launch`:"]
-    lines += [f"  {name:<16}{what}" for name, what in TRAINING.items()]
-    lines += ["", "Tools:", *(f"  {name:<16}{what}" for name, what in TOOLS.items()), ""]
+    lines += [f"  {name:<17}{what}" for name, what in TRAINING.items()]
+    lines += ["", "Tools:", *(f"  {name:<17}{what}" for name, what in TOOLS.items()), ""]
     lines += [
         "`trl-ext COMMAND --help` has a command's flags. --config takes a file or a recipe that ships, such as",
         "tinystories/ppo; --accelerate_config a file or a configuration that ships, such as fsdp2. Flags of",

@@ -7,7 +7,7 @@ from typing import Literal
 import trl
 
 from ..redaction import HidesCredentials
-from ..settings import check_settings, resolve_bf16, resolve_checkpointing
+from ..settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
 
 WITHOUT_BETA = {"sft"}
 # These see β as β·Δ only, Δ being the log-ratio margin of the pair
@@ -42,7 +42,7 @@ _ONLY_WITH = {  # name: (setting, the value without which it does nothing)
 
 
 @dataclass
-class DPOConfig(HidesCredentials, trl.DPOConfig):
+class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
     r"""
     Configuration of [`DPOTrainer`].
 
@@ -108,11 +108,17 @@ class DPOConfig(HidesCredentials, trl.DPOConfig):
         distribution_shift_bound (`float`, defaults to `0.1`):
             Warn if more than this share of the chosen answers is less likely than the 1st percentile of the samples.
 
-        > Parameters that control resuming
+        > Parameters that control saving and resuming
 
         resume_anyway (`bool`, defaults to `False`):
             Go on from a checkpoint though the settings, the data or the weights differ from those of the run that
             wrote it. Otherwise `train(resume_from_checkpoint=…)` refuses it, and says what differs.
+        save_in_background (`bool`, defaults to `False`):
+            Write checkpoints while training goes on, from a copy in memory that is kept for the next one. At most one
+            is being written, and `train` returns when the last one is complete.
+        on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
+            What follows if a checkpoint could not be written, for want of space, say: the run ends with one sentence,
+            or says it and goes on. What was written of it is removed.
     """
 
     beta_controller: Literal["fixed", "beta_dpo", "drift"] = field(

@@ -1,6 +1,6 @@
 """The tensor maths of PPO and DPO, as pure functions that need nothing but torch."""
 
-from .advantages import gae, token_rewards
+from .advantages import gae, length_adaptive_lam, token_rewards
 from .dpo import (
     beta_dpo,
     displaced,
@@ -12,6 +12,7 @@ from .dpo import (
     sequence_logprobs,
 )
 from .ensemble import disagreement, ensemble_score
+from .importance import effective_sample_size, importance_weights
 from .kl import adaptive_kl_coef, kl_estimate
 from .logprobs import logprobs_and_entropies
 from .losses import approx_kl, policy_loss, value_loss
@@ -33,13 +34,16 @@ __all__ = [
     "beta_dpo",
     "disagreement",
     "displaced",
+    "effective_sample_size",
     "empty_moments",
     "ensemble_score",
     "explained_variance",
     "gae",
+    "importance_weights",
     "keep_typical",
     "kl_estimate",
     "last_token_index",
+    "length_adaptive_lam",
     "logprobs_and_entropies",
     "margin_scales",
     "masked_mean",

@@ -47,7 +47,29 @@ def token_rewards(
     return rewards + torch.where(is_last, scores.unsqueeze(1), 0.0)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
+def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
+    """Give each response a lambda by its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
+
+    With n tokens the weights lam^k of the errors that follow a token then sum to at most alpha n, a share of the
+    response that does not depend on its length. Yue et al. 2025, arXiv:2504.05118, section 4.2.
+
+    Args:
+        mask: (B, T), 1 = real response token, EOS included.
+        alpha: share of the response's length, above 0; 0.05 in that paper.
+
+    Returns:
+        (B,), float32, each in [0, 1); 0 for a row without a real token.
+
+    Raises:
+        ValueError: mask is not 2-dimensional, or alpha is not above 0.
+    """
+    check_shapes(ndim=2, mask=mask)
+    if not alpha > 0:
+        raise ValueError(f"alpha must be above 0, got {alpha}; 0.05 is the paper's, 1.5 that of single rollouts.")
+    return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
     """Estimate generalised advantages over the response tokens, not whitened.
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, with V = A = 0 after the last real token;
@@ -58,7 +80,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         values: (B, T), score units; V_t is predicted before token t is seen.
         mask: (B, T), 1 = real response token, EOS included. Each row's real tokens come first, without holes.
         gamma: discount per token.
-        lam: 0 gives the one-step error, 1 the Monte Carlo return minus the value.
+        lam: 0 gives the one-step error, 1 the Monte Carlo return minus the value; or (B,), one for each row.
 
     Returns:
         (B, T), score units.
@@ -67,6 +89,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         ValueError: rewards is not 2-dimensional, shapes differ, or a row is not right-padded.
     """
     check_shapes(ndim=2, rewards=rewards, values=values, mask=mask)
+    if isinstance(lam, Tensor) and lam.shape != rewards.shape[:1]:
+        raise ValueError(
+            f"lam must be a float or (B,) with the B = {rewards.shape[0]} of rewards, got shape {tuple(lam.shape)}; "
+            "give one lambda per sequence."
+        )
     mask = mask.bool()
     # A row is right-padded if no real token follows a masked one.
     misplaced = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
@@ -82,6 +109,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     deltas = rewards + gamma * next_values - values
     advantages = torch.zeros_like(deltas)
     advantage = deltas.new_zeros(deltas.shape[0])
+    if isinstance(lam, Tensor):
+        lam = lam.to(deltas)
     for t in reversed(range(deltas.shape[1])):
         advantage = deltas[:, t] + gamma * lam * advantage
         advantages[:, t] = advantage

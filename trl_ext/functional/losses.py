@@ -17,12 +17,17 @@ def policy_loss(
     cliprange_low: float,
     cliprange_high: float,
     dual_clip: float | None = None,
+    band: tuple[float, float] | list[float] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the clipped surrogate loss per token.
 
     With r = exp(logp - logp_old): loss = -min(r A, clip(r, 1 - low, 1 + high) A), Schulman et al. 2017,
     arXiv:1707.06347, equation 7. With a dual clip c, loss <- min(loss, -c A) where A < 0, Ye et al. 2019,
     arXiv:1912.09729.
+
+    With a band [l, h] nothing is clipped: loss = -r A where l <= r <= h, and 0 elsewhere, whatever the sign of A; such
+    a token has no gradient. The gradient is that of -f(r) A logp with f(r) = r inside and 0 outside, held constant:
+    GLM-5 team 2026, arXiv:2602.15763 (there, logp_old is the sampler's), and Hou et al. 2026, arXiv:2607.07508.
 
     Args:
         logprobs: (B, T), nats, under the policy being trained.
@@ -31,10 +36,12 @@ def policy_loss(
         cliprange_low: how far the ratio may fall below 1.
         cliprange_high: how far the ratio may rise above 1.
         dual_clip: c, above 1; None turns it off.
+        band: l and h, lowest and highest ratio, bounds included; takes the place of both cliprange and dual_clip.
 
     Returns:
         The loss (B, T), in the unit of advantages, and the mask (B, T), bool, of the tokens whose clipped loss is
-        strictly larger than the unclipped one, as in TRL 1.12. The mask does not count the dual clip.
+        strictly larger than the unclipped one, as in TRL 1.12. The mask does not count the dual clip. With a band it
+        has the tokens outside.
 
     Raises:
         ValueError: shapes differ, or dual_clip is not above 1.
@@ -42,7 +49,14 @@ def policy_loss(
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}; 3.0 is the paper's, None turns it off.")
-    ratio = torch.exp(logprobs - old_logprobs)
+    log_ratio = logprobs - old_logprobs
+    if band is not None:
+        ratio = torch.exp(log_ratio.detach())
+        is_inside = (band[0] <= ratio) & (ratio <= band[1])
+        # A ratio that overflows is left out before exp: 0 times its infinite derivative would be NaN
+        kept = torch.exp(torch.where(is_inside, log_ratio, 0.0))
+        return torch.where(is_inside, -kept * advantages, 0.0), ~is_inside
+    ratio = torch.exp(log_ratio)
     unclipped_loss = -ratio * advantages
     clipped_loss = -ratio.clamp(1 - cliprange_low, 1 + cliprange_high) * advantages
     loss = torch.maximum(unclipped_loss, clipped_loss)

@@ -1,7 +1,9 @@
 """Policy and critic as one module, so that one forward, one backward and one `accelerator.prepare` serve both."""
 
+import functools
 import inspect
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +15,7 @@ from .adapter_switch import CRITIC, POLICY, AdapterSwitch
 from .classifier import AdapterClassifier
 from .decoding import decode
 from .generation import neutral_generation
+from .mlps import freeze_but_mlps
 from .sampler import SamplerRecorder
 from .weights import base_model_of
 
@@ -24,6 +27,53 @@ def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | N
     if given is None and attention_mask is not None:
         given = position_ids(attention_mask)
     return {} if given is None else {"position_ids": given}
+
+
+def _values(
+    backbone: Callable[..., Any],
+    head: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    places: Tensor | None,
+    **positions: Tensor,
+) -> Tensor:
+    """Return (K, C): the value of the state after each token; or (N,) at these `places`."""
+    hidden_states = backbone(
+        input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
+    ).last_hidden_state
+    if places is not None:
+        hidden_states = hidden_states.flatten(0, 1)[places]
+    return head(hidden_states.to(head.weight.dtype)).squeeze(-1).float()
+
+
+def add_value_forward(critic: Any) -> None:
+    """
+    Let a sequence classifier of one label give values, as [`ActorCritic`] does of its critic, when it stands alone.
+
+    `critic(input_ids, position_ids=, predicts=)` returns `{"values": (N,)}`, score units, at the N places `predicts`
+    in (K · C). Without `predicts` it is the classifier's own forward.
+
+    Args:
+        critic: the classifier, plain or under PEFT.
+    """
+    model = base_model_of(critic)
+    scores = model.forward
+
+    @functools.wraps(type(model).forward)  # transformers reads the signature
+    def forward(
+        self: Any,
+        input_ids: Any = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        predicts: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if predicts is None:
+            return scores(input_ids, attention_mask, position_ids=position_ids, **kwargs)
+        where = positions(self.base_model, attention_mask, position_ids)
+        return {"values": _values(self.base_model, self.score, input_ids, attention_mask, predicts, **where)}
+
+    model.forward = types.MethodType(forward, model)
 
 
 class ActorCritic(nn.Module):
@@ -57,6 +107,7 @@ class ActorCritic(nn.Module):
         self.rewards = nn.ModuleDict(rewards or {})
         self.adapters = adapters
         self.sampler_recorder: SamplerRecorder | None = None  # while a rollout asks for one
+        self.critic_trains_mlps = False  # and nothing else of it but the head
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -78,6 +129,7 @@ class ActorCritic(nn.Module):
         targets: Tensor | None = None,
         with_logprobs: bool = True,
         with_values: bool = False,
+        touch_policy: bool = False,
         reward: str | None = None,
         **kwargs,
     ) -> Any:
@@ -87,7 +139,8 @@ class ActorCritic(nn.Module):
         With `predicts` (N,), the places in (K · C) of the states in which the `targets` (N,) are chosen: return a
         plain dict of what is asked for, (N,) each: `logprobs`, `entropies` (nats) and the critic's `values` there; and
         the `aux_loss` of experts. `kwargs` are the policy's, see [`add_dense_lm_head`]. (A dict passes DDP, FSDP and
-        autocast unchanged.) With `reward`: return the (B,) scores of that one of the `rewards` instead.
+        autocast unchanged.) With `touch_policy` the values have a gradient of 0 for each of the policy's weights,
+        though it is not run. With `reward`: return the (B,) scores of that one of the `rewards` instead.
         """
         if reward is not None:
             return self.rewards[reward](input_ids, attention_mask)
@@ -97,6 +150,10 @@ class ActorCritic(nn.Module):
         said: dict[str, Any] = {}
         if with_values:  # first, so that the backward pass ends with it: the logits, the largest tensor, go early
             said["values"] = self.state_values(input_ids, attention_mask, position_ids, predicts)
+            if touch_policy:
+                said["values"] = said["values"] + 0.0 * sum(
+                    p.flatten()[0] for p in self.parameters_of("policy") if p.requires_grad
+                )
         if with_logprobs:
             output = self.policy(
                 **inputs,
@@ -117,16 +174,12 @@ class ActorCritic(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         """Return (K, C): the critic's value of the state after each token, score units; or (N,) at these `places`."""
-        backbone = self.critic.backbone if self.shares_base else self.critic.base_model
-        hidden_states = backbone(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            use_cache=False,
-            **positions(self.policy if self.shares_base else backbone, attention_mask, position_ids),
-        ).last_hidden_state
-        if places is not None:
-            hidden_states = hidden_states.flatten(0, 1)[places]
-        return self.critic.score(hidden_states.to(self.critic.score.weight.dtype)).squeeze(-1).float()
+        if self.shares_base:
+            backbone, signature = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
+        else:
+            backbone = self.critic.base_model
+            signature = positions(backbone, attention_mask, position_ids)
+        return _values(backbone, self.critic.score, input_ids, attention_mask, places, **signature)
 
     @property
     def shares_base(self) -> bool:
@@ -135,10 +188,14 @@ class ActorCritic(nn.Module):
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the parameters of `"policy"` or `"critic"`; a base that both share is the policy's."""
+        for _, parameter in self._named(role):
+            yield parameter
+
+    def _named(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
-                yield parameter
+                yield name, parameter
 
     # ---- Adapters ----
 
@@ -155,6 +212,22 @@ class ActorCritic(nn.Module):
         for adapter in self.policy.peft_config:
             is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base)
             self.policy.set_requires_grad(adapter, is_trained)
+        if self.critic_trains_mlps:
+            self.freeze_critic_but_mlps()
+
+    def freeze_critic_but_mlps(self) -> None:
+        """
+        Train, from now on, of the critic's weights only those in MLPs, experts included, and the head.
+
+        Raises:
+            ValueError: the critic has no weights in an MLP that could be trained.
+        """
+        self.critic_trains_mlps = True
+        model, advice = type(self.critic).__name__, "use 'all'"
+        if self.shares_base:
+            model = "the critic's adapter"
+            advice = "give `critic_peft_config` target modules in MLPs, such as gate_proj, up_proj and down_proj"
+        freeze_but_mlps(self._named("critic"), model, advice)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load as always, but let frozen weights be missing: DeepSpeed's checkpoints do not repeat the base."""
@@ -201,6 +274,9 @@ class ActorCritic(nn.Module):
         self.policy.activation_checkpointing_enable(**kwargs)
         if not self.shares_base:
             self.critic.activation_checkpointing_enable(**kwargs)
+            if self.critic_trains_mlps:  # reentrant checkpoints have no gradients unless their inputs have
+                self.critic.disable_input_require_grads()
+                self.critic.enable_input_require_grads()
 
     def activation_checkpointing_disable(self) -> None:
         """Let policy and critic keep their activations."""

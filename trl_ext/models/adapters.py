@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 from accelerate.utils import disable_fsdp_ram_efficient_loading
 from peft import (
     AutoPeftModelForSequenceClassification,
@@ -15,7 +16,6 @@ from peft import (
     load_peft_weights,
     set_peft_model_state_dict,
 )
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
@@ -201,7 +201,7 @@ def save_classifier(policy: Any, name: str, head: dict[str, Tensor], folder: str
     weights = get_peft_model_state_dict(policy, state_dict=state_dict, adapter_name=name, save_embedding_layers=False)
     weights |= {f"{_HEAD}{n.removeprefix('score.')}": p for n, p in head.items()}
     weights = {n: p.detach().cpu().contiguous() for n, p in weights.items()}
-    save_file(weights, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
+    safetensors.torch.save_file(weights, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})
 
 
 def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:

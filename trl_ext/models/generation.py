@@ -168,9 +168,9 @@ def sample(
     size, answers = batch_size or max(len(prompt_ids), 1), []
     with neutral_generation(model), seeded(seed, model.device):
         for start in range(0, len(prompt_ids), size):
-            ids, mask = _padded(prompt_ids[start : start + size], "left", model.device)
+            ids, mask = padded(prompt_ids[start : start + size], "left", model.device)
             sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-            answers += [_up_to_eos(row, eos_token_ids) for row in sequences[:, ids.shape[1] :].tolist()]
+            answers += [up_to_eos(row, eos_token_ids) for row in sequences[:, ids.shape[1] :].tolist()]
     return answers
 
 
@@ -196,8 +196,8 @@ def completion_logprobs(
     Returns:
         (B, T) nats, 0 on padding; and (B, T) bool, True on the completions' tokens.
     """
-    prompts, prompt_mask = _padded(prompt_ids, "left", model.device)
-    completions, mask = _padded(completion_ids, "right", model.device)
+    prompts, prompt_mask = padded(prompt_ids, "left", model.device)
+    completions, mask = padded(completion_ids, "right", model.device)
     attention_mask, width = torch.cat([prompt_mask, mask], dim=1), completions.shape[1]
     options = {"position_ids": position_ids(attention_mask), "logits_to_keep": width + 1, "use_cache": False}
     taken = inspect.signature(type(base_model_of(model)).forward).parameters
@@ -215,11 +215,11 @@ def completion_logprobs(
     return torch.where(mask.bool(), logprobs, 0.0), mask.bool()
 
 
-def _up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     return ids[: next((i + 1 for i, token in enumerate(ids) if token in eos_token_ids), len(ids))]
 
 
-def _padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """(B, L) ids, and (B, L) 1 where there are any."""
     tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
     ids, mask = (

@@ -44,10 +44,10 @@ def _ppo(job: Job, args: Any, layout: Layout, peft: bool) -> list[str]:
             "FSDP's own activation checkpointing replays layers with the adapter that is active by then, which gives "
             "wrong gradients: set `fsdp_activation_checkpointing: false` there, `activation_checkpointing: true` here"
         )
-    if layout.is_deepspeed and (args.critic_warmup_rollouts or args.max_approx_kl is not None):
+    if layout.is_deepspeed and args.leaves_steps_out:
         reasons.append(
-            "`critic_warmup_rollouts` and `max_approx_kl` leave steps out, but DeepSpeed's engine steps inside "
-            "`backward`: use DDP or FSDP2, or drop them"
+            "`critic_warmup_rollouts`, `critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's engine "
+            "steps inside `backward`: use DDP or FSDP2, or drop them"
         )
     if job.shared_rewards and not peft and args.share_reward_base == "always":
         reasons.append("`share_reward_base: always` needs a policy with an adapter: set `use_peft: true`")

@@ -95,10 +95,11 @@ def seconds_per_example(
         has_reference = job.stage == "dpo"  # the precomputed pass is one pass, too
         return {"update": texts * (update(trained[0]) + has_reference * forward(plan.roles[0]))}
     local = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
+    alone = args.passes - args.num_ppo_epochs  # passes that train the critic, which comes second, alone
     return {
         "generate": _generation(job, plan, gpu, efficiency, rate, local),
         "score": sum(map(forward, plan.roles)),
-        "update": args.num_ppo_epochs * sum(map(update, trained)),
+        "update": args.num_ppo_epochs * sum(map(update, trained)) + alone * sum(map(update, trained[1:])),
     }
 
 
@@ -119,7 +120,10 @@ def examples(job: Job, plan: Plan, rows: int | None) -> float | None:
 
 def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, tokens: float | None = None) -> float:
     """Return the hours of a run of `count` examples, on all GPUs of its layout."""
-    seconds = count * sum(seconds_per_example(job, plan, gpu, efficiency, tokens).values())
+    phases = seconds_per_example(job, plan, gpu, efficiency, tokens)
+    seconds = count * sum(phases.values())
+    if job.stage == "ppo" and job.args.rollouts_ahead:  # the longer of both hides the shorter one
+        seconds = count * max(phases["generate"], phases["score"] + phases["update"])
     several = job.layout.processes > 1
     return seconds / (job.layout.processes * (efficiency.scaling if several else 1)) / 3600
 

@@ -14,18 +14,23 @@ from .runs import Job, Role
 from .simulate import forward_peak, tokens, training_peak
 
 
-def generation_phase(job: Job, mode: Any, policy: Any, rows: int) -> dict[str, int]:
-    """Return what generating `rows` answers takes; vLLM's own memory is not counted."""
-    if job.args.use_vllm:
-        return {}
+def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) -> tuple[dict[str, int], dict[str, int]]:
+    """
+    Return what generating takes on the run's own GPU, and beside it: in vLLM, or in the process of `rollouts_ahead`.
+
+    Of vLLM weights and cache in 16 bits are counted, for all `local` answers of a rollout at once; it makes do with
+    less. Elsewhere `rows` are generated at once.
+    """
     config = base_model_of(policy).config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     length = job.prompt_length + job.args.max_completion_length
-    depth, config.num_hidden_layers = (
-        config.num_hidden_layers,
-        2,
-    )  # without gradients no layer's activations are kept
+    numel = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
+    if job.args.use_vllm:
+        cache = kv_cache_bytes(config.num_hidden_layers, heads, head_dim, local, length, 2)
+        return {}, {"weights": 2 * numel, "KV cache": cache}
+    # Without gradients no layer's activations are kept
+    depth, config.num_hidden_layers = config.num_hidden_layers, 2
     policy.eval()
     # Without autocast, which accelerate puts on the actor-critic's forward only, not on the policy's
     prefill = forward_peak(
@@ -36,12 +41,14 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int) -> dict[str, i
     gathered = _gathered(job, policy)
     if job.layout.shards_weights and job.args.ds3_gather_for_generation:  # the whole policy, once per rollout
         gathered = sum(p.numel() for p in policy.parameters()) * job.compute_dtype.itemsize
-    return {
+    parts = {
         "KV cache": kv_cache_bytes(depth, heads, head_dim, rows, length, job.compute_dtype.itemsize),
         "logits": 3 * rows * config.vocab_size * 4,  # raw, scaled, and as probabilities
         "activations": prefill,
-        "gathered weights": gathered,
     }
+    if job.args.rollouts_ahead:
+        return {}, {"weights": numel * job.dtype.itemsize, **parts}
+    return {**parts, "gathered weights": gathered}, {}
 
 
 def scoring_phase(

@@ -127,6 +127,8 @@ class Plan:
         schedule: batch sizes and numbers of steps, by their names.
         checkpoint: bytes on disk of one checkpoint.
         host: bytes of each process in the machine's memory.
+        beside: purpose → bytes of what generates beside the run, vLLM or the process of `rollouts_ahead`; empty where
+            the run generates itself.
     """
 
     roles: list[Role]
@@ -134,6 +136,7 @@ class Plan:
     schedule: dict[str, int]
     checkpoint: int
     host: int = 0
+    beside: dict[str, int] = field(default_factory=dict)
 
     @property
     def resident(self) -> int:

@@ -9,7 +9,7 @@ from ..models.adapter_switch import CRITIC, AdapterSwitch
 from ..models.adapters import add_critic
 from ..models.classifier import AdapterClassifier
 from ..models.lm_head import add_dense_lm_head
-from .memory import optimizer_bytes
+from .memory import optimizer_bytes, share
 from .phases import generation_phase, scored, scoring_phase, update_phases
 from .roles import adapted, causal_lm, classifier, linear_weights, loaded_roles, prepare, role_of
 from .runs import Job, Plan, Role
@@ -95,6 +95,8 @@ def _plan_ppo(job: Job) -> Plan:
         else:
             critic = classifier(job, job.value_model or job.policy)
             model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
+        if args.critic_trains == "mlp":
+            model.freeze_critic_but_mlps()
         reference = causal_lm(job, job.policy).requires_grad_(False).eval() if has_reference else None
         rewards = [classifier(job, config).requires_grad_(False).eval() for config in job.rewards]
         loaded = [classifier(job, each.config, each.dtype).requires_grad_(False).eval() for each in job.loaded_rewards]
@@ -128,8 +130,9 @@ def _plan_ppo(job: Job) -> Plan:
         said = model(**batch, with_values=True, with_entropies=True)
         return said["logprobs"].sum() + said["entropies"].sum() + said["values"].sum()
 
+    generates, beside = generation_phase(job, mode, model.policy, rows, local)
     phases = {
-        "generate": generation_phase(job, mode, model.policy, rows),
+        "generate": generates,
         "score": scoring_phase(job, mode, model, rewards, rows, length, read),
         **update_phases(job, mode, model, loss, roles),
     }
@@ -138,14 +141,18 @@ def _plan_ppo(job: Job) -> Plan:
         "episodes per minibatch (optimizer step)": step * layout.processes,
         "episodes per rollout": episodes,
         "prompts per rollout": episodes // args.num_generations,
-        "optimizer steps per rollout": args.num_mini_batches * args.num_ppo_epochs,
+        "optimizer steps per rollout": args.steps_per_rollout,
         "tokens per rollout, at most": episodes * length,
         "generated tokens per rollout, at most": episodes * args.max_completion_length,
     }
     if args.total_episodes:
         rollouts = math.ceil(args.total_episodes / episodes)
         schedule |= {"rollouts": rollouts, "optimizer steps": rollouts * schedule["optimizer steps per rollout"]}
-    return _finish(job, roles, phases, schedule)
+    result = _finish(job, roles, phases, schedule)
+    result.beside = beside
+    if args.rollouts_ahead and not args.use_vllm:  # the weights of each rollout that is waited for
+        result.host += args.rollouts_ahead * beside["weights"]
+    return result
 
 
 def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int]) -> Plan:
@@ -162,6 +169,8 @@ def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int])
         if role.trained:
             wide = job.layout.is_deepspeed
             state += role.trained * (size + 4 * wide) + optimizer_bytes(role.trained, 4 if wide else size, job.optim)
+    if getattr(job.args, "save_in_background", False):  # a copy of what is written
+        host += share(state, job.layout.processes) if job.layout.shards_weights else state
     return Plan(roles, phases, schedule, state, host)
 
 

@@ -1,5 +1,22 @@
 from .config import PPOConfig
+from .critic_config import CriticConfig
+from .critic_model import load_critic
+from .critic_trainer import CriticTrainer
+from .saved_rollouts import check_apart, given_scores, hold_out_prompts, score_rollouts, with_returns, with_token_ids
 from .trainer import PPOTrainer
 from .vllm import ServerLost
 
-__all__ = ["PPOConfig", "PPOTrainer", "ServerLost"]
+__all__ = [
+    "CriticConfig",
+    "CriticTrainer",
+    "PPOConfig",
+    "PPOTrainer",
+    "ServerLost",
+    "check_apart",
+    "given_scores",
+    "hold_out_prompts",
+    "load_critic",
+    "score_rollouts",
+    "with_returns",
+    "with_token_ids",
+]

@@ -8,7 +8,7 @@ from trl import RLOOConfig
 
 from ..nearest import did_you_mean
 from ..redaction import HidesCredentials
-from ..settings import check_settings, resolve_bf16, resolve_checkpointing
+from ..settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -108,18 +108,22 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "cliprange": ("> 0", lambda x: x > 0),
     "cliprange_value": ("> 0, or None for no clipping", lambda x: x > 0),
     "critic_learning_rate": (">= 0", lambda x: x >= 0),
+    "critic_steps": (">= 1", lambda x: x >= 1),
     "critic_warmup_rollouts": (">= 0", lambda x: x >= 0),
     "dual_clip": ("> 1", lambda x: x > 1),
     "entropy_coef": (">= 0", lambda x: x >= 0),
     "epsilon_high": ("> 0", lambda x: x > 0),
     "gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "gradient_accumulation_steps": (">= 1", lambda x: x >= 1),
+    "importance_sampling_clip_max": (">= 1, the weight on-policy, or None", lambda x: x >= 1),
+    "importance_sampling_clip_min": ("in [0, 1], 1 being the weight on-policy, or None", lambda x: 0 <= x <= 1),
     "kl_coef": ("finite and >= 0", lambda x: 0 <= x < math.inf),
     "kl_coef_max": (">= 0", lambda x: x >= 0),
     "kl_coef_min": (">= 0", lambda x: x >= 0),
     "kl_horizon": ("> 0 episodes", lambda x: x > 0),
     "kl_target": ("> 0 nats per response", lambda x: x > 0),
     "lam": ("in [0, 1]", lambda x: 0 <= x <= 1),
+    "lam_alpha": ("> 0", lambda x: 0 < x < math.inf),
     "lam_value": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "local_rollout_forward_batch_size": (">= 1", lambda x: x >= 1),
     "logits_budget_gb": (">= 0", lambda x: x >= 0),
@@ -131,10 +135,15 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "num_ppo_epochs": (">= 1", lambda x: x >= 1),
     "per_device_eval_batch_size": (">= 1", lambda x: x >= 1),
     "per_device_train_batch_size": (">= 1", lambda x: x >= 1),
+    "ratio_band": (
+        "[low, high] with 0 <= low < 1 < high",
+        lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
+    ),
     "reward_weights": (
         "a list of finite numbers",
         lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x),
     ),
+    "rollouts_ahead": (">= 0", lambda x: x >= 0),
     "temperature": ("> 0", lambda x: x > 0),
     "total_episodes": (">= 1", lambda x: x >= 1),
     "vf_coef": (">= 0", lambda x: x >= 0),
@@ -142,13 +151,15 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
 
 _ONLY_WITH = {  # name: (the setting without which it does nothing, its value)
     **dict.fromkeys(("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max"), ("kl_controller", "adaptive")),
+    **dict.fromkeys(("cliprange", "epsilon_high", "dual_clip"), ("ratio_band", None)),
+    "lam": ("lam_alpha", None),
     "reward_group_column": ("reward_normalization", "group"),
     "reward_reference_column": ("reward_normalization", "reference"),
 }
 
 
 @dataclass
-class PPOConfig(HidesCredentials, RLOOConfig):
+class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
     r"""
     Configuration of [`PPOTrainer`].
 
@@ -179,29 +190,33 @@ class PPOConfig(HidesCredentials, RLOOConfig):
             Responses per prompt.
         allow_off_policy_sampling (`bool`, defaults to `False`):
             Allow `top_k`, `top_p`, `min_p`, `repetition_penalty` and other `generation_kwargs` that make the sampler
-            differ from the policy whose log-probs are trained. The difference is logged as
-            `sampling/logprob_difference`. A name in `generation_kwargs` that would do nothing in a
+            differ from the policy, with `importance_sampling_mode="none"`, too: what they bias is then logged as
+            `sampling/logprob_difference`, and not corrected. A name in `generation_kwargs` that would do nothing in a
             rollout is refused, and so are stop strings: a response ends where the policy draws an EOS.
         old_logprobs (`Literal["auto", "sampler", "recompute"]`, defaults to `"auto"`):
             Where the log-probs before the update, and those of the KL, come from: noted while the response is drawn,
-            which saves a forward of the policy, or computed again by the forward that is trained. In float32 both are
-            the same to 1e-5, else they differ by rounding (and with dropout by more), which is logged as
-            `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing in
-            `generation_kwargs` or vLLM may differ.
+            which saves a forward of the policy, or computed again by the forward that is trained. Where the policy
+            samples, in float32 both are the same to 1e-5, else they differ by rounding (and with dropout by more),
+            which is logged as `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing
+            in `generation_kwargs` or vLLM may differ. Where another one samples, `"sampler"` makes PPO's ratio that of
+            the policy to the sampler.
         importance_sampling_mode (`str`, defaults to `"auto"`):
-            How the loss is weighted where the sampler's distribution μ is not that of the policy π before the update:
-            by w = π/μ of each token or of the whole response, truncated to, or set to 0 outside of,
-            [`importance_sampling_clip_min`, `importance_sampling_clip_max`]. `"auto"` is `"token_truncate"` with vLLM,
-            `allow_off_policy_sampling` or `rollouts_ahead`, and else `"none"`.
+            How the policy's loss is weighted where the sampler's distribution μ is not that of the policy π before the
+            update: by w = π/μ of each token (`"token_…"`) or of the whole response (`"sequence_…"`), moved to the
+            nearer of [`importance_sampling_clip_min`, `importance_sampling_clip_max`] (`"…_truncate"`) or set to 0
+            outside of them (`"…_mask"`). `"auto"` is `"token_truncate"` with vLLM, `allow_off_policy_sampling`,
+            `rollouts_ahead`, or settings that change the sampler, and else `"none"`. The names are those of
+            `GRPOConfig.vllm_importance_sampling_mode`; formulas, sources and what they cost are in
+            docs/off_policy.md.
         importance_sampling_clip_min (`float`, *optional*), importance_sampling_clip_max (`float`, defaults to `3.0`):
-            Bounds of w.
+            Bounds of w, around 1; at least one of them.
         rollouts_ahead (`int`, defaults to `0`):
-            How many rollouts are generated ahead, while an earlier one is trained on: by a second process with a copy
-            of the policy, or by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 −
-            `rollouts_ahead` has trained.
+            k: while a rollout is trained on, the k next ones are drawn, by a second process with a copy of the policy
+            or (k = 1) by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 − k has trained, the
+            first k + 1 from the initial one. A process holds k + 1 copies of the weights in memory for it.
         rollout_device (`str`, *optional*):
-            Device of that second process, such as `cuda:1`; by default the CPU where the run is on one, and else it
-            must be said.
+            Device of the second process, such as `cuda:1`; with several processes one for all, or as many as there are
+            on a machine, with commas between. By default the CPU where the run is on one, and else it must be said.
         padding_free (`bool`, defaults to `True`):
             Put rows behind each other in a forward, where that is less work than padding each to the longest. A model
             that does not keep such rows apart (a state-space model) is found out, and padded.
@@ -252,8 +267,9 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         lam_value (`float`, *optional*):
             λ of the critic's target, if it is to differ from `lam` (VC-PPO, 2503.01491).
         lam_alpha (`float`, *optional*):
-            α of a λ that depends on the length of each response, λ = 1 − 1/(α·length), in place of `lam` (VAPO,
-            2504.05118). The critic's target then takes `lam_value`, by default 1.
+            α of a λ that depends on the length of each response in tokens, λ = 1 − 1/(α·length), 0 where α·length ≤ 1,
+            in place of `lam` (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with 1.5). The critic's target then takes
+            `lam_value`, by default 1.
         normalize_advantages (`bool`, defaults to `True`):
             Whiten advantages over the real tokens of all processes.
         cliprange (`float`, defaults to `0.2`), epsilon_high (`float`, *optional*):
@@ -261,7 +277,8 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         dual_clip (`float`, *optional*):
             Bound c > 1 of the loss where the advantage is negative (1912.09729).
         ratio_band (`list[float]`, *optional*):
-            Two numbers, such as `[0.7, 6.0]`: in place of clipping, tokens whose ratio lies outside take no part.
+            Two numbers, such as `[0.7, 6.0]`: in place of clipping, tokens whose ratio lies outside have no gradient
+            (2602.15763, 2607.07508). They still count in the mean over tokens. `policy/clipfrac_avg` is their share.
         cliprange_value (`float` or `None`, defaults to `0.2`), vf_coef (`float`, defaults to `0.1`):
             Clip range and weight of the value loss.
         entropy_coef (`float`, defaults to `0.0`):
@@ -271,9 +288,12 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         critic_learning_rate (`float`, *optional*):
             Learning rate of the critic; `learning_rate` if not set.
         critic_steps (`int`, defaults to `1`):
-            Updates of the critic for each update of the policy.
+            Updates of the critic for each update of the policy: each of the `num_ppo_epochs` passes over a rollout is
+            made so many times, and all but the last of them train the critic alone. Every one of them is an optimizer
+            step, for `max_steps`, `save_steps` and the learning-rate schedule.
         critic_trains (`Literal["all", "mlp"]`, defaults to `"all"`):
-            Which of the critic's weights are trained: all, or those of its MLPs and its head.
+            Which of the critic's weights are trained: all (of a critic that is an adapter: those of the adapter and
+            its head), or of these only those in MLPs, experts included, and the head.
         critic_warmup_rollouts (`int`, defaults to `0`):
             First rollouts in which only the critic is trained.
 
@@ -284,10 +304,11 @@ class PPOConfig(HidesCredentials, RLOOConfig):
         resume_anyway (`bool`, defaults to `False`):
             Go on from a checkpoint though the settings of the run that wrote it differ.
         save_in_background (`bool`, defaults to `False`):
-            Write checkpoints while training goes on, from a copy in memory. At most one is being written.
+            Write checkpoints while training goes on, from a copy in memory that is kept for the next one. At most one
+            is being written, and `train` returns when the last one is complete.
         on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
-            What follows if a checkpoint could not be written, for want of space, say: the run ends, or says so and
-            goes on.
+            What follows if a checkpoint could not be written, for want of space, say: the run ends with one sentence,
+            or says it and goes on. What was written of it is removed.
         dataset_num_proc (`int`, *optional*):
             TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout.
         sft_model_path, reward_model_path (`str`, *optional*):
@@ -435,10 +456,6 @@ class PPOConfig(HidesCredentials, RLOOConfig):
     resume_anyway: bool = field(
         default=False, metadata={"help": "Go on from a checkpoint though the settings differ."}
     )
-    save_in_background: bool = field(default=False, metadata={"help": "Write checkpoints while training goes on."})
-    on_save_failure: Literal["stop", "continue"] = field(
-        default="stop", metadata={"help": "What follows if a checkpoint could not be written."}
-    )
     model_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
     ref_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
 
@@ -554,9 +571,29 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 f"`use_ref_model=False` drops the reference, but `kl_coef={self.kl_coef}`, `sync_ref_model="
                 f"{self.sync_ref_model}` need one: set `kl_coef=0` and `sync_ref_model=False`."
             )
+        self._check_ahead()
         if self.reward_normalization == "group" and not self.reward_group_column:
             raise ValueError(
                 "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by."
+            )
+
+    def _check_ahead(self):
+        k = self.rollouts_ahead
+        if self.rollout_device is not None and (k == 0 or self.use_vllm):
+            who = "vLLM's server draws" if self.use_vllm else "`rollouts_ahead=0` starts none"
+            raise ValueError(
+                f"`rollout_device={self.rollout_device}` is for the second process that draws rollouts ahead, but "
+                f"{who}: leave it out."
+            )
+        if self.use_vllm and k and self.vllm_mode != "server":
+            raise ValueError(
+                f"`rollouts_ahead={k}` needs who generates while this process trains, but vLLM runs within it "
+                f"(`vllm_mode={self.vllm_mode!r}`): set `vllm_mode='server'`, or `rollouts_ahead=0`."
+            )
+        if self.use_vllm and k > 1:
+            raise ValueError(
+                f"`rollouts_ahead={k}` with vLLM: the weights of a server cannot change under a generation, so it is "
+                "at most one ahead: set 1, or draw in a second process (`use_vllm=False`)."
             )
 
     def _check_sampling(self):
@@ -574,30 +611,100 @@ class PPOConfig(HidesCredentials, RLOOConfig):
                 f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give the {self.num_generations} answers to a "
                 "prompt (`num_generations`) one seed, and so one text: leave it out, `seed` decides what is drawn."
             )
-        changed = {name: value for name, value in kwargs.items() if name not in on_policy}
-        neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
-        changed |= {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
-        if changed and not self.allow_off_policy_sampling:
+        self._check_correction()
+
+    def _check_correction(self):
+        changed, correction = self._changes_to_sampler, self.importance_correction
+        mode = self.importance_sampling_mode
+        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        if changed and correction == "none" and self.old_logprobs != "sampler" and not self.allow_off_policy_sampling:
             raise ValueError(
                 f"{changed} change the sampler but not the log-probs that are trained, which biases the ratio and the "
-                "KL (it can turn negative). Remove them, or set `allow_off_policy_sampling=True` and watch "
+                f"KL (it can turn negative), and `importance_sampling_mode={mode!r}` does not correct for it. Remove "
+                "them, correct for it by 'auto', or set `allow_off_policy_sampling=True` and watch "
                 "`sampling/logprob_difference`."
             )
-        if self.old_logprobs == "sampler" and (self.use_vllm or self.allow_off_policy_sampling):
-            reason = "vLLM's are not kept" if self.use_vllm else "they are of another distribution than the policy's"
-            raise ValueError(f"`old_logprobs='sampler'` cannot be: {reason}. Use 'recompute', or leave it at 'auto'.")
+        if self.old_logprobs == "sampler" and mode not in ("auto", "none"):
+            raise ValueError(
+                f"`importance_sampling_mode={mode!r}` cannot act: with `old_logprobs='sampler'` PPO's own ratio is "
+                "that of the policy to the sampler. Leave one of them at 'auto'."
+            )
+        if changed.get("do_sample", True) in (False, None) and self.needs_sampler_logprobs:
+            raise ValueError(
+                "`generation_kwargs={'do_sample': False}` draws nothing, so that there is no probability to correct "
+                "by: leave it out, or set `importance_sampling_mode='none'`, `old_logprobs='recompute'` and "
+                "`allow_off_policy_sampling=True`."
+            )
+        if correction == "none" and (low, high) != (None, 3.0):
+            raise ValueError(
+                f"`importance_sampling_clip_min={low}` and `importance_sampling_clip_max={high}` bound weights, but "
+                f"`importance_sampling_mode={mode!r}` gives none here: set a mode such as 'token_truncate', or leave "
+                "them out."
+            )
+        if correction != "none" and low is None and high is None:
+            raise ValueError(
+                f"`importance_sampling_mode={mode!r}` needs a bound, got `importance_sampling_clip_min=None` and "
+                "`importance_sampling_clip_max=None`: a weight without one may be of any size."
+            )
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"`importance_sampling_clip_min={low}` must be below `importance_sampling_clip_max={high}`."
+            )
 
     def _resolve_max_steps(self):
         if self.total_episodes is None:
             return
-        steps = math.ceil(self.total_episodes / self.batch_size) * self.num_mini_batches * self.num_ppo_epochs
+        steps = math.ceil(self.total_episodes / self.batch_size) * self.steps_per_rollout
         if self.max_steps not in (-1, steps):
             raise ValueError(
                 f"`total_episodes={self.total_episodes}` makes {steps} optimizer steps (rollouts of {self.batch_size} "
-                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs), but `max_steps="
+                f"episodes × {self.num_mini_batches} minibatches × {self.num_ppo_epochs} epochs"
+                f"{f' × {self.critic_steps} critic steps' if self.critic_steps > 1 else ''}), but `max_steps="
                 f"{self.max_steps}`: set one of them."
             )
         self.max_steps = steps
+
+    @property
+    def another_samples(self) -> bool:
+        """Whether answers may be drawn from another distribution than that of the policy before the update."""
+        is_allowed = self.use_vllm or self.allow_off_policy_sampling or self.rollouts_ahead > 0
+        return bool(is_allowed or self._changes_to_sampler)
+
+    @property
+    def _changes_to_sampler(self) -> dict[str, Any]:
+        on_policy = ON_POLICY_VLLM_KWARGS if self.use_vllm else ON_POLICY_GENERATION_KWARGS
+        changes = {name: value for name, value in (self.generation_kwargs or {}).items() if name not in on_policy}
+        neutral = {"top_p": (1.0, None), "top_k": (0, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
+        return changes | {name: getattr(self, name) for name in neutral if getattr(self, name) not in neutral[name]}
+
+    @property
+    def importance_correction(
+        self,
+    ) -> Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]:
+        """What `importance_sampling_mode` stands for: a mode, or `"none"`."""
+        if self.importance_sampling_mode != "auto":
+            return self.importance_sampling_mode
+        return "token_truncate" if self.another_samples and self.old_logprobs != "sampler" else "none"
+
+    @property
+    def needs_sampler_logprobs(self) -> bool:
+        """Whether training without the log-probs of who has drawn would be wrong."""
+        return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
+
+    @property
+    def passes(self) -> int:
+        """Passes over a rollout: those of the policy, and those between them that train the critic alone."""
+        return self.num_ppo_epochs * self.critic_steps
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps on a rollout, those of the critic alone included."""
+        return self.num_mini_batches * self.passes
+
+    @property
+    def leaves_steps_out(self) -> bool:
+        """Whether there are optimizer steps that do not move the policy, or none of the models."""
+        return self.critic_warmup_rollouts > 0 or self.critic_steps > 1 or self.max_approx_kl is not None
 
     @property
     def batch_size(self) -> int:

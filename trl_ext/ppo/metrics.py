@@ -6,11 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..functional import approx_kl, explained_variance, standard_deviation, variance
+from ..functional import (
+    approx_kl,
+    effective_sample_size,
+    explained_variance,
+    kl_estimate,
+    standard_deviation,
+    variance,
+)
 from .accumulator import Accumulator
 from .rollout import Rollout
 
@@ -91,6 +99,10 @@ class PPOMetrics:
         assert rollout.values is not None
         self.train.add("_residuals", returns - rollout.values, rollout.mask)
         self.train.add("_returns", returns, rollout.mask)
+        if rollout.sampler_logprobs is not None:
+            difference = (rollout.sampler_logprobs - rollout.logprobs).abs()
+            for percent, number in self._percentiles(difference, rollout.mask).items():
+                self.train.add(f"sampling/logprob_difference_p{percent}", number)
 
     def evaluated(self, rollout: Rollout, rows: Tensor, prefix: str = "") -> None:
         """Observe the (B,) real `rows` of a batch of an evaluation; greedy answers have a `prefix`."""
@@ -113,8 +125,7 @@ class PPOMetrics:
         for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
             stats.add(f"{prefix}rewards/{name}", rewards, ~rewards.isnan() & rows)
         if rollout.sampler_logprobs is not None and not prefix:  # greedy decoding draws nothing
-            # 0 on-policy, > 0 where the sampler truncates
-            stats.add("sampling/logprob_difference", rollout.sampler_logprobs - rollout.logprobs, tokens)
+            self._sampled(stats, rollout.sampler_logprobs, rollout.logprobs, tokens)
 
     @torch.no_grad()
     def updated(
@@ -122,15 +133,14 @@ class PPOMetrics:
         logprobs: Tensor,
         entropies: Tensor,
         policy: tuple[Tensor, Tensor],
-        value: tuple[Tensor, Tensor],
         batch: dict[str, Tensor],
     ) -> None:
         """
-        Observe a micro-batch of an update.
+        Observe a micro-batch of an update of the policy.
 
         Args:
             logprobs, entropies: (B, T), nats.
-            policy, value: (B, T) losses, and (B, T) where they were clipped.
+            policy: (B, T) losses, and (B, T) where they were clipped.
             batch: the rows that were trained on.
         """
         stats, mask = self.train, batch["loss_mask"]
@@ -138,14 +148,41 @@ class PPOMetrics:
         stats.add("policy/clipfrac_avg", policy[1].float(), mask)
         stats.add("policy/entropy_avg", entropies, mask)
         stats.add("loss/policy_avg", policy[0], mask)
-        stats.add("loss/value_avg", value[0], mask)
-        stats.add("val/clipfrac_avg", value[1].float(), mask)
         stats.add("val/ratio", (logprobs - batch["old_logprobs"]).exp(), mask)
 
     @torch.no_grad()
-    def sampled(self, difference: Tensor, mask: Tensor) -> None:
-        """Observe by how many nats (B, T) the sampler's log-probs are above those of the forward that is trained."""
-        self.train.add("sampling/logprob_difference", difference, mask)
+    def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
+        """Observe a micro-batch of an update of the critic: (B, T) losses, and (B, T) where they were clipped."""
+        self.train.add("loss/value_avg", value[0], mask)
+        self.train.add("val/clipfrac_avg", value[1].float(), mask)
+
+    @torch.no_grad()
+    def sampled(self, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
+        """Observe the (B, T) log-probs, nats, of the sampler and of the forward that is trained."""
+        self._sampled(self.train, sampler_logprobs, logprobs, mask)
+
+    def _sampled(self, stats: Accumulator, sampler_logprobs: Tensor, logprobs: Tensor, mask: Tensor) -> None:
+        stats.add("sampling/logprob_difference", sampler_logprobs - logprobs, mask)
+        stats.add("sampling/kl", kl_estimate(sampler_logprobs, logprobs, "k3"), mask)
+
+    def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor) -> None:
+        """Observe the importance weights of a rollout, (B, T) or (B, 1), and which of them a bound has changed."""
+        mask = rollout.mask if weights.shape == rollout.mask.shape else rollout.valid[:, None]
+        self.train.add("sampling/importance_sampling_ratio", weights, mask)
+        self.train.add("sampling/clipfrac", is_outside.float(), mask)
+
+    def _percentiles(self, values: Tensor, mask: Tensor) -> dict[int, float]:
+        """Return percentiles of the (B, T) real entries of all processes; none if there is no entry."""
+        real = torch.where(mask.bool(), values.float(), torch.nan)
+        everyones = self.accelerator.gather(
+            self.accelerator.pad_across_processes(real, dim=1, pad_index=torch.nan)  # responses may be longer there
+        )
+        everyones = everyones[~everyones.isnan()].double().cpu().numpy()
+        return {percent: float(np.percentile(everyones, percent)) for percent in (50, 99) if everyones.size}
+
+    def stale(self, steps: int) -> None:
+        """Observe how many optimizer steps there were between the weights that drew a rollout and its first update."""
+        self.train.add("sampling/staleness", float(steps))
 
     def gradient(self, role: str, norm: Tensor) -> None:
         """Observe the norm of the gradient of `"policy"` or `"critic"`."""
@@ -198,6 +235,9 @@ class PPOMetrics:
                 report |= {f"{name}/mean": mean, f"{name}/std": standard_deviation(value).item()}
             elif mode == "eval" and name.endswith("num_unscored"):
                 report[name] = mean * count / self.accelerator.num_processes
+            elif name == "sampling/importance_sampling_ratio":
+                report |= {f"{name}/mean": mean, f"{name}/min": minimum, f"{name}/max": maximum}
+                report["sampling/ess"] = effective_sample_size(value).item()
             elif name == "policy/skipped_steps":
                 report[name] = count / self.accelerator.num_processes
             else:

@@ -38,7 +38,8 @@ class Passes:
     ) -> dict[str, Tensor]:
         """
         Args:
-            model: the actor-critic or the reference, as the accelerator has wrapped it.
+            model: the actor-critic, the reference, or a critic alone ([`add_value_forward`]), as the accelerator has
+                wrapped it.
             ids, lengths, width: see [`pack`].
             size: rows of a forward, those of one length together; all if not given.
             asked: of [`ActorCritic.forward`]; the reference gives log-probs alone.
@@ -70,12 +71,14 @@ class Passes:
 
     def _forward(self, model: Any, packed: Packed, **asked: Any) -> dict[str, Tensor]:
         inputs = {**packed.inputs, "predicts": packed.predicts, "targets": packed.targets}
-        if self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+        is_critic = hasattr(unwrapped(model), "score")  # which stands alone
+        is_sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+        if is_sharded and not is_critic:
             inputs["most"] = packed.shape[0] * self.args.max_completion_length
         with self.accelerator.autocast():
             if "output_router_logits" in asked:  # the experts' loss is over real tokens
                 inputs["attention_mask"] = packed.mask
-            if hasattr(unwrapped(model), "critic"):
+            if is_critic or hasattr(unwrapped(model), "critic"):
                 return {name: value for name, value in model(**inputs, **asked).items() if value is not None}
             if not positions(unwrapped(model), packed.position_ids):
                 del inputs["position_ids"]
@@ -94,6 +97,7 @@ class Passes:
                 self.accelerator.print(f"{name} does not keep packed rows apart, so that its rows are padded.")
         return config.hidden_size if self._keeps_apart[id(module)] else None
 
+    @torch.no_grad()
     def _seen_apart(self, model: Any, vocabulary: int) -> bool:
         module = unwrapped(model)
         if not positions(module, None, torch.empty(0)):

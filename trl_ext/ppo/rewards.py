@@ -58,10 +58,14 @@ class CheckedReward:
         self._started: Started | None = None
         self._waiting: AbstractContextManager = nullcontext()
 
-    def start(self, waiting: AbstractContextManager, **kwargs: Any) -> None:
-        """Start the function in a thread if its time goes by elsewhere; `waiting` is entered to wait for it."""
+    def start(self, waiting: AbstractContextManager, started: Started | None = None, **kwargs: Any) -> None:
+        """
+        Start the function in a thread if its time goes by elsewhere, unless it has been `started` with the same rows.
+
+        `waiting` is entered to wait for it.
+        """
         if self.in_background:
-            self._started, self._waiting = Started(self.function, **kwargs), waiting
+            self._started, self._waiting = started or Started(self.function, **kwargs), waiting
 
     def forget(self) -> None:
         """Wait no more for what was started."""

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from trl import RLOOTrainer
 
-from ..functional import kl_estimate
+from ..functional import importance_weights, kl_estimate
 from ..models.sampler import SamplerRecorder
 from ..temporarily import temporarily
+from .config import PPOConfig
 from .inputs import tokenized, with_prompts
 
 
@@ -25,7 +26,7 @@ class Rollout:
     prompt_mask: Tensor  # (B, P)
     completion_ids: Tensor  # (B, T), right-padded
     completion_mask: Tensor  # (B, T), 1 = real token, EOS included
-    logprobs: Tensor  # (B, T), of the policy that answered
+    logprobs: Tensor  # (B, T), of the policy before the update; of the one that answered if the sampler is trusted
     ref_logprobs: Tensor | None  # (B, T), None without a reference
     values: Tensor | None  # (B, T), None in evaluation
     sampler_logprobs: Tensor | None  # (B, T), of the distribution that was drawn from, if recorded beside `logprobs`
@@ -49,10 +50,22 @@ class Rollout:
         """(B, T): KL to the reference, nats; 0 without one."""
         return kl_estimate(self.logprobs, self.logprobs if self.ref_logprobs is None else self.ref_logprobs, estimator)
 
-    def rows_for_training(self, advantages: Tensor, returns: Tensor) -> dict[str, Tensor]:
+    def importance_weights(self, args: PPOConfig) -> tuple[Tensor, Tensor] | None:
+        """Weigh the policy's loss: (B, T) or (B, 1), and where a bound has changed that; None without a correction."""
+        mode = args.importance_correction
+        if mode == "none":
+            return None
+        assert self.sampler_logprobs is not None
+        bounds = args.importance_sampling_clip_min, args.importance_sampling_clip_max
+        return importance_weights(self.logprobs, self.sampler_logprobs, self.completion_mask, mode, *bounds)
+
+    def rows_for_training(
+        self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Return what an update needs of each row; TRL's buffer shuffles and splits every tensor by row."""
         assert self.values is not None
         return {
+            **({} if weights is None else {"importance_weights": weights}),
             "row": torch.arange(len(self.scores), device=self.scores.device),
             "prompt_ids": self.prompt_ids,
             "prompt_mask": self.prompt_mask,
@@ -146,6 +159,7 @@ class RolloutRecorder:
         self.completion_ids: list[list[int]] = []
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
         self.lengths: list[tuple[int, int]] = []  # real tokens of each row's prompt and response
+        self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
         self.sampler: SamplerRecorder | None = None
         self.sampler_logprobs: Tensor | None = None  # (B, T)
 
@@ -157,7 +171,7 @@ class RolloutRecorder:
         trainer, args = self.trainer, self.trainer.args
         inputs, self.given_ids = with_prompts(inputs, trainer._tokenizer)
         self.inputs = inputs
-        if trainer._trusts_sampler or args.allow_off_policy_sampling or trainer.use_vllm:
+        if trainer._trusts_sampler or args.another_samples or args.importance_correction != "none":
             self.sampler = SamplerRecorder()
         try:
             with temporarily(trainer._actor_critic, sampler_recorder=self.sampler):
@@ -205,28 +219,19 @@ class RolloutRecorder:
     def _generate(self, prompts: list) -> tuple[list, list, list]:
         trainer = self.trainer
         self.prompt_ids, self.completion_ids, completions = trainer._generate(tokenized(prompts, self.given_ids))
-        is_greedy = trainer._evaluation is not None and trainer._evaluation.is_greedy
-        self.inputs = [
-            {
-                **row,
-                "prompt_ids": asked,
-                "finished": answer[-1] in trainer.eos_token_ids,
-                **({"is_greedy": True} if is_greedy else {}),
-            }
-            for row, asked, answer in zip(self.inputs, self.prompt_ids, self.completion_ids, strict=True)
-        ]
+        self.started = trainer._started_ahead()
+        self.inputs = with_answers(self.inputs, self.prompt_ids, self.completion_ids, trainer.eos_token_ids)
+        if trainer._evaluation is not None and trainer._evaluation.is_greedy:
+            self.inputs = [{**row, "is_greedy": True} for row in self.inputs]
         self._start_scoring(prompts, completions)
         return self.prompt_ids, self.completion_ids, completions
 
     def _start_scoring(self, prompts: list, completions: list) -> None:
         """Start the reward functions whose time goes by elsewhere, with what TRL will call them with."""
-        columns = {key: [row[key] for row in self.inputs] for key in self.inputs[0]}
-        for name in ("prompt", "completion", "completion_ids"):  # TRL passes on no columns of these names
-            columns.pop(name, None)
-        given = {"prompts": prompts, "completions": completions, "completion_ids": self.completion_ids, **columns}
-        for function in self.trainer.reward_funcs:
-            waiting = self.trainer.metrics.timed("score_wait")
-            function.start(waiting, **given, trainer_state=self.trainer.state)
+        given = given_to_rewards(self.inputs, prompts, completions, self.completion_ids)
+        for place, function in enumerate(self.trainer.reward_funcs):
+            waiting, started = self.trainer.metrics.timed("score_wait"), self.started.get(place)
+            function.start(waiting, started, **given, trainer_state=self.trainer.state)
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size=None, **kwargs
@@ -237,11 +242,9 @@ class RolloutRecorder:
         if not self.passes:  # the policy's comes first
             mask = attention_mask[:, -width:]
             self.lengths = lengths_of(attention_mask[:, :-width], mask)
-            if self.sampler is not None:
-                self.sampler_logprobs = self.sampler.take(input_ids[:, -width:], mask)
+            self.sampler_logprobs = self._take_sampler_logprobs(input_ids[:, -width:], mask)
             said["logprobs"] = self.sampler_logprobs if trainer._trusts_sampler else None
-            is_known = trainer.accelerator.gather(mask.new_tensor([said["logprobs"] is not None])).all().item()
-            asked = {"with_logprobs": not is_known, "with_values": trainer.model.training}
+            asked = {"with_logprobs": said["logprobs"] is None, "with_values": trainer.model.training}
         if self.passes or any(asked.values()):
             with trainer.metrics.timed("logprobs"):
                 size = trainer.args.local_rollout_forward_batch_size
@@ -250,9 +253,47 @@ class RolloutRecorder:
         self.passes.append(said["logprobs"])
         return said["logprobs"], None, None
 
+    def _take_sampler_logprobs(self, ids: Tensor, mask: Tensor) -> Tensor | None:
+        """Return the (B, T) log-probs under which the answers were drawn, if every process has all of its own."""
+        trainer = self.trainer
+        logprobs = None if self.sampler is None else self.sampler.take(ids, mask)
+        is_known = logprobs is not None and logprobs.isfinite().all().item()
+        who_knows = trainer.accelerator.gather(mask.new_tensor([is_known]))
+        if who_knows.all():
+            return logprobs
+        if trainer.model.training and trainer.args.needs_sampler_logprobs:
+            raise RuntimeError(
+                f"The log-probs under which the answers were drawn are missing on {int((~who_knows.bool()).sum())} of "
+                f"{len(who_knows)} process(es), or are of other tokens, so that `importance_sampling_mode="
+                f"{trainer.args.importance_sampling_mode!r}` and `old_logprobs={trainer.args.old_logprobs!r}` cannot "
+                "correct for who has drawn them: have the sampler return them and leave answers as they were drawn, "
+                "or set `importance_sampling_mode='none'` to train without a correction."
+            )
+        return None
+
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         self.rewards_per_func = self.trainer._calculate_rewards(self.inputs, prompts, completions, completion_ids_list)
         return self.rewards_per_func
+
+
+def with_answers(
+    rows: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]], eos_token_ids: list[int]
+) -> list[dict[str, Any]]:
+    """Return the rows with what reward functions are given beside the dataset's columns."""
+    return [
+        {**row, "prompt_ids": asked, "finished": answer[-1] in eos_token_ids}
+        for row, asked, answer in zip(rows, prompt_ids, completion_ids, strict=True)
+    ]
+
+
+def given_to_rewards(
+    rows: list[dict[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
+) -> dict[str, Any]:
+    """Return what TRL calls a reward function with, but for its loggers and the state."""
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    for name in ("prompt", "completion", "completion_ids"):  # TRL passes on no columns of these names
+        columns.pop(name, None)
+    return {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
 
 
 def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, int]]:

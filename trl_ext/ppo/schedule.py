@@ -10,7 +10,7 @@ def schedule(trainer: Any) -> str:
     """Say what will be trained, how long, and in which portions."""
     args, actor_critic, rows = trainer.args, trainer._actor_critic, len(trainer.train_dataset)
     rollouts = rows * trainer.num_generations // args.batch_size
-    steps_per_rollout = args.num_mini_batches * args.num_ppo_epochs
+    steps_per_rollout = args.steps_per_rollout
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * rollouts * steps_per_rollout)
     n_rollouts = -(-steps // steps_per_rollout)
     episodes, asked = n_rollouts * args.batch_size, args.total_episodes
@@ -18,7 +18,8 @@ def schedule(trainer: Any) -> str:
     reference = "frozen copy" if trainer.ref_model is not None else "the base, adapters off"
     ends = ", ".join(trainer._tokenizer.convert_ids_to_tokens(trainer.eos_token_ids))
     answers = f" × {trainer.num_generations}" if trainer.num_generations > 1 else ""
-    passes = "once" if args.num_ppo_epochs == 1 else f"{args.num_ppo_epochs} times"
+    passes, alone = "once" if args.passes == 1 else f"{args.passes} times", args.passes - args.num_ppo_epochs
+    passes += f", {alone} of them to train the critic alone" if alone else ""
     minibatches = f"{args.num_mini_batches} × {args.mini_batch_size:,}"
     return block(
         "PPO",

@@ -1,7 +1,7 @@
 """What an exact resume of PPO needs beside what the Trainer saves."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class Snapshot:
     tr_loss: Tensor
     total_loss: float
     last_logged: int
+    ahead: list[dict[str, Any]] = field(default_factory=list)  # rollouts that have been drawn, not yet trained on
 
     @classmethod
     def take(cls, trainer: Any, rollout: dict[str, Tensor] | None) -> "Snapshot":
@@ -38,6 +39,7 @@ class Snapshot:
             tr_loss=trainer._tr_loss.cpu(),
             total_loss=trainer._total_loss_scalar,
             last_logged=trainer._globalstep_last_logged,
+            ahead=trainer._ahead.state_dict() if trainer._ahead is not None else [],
         )
 
     def restore(self, trainer: Any) -> dict[str, Tensor] | None:
@@ -50,6 +52,8 @@ class Snapshot:
         trainer._metrics["train"].update(self.trl_metrics)
         trainer._tr_loss = self.tr_loss.to(device)
         trainer._total_loss_scalar, trainer._globalstep_last_logged = self.total_loss, self.last_logged
+        if trainer._ahead is not None:
+            trainer._ahead.load_state_dict(self.ahead)
         return self.rollout and {name: values.to(device) for name, values in self.rollout.items()}
 
     def save(self, checkpoint: str, process: int) -> None:

@@ -16,6 +16,8 @@ from accelerate.utils import gather_object, set_seed
 from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
@@ -24,7 +26,16 @@ from trl import RLOOTrainer
 from ..callbacks.console import ConsoleCallback
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl, take_kl_scale
-from ..functional import approx_kl, gae, masked_sum, policy_loss, token_rewards, value_loss, whiten
+from ..functional import (
+    approx_kl,
+    gae,
+    length_adaptive_lam,
+    masked_sum,
+    policy_loss,
+    token_rewards,
+    value_loss,
+    whiten,
+)
 from ..models.adapter_guard import AdapterGuard
 from ..models.adapter_switch import CRITIC
 from ..models.card import without_none
@@ -35,10 +46,12 @@ from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
+from ..rewards.member import Started
 from ..temporarily import temporarily
 from ..upstream import RepeatSampler, check_contract, get_config_model_id
 from . import gradients
 from .accumulator import global_moments
+from .ahead import RolloutsAhead, check_ahead
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
@@ -206,6 +219,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             )
         policy = self.model
         check_savable(policy)
+        check_ahead(args, policy, self.accelerator.device)
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
         self._adapt_rloo(policy)
@@ -228,7 +242,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self._set_reference(ref_model)
         if self._is_peft:
             check_base(policy, self.accelerator, self.use_vllm)
-            prepare_base(policy, self.use_vllm)
+            prepare_base(policy, self.use_vllm or args.rollouts_ahead > 0)
             self.add_callback(AdapterGuard())
         heads = rewards.load_adapters(self._loader, args.share_reward_base)
         actor_critic, self._critic_origin = make_actor_critic(
@@ -237,6 +251,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         for trained_or_run in (actor_critic, self.ref_model, *rewards.functions):
             if isinstance(trained_or_run, nn.Module):
                 keep_unpacked(trained_or_run)
+        if args.critic_trains == "mlp":
+            actor_critic.freeze_critic_but_mlps()
         if value_model is not None:
             weights = {n: p for n, p in actor_critic.named_parameters() if CRITIC in n.split(".")}
             path = value_model if isinstance(value_model, str) else None
@@ -258,6 +274,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
+        self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
 
@@ -301,10 +318,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if args.ddp_find_unused_parameters is None and self.accelerator.ddp_handler is not None and not is_moe:
             # Every parameter takes part in every step, but for experts that no token is routed to
             self.accelerator.ddp_handler.find_unused_parameters = False
-        if self.is_deepspeed_enabled and (args.critic_warmup_rollouts or args.max_approx_kl is not None):
+        if self.is_deepspeed_enabled and args.leaves_steps_out:
             raise ValueError(
-                "`critic_warmup_rollouts` and `max_approx_kl` leave steps out, but DeepSpeed's engine makes its step "
-                "inside `backward`: use DDP or FSDP, or drop them."
+                "`critic_warmup_rollouts`, `critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's engine "
+                "makes its step inside `backward`: use DDP or FSDP, or drop them."
             )
 
     def _set_reference(self, ref_model: str | PreTrainedModel | None, is_moved: bool = False) -> None:
@@ -347,13 +364,17 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         kl_coef = self.kl_controller.kl_coef
         rewards = token_rewards(scores, kl, rollout.mask, kl_coef, token_scores)  # (B, T)
         advantages, returns = self._advantages(rewards, rollout)  # (B, T) each
-        if args.use_ref_model and not self._critic_only(self._step):
+        if args.use_ref_model and not self._warms_up(self._step):
             mean_kl, episodes = self._global_mean((rollout.kl("k1") * rollout.mask).sum(1), rollout.valid)
             if episodes:
                 self.kl_controller.update(mean_kl, episodes)
         self.metrics.collected(rollout, scores, kl, rewards, advantages, returns, kl_coef)
         self._log_advantages(advantages, rollout.mask)
-        return rollout.rows_for_training(advantages, returns)
+        weights = rollout.importance_weights(args)
+        if weights is None:
+            return rollout.rows_for_training(advantages, returns)
+        self.metrics.weighted(rollout, *weights)
+        return rollout.rows_for_training(advantages, returns, weights[0])
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
         """Have TRL generate and score answers to the prompts, and keep all that PPO needs of it."""
@@ -369,11 +390,13 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if args.old_logprobs != "auto":
             is_trusted = args.old_logprobs == "sampler"
         else:
-            is_plain = not (self.use_vllm or args.allow_off_policy_sampling or args.generation_kwargs)
+            is_plain = not (args.another_samples or args.generation_kwargs or args.importance_correction != "none")
             policy = base_model_of(self._actor_critic.policy)
             is_quantized = getattr(policy.config, "quantization_config", None) is not None
             is_exact = self.accelerator.mixed_precision == "no" and policy.dtype == torch.float32 and not is_quantized
             is_trusted = is_plain and is_exact and args.disable_dropout
+        if self.use_vllm:
+            return is_trusted and self.vllm_generation.temperature > 0
         return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
 
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
@@ -395,9 +418,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         assert values is not None
         if args.whiten_rewards:
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
-        advantages = gae(rewards, values, mask, args.gamma, args.lam)
-        lam_value = args.lam if args.lam_value is None else args.lam_value
-        returns = values + (advantages if lam_value == args.lam else gae(rewards, values, mask, args.gamma, lam_value))
+        lam: Any = args.lam if args.lam_alpha is None else length_adaptive_lam(mask, args.lam_alpha)
+        lam_value = args.lam_value if args.lam_value is not None else args.lam if args.lam_alpha is None else 1.0
+        advantages = gae(rewards, values, mask, args.gamma, lam)
+        returns = values + (advantages if lam_value is lam else gae(rewards, values, mask, args.gamma, lam_value))
         if args.normalize_advantages:
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
         return advantages, returns
@@ -405,6 +429,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the tokens of the step."""
         args, mask = self.args, inputs["loss_mask"]
+        if self._critic_only(self._step):
+            return self._value_loss(self._critic_forward(model, inputs), inputs)
         logprobs, entropies, values, aux_loss = self._forward(model, inputs)  # (B, T) each, and a scalar
         if args.max_approx_kl is not None:
             self._add_up_kl(logprobs, inputs)
@@ -414,12 +440,19 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
 
         policy = policy_loss(
-            logprobs, inputs["old_logprobs"], inputs["advantages"], self.epsilon_low, self.epsilon_high, args.dual_clip
+            logprobs,
+            inputs["old_logprobs"],
+            inputs["advantages"],
+            self.epsilon_low,
+            self.epsilon_high,
+            args.dual_clip,
+            args.ratio_band,
         )
-        value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
-        self.metrics.updated(logprobs, entropies, policy, value, inputs)
-        if self._trusts_sampler and self._step % self._steps_per_rollout < args.gradient_accumulation_steps:
-            self.metrics.sampled(inputs["old_logprobs"] - logprobs, mask)  # no weight has moved since
+        if "importance_weights" in inputs:  # (B, T) or (B, 1): of the policy's loss alone, see docs/off_policy.md
+            policy = policy[0] * inputs["importance_weights"], policy[1]
+        self.metrics.updated(logprobs, entropies, policy, inputs)
+        if self._trusts_sampler and self._policy_steps_before(self._step) == 0:
+            self.metrics.sampled(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
@@ -428,22 +461,31 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
             actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
-        if self._critic_only(self._step):
-            actor_loss = 0.0 * actor_loss  # in the graph for DDP; `_finish_gradients` drops its gradients
-        return actor_loss + args.vf_coef * masked_sum(value[0], mask) * scale
+        return actor_loss + self._value_loss(values, inputs)
+
+    def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """vf_coef · clipped value loss of (B, T) values, over the tokens of the step."""
+        args, mask = self.args, inputs["loss_mask"]
+        value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
+        self.metrics.critic_updated(value, mask)
+        scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
+        return args.vf_coef * masked_sum(value[0], mask) * scale
 
     def _forward(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts."""
-        said = self._passes(
-            model,
-            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
-            inputs["lengths"],
-            inputs["completion_ids"].size(1),
-            with_values=True,
-            with_entropies=True,
-            **({"output_router_logits": True} if self.aux_loss_enabled else {}),
-        )
+        routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        said = self._say(model, inputs, with_entropies=True, **routers)
         return said["logprobs"], said["entropies"], said["values"], said.get("aux_loss")
+
+    def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return (B, T) values of a micro-batch; the policy is not run."""
+        is_ddp = isinstance(model, DistributedDataParallel)  # it waits for a gradient of every weight
+        return self._say(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
+
+    def _say(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        width = inputs["completion_ids"].size(1)
+        return self._passes(model, ids, inputs["lengths"], width, with_values=True, **asked)
 
     @torch.no_grad()
     def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:
@@ -454,9 +496,20 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self._kl_stop.start()
         self._kl_stop.add(self.accelerator.reduce(kl, reduction="sum"))
 
-    def _critic_only(self, step: int) -> bool:
-        """Whether micro-batch `step` trains the critic alone."""
+    def _warms_up(self, step: int) -> bool:
+        """Whether micro-batch `step` is of a rollout that trains the critic alone."""
         return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
+
+    def _critic_only(self, step: int) -> bool:
+        """Whether micro-batch `step` trains the critic alone: in warm-up, or in all but the last of `critic_steps`."""
+        number = step % self._steps_per_rollout // self.args.steps_per_generation  # of the pass over the rollout
+        return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0
+
+    def _policy_steps_before(self, step: int) -> int:
+        """Return how many optimizer steps on this rollout have moved the policy, of `step` that moves it, too."""
+        number, position = divmod(step % self._steps_per_rollout, self.args.steps_per_generation)
+        before = number // self.args.critic_steps * self.args.steps_per_generation + position
+        return before // self.args.gradient_accumulation_steps
 
     def _global_mean(self, values: Tensor, mask: Tensor) -> tuple[float, int]:
         """Return the mean over the real entries of all processes, and their number."""
@@ -478,7 +531,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return _EpochSeeded(super()._get_train_sampler(dataset), lambda: seed + int(self.state.epoch or 0))
+        return _EpochSeeded(super()._get_train_sampler(dataset), seed, lambda: int(self.state.epoch or 0))
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], Any, dict]:
         if hasattr(prompts[0], "token_ids"):  # of rows with `input_ids`
@@ -528,6 +581,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _generate_single_turn(self, prompt_ids: list, images: Any, multimodal_fields: dict) -> list[list[int]]:
         generate = super()._generate_single_turn
+        if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids)):
+            return drawn
+        if self._ahead is not None and self.use_vllm:
+            self._ahead.settle()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
                 draw = functools.partial(generate, prompt_ids, images, multimodal_fields)
@@ -536,6 +593,21 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             with self._gathered_for_generation():
                 chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
                 return [ids for chunk in chunks for ids in generate(chunk, images, multimodal_fields)]
+
+    def _take_up(self, prompt_ids: list) -> list[list[int]]:
+        """Return the answers that were drawn ahead to these prompts, none if a server failed; note their log-probs."""
+        assert self._ahead is not None
+        flight = self._ahead.take(prompt_ids)
+        answers, recorder = flight.answers.result(), self._actor_critic.sampler_recorder
+        if recorder is not None and answers.ids:
+            ids = [torch.tensor(row) for row in answers.ids]
+            drawn = pad_sequence(ids, batch_first=True), answers.logprobs
+            recorder.add(*(each.to(self.accelerator.device) for each in drawn))
+        return answers.ids
+
+    def _started_ahead(self) -> dict[int, Started]:
+        """Return the reward functions that were started when the rollout was drawn, by their place."""
+        return self._ahead.started() if self._ahead is not None and self.model.training else {}
 
     def _gathered_for_generation(self) -> AbstractContextManager:
         if not self.args.ds3_gather_for_generation:
@@ -592,7 +664,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         return norm
 
     def _finish_gradients(self) -> None:
-        """Drop the policy's gradients in warm-up; observe the norms; stop if they are not finite."""
+        """Drop the policy's gradients if only the critic is trained; observe norms; stop if they are not finite."""
         if self.is_deepspeed_enabled:
             return  # the engine owns the gradients
         actor_critic, scaler = self._actor_critic, getattr(self.accelerator, "scaler", None)
@@ -733,10 +805,15 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
+        self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
         try:
             output = super().train(resume_from_checkpoint, **kwargs)
         except ServerLost as error:
             raise ServerLost(f"{error} {save_last_step(self)}") from None
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
+            self._ahead = None
         return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
 
     @property
@@ -825,6 +902,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             return
         rows = Snapshot.load(checkpoint, self.args.process_index).restore(self)
         if rows is not None:
+            if (self.args.importance_correction != "none") != ("importance_weights" in rows):
+                raise CannotResume(
+                    f"{checkpoint} was written in a rollout with another `importance_sampling_mode` than "
+                    f"{self.args.importance_sampling_mode!r}: set the one of that run ('none' before there was one)."
+                )
             epoch = self._step % self._steps_per_rollout // self.args.steps_per_generation
             self._buffered_inputs = self._micro_batches(rows, epoch)
 
@@ -832,20 +914,26 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 class _EpochSeeded(Sampler):
     """Seed RepeatSampler anew for each epoch: it draws on from one generator, so a resume would replay epoch 0."""
 
-    def __init__(self, sampler: RepeatSampler, seed: Callable[[], int]):
-        self.sampler, self.seed = sampler, seed
+    def __init__(self, sampler: RepeatSampler, seed: int, epoch: Callable[[], int]):
+        self.sampler, self.seed, self.epoch = sampler, seed, epoch
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
+        yield from self._of(self.epoch())
+
+    def rollouts_of(self, epoch: int) -> list[int]:
+        """Return the rows of an epoch's rollouts, over all processes, each rollout once."""
+        with temporarily(self.sampler, repeat_count=1):
+            return list(self._of(epoch))
+
+    def _of(self, epoch: int) -> Iterator[int]:
         if self.sampler.shuffle:
-            self.sampler.generator.manual_seed(self.seed())
-        yield from self.sampler
+            self.sampler.generator.manual_seed(self.seed + epoch)
+        return iter(self.sampler)
 
 
 def _as_rloo_reads(args: PPOConfig) -> AbstractContextManager:
     """Show RLOO our settings by its names. Without `beta` it loads no reference of its own, by the policy's path."""
-    return temporarily(
-        args, beta=0.0, sync_ref_model=False, num_iterations=args.num_ppo_epochs, epsilon=args.cliprange
-    )
+    return temporarily(args, beta=0.0, sync_ref_model=False, num_iterations=args.passes, epsilon=args.cliprange)

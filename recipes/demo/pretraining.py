@@ -1,0 +1,183 @@
+"""What a critic that was trained before PPO brings: explained variance, episodes until a target score, gold.
+
+    python -m recipes.demo.pretraining --seeds 0 1 2 3 4
+
+In each world the SFT model answers the training prompts, the reward model scores the answers, and two critics are
+trained on them before PPO: from the SFT model with a zero head, and from the reward model. Guarded PPO then runs with
+each, and with what each started from; all else is equal. The target of a pair of runs is 80 % of the way from the
+start to where the run without pre-training ends, in the reward model's score on held-out prompts, which is measured
+after every rollout; `episodes_until` says how. Writes `pretraining.csv`, a row a run, and `pretraining.md`; the same
+command again goes on, also with more seeds.
+"""
+
+import csv
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trl_ext import StrictTrlParser
+from trl_ext.ppo import load_critic
+
+from .ensembles import STUDENT, in_words
+from .report import read_curve
+from .stages import (
+    DemoArguments,
+    build,
+    critic_stage,
+    ppo_stage,
+    reward_stage,
+    rollouts_stage,
+    sft_stage,
+    use_one_thread,
+)
+
+# Run: the run without pre-training that it is compared with
+WITHOUT = {"zero": None, "pretrained-zero": "zero", "reward": None, "pretrained-reward": "reward"}
+SHARE = 0.8  # of the gain of the run without
+EPISODES = 128  # of a rollout
+LAST = 4  # measurements whose mean is where a run ends
+WIDTH = 3  # measurements of a moving mean
+
+
+@dataclass
+class PretrainingStudyArguments:
+    """The worlds, and how the critics are trained."""
+
+    seeds: list[int] = field(
+        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
+    )
+    num_samples: int = field(default=4, metadata={"help": "Answers to each of the 4,000 training prompts."})
+    num_train_epochs: int = field(default=4, metadata={"help": "Passes over them."})
+    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
+    output_dir: str = field(default="outputs/pretraining", metadata={"help": "Folder of all runs."})
+    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+
+    def __post_init__(self):
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or len(self.seeds) > len(STUDENT) + 1:
+            raise ValueError(f"`seeds` must be 1 to {len(STUDENT) + 1} different numbers, got {self.seeds}")
+
+
+def smoothed(scores: Tensor) -> Tensor:
+    """The moving mean of (N,) measurements over their neighbours on both sides, at the ends over those there are."""
+    half = WIDTH // 2
+    return torch.stack([scores[max(i - half, 0) : i + half + 1].mean() for i in range(len(scores))])
+
+
+def episodes_until(scores: Tensor, target: float, step: int = EPISODES) -> float:
+    """
+    Episodes until the moving mean of held-out scores first reaches a target, linear in between.
+
+    Args:
+        scores: (N,), measured before training and after every `step` episodes.
+        target: score.
+
+    Returns:
+        Episodes; infinity if it does not.
+    """
+    curve = smoothed(scores)
+    reached = (curve >= target).nonzero()
+    if not len(reached):
+        return float("inf")
+    after = int(reached[0])
+    if after == 0:
+        return 0.0
+    low, high = curve[after - 1].item(), curve[after].item()
+    return step * (after - 1 + (target - low) / (high - low))
+
+
+def logged(folder: Path, key: str) -> list[float]:
+    """What a run has logged under a key, in order."""
+    logs = [json.loads(line).get("logs", {}) for line in (folder / "metrics.rank0.jsonl").read_text().splitlines()]
+    return [log[key] for log in logs if key in log]
+
+
+def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
+    """All runs of one world: a row a run."""
+    policy, reward = sft_stage(demo), reward_stage(demo)
+    rollouts = rollouts_stage(demo, args.num_samples)
+
+    def zero_head(folder: Path) -> None:
+        load_critic(str(policy))[0].save_pretrained(folder)
+
+    build(demo.folder / "critic-zero", {"seed": demo.seed}, zero_head)
+    options = [] if args.short else ["--num_train_epochs", args.num_train_epochs]
+    critics = {
+        "zero": critic_stage(demo, "pretrain_critic-zero", policy, rollouts, options),
+        "reward": critic_stage(demo, "pretrain_critic-reward", reward, rollouts, options),
+    }
+    starts = {"zero": demo.folder / "critic-zero", "reward": reward}
+    starts |= {f"pretrained-{name}": critic for name, critic in critics.items()}
+    rows, curves = [], {}
+    for name, without in WITHOUT.items():
+        more = ["--value_model_name_or_path", starts[name], *([] if args.short else ["--eval_steps", 8])]
+        run = ppo_stage(demo, f"guarded-{name}", more)
+        curve = curves[name] = read_curve(run)
+        start, end = curves[without or name]["proxy"][0], curves[without or name]["proxy"][-LAST:].mean()
+        target = (start + SHARE * (end - start)).item()
+        each = len(curve["proxy"]) - 1
+        step = int(curve["step"][-1]) * EPISODES // 8 // max(each, 1)  # 8 optimizer steps a rollout
+        of_returns = logged(critics[name.split("-")[-1]], "eval_val/explained_variance")
+        needed = {key: episodes_until(curves[key]["proxy"], target, step) for key in filter(None, (name, without))}
+        rows.append(
+            {
+                "seed": demo.seed,
+                "run": name,
+                "first_explained_variance": logged(run, "val/explained_variance")[0],  # of λ = 0.95
+                "held_out_explained_variance": of_returns[-1 if without else 0],  # Monte Carlo
+                "target": target,
+                "episodes": needed[name],
+                "share_of_episodes": needed[name] / needed[without] if without else 1.0,
+                "proxy_end": curve["proxy"][-LAST:].mean().item(),
+                "gold_sft": curve["gold"][0].item(),
+                "gold_end": curve["gold"][-LAST:].mean().item(),
+                "kl_end": curve["kl"][-LAST:].mean().item(),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    """Means over the seeds with 95 % t-intervals; gold's gain over the run without, in the same world."""
+    lines = [
+        "| critic starts from | explained variance, first rollout | of Monte Carlo returns, held out | episodes until "
+        "the target | ÷ without | gold at the end | − without | seeds |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    ends = {(row["seed"], row["run"]): row for row in rows}
+    for name, without in WITHOUT.items():
+        cells = [row for row in rows if row["run"] == name]
+        names = ("first_explained_variance", "held_out_explained_variance", "episodes", "share_of_episodes")
+        shown = [in_words([row[key] for row in cells]) for key in names]
+        if not without:
+            shown[-1] = "1"
+        gold = [row["gold_end"] for row in cells]
+        gain = [row["gold_end"] - ends[row["seed"], without]["gold_end"] for row in cells] if without else None
+        shown += [in_words(gold), in_words(gain) if gain else "0"]
+        lines.append(f"| {name} | {' | '.join(shown)} | {len(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = StrictTrlParser(PretrainingStudyArguments, prog="python -m recipes.demo.pretraining", description=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    use_one_thread()
+    output_dir, rows = Path(args.output_dir), []
+    for seed in args.seeds:
+        folder = str(output_dir / f"planted-{args.planted_share:g}")
+        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
+        with parser.one_line_errors(ValueError):
+            rows += study(args, demo)
+        with (output_dir / "pretraining.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        (output_dir / "pretraining.md").write_text(table(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What old weights cost: gold, proxy and KL of PPO on rollouts that are drawn 0, 1, 2 or 4 rollouts ahead.
+
+    python -m recipes.demo.staleness --seeds 0 1 2 3 4 --rollouts_ahead 0 1 2 4
+
+Each run is that of `unguarded.yaml` with a fixed KL coefficient, in the demo's world of its seed. Rollouts are drawn
+ahead by a second process on the CPU, and corrected by `importance_sampling_mode`; with 0 they are drawn by the policy
+that is trained. Writes `staleness.csv`, a row a run, and `staleness.md`; the same command again goes on, also with
+more seeds. Hardware: 2 CPU cores, some two minutes a run.
+"""
+
+import csv
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from trl_ext import StrictTrlParser
+
+from .ensembles import STUDENT, in_words
+from .report import read_curve
+from .stages import DemoArguments, ppo_stage, use_one_thread
+
+
+@dataclass
+class StalenessStudyArguments:
+    """The grid: each seed is trained with each number of rollouts ahead, and each correction."""
+
+    seeds: list[int] = field(
+        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
+    )
+    rollouts_ahead: list[int] = field(
+        default_factory=lambda: [0, 1, 2, 4], metadata={"help": "Rollouts ahead, 0 among them."}
+    )
+    corrections: list[str] = field(
+        default_factory=lambda: ["auto"],
+        metadata={"help": "`importance_sampling_mode` of the runs that are ahead, `none` for no correction."},
+    )
+    kl_coef: float = field(default=0.05, metadata={"help": "Fixed KL coefficient."})
+    total_episodes: int = field(default=2048, metadata={"help": "Episodes of a run; a rollout has 128."})
+    planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
+    output_dir: str = field(default="outputs/staleness", metadata={"help": "Folder of all runs."})
+    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+
+    def __post_init__(self):
+        for name in ("seeds", "rollouts_ahead", "corrections"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"`{name}` must be one or more different values, got {values}")
+        if 0 not in self.rollouts_ahead or min(self.rollouts_ahead) < 0:
+            raise ValueError(f"`rollouts_ahead` must be >= 0, and 0 among them, got {self.rollouts_ahead}")
+        if len(self.seeds) > len(STUDENT) + 1:
+            raise ValueError(f"`seeds` must be {len(STUDENT) + 1} or fewer, got {len(self.seeds)}")
+
+
+def measured(folder: Path) -> dict[str, float]:
+    """Gold, proxy and KL on the held-out prompts at the end, and who has drawn, over the last half of the training."""
+    curve = read_curve(folder)
+    checkpoint = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    logs = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+    last = logs[-1]["step"]
+
+    def mean(name: str) -> float:
+        values = [log[name] for log in logs if name in log and log["step"] > last / 2]
+        return fmean(values) if values else math.nan
+
+    return {
+        "gold_sft": curve["gold"][0].item(),
+        "gold": curve["gold"][-1].item(),
+        "proxy_sft": curve["proxy"][0].item(),
+        "proxy": curve["proxy"][-1].item(),
+        "kl": curve["kl"][-1].item(),
+        "staleness": mean("sampling/staleness"),
+        "sampling_kl": mean("sampling/kl"),
+        "clipfrac": mean("policy/clipfrac_avg"),
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Means over the seeds with their 95 % t-intervals, and the difference from no rollout ahead in the same world."""
+    lines = [
+        "| rollouts ahead | correction | gold − SFT's | gold − 0 ahead's | proxy − SFT's | KL to SFT, nats | "
+        "KL(sampler ‖ policy), nats a token | clipped | seeds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    on_policy = {row["seed"]: row for row in rows if row["rollouts_ahead"] == 0}
+    for ahead, correction in dict.fromkeys((row["rollouts_ahead"], row["correction"]) for row in rows):
+        cells = [row for row in rows if (row["rollouts_ahead"], row["correction"]) == (ahead, correction)]
+        columns = [
+            [row["gold"] - row["gold_sft"] for row in cells],
+            [row["gold"] - on_policy[row["seed"]]["gold"] for row in cells],
+            [row["proxy"] - row["proxy_sft"] for row in cells],
+            [row["kl"] for row in cells],
+            [row["sampling_kl"] for row in cells],
+            [row["clipfrac"] for row in cells],
+        ]
+        values = " | ".join(in_words(column) for column in columns)
+        lines.append(f"| {ahead} | {correction} | {values} | {len(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = StrictTrlParser(StalenessStudyArguments, prog="python -m recipes.demo.staleness", description=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    use_one_thread()
+    output_dir, rows = Path(args.output_dir), []
+    for seed in args.seeds:
+        demo = DemoArguments(
+            seed,
+            str(output_dir / f"planted-{args.planted_share:g}"),
+            planted_share=args.planted_share,
+            short=args.short,
+        )
+        for ahead in sorted(args.rollouts_ahead):
+            for correction in args.corrections if ahead else ["none"]:
+                options = ["--kl_coef", args.kl_coef, "--rollouts_ahead", ahead, "--eval_steps", 64]
+                options += ["--total_episodes", args.total_episodes] if not args.short else []
+                options += ["--importance_sampling_mode", correction] if ahead else []
+                with parser.one_line_errors(ValueError):
+                    run = ppo_stage(demo, f"unguarded-ahead-{ahead}-{correction}", options)
+                rows.append({"seed": seed, "rollouts_ahead": ahead, "correction": correction, **measured(run)})
+                print(rows[-1], flush=True)
+        with (output_dir / "staleness.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        (output_dir / "staleness.md").write_text(table(rows))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

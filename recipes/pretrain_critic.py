@@ -1,0 +1,192 @@
+"""Train PPO's critic on saved answers of the policy that PPO will begin with, before PPO (VC-PPO, 2503.01491).
+
+    trl-ext generate --model_name_or_path POLICY --dataset_name PROMPTS --dataset_split train --rollouts true \\
+        --output_file rollouts.jsonl
+    trl-ext pretrain-critic --config qwen2.5-0.5b/pretrain_critic --model_name_or_path POLICY_OR_REWARD_MODEL
+
+Needed, in the configuration file or as flags: a model that the critic starts from (the policy, whose backbone gets a
+zero head, or a reward model with the policy's tokenizer), a dataset with saved answers, and their scores: the column
+`score_column`, or what scores them here as in PPO, `reward_model_name_or_path`, `reward_funcs`, `rewards`. `gamma`,
+`reward_…` and `missing_eos_…` must be those of the PPO run, which takes the result as `value_model_name_or_path`. The
+same command again goes on from the newest complete checkpoint in `output_dir`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl_ext import StrictTrlParser
+from trl_ext.arguments import ClassifierArguments, HeldOutArguments, PromptArguments
+from trl_ext.model_names import check_model
+from trl_ext.output_dir import check_output_dir, is_evaluated
+from trl_ext.terminal import late_bars, quiet
+
+
+@dataclass
+class CriticScriptArguments(PromptArguments, HeldOutArguments):
+    """What `CriticConfig` and `ModelConfig` do not say: the answers, their scores and whose they are."""
+
+    score_column: str | None = field(
+        default=None, metadata={"help": "Column with each answer's score; in place of rewards that score them here."}
+    )
+    policy_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Policy that gave the answers, for its tokenizer; `model_name_or_path` if unset."},
+    )
+    resume_anyway: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score_column and (self.reward_model_name_or_path or self.reward_funcs or self.rewards):
+            raise ValueError(f"`score_column` {self.score_column} and a reward are both given: drop one")
+
+
+def check_models(script_args: CriticScriptArguments, model_args: ClassifierArguments) -> None:
+    """Refuse a model that is not there, before anything that takes seconds is imported."""
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        raise ValueError(
+            "a critic on a quantised base cannot be trained alone: leave out `load_in_4bit`, `load_in_8bit`"
+        )
+    check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision)
+    for role in ("policy", "reward_model"):
+        name = f"{role}_name_or_path"
+        check_model(name, getattr(script_args, name), tokenizer=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    # 1. Set-up
+    quiet()
+    parser = StrictTrlParser(
+        (CriticScriptArguments, "trl_ext.ppo.critic_config.CriticConfig", ClassifierArguments),
+        without_arguments=__doc__,
+        check=check_models,
+    )
+    script_args, training_args, model_args = parser.parse_args_and_config(arguments)
+    with parser.one_line_errors():
+        check_output_dir(training_args.output_dir, training_args.resume_from_checkpoint)
+
+    late_bars()
+
+    # These take seconds to import: what was mistyped has been refused by now
+    from accelerate import PartialState
+    from datasets import concatenate_datasets
+    from transformers import AutoTokenizer
+    from trl import get_peft_config
+
+    from trl_ext import load_dataset_split, save_base_fingerprint
+    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.commands import objections, record_run, report_of
+    from trl_ext.models import eos_token_ids, keep_unpacked
+    from trl_ext.ppo import (
+        CriticTrainer,
+        check_apart,
+        given_scores,
+        hold_out_prompts,
+        load_critic,
+        score_rollouts,
+        with_returns,
+        with_token_ids,
+    )
+    from trl_ext.rewards import ModelReward, RewardFailed, distinct, joined_weights, load_reward, load_rewards
+
+    # 2. Model
+    policy = script_args.policy_name_or_path or model_args.model_name_or_path
+    revision = None if script_args.policy_name_or_path else model_args.model_revision
+    with parser.one_line_errors():
+        tokenizer = AutoTokenizer.from_pretrained(
+            policy, revision=revision, trust_remote_code=training_args.trust_remote_code
+        )
+        ends = eos_token_ids(policy, tokenizer, revision=revision)
+        critic, origin = load_critic(
+            model_args.model_name_or_path,
+            get_peft_config(model_args),
+            trust_remote_code=training_args.trust_remote_code,
+            **model_args.init_kwargs(training_args.model_init_kwargs),
+        )
+    keep_unpacked(critic)
+
+    # 3. Data: token ids, scores, and the returns that PPO will ask for
+    size = training_args.per_device_eval_batch_size
+    with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
+        rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
+        with_settings, weights = load_rewards(script_args.rewards, tokenizer)
+        rewards += with_settings
+        if path := script_args.reward_model_name_or_path:
+            reads = {"policy_tokenizer": tokenizer, "eos_token_ids": ends}
+            rewards.insert(0, ModelReward(path, batch_size=size, device=training_args.device, **reads))
+        weights = [None] * (len(rewards) - len(weights)) + weights
+        training_args.reward_weights = joined_weights(training_args.reward_weights, weights)
+        for sentence in objections(rewards):
+            PartialState().print(f"Warning: {sentence}")
+
+        def load(split: str) -> Any:
+            rows = load_dataset_split(script_args.dataset_name, split, config=script_args.dataset_config, columns=())
+            return with_token_ids(rows, tokenizer, ends, critic.config.get_text_config().vocab_size)
+
+        rollouts = load(script_args.dataset_train_split)
+        if script_args.eval_size is None:
+            test = load(script_args.dataset_test_split)
+            check_apart(rollouts, test)
+            sides = [False] * len(rollouts) + [True] * len(test)
+            rollouts = concatenate_datasets([rollouts, test]).add_column("is_test", sides)
+        if rewards:
+            names = distinct([reward.__name__ for reward in rewards])
+            scores, token_scores = score_rollouts(rollouts, rewards, names, size)
+        else:
+            scores, token_scores = given_scores(rollouts, script_args.score_column), None
+        # One scale for both sides
+        rollouts = with_returns(rollouts, scores, training_args, token_scores)
+        if script_args.eval_size is None:
+            train_dataset, eval_dataset = (
+                rollouts.select([i for i, side in enumerate(rollouts["is_test"]) if side == is_test])
+                for is_test in (False, True)
+            )
+        else:
+            train_dataset, eval_dataset = hold_out_prompts(rollouts, script_args.eval_size, training_args.seed)
+    del rewards
+    if eval_dataset is None:
+        training_args.eval_strategy, training_args.eval_on_start = "no", False
+
+    # 4. Train
+    with parser.one_line_errors():
+        trainer = CriticTrainer(
+            model=critic,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            resume_anyway=script_args.resume_anyway,
+            run_facts={"eos_token_ids": ends},
+        )
+    output_dir = Path(training_args.output_dir)
+    if hasattr(critic, "peft_config"):  # so that PPO can put the critic on its policy's base
+        output_dir.mkdir(parents=True, exist_ok=True)
+        save_base_fingerprint(critic, output_dir, model_args.model_name_or_path, model_args.model_revision)
+    record_run(trainer)
+    with parser.one_line_errors(CannotResume):
+        result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
+    if result.metrics:  # none where the run was complete already
+        trainer.save_metrics("train", result.metrics)
+
+    # 5. Save
+    trainer.save_model()
+    explained = ""
+    if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
+        share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal
+        explained = f", from {origin}, held-out explained variance {share:.2f}"
+    report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
+    trainer.accelerator.print(
+        f"Critic: {training_args.output_dir}{explained}\n{report}; next: trl-ext ppo --model_name_or_path {policy} "
+        f"--value_model_name_or_path {training_args.output_dir}, with this run's scores and `gamma`"
+    )
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""
+What weights for another sampler do to the policy's gradient: bias and variance, exact, over all answers there are.
+
+    python -m tests.benchmarks.importance
+
+The policy is a table: 5 tokens, of which one ends the answer, and logits of their own after each beginning. So all
+answers of up to `--longest` tokens can be counted, and expectations under any sampler are sums. The estimator is PPO's
+first minibatch of one answer with γ = λ = 1 and a critic that knows the mean reward b:
+ĝ = Σ_t w_t (R − b) ∇ log π(y_t). What it should be on average is the gradient of the policy's expected reward.
+"""
+
+import argparse
+from dataclasses import dataclass
+from itertools import product
+from statistics import mean
+
+import torch
+from torch import Tensor
+
+from trl_ext.functional import importance_weights
+
+TOKENS, EOS = 5, 0
+SAMPLERS = ["noise 0.1", "noise 0.5", "temperature 0.7", "temperature 1.5", "top-p 0.9"]
+MODES: dict[str, tuple | None] = {  # label: arguments of `importance_weights`
+    "none": None,
+    "token, no bound": ("token_truncate", None, None),
+    "token_truncate, ≤ 2": ("token_truncate", None, 2.0),
+    "token_mask, 0.5 to 2": ("token_mask", 0.5, 2.0),
+    "sequence, no bound": ("sequence_truncate", None, None),
+    "sequence_truncate, ≤ 2": ("sequence_truncate", None, 2.0),
+    "sequence_mask, 0.5 to 2": ("sequence_mask", 0.5, 2.0),
+}
+
+
+@dataclass
+class Estimate:
+    """Exact properties of the gradient estimator under one sampler."""
+
+    mean: Tensor  # (P,), of one answer's gradient
+    truth: Tensor  # (P,), the gradient of the expected reward
+    variance: float  # trace of the covariance of one answer's gradient
+    ess: float  # share of the answers' or tokens' weights
+
+    @property
+    def bias(self) -> float:
+        """Length of what the mean is off by, in lengths of the true gradient."""
+        return ((self.mean - self.truth).norm() / self.truth.norm()).item()
+
+    def error(self, answers: int) -> float:
+        """Root mean square error of the mean over `answers`, in lengths of the true gradient."""
+        square = (self.mean - self.truth).square().sum() + self.variance / answers
+        return (square.sqrt() / self.truth.norm()).item()
+
+
+class World:
+    """
+    All answers of up to `longest` tokens, N of them, under a policy of random logits, with random rewards.
+
+    Args:
+        longest: T, tokens.
+        spread: standard deviation of the policy's logits, nats.
+        seed: of logits and rewards.
+    """
+
+    def __init__(self, longest: int, spread: float = 1.5, seed: int = 0):
+        beginnings = [b for n in range(longest) for b in product(range(1, TOKENS), repeat=n)]
+        number = {beginning: i for i, beginning in enumerate(beginnings)}
+        answers = [(*b, EOS) for b in beginnings] + list(product(range(1, TOKENS), repeat=longest))
+        padded = [(*answer, *[EOS] * (longest - len(answer))) for answer in answers]
+        self.ids = torch.tensor(padded)  # (N, T)
+        self.mask = torch.tensor([[t < len(answer) for t in range(longest)] for answer in answers])
+        self.places = torch.tensor([[number.get(a[:t], 0) for t in range(longest)] for a in padded])
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(beginnings), TOKENS)
+        self.logits = spread * torch.randn(shape, generator=generator, dtype=torch.double)
+        self.noise = torch.randn(shape, generator=generator, dtype=torch.double)
+        self.rewards = torch.randn(len(answers), generator=generator, dtype=torch.double)
+
+    def sampler(self, name: str) -> Tensor:
+        """Logits of a sampler: the policy's, changed as its name says."""
+        kind, _, size = name.rpartition(" ")
+        match kind:
+            case "noise":
+                return self.logits + float(size) * self.noise
+            case "temperature":
+                return self.logits / float(size)
+            case "top-p":
+                probabilities, order = self.logits.softmax(-1).sort(descending=True)
+                is_left_out = (probabilities.cumsum(-1) - probabilities) >= float(size)
+                return self.logits.masked_fill(is_left_out.gather(-1, order.argsort(-1)), -torch.inf)
+            case _:
+                return self.logits
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        """(N, T) log-probs, nats, of each answer's tokens; 0 under the mask."""
+        logprobs = logits.log_softmax(-1)[self.places].gather(-1, self.ids[..., None]).squeeze(-1)
+        return torch.where(self.mask, logprobs, 0.0)
+
+    def true_gradient(self) -> Tensor:
+        """(P,): of the policy's expected reward, by autograd."""
+        logits = self.logits.clone().requires_grad_()
+        (self.logprobs(logits).sum(1).exp() @ self.rewards).backward()
+        assert logits.grad is not None
+        return logits.grad.flatten()
+
+    def gradients(self, weights: Tensor) -> Tensor:
+        """(N, P): the estimator for each answer, with weights that broadcast to (N, T)."""
+        probabilities = self.logprobs(self.logits).sum(1).exp()
+        advantages = self.rewards - probabilities @ self.rewards
+        scores = torch.nn.functional.one_hot(self.ids, TOKENS) - self.logits.softmax(-1)[self.places]  # ∇ log π(y_t)
+        scores = scores * (self.mask * weights * advantages[:, None])[..., None]
+        gradients = torch.zeros(len(self.ids), *self.logits.shape, dtype=torch.double)
+        gradients.scatter_add_(1, self.places[..., None].expand_as(scores), scores)
+        return gradients.flatten(1)
+
+    def weights(self, sampler: str, mode: tuple | None) -> Tensor:
+        """(N, T) or (N, 1); 1 for answers that cannot be drawn."""
+        if mode is None:
+            return torch.ones(len(self.ids), 1, dtype=torch.double)
+        drawn = self.logprobs(self.sampler(sampler))
+        is_drawn = drawn.isfinite().all(1, keepdim=True)
+        return importance_weights(self.logprobs(self.logits), drawn, self.mask & is_drawn, *mode)[0]
+
+    def estimate(self, sampler: str, mode: tuple | None) -> Estimate:
+        probabilities = self.logprobs(self.sampler(sampler)).sum(1).exp()  # (N,)
+        weights = self.weights(sampler, mode)
+        gradients = self.gradients(weights)
+        mean = probabilities @ gradients
+        variance = probabilities @ (gradients - mean).square().sum(1)
+        # ESS of infinitely many draws: entries count by how often they are drawn
+        counts = probabilities[:, None] * (self.mask if weights.size(1) > 1 else torch.ones_like(weights))
+        first, second = (counts * weights).sum() / counts.sum(), (counts * weights.square()).sum() / counts.sum()
+        ess = (first.square() / second).item()
+        return Estimate(mean, self.true_gradient(), variance.item(), ess)
+
+
+def table(worlds: list[World], answers: int) -> list[str]:
+    """Lines of Markdown: bias, variance and error of each mode under each sampler, on average over worlds."""
+    alone = [world.estimate("the policy", None).variance for world in worlds]
+    lines = ["| weights | " + " | ".join(SAMPLERS) + " |", "|---" * (1 + len(SAMPLERS)) + "|"]
+    for label, mode in MODES.items():
+        cells = []
+        for sampler in SAMPLERS:
+            found = [world.estimate(sampler, mode) for world in worlds]
+            variance = mean(e.variance / one for e, one in zip(found, alone, strict=True))
+            error = mean(e.error(answers) for e in found)
+            cells.append(f"{mean(e.bias for e in found):.3f}, {variance:.2f}, {error:.3f}")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+def growth(worlds: dict[int, list[World]], sampler: str) -> list[str]:
+    """Lines of Markdown: how bias and variance go with the length of answers."""
+    names = ["none", "token, no bound", "sequence, no bound", "sequence_truncate, ≤ 2"]
+    lines = ["| up to | " + " | ".join(names) + " | ESS, token | ESS, sequence |", "|---" * 7 + "|"]
+    for longest, many in worlds.items():
+        alone = [world.estimate("the policy", None).variance for world in many]
+        cells, ess = [], []
+        for name in names:
+            found = [world.estimate(sampler, MODES[name]) for world in many]
+            variance = mean(e.variance / one for e, one in zip(found, alone, strict=True))
+            cells.append(f"{mean(e.bias for e in found):.3f}, {variance:.2f}")
+            ess.append(f"{mean(e.ess for e in found):.2f}")
+        lines.append(f"| {longest} token{'s' if longest > 1 else ''} | {' | '.join([*cells, *ess[1:3]])} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    parser.add_argument("--longest", type=int, default=4, help="Tokens of the longest answer.")
+    parser.add_argument("--answers", type=int, default=1_000, help="Answers in the gradient whose error is shown.")
+    parser.add_argument("--worlds", type=int, default=10, help="Policies and rewards to average over.")
+    args = parser.parse_args()
+    seeds = range(args.worlds)
+    print("\n".join(table([World(args.longest, seed=seed) for seed in seeds], args.answers)))
+    print()
+    by_length = {longest: [World(longest, seed=seed) for seed in seeds] for longest in range(1, 6)}
+    print("\n".join(growth(by_length, "noise 0.5")))
+    alone = [world.estimate("the policy", None) for world in by_length[args.longest]]
+    print(f"\nOn-policy, {args.answers:,} answers: error {mean(e.error(args.answers) for e in alone):.3f}")
+
+
+if __name__ == "__main__":
+    main()

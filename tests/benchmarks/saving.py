@@ -1,0 +1,188 @@
+"""What a checkpoint costs: the step that makes it, and those during which it is written; and what kill −9 leaves.
+
+    python -m tests.benchmarks.saving --output_dir outputs/saving
+    python -m tests.benchmarks.saving --output_dir outputs/saving --kills 24
+
+The first times the optimizer steps of PPO without checkpoints, with them, and with them in the background, by turns in
+one process, on one prompt a step, so that a checkpoint is long against a step. The second kills a run that saves in
+the background at random moments, starts it again each time until it ends, and compares that with the end of a run that
+was not interrupted.
+"""
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+
+from tests.ppo.worker import RESUMED, end_state, make_trainer, weights
+from tests.tiny import tiny_tokenizer
+from trl_ext import StrictTrlParser
+from trl_ext.checkpoints import checkpoint_to_resume, newest_complete
+from trl_ext.marker import checkpoints_of
+
+
+@dataclass
+class BenchmarkArguments:
+    """How large, and what."""
+
+    output_dir: str = field(default="outputs/saving", metadata={"help": "Folder of runs."})
+    hidden_size: int = field(default=512, metadata={"help": "Of the policy, 8 layers; the critic is as large."})
+    steps: int = field(default=12, metadata={"help": "Optimizer steps of each run."})
+    save_steps: int = field(default=4, metadata={"help": "Steps from one checkpoint to the next."})
+    repeats: int = field(default=3, metadata={"help": "How often the ways to save take turns."})
+    kills: int = field(default=0, metadata={"help": "Kill a run so many times instead."})
+    seed: int = field(default=0, metadata={"help": "Of the moments at which it is killed."})
+
+
+class Clock(TrainerCallback):
+    """Seconds from the end of one step, before its log and its checkpoint, to the end of the next."""
+
+    def __init__(self):
+        self.seconds, self.last = [], None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        now = time.perf_counter()
+        if self.last is not None:
+            self.seconds.append(now - self.last)
+        self.last = now
+
+
+def policy(args: BenchmarkArguments) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer()),
+        hidden_size=args.hidden_size,
+        intermediate_size=4 * args.hidden_size,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def timed(args: BenchmarkArguments, **config) -> tuple[list[float], float, int]:
+    """Seconds of each step after the first, of the whole run, and the bytes of a checkpoint."""
+    folder = Path(args.output_dir, "timed")
+    shutil.rmtree(folder, ignore_errors=True)
+    once = {"num_ppo_epochs": 1, "num_mini_batches": 1, "per_device_train_batch_size": 1, "logging_steps": 100}
+    trainer = make_trainer(folder, model=policy(args), max_steps=args.steps, save_total_limit=1, **once, **config)
+    clock = Clock()
+    trainer.add_callback(clock)
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    size = sum(path.stat().st_size for path in folder.glob("checkpoint-*/**/*") if path.is_file())
+    shutil.rmtree(folder, ignore_errors=True)
+    return clock.seconds, seconds, size
+
+
+def times(args: BenchmarkArguments) -> None:
+    saving = {"save_strategy": "steps", "save_steps": args.save_steps}
+    ways = {
+        "no checkpoints": {"save_strategy": "no"},
+        "while training waits": saving,
+        "in the background": saving | {"save_in_background": True},
+    }
+    runs: dict[str, list[tuple[list[float], float, int]]] = {name: [] for name in ways}
+    for _ in range(args.repeats):
+        for name, config in ways.items():
+            runs[name].append(timed(args, **config))
+    plain = median(seconds for run in runs["no checkpoints"] for seconds in run[0])
+    size = max(run[2] for run in runs["in the background"])
+    print(f"a checkpoint has {size / 2**20:.0f} MiB; a step without one takes {plain:.2f} s, the median")
+    print("way to save            first saving step  later saving steps  steps beside  run")
+    whole = median(run[1] for run in runs["no checkpoints"])
+    for name, made in runs.items():
+        # The time from the end of step n to that of step n + 1 holds the checkpoint of step n
+        steps = [(i + 1, seconds) for run in made for i, seconds in enumerate(run[0])]
+        first = [seconds for n, seconds in steps if n == args.save_steps]
+        later = [seconds for n, seconds in steps if n % args.save_steps == 0 and n > args.save_steps]
+        beside = [seconds for n, seconds in steps if n % args.save_steps]
+        ratios = [median(group) / plain for group in (first, later, beside)]
+        run = median(run[1] for run in made) / whole
+        print(f"{name:22} " + "".join(f"{ratio:17.2f}×" for ratio in ratios) + f"{run:6.2f}×")
+
+
+def train(args: BenchmarkArguments, folder: Path, **config) -> None:
+    settings = RESUMED | {"per_device_train_batch_size": 1, "max_steps": args.steps, "learning_rate": 1e-4}
+    settings |= {"max_approx_kl": None, "report_to": "none"}
+    trainer = make_trainer(folder, model=policy(args), **settings, **config)
+    trainer.train(checkpoint_to_resume(trainer.args))
+    # One that was killed after its last checkpoint is loaded, and has no optimizer
+    torch.save(end_state(trainer) if trainer.optimizer else {"weights": weights(trainer)}, folder / "end.pt")
+
+
+def in_a_child(folder: Path, run, kill_after: float | None = None) -> int:
+    """Fork a process that runs, with what it says in `folder`.log; how it ended. The imports are shared."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        run()
+        sys.stdout.flush()
+        os._exit(0)
+    if kill_after is not None:
+        deadline = time.monotonic() + kill_after
+        while time.monotonic() < deadline:
+            if (ended := os.waitpid(child, os.WNOHANG))[0]:
+                return os.waitstatus_to_exitcode(ended[1])
+            time.sleep(0.01)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed(args: BenchmarkArguments) -> None:
+    """Kill a run `args.kills` times; raise if it does not end as one that was not interrupted."""
+    draw = random.Random(args.seed)
+    whole, folder = Path(args.output_dir, "whole"), Path(args.output_dir, "killed")
+    shutil.rmtree(whole, ignore_errors=True)
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    assert in_a_child(whole, lambda: train(args, whole, save_strategy="no")) == 0
+    longest = time.monotonic() - start
+    expected = torch.load(whole / "end.pt", weights_only=False)
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "save_in_background": True}
+    kills = runs = 0
+    while kills < args.kills:
+        shutil.rmtree(folder, ignore_errors=True)
+        runs += 1
+        while True:
+            moment = draw.uniform(0.2, 1.2) * longest if kills < args.kills else None
+            end = in_a_child(folder, lambda: train(args, folder, **saving), moment)
+            if end == 0:
+                break
+            assert end == -signal.SIGKILL, f"the run ended with {end}"
+            kills += 1
+            there = sorted(checkpoints_of(folder)) if folder.exists() else []
+            newest, skipped = newest_complete(str(folder)) if there else (None, {})
+            print(f"kill {kills}: checkpoints {there}, incomplete {len(skipped)}, goes on from {newest}", flush=True)
+        actual = torch.load(folder / "end.pt", weights_only=False)
+        of_both = {name: expected[name] for name in actual}
+        torch.testing.assert_close(actual, of_both, rtol=0, atol=0, equal_nan=True)
+        print(f"run {runs}: after {kills} kills in all, it ended as the uninterrupted one, bit for bit", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = StrictTrlParser(BenchmarkArguments, prog="python -m tests.benchmarks.saving", description=__doc__)
+    (args,) = parser.parse_args_and_config(argv)
+    if args.kills:
+        killed(args)
+    else:
+        times(args)
+
+
+if __name__ == "__main__":
+    main()

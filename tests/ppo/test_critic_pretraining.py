@@ -1,0 +1,357 @@
+"""A critic alone: its returns and values are those that PPO will have, and a step is one however it is cut.
+
+As a script, what each of two processes does."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from peft import LoraConfig
+from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification
+
+from tests.launch import on_two_processes
+from tests.tiny import ON_CPU, WORDS, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer, save_base_fingerprint
+from trl_ext.ppo import (
+    CriticConfig,
+    CriticTrainer,
+    check_apart,
+    given_scores,
+    hold_out_prompts,
+    load_critic,
+    score_rollouts,
+    with_returns,
+    with_token_ids,
+)
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
+SCALE = {"gamma": 0.9, "reward_clip_range": (-1.0, 1.5), "missing_eos_penalty": 0.5, "reward_weights": [2.0]}
+
+
+def token_reward(completion_ids, **kwargs):
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def critic_config(folder, **kwargs):
+    given = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, "max_steps": 3, "eval_on_start": False}
+    return CriticConfig(str(folder), **{**ON_CPU, "activation_checkpointing": False, **given, **kwargs})
+
+
+def rows(n=16, seed=0, longest=7):
+    """Rows whose returns are the last token that was seen, over 10."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(most):
+        return torch.randint(
+            6, 26, (int(torch.randint(1, most, (1,), generator=generator)),), generator=generator
+        ).tolist()
+
+    parts = [(ids(6), ids(longest)) for _ in range(n)]
+    seen = [[*prompt, *answer][len(prompt) - 1 : -1] for prompt, answer in parts]
+    return Dataset.from_dict(
+        {
+            "prompt_ids": [prompt for prompt, _ in parts],
+            "completion_ids": [answer for _, answer in parts],
+            "returns": [[token / 10 for token in tokens] for tokens in seen],
+        }
+    )
+
+
+# ---- What PPO will ask for ----
+
+
+@pytest.fixture(params=["running", "batch", "none"])
+def rollout(request, tmp_path):
+    """The first rollout of a PPO run (λ_value = 1), and its rows as saved rollouts."""
+    trainer = PPOTrainer(
+        model=tiny_gpt2(),
+        reward_funcs=token_reward,
+        args=tiny_config(tmp_path, lam=0.7, lam_value=1.0, kl_coef=0.3, reward_normalization=request.param, **SCALE),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+        value_model=AutoModelForSequenceClassification.from_config(
+            type(tiny_gpt2().config)(**{**tiny_gpt2().config.to_dict(), "num_labels": 1})
+        ),
+    )
+    drawn = trainer._generate_and_score_completions(list(prompts(8)))
+    ids, masks = ([drawn[f"{part}_{what}"] for part in ("prompt", "completion")] for what in ("ids", "mask"))
+    columns = [
+        [row[m.bool()].tolist() for row, m in zip(i, mask, strict=True)] for i, mask in zip(ids, masks, strict=True)
+    ]
+    saved = Dataset.from_dict({"prompt": [""] * 8, "completion_ids": columns[1], "prompt_ids": columns[0]})
+    return drawn, saved, critic_config(tmp_path / "critic", reward_normalization=request.param, **SCALE)
+
+
+def test_returns_are_those_of_ppos_first_rollout(rollout):
+    """Monte Carlo, normalised, clipped, with the EOS rule; the KL of the first rollout is 0."""
+    drawn, saved, args = rollout
+    saved = with_token_ids(saved, tiny_tokenizer(), [2], 26 + 6)
+    assert 0 < sum(saved["finished"]) < 8
+    saved = saved.add_column("completion", [""] * 8) if "completion" not in saved.column_names else saved
+    scores, tokens = score_rollouts(saved, [token_reward], ["token_reward"], batch_size=3)
+    returns = with_returns(saved, scores, args, tokens)["returns"][:]
+    for row, (ours, mask) in enumerate(zip(returns, drawn["completion_mask"].bool(), strict=True)):
+        assert_close(torch.tensor(ours), drawn["returns"][row][mask], rtol=1e-4, atol=1e-5)
+
+
+def test_returns_by_hand():
+    saved = Dataset.from_dict(
+        {"prompt_ids": [[6], [7], [8]], "completion_ids": [[9, 2], [9, 9, 9], [2]], "score": [3.0, 5.0, 1.0]}
+    )
+    saved = with_token_ids(saved, tiny_tokenizer(), [2], 32)
+    args = critic_config("unused", gamma=0.5, missing_eos_score=-1.0)
+    made = with_returns(saved, given_scores(saved, "score"), args)
+    assert made["returns"][:] == [[1.5, 3.0], [-0.25, -0.5, -1.0], [1.0]]
+    left = with_returns(saved, given_scores(saved, "score"), critic_config("unused", mask_truncated_completions=True))
+    assert left["returns"][:] == [[3.0, 3.0], [1.0]]
+
+    def by_token(completion_ids, **kwargs):
+        return [[1.0, 2.0], [0.5, 0.0, 0.5], None]
+
+    saved = saved.add_column("prompt", ["a"] * 3).add_column("completion", ["b"] * 3)
+    scores, tokens = score_rollouts(saved, [by_token], ["by_token"], batch_size=3)
+    made = with_returns(saved, scores, critic_config("unused", gamma=0.5), tokens)
+    assert made["returns"][:] == [[2.0, 2.0], [0.625, 0.25, 0.5]]  # of the third nobody says anything
+
+
+@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
+def test_ppo_begins_with_the_values_that_were_learned(is_lora, tmp_path):
+    """Trained, saved, and given to PPO as its critic: the same value at each token, and better than a constant."""
+    tokenizer, base = tiny_tokenizer(), tmp_path / "policy"
+    tiny_llama(seed=3).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    critic, origin = load_critic(str(base), LoraConfig(**LORA) if is_lora else None)
+    assert "zero head" in origin
+    if is_lora:
+        save_base_fingerprint(critic, tmp_path, str(base))
+    data = rows(64)
+    trainer = CriticTrainer(
+        critic,
+        critic_config(tmp_path, max_steps=60, learning_rate=3e-2 if is_lora else 1e-2),
+        train_dataset=data,
+        eval_dataset=rows(16, seed=1),
+        processing_class=tokenizer,
+    )
+    before = trainer.evaluate()
+    assert before["eval_val/explained_variance"] == pytest.approx(0, abs=1e-6)
+    trainer.train()
+    assert trainer.evaluate()["eval_val/explained_variance"] > 0.3
+    trainer.save_model()
+
+    ppo = PPOTrainer(
+        model=str(base),
+        reward_funcs=token_reward,
+        args=tiny_config(tmp_path / "ppo"),
+        train_dataset=prompts(),
+        processing_class=tokenizer,
+        value_model=str(tmp_path),
+        peft_config=LoraConfig(**LORA, task_type="CAUSAL_LM") if is_lora else None,
+    )
+    drawn = ppo._generate_and_score_completions(list(prompts(8)))
+    prompt, mask = drawn["prompt_mask"].sum(1), drawn["completion_mask"]
+    batch = {
+        "input_ids": torch.cat([drawn["prompt_ids"], drawn["completion_ids"]], dim=1),
+        "labels": drawn["completion_ids"],
+        "lengths": list(zip(prompt.tolist(), mask.sum(1).tolist(), strict=True)),
+    }
+    with torch.no_grad():
+        values = trainer._values(trainer.model.eval(), batch)
+    assert values.abs().max() > 0.1
+    assert_close(drawn["old_values"] * mask, values * mask, rtol=1e-4, atol=1e-5)
+
+
+# ---- One step ----
+
+
+def stepped(folder, rows_a_device, accumulation, packed=True):
+    """The weights after two steps on 16 rows of very different lengths."""
+    torch.manual_seed(0)
+    critic = AutoModelForSequenceClassification.from_config(
+        type(tiny_llama().config)(**{**tiny_llama().config.to_dict(), "num_labels": 1})
+    )
+    args = critic_config(
+        folder,
+        per_device_train_batch_size=rows_a_device,
+        gradient_accumulation_steps=accumulation,
+        max_steps=2,
+        padding_free=packed,
+        optim="sgd",
+        learning_rate=0.1,
+        max_grad_norm=0,
+        lr_scheduler_type="constant",
+    )
+    trainer = CriticTrainer(
+        critic,
+        args,
+        train_dataset=rows(32, longest=12),
+        eval_dataset=rows(7, seed=2),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    metrics = {name: value for name, value in trainer.evaluate().items() if "val/" in name}
+    logged = [log["val/rmse"] for log in trainer.state.log_history if "val/rmse" in log]
+    return (
+        {name: p.detach().clone() for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()},
+        metrics,
+        logged,
+    )
+
+
+@pytest.mark.parametrize("cut", [(4, 4, True), (16, 1, False)], ids=["accumulated", "padded"])
+def test_a_step_does_not_depend_on_how_it_is_cut(cut, tmp_path):
+    whole, metrics, logged = stepped(tmp_path, 16, 1)
+    parts, theirs, also = stepped(tmp_path, *cut)
+    assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+    assert_close(theirs, metrics, rtol=1e-4, atol=1e-6)
+    assert_close(also, logged, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(tmp_path):
+    """Steps, logs and the evaluation of an odd number of rows; and scoring, of which each process does its share."""
+    whole = stepped(tmp_path / "one", 16, 1)
+    for steps, scores in on_two_processes("tests.ppo.test_critic_pretraining", tmp_path):
+        assert_close(steps, whole, rtol=1e-4, atol=1e-6)
+        assert scores == [[float(i)] for i in range(5)]
+
+
+# ---- Data ----
+
+
+def test_texts_get_the_tokens_that_were_drawn():
+    tokenizer = tiny_tokenizer()
+    texts = [("the cat", "sat on", True), ("a dog", "ran", False)]
+    plain = Dataset.from_list([{"prompt": p, "completion": c, "finished": f} for p, c, f in texts])
+    chat = Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": p}],
+                "completion": [{"role": "assistant", "content": c}],
+                "finished": f,
+            }
+            for p, c, f in texts
+        ]
+    )
+    sat, on, ran = (6 + WORDS.index(word) for word in ("sat", "on", "ran"))
+    for data in (plain, chat):
+        made = with_token_ids(data, tokenizer, [2], 32)
+        assert made["completion_ids"][:] == [[sat, on, 2], [ran]] and made["finished"][:] == [True, False]
+        assert with_token_ids(made, tokenizer, [2], 32).to_list() == made.to_list()
+    assert (
+        with_token_ids(chat, tokenizer, [2], 32)["prompt_ids"][0]
+        == tokenizer("<user> the cat </s> <assistant>")["input_ids"]
+    )
+
+
+@pytest.mark.parametrize("eval_size", [1, 5, 20])
+def test_no_prompt_is_on_both_sides(eval_size):
+    data = Dataset.from_dict({"prompt_ids": [[i % 7] for i in range(30)], "n": list(range(30))})
+    train, held_out = hold_out_prompts(data, eval_size, seed=eval_size)
+    check_apart(train, held_out)
+    assert eval_size <= len(held_out) < eval_size + 5
+    assert sorted([*train["n"], *held_out["n"]]) == list(range(30))
+    with pytest.raises(ValueError, match="2 of 2 held-out rollouts answer prompts that are trained on"):
+        check_apart(train, train.select([0, 1]))
+    with pytest.raises(ValueError, match="leaves none of the 30 rollouts, to 7 prompts"):
+        hold_out_prompts(data, 26, seed=0)
+
+
+GOOD = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"completion_ids": [[8, 2], []]}, "1 of 2 rollouts have an empty prompt or completion (the first is row 1)"),
+        ({"completion_ids": [[8, 2], [99]]}, "rollout 1 has the token id 99, the critic's vocabulary is of 32"),
+        ({"finished": [True, True]}, "rollout 1 says `finished: true`, but its last token is 9"),
+        ({"completion": ["a", "cat"]}, "rollout 0 has ids that read 'cat', its text is 'a': they are of another tok"),
+        ({"score": [1.0, None]}, "rollout 1 has the score None in 'score': each needs a finite number"),
+        ({"score": [1.0, float("nan")]}, "rollout 1 has the score nan"),
+        ({"score": [1.0, 1.0]}, "all rollouts have the score 1: there is nothing to tell apart"),
+        ({}, "the rollouts have no column 'score' with scores; they have 'prompt_ids', 'completion_ids', 'finished'"),
+    ],
+    ids=str,
+)
+def test_wrong_rollouts_are_one_line(given, message, tmp_path):
+    with pytest.raises(ValueError) as raised:
+        data = with_token_ids(Dataset.from_dict(GOOD | given), tiny_tokenizer(), [2], 32)
+        with_returns(data, given_scores(data, "score"), critic_config(tmp_path))
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_wrong_columns_rewards_and_models_are_one_line(subtests, tmp_path):
+    def failing(completions, **kwargs):
+        raise ZeroDivisionError("no reason")
+
+    def too_few(completions, **kwargs):
+        return [1.0]
+
+    data = with_token_ids(Dataset.from_dict(GOOD), tiny_tokenizer(), [2], 32)
+    data = data.add_column("prompt", ["a", "b"]).add_column("completion", ["c", "d"])
+    two = type(tiny_llama().config)(**{**tiny_llama().config.to_dict(), "num_labels": 2})
+    AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
+    no_tokens = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
+    weights = critic_config(tmp_path, reward_weights=[1.0, 2.0])
+    for what, call, message in [
+        ("columns", lambda: with_token_ids(no_tokens, tiny_tokenizer(), [2], 32), "nor finished: write them by `trl"),
+        ("error", lambda: score_rollouts(data, [failing], ["f"], 2), "reward function 'f': "),
+        ("number", lambda: score_rollouts(data, [too_few], ["g"], 2), "reward function 'g': "),
+        ("weights", lambda: with_returns(data, torch.ones(2, 1), weights), "must be one for each of 1 rewards"),
+        ("labels", lambda: load_critic(str(tmp_path / "two")), "has num_labels=2 in its configuration"),
+        (
+            "causal",
+            lambda: CriticTrainer(tiny_llama(), critic_config(tmp_path)),
+            "must be a sequence classifier with a `score` head",
+        ),
+        (
+            "rows",
+            lambda: CriticTrainer(load_critic(str(tmp_path / "policy"))[0], critic_config(tmp_path), data),
+            "the train dataset lacks the column(s) returns",
+        ),
+    ]:
+        tiny_llama().save_pretrained(tmp_path / "policy")
+        with subtests.test(what), pytest.raises((ValueError, RuntimeError)) as raised:
+            call()
+        assert message in str(raised.value)
+
+
+def test_settings_that_cannot_be_are_refused_and_the_others_are_ppos(subtests):
+    ours, theirs = critic_config("unused"), tiny_config("unused")
+    shared = "gamma reward_weights reward_normalization reward_group_column reward_clip_range missing_eos_score"
+    for name in [
+        *shared.split(),
+        "missing_eos_penalty",
+        "mask_truncated_completions",
+        "whiten_rewards",
+        "padding_free",
+    ]:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    for given, message in [
+        ({"gamma": 1.1}, "`gamma` must be in [0, 1], got 1.1"),
+        ({"reward_normalization": "reference"}, "`reward_normalization` must be one of ['none', 'running'"),
+        ({"reward_normalization": "group"}, "needs `reward_group_column`"),
+        ({"reward_group_column": "topic"}, "is for `reward_normalization='group'`"),
+        ({"reward_clip_range": (1.0, -1.0)}, "must be (min, max)"),
+        ({"missing_eos_score": -1.0, "missing_eos_penalty": 1.0}, "set one of them"),
+        ({"missing_eos_score": -1.0, "mask_truncated_completions": True}, "set one of them"),
+        ({"label_smoothing_factor": 0.1}, "does nothing for a critic"),
+    ]:
+        with subtests.test(given=given), pytest.raises(ValueError) as raised:
+            critic_config("unused", **given)
+        assert message in str(raised.value)
+
+
+if __name__ == "__main__":
+    folder, rank = Path(sys.argv[1]), PartialState(cpu=True).process_index
+    data = Dataset.from_dict(
+        {"prompt": ["a"] * 5, "completion": ["b"] * 5, "prompt_ids": [[6]] * 5, "completion_ids": [[7]] * 5}
+    )
+    data = data.add_column("finished", [False] * 5).add_column("number", list(range(5)))
+    scores, _ = score_rollouts(data, [lambda number, **_: [float(n) for n in number]], ["number"], 2)
+    torch.save((stepped(folder / "two", 8, 1), scores.tolist()), folder / f"process {rank}.pt")

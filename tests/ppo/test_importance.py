@@ -1,0 +1,196 @@
+"""Answers that another sampler has drawn: the gradient, by hand; what is logged; nothing uncorrected in silence."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ppo.test_metrics import NoMetrics
+from tests.ppo.worker import (
+    CORRECTED,
+    collected,
+    end_state,
+    make_trainer,
+    scripted,
+    skewed,
+    weights,
+)
+from tests.tiny import prompts, tiny_gpt2
+
+MODES = {
+    "none": {"importance_sampling_mode": "none", "allow_off_policy_sampling": True},
+    "token_truncate": {"importance_sampling_mode": "token_truncate", "importance_sampling_clip_max": 1.2},
+    "token_mask": CORRECTED,
+    "sequence_truncate": {"importance_sampling_mode": "sequence_truncate", "importance_sampling_clip_max": 1.2},
+    "sequence_mask": {**CORRECTED, "importance_sampling_mode": "sequence_mask"},
+}
+
+
+def weight_by_hand(mode, logprobs, drawn):
+    ratio = np.exp(logprobs - drawn)
+    if mode.startswith("sequence"):
+        ratio = np.full_like(ratio, np.exp((logprobs - drawn).sum()))
+    if mode.endswith("truncate"):
+        return np.minimum(ratio, 1.2)
+    return ratio * ((ratio >= 0.7) & (ratio <= 1.5)) if mode != "none" else np.ones_like(ratio)
+
+
+def first_minibatch(tmp_path, mode, **config):
+    """The trainer after a rollout, its rollout, its rows, and the gradient of the first minibatch."""
+    trainer = skewed(make_trainer(tmp_path, model=tiny_gpt2(), temperature=0.8, **MODES[mode], **config))
+    seen = collected(trainer)
+    rows = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
+    for batch in trainer._micro_batches(rows, 0)[: trainer.args.gradient_accumulation_steps]:
+        trainer._compute_loss(trainer.model, batch).backward()
+    return trainer, seen[0], rows, {name: p.grad for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_is_the_weighted_one(mode, tmp_path):
+    """Of a policy alone, row by row: −Σ w A ∇ log π / N; the critic's is what it is without weights."""
+    size = {"per_device_train_batch_size": 8, "num_mini_batches": 1}
+    trainer, rollout, rows, gradients = first_minibatch(tmp_path, mode, **size)
+    trainer.model.zero_grad()
+    count, seen, loss = rollout.mask.sum(), [], 0.0
+    for i, n in enumerate(rollout.lengths.int().tolist()):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
+        ids = torch.cat([prompt, rollout.completion_ids[i, :n]])
+        logits = trainer.model.policy(input_ids=ids[None]).logits[0, -n - 1 : -1] / 0.8
+        logprobs = logits.log_softmax(-1).gather(1, ids[-n:, None]).squeeze(1)
+        drawn = rollout.sampler_logprobs[i, :n].double().numpy()
+        seen.append(weight_by_hand(mode, logprobs.detach().double().numpy(), drawn))
+        loss = loss - (torch.tensor(seen[-1]) * rows["advantages"][i, :n] * logprobs).sum() / count
+    loss.backward()
+    expected = {name: p.grad for name, p in trainer.model.named_parameters() if name.startswith("policy.")}
+    actual = {name: gradients[name] for name in expected}
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    assert mode == "none" or np.mean(np.concatenate(seen) != 1.0) > 0.1
+
+    parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "num_mini_batches": 1}
+    *_, in_parts = first_minibatch(tmp_path, mode, **parts)
+    torch.testing.assert_close(in_parts, gradients, rtol=1e-4, atol=1e-6)
+    *_, unweighted = first_minibatch(tmp_path, "none", **size)
+    for name in gradients.keys() - expected.keys():
+        torch.testing.assert_close(gradients[name], unweighted[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_logged_is_what_the_rollout_shows(mode, tmp_path):
+    config = {"max_steps": 8, "logging_steps": 4, "learning_rate": 1e-4, **MODES[mode]}
+    trainer = skewed(make_trainer(tmp_path, **config), spread=0.2)
+    seen = collected(trainer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "objective/kl" in log]
+    assert len(logs) == len(seen) == 2
+    for log, rollout in zip(logs, seen, strict=True):
+        mask = rollout.mask.bool()
+        differences = (rollout.sampler_logprobs - rollout.logprobs)[mask].double().numpy()
+        expected = {
+            "sampling/logprob_difference": differences.mean(),
+            "sampling/logprob_difference_max": abs(differences).max(),
+            "sampling/logprob_difference_p50": np.percentile(abs(differences), 50),
+            "sampling/logprob_difference_p99": np.percentile(abs(differences), 99),
+            "sampling/kl": (np.exp(-differences) - 1 + differences).mean(),
+        }
+        if mode != "none":
+            columns = [t.double().numpy() for t in (rollout.logprobs, rollout.sampler_logprobs)]
+            rows = [weight_by_hand(mode, *(column[i][m] for column in columns)) for i, m in enumerate(mask.numpy())]
+            used = np.array([row[0] for row in rows]) if mode.startswith("sequence") else np.concatenate(rows)
+            differs = used == 1.2 if mode.endswith("truncate") else used == 0
+            expected |= {
+                "sampling/importance_sampling_ratio/mean": used.mean(),
+                "sampling/importance_sampling_ratio/min": used.min(),
+                "sampling/importance_sampling_ratio/max": used.max(),
+                "sampling/ess": used.sum() ** 2 / (len(used) * (used**2).sum()),
+                "sampling/clipfrac": differs.mean(),
+            }
+        assert {name for name in log if name.startswith("sampling/")} == expected.keys()
+        assert {name: log[name] for name in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_a_corrected_rollout_is_right_on_average(tmp_path):
+    """Drawn by TRL's own sampler: E[π/μ] is 1 at another temperature, and with top-k the share of the k likeliest."""
+
+    def first_tokens(**config):
+        config = {"per_device_train_batch_size": 128, "rows": 256, "max_completion_length": 1, **config}
+        trainer = make_trainer(tmp_path, model=tiny_gpt2(), **config)
+        seen = collected(trainer)
+        torch.manual_seed(0)
+        rows = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(256)])
+        return rows["importance_weights"].squeeze(1).double(), seen[0], trainer.model.policy
+
+    weights, *_ = first_tokens(generation_kwargs={"temperature": 0.5}, importance_sampling_clip_max=1e6)
+    assert weights.std() > 0.1
+    assert abs(weights.mean() - 1) < 4 * weights.std() / len(weights) ** 0.5
+    weights, rollout, policy = first_tokens(top_k=5)
+    for i in range(0, 256, 16):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
+        with torch.no_grad():
+            share = policy(input_ids=prompt[None]).logits[0, -1].softmax(-1).topk(5).values.sum()
+        torch.testing.assert_close(weights[i], share.double(), rtol=1e-4, atol=1e-6)
+
+
+def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
+    """`old_logprobs: sampler`: no forward for them, no weights, and the ratio is π/μ from the start."""
+    config = {"allow_off_policy_sampling": True, "max_steps": 1}
+    trainer = skewed(make_trainer(tmp_path, old_logprobs="sampler", **config))
+    other = skewed(make_trainer(tmp_path, importance_sampling_mode="none", **config))
+    seen = collected(trainer), collected(other)
+    trainer.train()
+    other.train()
+    assert "importance_weights" not in trainer._buffered_inputs[0]
+    (rollout,), (known,) = seen
+    torch.testing.assert_close(rollout.logprobs, known.sampler_logprobs, rtol=0, atol=0)
+    log, batch = trainer.state.log_history[0], trainer._buffered_inputs[0]
+    differences = (known.sampler_logprobs - known.logprobs)[batch["row"]][batch["loss_mask"].bool()].double().numpy()
+    assert log["val/ratio"] == pytest.approx(np.exp(-differences).mean(), rel=1e-4)
+    assert log["sampling/logprob_difference"] == pytest.approx(differences.mean(), rel=1e-3, abs=1e-6)
+    assert log["sampling/kl"] == pytest.approx((np.exp(-differences) - 1 + differences).mean(), rel=1e-3)
+
+
+def edited(trainer):
+    """Answers that somebody has changed after they were drawn."""
+    skewed(trainer)
+    generate = trainer._generate_single_turn
+    trainer._generate_single_turn = lambda *args: [[*ids[:-1], 9] for ids in generate(*args)]
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("answering", "config"),
+    [
+        (scripted, CORRECTED),
+        (edited, {"top_k": 5}),
+        (lambda trainer: skewed(trainer, spread=math.nan), MODES["none"] | {"old_logprobs": "sampler"}),
+    ],
+    ids=["none", "of other tokens", "NaN"],
+)
+def test_log_probs_that_are_missing_end_a_run_that_needs_them(answering, config, tmp_path):
+    trainer = answering(make_trainer(tmp_path, trainer_kwargs={"eval_dataset": prompts(4)}, **config))
+    trainer.evaluate()  # trains nothing
+    with pytest.raises(RuntimeError, match=r"were drawn are missing on 1 of 1 process\(es\), or are of other tokens"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    without = answering(make_trainer(tmp_path, max_steps=1, **MODES["none"]))
+    without.train()
+    assert not any(name.startswith("sampling/") for log in without.state.log_history for name in log)
+
+
+def test_a_corrected_run_resumes_exactly_and_reads_nothing_from_metrics(tmp_path):
+    config = {**CORRECTED, "top_k": 6, "max_steps": 8, "logging_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    whole = make_trainer(tmp_path / "whole", **config)
+    whole.train()
+    resumed = make_trainer(tmp_path / "whole", **config)
+    torch.manual_seed(1234)
+    resumed.train(str(tmp_path / "whole" / "checkpoint-5"))
+    torch.testing.assert_close(end_state(resumed), end_state(whole), rtol=0, atol=0, equal_nan=True)
+    unobserved = make_trainer(tmp_path / "unobserved", **config | {"save_strategy": "no"})
+    unobserved.metrics = NoMetrics()
+    unobserved.train()
+    torch.testing.assert_close(weights(unobserved), weights(whole), rtol=0, atol=0)
+    other = {"importance_sampling_mode": "none", "allow_off_policy_sampling": True, "resume_anyway": True}
+    bounds = {"importance_sampling_clip_min": None, "importance_sampling_clip_max": 3.0}
+    uncorrected = make_trainer(tmp_path / "other", **config | other | bounds)
+    with pytest.raises(ValueError, match="in a rollout with another `importance_sampling_mode` than 'none'"):
+        uncorrected.train(str(tmp_path / "whole" / "checkpoint-5"))

@@ -1,0 +1,87 @@
+"""From saved answers to a critic that PPO takes, by the commands; and a run that is interrupted."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from recipes import generate, ppo, pretrain_critic
+from tests.recipes.small_runs import ROOT, arguments, make_inputs
+from trl_ext.marker import MARKER
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = make_inputs(tmp_path_factory.mktemp("inputs"))
+    flags = {"model_name_or_path": folder / "model", "dataset_name": folder / "prompts", "dataset_split": "train"}
+    flags |= {"output_file": folder / "rollouts.jsonl", "rollouts": "true", "max_new_tokens": 8, "use_cpu": "true"}
+    generate.main([f"--{name}={value}" for name, value in flags.items()])
+    return folder
+
+
+def flags(inputs, output, **more):
+    given = {
+        "config": ROOT / "recipes/demo/pretrain_critic.yaml",
+        "model_name_or_path": inputs / "model",
+        "dataset_name": inputs / "rollouts.jsonl",
+        "reward_funcs": "tests.tiny.length_reward",
+        "eval_size": 8,
+        "output_dir": output,
+        "per_device_train_batch_size": 8,
+        "max_steps": 4,
+        "warmup_steps": 0,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "use_cpu": "true",
+        "disable_tqdm": "true",
+    }
+    return [f"--{name}={value}" for name, value in (given | more).items()]
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_to_the_same_critic_and_ppo_begins_with_it(inputs, tmp_path, capsys):
+    pretrain_critic.main(flags(inputs, tmp_path / "critic"))
+    output = capsys.readouterr().out
+    assert "with a zero head, held-out explained variance " in output and "next: trl-ext ppo" in output
+    weights = load_file(tmp_path / "critic/model.safetensors")
+    (tmp_path / "critic/checkpoint-4" / MARKER).unlink()  # stopped while it was written
+    (tmp_path / "critic/model.safetensors").unlink()
+    pretrain_critic.main(flags(inputs, tmp_path / "critic"))
+    assert "step 2 of 4" in capsys.readouterr().out
+    assert_close(load_file(tmp_path / "critic/model.safetensors"), weights, rtol=0, atol=0)
+    lines = (tmp_path / "critic/metrics.rank0.jsonl").read_text().splitlines()
+    logs = [json.loads(line).get("logs", {}) for line in lines]
+    first = next(log for log in logs if "eval_val/explained_variance" in log)
+    assert first["eval_val/explained_variance"] == pytest.approx(0, abs=1e-6)  # before the first step
+
+    with pytest.raises(SystemExit, match="2"):
+        pretrain_critic.main(flags(inputs, tmp_path / "critic", gamma=0.9))
+    assert "belongs to another configuration (gamma: " in capsys.readouterr().err
+
+    words = arguments("ppo", inputs, tmp_path / "ppo", steps=2)
+    ppo.main([*words, "--value_model_name_or_path", str(tmp_path / "critic"), "--eval_strategy", "no"])
+    assert f"`value_model` {tmp_path / 'critic'}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"score_column": "score"}, "`score_column` score and a reward are both given: drop one"),
+        ({"reward_funcs": None}, "no reward: give `reward_model_name_or_path`"),
+        ({"load_in_4bit": "true", "use_peft": "true"}, "a critic on a quantised base cannot be trained alone"),
+        ({"reward_normalization": "reference"}, "invalid choice: 'reference' (choose from 'none', 'running'"),
+        ({"dataset_name": "prompts"}, "the rollouts have neither prompt_ids and completion_ids, nor completion, fini"),
+        ({"eval_size": 32}, "`eval_size` 32 leaves none of the 32 rollouts"),
+        ({"reward_funcs": None, "score_column": "points"}, "the rollouts have no column 'points' with scores"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_one_line(given, message, inputs, tmp_path, capsys):
+    if "dataset_name" in given:
+        given = {"dataset_name": inputs / given["dataset_name"]}
+    words = flags(inputs, tmp_path, **given)
+    with pytest.raises(SystemExit, match="2"):
+        pretrain_critic.main([word for word in words if not word.endswith("=None")])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ": error: " in error and message in error

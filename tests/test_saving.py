@@ -1,0 +1,302 @@
+"""Checkpoints that are written while training goes on: the same files, complete or gone, and never in the way."""
+
+import shutil
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from tests.ppo.worker import RESUMED, Stop, end_state, lora_trainer, make_trainer
+from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
+from trl_ext.callbacks import KLBudgetCallback
+from trl_ext.checkpoints import NotSaved, RolledBack
+from trl_ext.halts import RECORD, Rollback
+from trl_ext.marker import MARKER
+from trl_ext.resumable import ResumableSFTTrainer, SFTConfig
+from trl_ext.upstream import WRITERS
+from trl_ext.writer import CheckpointWriter
+
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "save_in_background": True}
+
+
+def sft(output_dir, is_evaluated=False, **config):
+    rows = Dataset.from_dict({"prompt": ["the cat"] * 8, "completion": [" sat on the mat"] * 8})
+    args = SFTConfig(str(output_dir), **{**ON_CPU, "learning_rate": 1e-2, "per_device_train_batch_size": 2, **config})
+    return ResumableSFTTrainer(
+        model=tiny_llama(),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=rows if is_evaluated else None,
+        processing_class=tiny_tokenizer(),
+    )
+
+
+class At(TrainerCallback):
+    """Does something right after optimizer steps."""
+
+    def __init__(self, **acts):
+        self.acts = {int(step.strip("_")): act for step, act in acts.items()}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in self.acts:
+            self.acts[state.global_step]()
+
+
+@pytest.fixture
+def release(monkeypatch):
+    """Until this event is set, the thread writes nothing."""
+    event = threading.Event()
+
+    def held_back(write):
+        def wait(*args, **kwargs):
+            assert threading.current_thread() is threading.main_thread() or event.wait(60)
+            return write(*args, **kwargs)
+
+        return wait
+
+    for path, name in WRITERS.items():
+        module = import_module(path)
+        monkeypatch.setattr(module, name, held_back(getattr(module, name)))
+    yield event
+    event.set()
+
+
+def complete(folder):
+    return sorted(int(path.parent.name.split("-")[1]) for path in Path(folder).glob(f"checkpoint-*/{MARKER}"))
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "kept_back"),
+    [
+        (make_trainer, RESUMED, "model.safetensors critic/model.safetensors optimizer.pt ppo_state_0.pt"),
+        (lora_trainer, RESUMED, "adapter_model.safetensors critic/adapter_model.safetensors optimizer.pt"),
+        (sft, {}, "model.safetensors optimizer.pt"),
+    ],
+    ids=["ppo", "ppo lora", "sft"],
+)
+def test_what_is_written_later_is_what_was_there(build, config, kept_back, tmp_path, release, monkeypatch):
+    """The weights have moved four steps by the time that anything is written."""
+    trainer = build(output_dir=tmp_path, **config | {"max_steps": 7})
+    folder, seen = tmp_path / "checkpoint-3", {}
+
+    def save_twice():
+        for trainer.args.save_in_background in (False, True):
+            trainer._save_checkpoint(trainer.model, None)
+            if not trainer.args.save_in_background:
+                folder.rename(tmp_path / "at once")
+        seen["after saving"] = contents(folder)
+
+    def look():
+        seen["later"] = contents(folder)
+        release.set()
+
+    trainer.add_callback(At(_3=save_twice, _7=look))
+    trainer.train()
+
+    assert seen["later"] == seen["after saving"]  # the steps went on meanwhile
+    assert {*kept_back.split()} <= contents(folder).keys() - seen["later"].keys()
+    expected = contents(tmp_path / "at once")
+    different = [name for name, content in contents(folder).items() if content != expected.pop(name, None)]
+    assert not expected and {*different} == {MARKER, "training_args.bin"}  # its time, and that setting
+
+
+def test_all_that_writes_tensors_is_known():
+    kinds = {"torch": torch.save, "safetensors.torch": safetensors.torch.save_file}
+    for path, name in WRITERS.items():
+        function = getattr(import_module(path), name)
+        assert function is kinds.get(path, safetensors.torch.save_file), f"`{path}.{name}` is {function}"
+
+
+def test_an_object_of_which_there_is_no_copy_is_written_at_once(tmp_path):
+    shared = torch.arange(6.0)
+    weights = {"whole": shared, "part": shared[2:4], "transposed": shared.view(2, 3).T, "steps": [1]}
+    writer = CheckpointWriter()
+    with writer.deferring():
+        torch.save(weights, tmp_path / "weights.pt")
+        torch.save({"lock": _Uncopied()}, tmp_path / "uncopied.pt")
+        torch.save(torch.ones(1), tmp_path / "no mapping.pt")
+    assert (tmp_path / "uncopied.pt").exists() and (tmp_path / "no mapping.pt").exists()
+    assert not (tmp_path / "weights.pt").exists()
+    (tmp_path / "at once").mkdir()
+    torch.save(weights, tmp_path / "at once/weights.pt")
+    shared.zero_()
+    weights["steps"].append(2)
+    writer.start(complete=None)
+    writer.wait()
+    assert (tmp_path / "weights.pt").read_bytes() == (tmp_path / "at once/weights.pt").read_bytes()
+
+
+class _Uncopied:
+    def __deepcopy__(self, memo):
+        raise TypeError("there is one of me")
+
+
+def test_one_at_a_time_and_the_last_one_before_training_ends(tmp_path, monkeypatch):
+    writing, most = [], []
+    start = CheckpointWriter.start
+
+    def watched(self, complete, *args):
+        def slow():
+            writing.append(1)
+            most.append(len(writing))
+            time.sleep(0.2)
+            complete()
+            writing.pop()
+
+        start(self, slow, *args)
+
+    monkeypatch.setattr(CheckpointWriter, "start", watched)
+    sft(tmp_path, **EACH_STEP, save_total_limit=2).train()
+    assert most == [1, 1, 1, 1] and complete(tmp_path) == [3, 4] and not writing
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
+def test_what_is_nearly_written_outlives_an_exception(error, tmp_path, release):
+    def fail():
+        threading.Timer(0.2, release.set).start()
+        raise error
+
+    trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=2, save_in_background=True, **RESUMED)
+    trainer.add_callback(At(_3=fail))
+    with pytest.raises(error):
+        trainer.train()
+    assert complete(tmp_path) == [2] and not trainer._writer.is_busy
+
+    again = make_trainer(tmp_path, save_strategy="no", **RESUMED)
+    again.train(True)
+    uninterrupted = make_trainer(tmp_path / "other", **RESUMED)
+    uninterrupted.train()
+    torch.testing.assert_close(end_state(again), end_state(uninterrupted), rtol=0, atol=0, equal_nan=True)
+
+
+# By the thread: safetensors, PyTorch and the marker; at once: transformers' JSON, and PyTorch of what is no mapping
+FILES = ["model.safetensors", "optimizer.pt", f"{MARKER}.tmp", "config.json", "training_args.bin"]
+DISKS = [(name, True, "stop") for name in FILES] + [
+    (name, *way)
+    for name in ("optimizer.pt", "config.json")
+    for way in ((True, "continue"), (False, "stop"), (False, "continue"))
+]
+
+
+@pytest.mark.parametrize(("name", "in_background", "what_follows"), DISKS)
+def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path, capsys):
+    config = EACH_STEP | {"save_in_background": in_background, "on_save_failure": what_follows, "save_total_limit": 2}
+    trainer = sft(tmp_path, **config)
+    full = tmp_path / "checkpoint-3"
+
+    def fill():
+        trainer._writer.wait()  # it deletes what is in the way
+        full.mkdir()
+        if name == "model.safetensors":  # safetensors does not follow a link
+            (full / name).mkdir()
+        else:
+            (full / name).symlink_to("/dev/full")
+
+    trainer.add_callback(At(_3=fill))
+    cause = "(No space left|a write to the disk failed|s a directory)"
+    sentence = rf"checkpoint-3 could not be written to {tmp_path} \(.*{cause}"
+    if what_follows == "stop":
+        with pytest.raises(NotSaved, match=rf"{sentence}.* GiB are free there\), so that training ends at step "):
+            trainer.train()
+        assert complete(tmp_path) == [1, 2]
+    else:
+        trainer.train()
+        said = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
+        assert len(said) == 1 and "and training goes on, as `on_save_failure: continue` says" in said[0]
+        assert complete(tmp_path) == [2, 4]
+    assert not full.exists()
+
+
+def test_a_folder_that_is_removed_is_a_failure_too(tmp_path, release):
+    trainer = sft(tmp_path, **EACH_STEP | {"save_steps": 2, "max_steps": 8})
+
+    def remove():
+        shutil.rmtree(tmp_path / "checkpoint-2")
+        release.set()
+
+    trainer.add_callback(At(_3=remove))
+    with pytest.raises(NotSaved, match="checkpoint-2 could not be written to"):
+        trainer.train()
+
+
+def test_what_was_interrupted_does_not_count_as_one_to_keep(tmp_path):
+    trainer = sft(tmp_path, **EACH_STEP, save_total_limit=2)
+    trainer.add_callback(At(_3=lambda: (tmp_path / "checkpoint-9").mkdir()))
+    trainer.train()
+    assert complete(tmp_path) == [3, 4] and not (tmp_path / "checkpoint-9").exists()
+
+
+def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
+    falling = iter([3.0, 2.0, 1.0, 4.0])
+    config = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    config |= {"metric_for_best_model": "eval_loss", "on_save_failure": "continue"}
+    trainer = sft(tmp_path, is_evaluated=True, **EACH_STEP | config)
+    weights, evaluate = {}, trainer.evaluate
+    trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_loss": next(falling)}
+
+    def fill():
+        (tmp_path / "checkpoint-3").mkdir()
+        (tmp_path / "checkpoint-3/optimizer.pt").symlink_to("/dev/full")
+
+    def keep():
+        weights.update({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+
+    trainer.add_callback(At(_2=keep, _3=fill))
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    torch.testing.assert_close(dict(trainer.model.named_parameters()), weights, rtol=0, atol=0)
+
+
+def test_a_rollback_waits_for_the_checkpoint_that_it_goes_back_to(tmp_path, monkeypatch):
+    start = CheckpointWriter.start
+
+    def slow(self, complete, *args):
+        start(self, lambda: (time.sleep(0.3), complete()), *args)
+
+    monkeypatch.setattr(CheckpointWriter, "start", slow)
+    monitor = KLBudgetCallback(keys={"kl": "learning_rate"}, warn=0.1, limit=0.1, action="rollback")
+    warmup = {"learning_rate": 0.16, "warmup_steps": 8, "max_grad_norm": 1e-9}  # 0.1 is exceeded at step 7: 0.16 · 6/8
+    config = EACH_STEP | warmup | {"save_steps": 5, "max_steps": 8}
+    trainer = sft(tmp_path, **config)
+    trainer.add_callback(monitor)
+    with pytest.raises(RolledBack, match="goes on from .*checkpoint-5"):
+        trainer.train()
+    assert complete(tmp_path) == [5] and Rollback.read(str(tmp_path)).checkpoint == str(tmp_path / "checkpoint-5")
+
+    # The record stays until a checkpoint of the changed run is complete, though `on_save` came before
+    seen = []
+    trainer = sft(tmp_path, **config | {"learning_rate": 0.01, "save_steps": 6})
+    trainer.add_callback(monitor)
+    trainer.add_callback(At(_7=lambda: seen.append((tmp_path / RECORD).exists())))
+    trainer.train(True)
+    assert seen == [True] and complete(tmp_path)[-1] == 8 and not (tmp_path / RECORD).exists()
+
+
+def test_a_push_is_waited_for_and_said(tmp_path, monkeypatch, capsys):
+    trainer = sft(tmp_path, **EACH_STEP)
+    pushed = []
+    trainer.args.push_to_hub = True
+    trainer._push_from_checkpoint = lambda folder: pushed.append(Path(folder, "optimizer.pt").stat().st_size)
+    trainer.train()
+    assert len(pushed) == 4 and all(pushed)
+    assert "training waits for each checkpoint, since `push_to_hub` uploads each" in capsys.readouterr().out
+
+
+def test_a_run_may_go_on_with_the_other_way_of_saving(tmp_path):
+    first = sft(tmp_path, **EACH_STEP)
+    first.add_callback(At(_3=lambda: (_ for _ in ()).throw(Stop)))
+    with pytest.raises(Stop):
+        first.train()
+    second = sft(tmp_path, **EACH_STEP | {"save_in_background": False, "on_save_failure": "continue"})
+    second.train(True)
+    assert complete(tmp_path) == [1, 2, 3, 4] and second.state.global_step == 4

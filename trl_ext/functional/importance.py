@@ -1,0 +1,95 @@
+"""Weights for tokens that another policy has sampled than the one that is trained, and what they cost."""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .moments import variance
+from .shapes import check_shapes
+
+_LARGEST_LOG_RATIO = 20.0  # nats, as in TRL and verl: no bound that anybody sets is near e^±20, and float32 holds it
+
+
+def importance_weights(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    clip_min: float | None = None,
+    clip_max: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Weigh what the sampler mu drew as the policy pi would have drawn it, within bounds.
+
+    With d_t = log pi(y_t) - log mu(y_t): w_t = exp(d_t) of each token, or w = exp(sum_t d_t) of the whole response.
+    "truncate" clamps w to [clip_min, clip_max] (truncated importance sampling, Ionides 2008; for tokens Yao et al.
+    2025, https://fengyao.notion.site/off-policy-rl). "mask" sets w to 0 outside of it and leaves it alone inside
+    (IcePop, Ring-1T, arXiv:2510.18855, for tokens). The modes have the names of TRL's GRPO.
+
+    Weights of whole responses without bounds are unbiased, and their variance grows exponentially with the length.
+    Weights of tokens are so for answers of one token; beyond, they leave out that the tokens before, and those after,
+    were another's, too. Bounds give bias for variance. No weight stands for tokens that the sampler never draws.
+
+    Args:
+        logprobs: (B, T), nats, under the policy, which is to be trained; -inf gives weight 0.
+        sampler_logprobs: (B, T), nats, under the distribution that was drawn from, after temperature and truncation.
+        mask: (B, T), 1 = real token. What is under it may be anything.
+        mode: whose ratio is taken, and what happens to it outside the bounds.
+        clip_min: lower bound, None for none.
+        clip_max: upper bound, None for none.
+
+    Returns:
+        The weights, without gradient, (B, T) or for whole responses (B, 1), float32 or wider, 1 where nothing is real;
+        and in the same shape, bool, those that a bound has changed.
+
+    Raises:
+        ValueError: shapes differ, mode has another value, clip_min >= clip_max, or the sampler's log-prob of a real
+            token is not finite.
+    """
+    check_shapes(logprobs=logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
+    level, _, rule = mode.partition("_")
+    if level not in ("token", "sequence") or rule not in ("truncate", "mask"):
+        raise ValueError(
+            f"mode must be 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask', got {mode!r}; "
+            "'token_truncate' is usual."
+        )
+    lowest, highest = clip_min if clip_min is not None else 0.0, clip_max if clip_max is not None else math.inf
+    if not lowest < highest:
+        raise ValueError(f"clip_min must be below clip_max, got {clip_min} >= {clip_max}; 0.5 and 3.0, say.")
+    mask = mask.bool()
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    new, drawn = (x.detach().to(dtype).masked_fill(~mask, 0.0) for x in (logprobs, sampler_logprobs))
+    if not drawn.isfinite().all():
+        raise ValueError(
+            f"sampler_logprobs must be finite at real tokens, got {drawn[~drawn.isfinite()][0].item()}: a token that "
+            "could not be drawn has no weight; leave it out by the mask."
+        )
+    log_ratio = new - drawn
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True)
+    ratio = log_ratio.clamp(max=_LARGEST_LOG_RATIO).exp()
+    is_outside = (ratio < lowest) | (ratio > highest)
+    if rule == "truncate":
+        return ratio.clamp(lowest, highest), is_outside
+    return ratio.masked_fill(is_outside, 0.0), is_outside
+
+
+def effective_sample_size(moments: Tensor) -> Tensor:
+    """Return which share of N draws with weights w is worth as much as draws with equal ones.
+
+    (sum w)^2 / (N sum w^2) = mean^2 / (mean^2 + var), with the biased variance; Kong 1992, and Owen, Monte Carlo
+    theory, methods and examples, section 9.3. 1 with equal weights, 1/N where one has all of it.
+
+    Args:
+        moments: (..., 5) moments of the weights.
+
+    Returns:
+        (...), dimensionless, 0 to 1; 0 where every weight is 0.
+
+    Raises:
+        ValueError: the last dimension is not 5.
+    """
+    spread = variance(moments, unbiased=False)
+    square = moments[..., 1].square()
+    return torch.where(square == 0, 0.0, square / (square + spread))

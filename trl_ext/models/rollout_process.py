@@ -1,0 +1,207 @@
+"""A process of its own that draws answers from a copy of the policy: how it is started, watched and given weights."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing import Pipe
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from . import rollout_worker
+from .rollout_worker import Answers, Job, Setup, memory_of
+
+logger = logging.get_logger(__name__)
+
+_RESTARTS = 2  # in a row, without answers in between
+_ALIGNED = 64  # bytes
+_OF_THE_LAUNCHER = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_")
+
+
+def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[torch.Size, torch.dtype, int]], int]:
+    """Say where each weight is to lie, and how many bytes all take."""
+    layout, end = {}, 0
+    for name, values in weights:
+        layout[name] = (values.shape, values.dtype, end)
+        end += -(-values.numel() * values.dtype.itemsize // _ALIGNED) * _ALIGNED
+    return layout, end
+
+
+class RolloutProcess:
+    """
+    Draw rollouts in a second process, in the order in which they are asked for.
+
+    It is started again if it dies, with what it had not answered: the weights of each job are kept until it has. It
+    ends by itself when this process is gone, in whatever way.
+
+    Args:
+        setup: what it needs to know.
+    """
+
+    def __init__(self, setup: Setup):
+        self.setup = setup
+        self._memory_file = _shared_file()
+        size = setup.slots * setup.slot_bytes
+        os.ftruncate(self._memory_file, size)
+        self._memory = memory_of(self._memory_file, size)
+        self._asked: dict[int, tuple[Job, Future, Callable[[Answers], None]]] = {}
+        self._lock = threading.RLock()
+        self._process: subprocess.Popen | None = None
+        self._pipe: Any = None
+        self._said = ""  # by a process that is about to end
+        self._deaths, self._failure = 0, ""
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._watch, name="rollout process", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy weights to where the process finds them; those of `version` − `slots` are lost."""
+        slot, seen = self.setup.slot(self._memory, version), set()
+        for name, values in weights:
+            if name in slot:
+                slot[name].copy_(values)
+                seen.add(name)
+        if missing := slot.keys() - seen:
+            raise RuntimeError(f"The weights {sorted(missing)[:3]} of the policy were not there to be copied.")
+
+    def submit(self, job: Job, arrived: Callable[[Answers], None]) -> Future[Answers]:
+        """Ask for a rollout; `arrived` is called in another thread before the answers can be taken."""
+        future: Future[Answers] = Future()
+        with self._lock:
+            if self._failure:
+                future.set_exception(RuntimeError(self._failure))
+                return future
+            self._asked[job.number] = job, future, arrived
+            self._send(job)
+        return future
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def close(self) -> None:
+        """End the process; what it has not answered is lost."""
+        with self._lock:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+        os.close(self._memory_file)
+
+    # ---- The thread that watches ----
+
+    def _watch(self) -> None:
+        while not (self._is_closed or self._failure):
+            try:
+                with self._lock:
+                    if not self._is_closed:
+                        self._start()
+                while not self._is_closed:
+                    self._take(*self._receive())
+            except (EOFError, OSError):
+                if not self._is_closed:
+                    self._died()
+            except BaseException as error:  # whoever waits for answers would wait for ever
+                self._fail(f"The watch over the process that draws rollouts failed: {error!r}.")
+        self._end()
+
+    def _start(self) -> None:
+        here, there = Pipe()
+        code = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+            f"sys.path[:] = {sys.path!r}; from {rollout_worker.__name__} import serve; "
+            f"serve({there.fileno()}, {self._memory_file}, {os.getpid()})"
+        )
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_LAUNCHER)}
+        self._pipe = here
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=env,
+            pass_fds=[there.fileno(), self._memory_file],
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C in a terminal reaches the trainer alone
+        )
+        there.close()
+        here.send_bytes(pickle.dumps(self.setup))
+        for job, _, _ in self._asked.values():
+            self._send(job)
+
+    def _send(self, job: Job) -> None:
+        if self._pipe is None:
+            return  # it is sent when the process has started
+        with suppress(OSError):  # it has died, which the thread that watches finds out: it sends the job again
+            self._pipe.send_bytes(pickle.dumps(job))
+
+    def _receive(self) -> tuple[int | None, Any]:
+        while not self._pipe.poll(1.0):
+            if self._process is not None and self._process.poll() is not None and not self._pipe.poll(0):
+                raise EOFError
+        return pickle.loads(self._pipe.recv_bytes())
+
+    def _take(self, number: int | None, said: Any) -> None:
+        if number is None:
+            self._said = said
+            return
+        with self._lock:
+            _, future, arrived = self._asked.pop(number)
+        self._deaths = 0
+        arrived(said)
+        future.set_result(said)
+
+    def _died(self) -> None:
+        code = self._end()
+        with self._lock:
+            how, self._said = self._said or _ended(code), ""
+            self._deaths += 1
+            where = f"The process that draws rollouts on {self.setup.device} ended ({how})"
+            if self._deaths > _RESTARTS:
+                self._fail(f"{where}, for the third time without answers in between.")
+                return
+            rollouts = ", ".join(map(str, self._asked)) or "none"
+            logger.warning(f"{where}; it is started again, to draw what it has not (rollouts: {rollouts}).")
+
+    def _fail(self, failure: str) -> None:
+        with self._lock:
+            self._failure = failure
+            asked, self._asked = self._asked, {}
+        for _, future, _ in asked.values():
+            future.set_exception(RuntimeError(failure))
+
+    def _end(self) -> int | None:
+        """End the process if it has not ended by itself, and return its exit code."""
+        with self._lock:
+            process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        if process is None:
+            return None
+        pipe.close()  # by which it ends, if it lives
+        try:
+            return process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+
+def _shared_file() -> int:
+    """Open a file without a name, which is gone with the processes that have it open."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("weights")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _ended(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL: by somebody, or for want of memory"
+    return f"killed by {signal.Signals(-code).name}"

@@ -1,0 +1,180 @@
+"""A process of its own that draws answers from a copy of the policy: what runs in it."""
+
+import os
+import pickle
+import signal
+import threading
+import traceback
+from contextlib import nullcontext
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from .decoding import decode
+from .generation import neutral_generation, padded, seeded, up_to_eos
+from .sampler import SamplerRecorder
+
+
+@dataclass(frozen=True)
+class Job:
+    """A rollout to draw: of weights, prompts and seed the answers are a pure function."""
+
+    number: int  # of the rollout, from 0
+    version: int  # of the weights
+    prompts: list[list[int]]  # token ids of B prompts
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answers:
+    """B answers of up to T tokens."""
+
+    ids: list[list[int]]  # up to EOS, that included
+    logprobs: Tensor  # (B, T) float32, nats, of the distribution that was drawn from; 0 behind an answer
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the process needs to know once. Weights lie one behind the other in `slots` equal parts of a file."""
+
+    model_class: type
+    config: Any  # transformers'
+    buffers: dict[str, Tensor]
+    layout: dict[str, tuple[torch.Size, torch.dtype, int]]  # name → shape, dtype, place in a slot in bytes
+    slot_bytes: int
+    slots: int
+    device: str
+    autocast: torch.dtype | None
+    generation_config: GenerationConfig
+    eos_token_ids: list[int]
+    batch_size: int  # prompts at once
+    threads: int
+
+    def slot(self, memory: Tensor, version: int) -> dict[str, Tensor]:
+        """Return the weights of a version, by name, as they lie in the (bytes,) `memory`."""
+        start, weights = version % self.slots * self.slot_bytes, {}
+        for name, (shape, dtype, place) in self.layout.items():
+            begin = start + place
+            weights[name] = memory[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return weights
+
+
+class Sampler:
+    """
+    A copy of the policy that draws as the trainer would.
+
+    Args:
+        setup: what it is made of.
+        memory: (bytes,), in which the weights lie.
+    """
+
+    def __init__(self, setup: Setup, memory: Tensor):
+        self.setup = setup
+        self.memory = memory
+        self.device = torch.device(setup.device)
+        with self.device:
+            self.model: Any = setup.model_class(setup.config)
+        self.version: int | None = None
+        parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        if unknown := parameters.keys() ^ setup.layout.keys() or buffers.keys() ^ setup.buffers.keys():
+            raise ValueError(
+                f"a {setup.model_class.__name__} made of the policy's configuration has other weights than the "
+                f"policy ({', '.join(sorted(unknown)[:3])}): its class must build them of the configuration alone"
+            )
+        for name, (shape, dtype, _) in setup.layout.items():
+            parameters[name].data = torch.empty(shape, dtype=dtype, device=self.device)
+        for name, values in setup.buffers.items():
+            buffers[name].data = values.to(self.device)
+        self.model.eval().requires_grad_(False)
+
+    def load(self, version: int) -> None:
+        """Take over the weights of a version."""
+        if version == self.version:
+            return
+        weights = self.setup.slot(self.memory, version)
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(weights[name])
+        self.version = version
+
+    @torch.no_grad()
+    def draw(self, job: Job) -> Answers:
+        """Draw the answers of a rollout; the global generators are left as they were."""
+        setup, recorder, ids = self.setup, SamplerRecorder(), []
+        self.load(job.version)
+        autocast = nullcontext() if setup.autocast is None else torch.autocast(self.device.type, setup.autocast)
+        with neutral_generation(self.model), seeded(job.seed, self.device), autocast:
+            for start in range(0, len(job.prompts), setup.batch_size):
+                prompts, mask = padded(job.prompts[start : start + setup.batch_size], "left", self.device)
+                sequences = decode(
+                    self.model,
+                    recorder,
+                    input_ids=prompts,
+                    attention_mask=mask,
+                    generation_config=setup.generation_config,
+                )
+                drawn = sequences[:, prompts.size(1) :].tolist()
+                ids += [up_to_eos(row, setup.eos_token_ids) for row in drawn]
+        logprobs = recorder.take(*padded(ids, "right", self.device))
+        if logprobs is None:
+            raise RuntimeError("this way of generating notes no log-probs, which answers drawn ahead need")
+        return Answers(ids, logprobs.float().cpu())
+
+
+def memory_of(fd: int, size: int) -> Tensor:
+    """Return (size,) bytes of a file, shared with whoever has it open."""
+    import mmap
+
+    return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+
+
+def serve(pipe_fd: int, memory_fd: int, parent: int) -> None:
+    """
+    Draw what is asked for until the trainer is gone, or something fails.
+
+    Args:
+        pipe_fd: of a connection, over which `Setup` and then `Job`s come, and `Answers` or an error's text go.
+        memory_fd: of the file with the weights.
+        parent: the trainer's process id.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which closes the pipe
+    pipe, messages = Connection(pipe_fd), SimpleQueue[bytes]()
+    threading.Thread(target=_listen, args=(pipe, messages, parent), daemon=True).start()
+    try:
+        setup: Setup = pickle.loads(messages.get())
+        torch.set_num_threads(setup.threads)
+        sampler = Sampler(setup, memory_of(memory_fd, setup.slots * setup.slot_bytes))
+        while True:
+            job: Job = pickle.loads(messages.get())
+            pipe.send_bytes(pickle.dumps((job.number, sampler.draw(job))))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send_bytes(pickle.dumps((None, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}")))
+        os._exit(1)
+
+
+def _listen(pipe: Connection, messages: SimpleQueue[bytes], parent: int) -> None:
+    """Take what comes, and end the process, in the midst of a generation too, when nobody is there any more."""
+    try:
+        while True:
+            if pipe.poll(1.0):
+                messages.put(pipe.recv_bytes())
+            elif os.getppid() != parent:  # a child of the trainer's may keep the pipe open
+                break
+    except (EOFError, OSError):
+        pass
+    os._exit(0)
+
+
+def check_class(model: nn.Module) -> None:
+    """Raise a `ValueError` if another process could not build a model of this class."""
+    kind = type(model)
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise ValueError(
+            f"`rollouts_ahead` builds a {kind.__qualname__} in a second process, which cannot import it from "
+            f"{kind.__module__}: define the class at the top of a module."
+        )

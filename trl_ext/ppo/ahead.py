@@ -1,0 +1,382 @@
+"""Rollouts that are drawn while an earlier one is trained on: which, of which weights, and what is begun with them."""
+
+import copy
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
+from transformers.utils import logging
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ..models.rollout_process import RolloutProcess, layout_of
+from ..models.rollout_worker import Answers, Job, Setup, check_class
+from ..models.weights import base_model_of
+from ..rewards.member import Started, awaited
+from ..temporarily import temporarily
+from ..upstream import is_conversational
+from .inputs import with_prompts
+from .rollout import given_to_rewards, with_answers
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Flight:
+    """A rollout that is drawn ahead."""
+
+    number: int  # of the rollout, from 0
+    version: int  # of the weights that it is drawn from: as many rollouts had been trained on
+    rows: list[dict[str, Any]]  # of the dataset, this process'
+    prompts: list[list[int]]  # token ids
+    answers: Future[Answers] = field(default_factory=Future)
+    started: dict[int, Started] = field(default_factory=dict)  # reward functions, by their place
+
+
+class RolloutsAhead:
+    """
+    Have rollouts drawn ahead: rollout n from the weights that rollout n − 1 − k has trained.
+
+    Which prompts a rollout has depends on the seed and its number alone, so that they are known before the Trainer
+    delivers them; that it delivers those is checked. See docs/overlap.md.
+
+    Args:
+        trainer: that trains on them, while it trains.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.flights: dict[int, Flight] = {}
+        self._drawer = _Server(trainer) if trainer.use_vllm else _SecondProcess(trainer)
+        self._tokenizer = copy.deepcopy(trainer.processing_class)  # read in another thread
+        self._functions = list(trainer.reward_funcs)  # which the trainer puts in another order while it scores
+        self._turns = [threading.Lock() for _ in self._functions]
+        self._taken: Flight | None = None
+        self._order: tuple[int, list[int]] | None = None  # an epoch, and its rows of the dataset
+
+    def take(self, prompt_ids: list[list[int]]) -> Flight:
+        """Ask for what is to be drawn of the weights as they are now, and wait for the answers to these prompts."""
+        trainer = self.trainer
+        number = trainer._step // trainer._steps_per_rollout
+        micro_batches = trainer.state.max_steps * trainer.args.gradient_accumulation_steps
+        after_last = math.ceil(micro_batches / trainer._steps_per_rollout)
+        last = min(number + trainer.args.rollouts_ahead, after_last - 1)
+        if new := [self._flight(m, number) for m in range(number, last + 1) if m not in self.flights]:
+            if trainer.use_vllm:
+                self.settle()  # no weights may change under a generation
+            with trainer.metrics.timed("sync_weights"):
+                self._drawer.publish(number)
+            for flight in new:
+                self.flights[flight.number] = flight
+                self._drawer.submit(flight, lambda answers, flight=flight: self._start_rewards(flight, answers))
+        flight = self.flights[number]
+        self._wait_for([flight])
+        del self.flights[number]
+        if flight.prompts != prompt_ids:
+            error = RuntimeError(
+                f"rollout {number} was drawn for other prompts than the training dataloader delivers: rollouts ahead "
+                "need the order of PPOTrainer's own sampler, and rows that are the same each time they are read"
+            )
+            trainer._mistakes.notes.append((str(error), error))
+        trainer._mistakes.raise_everywhere(trainer.state.global_step)
+        self._taken = flight
+        trainer.metrics.stale(self._staleness(flight))
+        return flight
+
+    def started(self) -> dict[int, Started]:
+        """Return the reward functions that were started for the rollout that was taken last, by their place."""
+        return self._taken.started if self._taken is not None else {}
+
+    def settle(self) -> None:
+        """Wait until nothing is being drawn."""
+        self._wait_for(list(self.flights.values()))
+
+    def _wait_for(self, flights: list[Flight]) -> None:
+        """Wait for answers; what failed on one process is raised on all."""
+        trainer = self.trainer
+        with trainer.metrics.timed("generate_wait"):
+            for flight in flights:
+                if (error := self._drawer.error_of(flight)) is not None:
+                    trainer._mistakes.notes.append((str(error), error))
+        trainer._mistakes.raise_everywhere(trainer.state.global_step)
+        for flight in flights:
+            self._drawer.deliver(flight)
+
+    def close(self) -> None:
+        """Draw no more."""
+        self._drawer.close()
+
+    # ---- Prompts ----
+
+    def _flight(self, number: int, version: int) -> Flight:
+        trainer = self.trainer
+        rows, token_ids = with_prompts(self._rows(number), trainer._tokenizer)
+        prompts = token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+        return Flight(number, version, rows, prompts)
+
+    def _rows(self, number: int) -> list[dict[str, Any]]:
+        """Return this process' rows of the dataset in a rollout."""
+        trainer, args = self.trainer, self.trainer.args
+        size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
+        epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, trainer._get_train_sampler().rollouts_of(epoch)
+        begin = place * size + trainer.accelerator.process_index * local
+        rows = [trainer.train_dataset[row] for row in self._order[1][begin : begin + local]]
+        if not args.remove_unused_columns:
+            return rows
+        trainer._set_signature_columns_if_needed()
+        return [{name: row[name] for name in row if name in trainer._signature_columns} for row in rows]
+
+    # ---- Rewards ----
+
+    def _start_rewards(self, flight: Flight, answers: Answers) -> None:
+        """Start the reward functions whose time goes by elsewhere, each when it is done with the rollout before."""
+        try:
+            self._start_each(flight, answers)
+        except Exception as error:  # what is not started here is started when the rollout is taken up, and fails there
+            logger.warning(f"No reward function was started when rollout {flight.number} was drawn: {error!r}")
+
+    def _start_each(self, flight: Flight, answers: Answers) -> None:
+        trainer = self.trainer
+        places = [place for place, function in enumerate(self._functions) if function.in_background]
+        if not places:
+            return
+        texts = self._tokenizer.batch_decode(answers.ids, skip_special_tokens=True)
+        prompts = [row["prompt"] for row in flight.rows]
+        is_chat = is_conversational({"prompt": prompts[0]})
+        completions = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
+        inputs = with_answers(flight.rows, flight.prompts, answers.ids, trainer.eos_token_ids)
+        given = given_to_rewards(inputs, prompts, completions, answers.ids)
+        state = copy.copy(trainer.state)  # it goes on while they run: they see the step of the weights
+        state.global_step = flight.version * self._optimizer_steps
+        for place in places:
+            function = _in_turn(self._turns[place], self._functions[place].function)
+            flight.started[place] = Started(function, **given, trainer_state=state)
+
+    @property
+    def _optimizer_steps(self) -> int:
+        """Optimizer steps on a rollout."""
+        return self.trainer._steps_per_rollout // self.trainer.args.gradient_accumulation_steps
+
+    def _staleness(self, flight: Flight) -> int:
+        """Return how many optimizer steps there have been since the weights that a rollout was drawn from."""
+        return (flight.number - flight.version) * self._optimizer_steps
+
+    # ---- Checkpoints ----
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return what has been drawn and not yet trained on; the weights that drew it are gone when a run goes on."""
+        self.settle()
+        return [
+            {
+                "number": flight.number,
+                "version": flight.version,
+                "prompts": flight.prompts,
+                "ids": flight.answers.result().ids,
+                "logprobs": flight.answers.result().logprobs,
+            }
+            for flight in self.flights.values()
+        ]
+
+    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+        """Go on with what had been drawn."""
+        for kept in state:
+            flight = self._flight(kept["number"], kept["version"])
+            flight.prompts = kept["prompts"]  # which are compared with those that the Trainer delivers
+            answers = Answers(kept["ids"], kept["logprobs"])
+            flight.answers.set_result(answers)
+            self.flights[flight.number] = flight
+            self._start_rewards(flight, answers)
+
+
+def _in_turn(turn: threading.Lock, function: Callable) -> Callable:
+    """Have a function called for one rollout after the other."""
+
+    def called(**kwargs: Any) -> Any:
+        with turn:
+            return awaited(function(**kwargs))
+
+    return called
+
+
+class _SecondProcess:
+    """Draw in a process beside this one, from a copy of the policy on a device of its own."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.process: RolloutProcess | None = None  # once there are weights
+
+    def publish(self, version: int) -> None:
+        if self.process is None:
+            self.process = RolloutProcess(self._setup())
+        self.process.publish(version, _named_weights(self.trainer))
+
+    def submit(self, flight: Flight, arrived: Callable[[Answers], None]) -> None:
+        assert self.process is not None
+        process = self.trainer.accelerator.process_index
+        seed = ((self.trainer.args.seed * 1_000_003 + flight.number) * 1_009 + process) % 2**63
+        flight.answers = self.process.submit(Job(flight.number, flight.version, flight.prompts, seed), arrived)
+
+    def error_of(self, flight: Flight) -> BaseException | None:
+        return flight.answers.exception()
+
+    def deliver(self, flight: Flight) -> None:
+        pass
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+
+    def _setup(self) -> Setup:
+        trainer, args = self.trainer, self.trainer.args
+        base = base_model_of(trainer._actor_critic.policy)
+        layout, slot_bytes = layout_of(_named_weights(trainer))
+        buffers = {name.replace(".base_layer", ""): values.cpu() for name, values in base.named_buffers()}
+        precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return Setup(
+            # FSDP2 puts a class of its own before the model's
+            model_class=next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule)),
+            config=base.config,
+            buffers=buffers,
+            layout=layout,
+            slot_bytes=slot_bytes,
+            slots=args.rollouts_ahead + 1,
+            device=rollout_device(args),
+            autocast=precisions.get(trainer.accelerator.mixed_precision),
+            generation_config=trainer.generation_config,
+            eos_token_ids=trainer.eos_token_ids,
+            batch_size=args.local_rollout_forward_batch_size,
+            threads=torch.get_num_threads(),
+        )
+
+
+def _named_weights(trainer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the policy's weights whole, adapters merged, by the names of its base; all processes must take all."""
+    source = VLLMGeneration.__new__(VLLMGeneration)
+    vars(source).update(model=trainer._actor_critic.policy, accelerator=trainer.accelerator, _dist=trainer._dist)
+    yield from source._iter_named_params()
+
+
+class _Server:
+    """
+    Have a vLLM server draw while this process trains.
+
+    TRL's `generate` asks twice: its question to the server is put aside and sent in a thread, and when the answers are
+    there, asked again and answered with them. So its collectives run where all processes are.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.output: dict[int, Future] = {}  # on the first process
+        trainer.vllm_generation.logprobs = 0  # of the sampled token alone
+
+    def publish(self, version: int) -> None:
+        self.trainer.vllm_generation.sync_weights()
+        self.trainer._last_loaded_step = self.trainer.state.global_step
+
+    def submit(self, flight: Flight, arrived: Callable[[Answers], None]) -> None:
+        is_alone = self.trainer.accelerator.num_processes == 1
+
+        def ask(generate: Callable, kwargs: dict[str, Any], said: Future) -> None:
+            try:
+                output = generate(**kwargs)
+                if is_alone:  # else only the first process has the answers
+                    arrived(Answers(output["completion_ids"], torch.empty(0)))
+                said.set_result(output)
+            except BaseException as error:  # whoever asks for it would wait for ever
+                said.set_exception(error)
+
+        def put_aside(generate: Callable, **kwargs: Any) -> dict[str, Any]:
+            said = self.output[flight.number] = Future()
+            threading.Thread(target=ask, args=(generate, kwargs, said), daemon=True).start()
+            answers = len(kwargs["prompts"]) * kwargs["n"]
+            return {"prompt_ids": kwargs["prompts"], "completion_ids": [[]] * answers, "logprobs": None}
+
+        self._generate(flight, put_aside)
+
+    def error_of(self, flight: Flight) -> BaseException | None:
+        output = self.output.get(flight.number)
+        return None if output is None else output.exception()
+
+    def deliver(self, flight: Flight) -> None:
+        if flight.answers.done():
+            return
+        output = self.output.pop(flight.number, None)
+        _, ids, logprobs, _ = self._generate(flight, lambda generate, **kwargs: output.result())
+        if ids and logprobs is None:
+            raise RuntimeError("vLLM returned no log-probs, which answers drawn ahead need.")
+        rows = [torch.tensor([token[0] for token in row]) for row in logprobs or [[[0.0]]]]
+        flight.answers.set_result(Answers(ids, pad_sequence(rows, batch_first=True)))
+
+    def close(self) -> None:
+        pass  # a request that is under way ends with the program, or by itself
+
+    def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
+        vllm = self.trainer.vllm_generation
+        asked = {"prompts": flight.prompts, "images": None, "num_generations": self.trainer.num_generations}
+        with ExitStack() as stack:
+            # These are no answers yet, or those of another rollout than the one that is recorded
+            stack.enter_context(temporarily(self.trainer._actor_critic, sampler_recorder=None))
+            if self.trainer.accelerator.is_main_process:
+                generate = partial(answer, vllm.vllm_client.generate)
+                stack.enter_context(temporarily(vllm, vllm_client=SimpleNamespace(generate=generate)))
+            return vllm.generate(**asked)
+
+
+# ---- What cannot be ----
+
+
+def rollout_device(args: Any) -> str:
+    """Return the device of the second process of this process: one for all, or one for each of a node, by commas."""
+    if args.rollout_device is None:
+        return "cpu"
+    names = [name.strip() for name in args.rollout_device.split(",")]
+    return names[int(os.environ.get("LOCAL_RANK", 0)) % len(names)]
+
+
+def check_ahead(args: Any, policy: Any, device: torch.device) -> None:
+    """Raise a `ValueError` if rollouts of this policy cannot be drawn ahead."""
+    if args.use_vllm or not args.rollouts_ahead:
+        return
+    base = base_model_of(policy)
+    if getattr(base.config, "quantization_config", None) is not None:
+        raise ValueError(
+            "`rollouts_ahead` with a quantised base: the second process would be sent merged weights, and draw from "
+            "another policy than the one that is trained. Load the base unquantised, or leave `rollouts_ahead` out."
+        )
+    check_class(base)
+    if args.rollout_device is None and device.type != "cpu":
+        raise ValueError(
+            f"`rollouts_ahead={args.rollouts_ahead}` draws in a second process: say on which device, such as "
+            f"`rollout_device: cuda:1` (training is on {device})."
+        )
+    names, processes = (args.rollout_device or "cpu").split(","), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if len(names) not in (1, processes):
+        raise ValueError(
+            f"`rollout_device={args.rollout_device}` names {len(names)} devices for {processes} process(es) on this "
+            "machine: name one for all, or one for each."
+        )
+    name = rollout_device(args)
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        found = None
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type != "cpu":
+        count = torch.accelerator.device_count() if there is not None else 0
+        if found is None or there is None or found.type != there.type or (found.index or 0) >= count:
+            raise ValueError(
+                f"`rollout_device={args.rollout_device}`: there is no device {name!r} here ({count} accelerators): "
+                "name one that there is, or `cpu`."
+            )

@@ -1,0 +1,63 @@
+"""The critic that stands alone: a sequence classifier of one label, plain or as an adapter."""
+
+from typing import Any
+
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from torch import nn
+
+from ..models.adapters import check_config, check_head, is_adapter
+from ..models.weights import base_model_of, whole
+from ..rewards.model import load_classifier
+
+
+def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any) -> tuple[Any, str]:
+    """
+    Load what a critic starts from.
+
+    Args:
+        path: a causal language model, whose backbone gets a head of zeros, so that V = 0 everywhere, as PPOTrainer's
+            own critic has it; a reward model, with its head; or a reward model or critic that was saved as an adapter,
+            which is trained on.
+        peft_config: of a new adapter; the head is trained, and saved with it.
+        **kwargs: of `from_pretrained`.
+
+    Returns:
+        The critic, and where it comes from, in words.
+
+    Raises:
+        ValueError: it is no sequence classifier of one label, its base is quantised, or two adapters would be one.
+    """
+    if is_adapter(path):
+        if peft_config is not None:
+            raise ValueError(f"{path} is an adapter already, and is trained on: leave out `use_peft`")
+        check_head(path)
+        load = AutoPeftModelForSequenceClassification.from_pretrained
+        critic = load(path, is_trainable=True, num_labels=1, **kwargs)
+        check_standalone(critic)
+        return critic, f"the adapter {path}"
+    critic, found = load_classifier(path, output_loading_info=True, **kwargs)
+    check_standalone(critic)
+    is_new = any(not key.startswith(f"{critic.base_model_prefix}.") for key in found["missing_keys"])
+    if is_new:
+        for parameter in critic.score.parameters():
+            with whole(parameter, modifier_rank=0):
+                nn.init.zeros_(parameter)
+    if peft_config is not None:
+        peft_config.task_type = "SEQ_CLS"
+        check_config(peft_config, "peft_config")
+        critic = get_peft_model(critic, peft_config)
+    return critic, f"{path} with a zero head" if is_new else path
+
+
+def check_standalone(critic: Any) -> None:
+    """Raise if a model is no sequence classifier of one label whose values can be trained."""
+    model = base_model_of(critic)
+    if not hasattr(getattr(model, "score", None), "weight"):
+        raise ValueError(
+            "a critic must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` of a "
+            f"causal language model), got {type(model).__name__}"
+        )
+    if model.config.num_labels != 1:
+        raise ValueError(f"a critic must have one label, got num_labels={model.config.num_labels}")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError("a critic on a quantised base cannot be trained alone: load its base unquantised")

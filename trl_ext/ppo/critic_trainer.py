@@ -1,0 +1,162 @@
+"""Train a critic on returns that are known, before PPO begins (VC-PPO, 2503.01491)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer
+
+from ..callbacks.console import ConsoleCallback
+from ..checkpoints import ResumableRun
+from ..functional import explained_variance, masked_sum, value_loss, variance
+from ..metrics import is_training_log
+from ..models.actor_critic import add_value_forward
+from ..models.weights import disable_dropout
+from .accumulator import Accumulator
+from .critic_config import CriticConfig
+from .critic_model import check_standalone
+from .evaluation import EvaluationPass
+from .passes import Passes
+
+_NO_TOKEN = -100  # by which the Trainer counts what a step's loss is divided by
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """
+    Pad rows: prompts on the left, completions and their returns on the right.
+
+    Returns:
+        `input_ids` (B, P + T), `labels` (B, T), the completions' tokens and -100 where there are none, `returns`
+        (B, T), and `lengths`, the tokens of each row's prompt and completion.
+    """
+    prompts, labels = ([torch.tensor(row[name]) for row in rows] for name in ("prompt_ids", "completion_ids"))
+    returns = [torch.tensor(row["returns"], dtype=torch.float32) for row in rows]
+    padded = pad_sequence(labels, batch_first=True, padding_value=_NO_TOKEN)
+    return {
+        "input_ids": torch.cat(
+            [pad_sequence(prompts, batch_first=True, padding_side="left"), padded.clamp(min=0)], dim=1
+        ),
+        "labels": padded,
+        "returns": pad_sequence(returns, batch_first=True),
+        "lengths": [(len(prompt), len(completion)) for prompt, completion in zip(prompts, labels, strict=True)],
+    }
+
+
+class CriticTrainer(ResumableRun, Trainer):
+    """
+    Train a critic on the returns of saved rollouts, by PPO's value loss without clipping.
+
+    loss = mean over all completion tokens of a step of (V(s_t) − R_t)² / 2, where s_t is the prompt with the tokens
+    before t. The mean does not depend on how a step is cut into processes and accumulation.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            Critic: a sequence classifier with one label, plain or with an adapter. Its dropout is switched off, as
+            PPO does.
+        args ([`CriticConfig`]):
+            Configuration.
+        train_dataset, eval_dataset ([`~datasets.Dataset`]):
+            Rows with `prompt_ids`, `completion_ids` and `returns`, one for each completion token, as
+            [`with_returns`] makes them.
+        **kwargs:
+            Of transformers' Trainer and [`ResumableRun`].
+    """
+
+    args: CriticConfig
+    model_accepts_loss_kwargs: Any
+    _signature_columns: Any
+
+    def __init__(self, model: Any, args: CriticConfig, train_dataset: Any = None, eval_dataset: Any = None, **kwargs):
+        check_standalone(model)
+        for name, dataset in (("train", train_dataset), ("eval", eval_dataset)):
+            if dataset is not None:
+                check_rows(dataset, name)
+        kwargs.setdefault("data_collator", collate)
+        super().__init__(model, args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        disable_dropout(self.model)
+        add_value_forward(self.model)
+        self.model_accepts_loss_kwargs = True  # the Trainer counts the tokens of a step, over all processes
+        self._passes = Passes(self.accelerator, args)
+        self._train, self._eval = Accumulator(), Accumulator()
+        self._evaluation: EvaluationPass | None = None  # while evaluating
+        ConsoleCallback.replace(self)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        self._signature_columns = ["prompt_ids", "completion_ids", "returns"]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the value loss of a micro-batch, of which those of a step add up to their mean over tokens."""
+        values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN  # (B, T) each
+        loss, _ = value_loss(values, values, inputs["returns"])
+        self._observe(self._train, values.detach(), inputs["returns"], mask)
+        # Gradients are averaged over processes
+        processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        loss = masked_sum(loss, mask) * processes / (mask.sum() if num_items_in_batch is None else num_items_in_batch)
+        return (loss, {"values": values}) if return_outputs else loss
+
+    def _values(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        ids, width = inputs["input_ids"], inputs["labels"].size(1)
+        return self._passes(model, ids, [tuple(row) for row in inputs["lengths"]], width)["values"]
+
+    def _observe(self, stats: Accumulator, values: Tensor, returns: Tensor, mask: Tensor) -> None:
+        stats.add("residuals", returns - values, mask)
+        stats.add("returns", returns, mask)
+
+    @torch.no_grad()
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None) -> tuple[None, None, None]:
+        assert self._evaluation is not None
+        inputs = self._prepare_inputs(inputs)
+        values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN
+        rows = self._evaluation.next_rows(len(mask), self.accelerator)
+        self._observe(self._eval, values, inputs["returns"], mask & rows[:, None])
+        return None, None, None
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ):
+        """Compare values and returns of each held-out token once."""
+        self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
+        output = super().evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
+        )
+        report = self._report(self._eval)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in report.items()})
+        output.metrics[f"{metric_key_prefix}_loss"] = report["loss/value_avg"]
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if is_training_log(logs):
+            logs = logs | self._report(self._train)
+        super().log(logs, *args, **kwargs)
+
+    def _report(self, stats: Accumulator) -> dict[str, float]:
+        """Return what was observed since the last report, over all tokens and processes, and start anew."""
+        moments = stats.pop(self.accelerator)
+        if not moments:  # a resumed run may log before its first step
+            return {}
+        residuals, returns = moments["residuals"], moments["returns"]
+        mean_square = residuals[1].square() + variance(residuals, unbiased=False)
+        report = {"loss/value_avg": 0.5 * mean_square.item(), "val/rmse": math.sqrt(mean_square.item())}
+        if variance(returns) > 0:
+            report["val/explained_variance"] = explained_variance(residuals, returns).item()
+        return report
+
+
+def check_rows(dataset: Any, name: str) -> None:
+    """Raise if rows lack what a critic is trained on, or do not have one return for each completion token."""
+    missing = {"prompt_ids", "completion_ids", "returns"} - {*dataset.column_names}
+    if missing:
+        raise ValueError(
+            f"the {name} dataset lacks the column(s) {', '.join(sorted(missing))}: `with_returns` makes them of "
+            "saved rollouts."
+        )
+    for row, (ids, returns) in enumerate(zip(dataset["completion_ids"], dataset["returns"], strict=True)):
+        if not ids or len(ids) != len(returns) or not all(map(math.isfinite, returns)):
+            raise ValueError(
+                f"row {row} of the {name} dataset has {len(ids)} completion tokens and the returns "
+                f"{str(returns)[:60]}: each token needs one finite number, and there must be a token."
+            )

@@ -1,0 +1,298 @@
+"""Rollouts that were saved as rows: their token ids, their scores, and the returns that PPO would make of them."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from datasets import Dataset, concatenate_datasets
+from torch import Tensor
+
+from ..data.texts import check_texts
+from ..functional import gae, moments, token_rewards, whiten
+from ..models.generation import answer_texts, prompt_token_ids
+from .critic_config import CriticConfig
+from .reward_normalizer import RewardNormalizer
+from .rewards import Mistakes, checked
+from .rollout import sequence_scores, summed_token_scores
+
+_IDS = ("prompt_ids", "completion_ids")
+_CHECKED = 256  # rows whose text is compared with their token ids
+_CHUNK = 1024  # rows whose rewards are on the tokens at once
+
+
+def with_token_ids(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], vocabulary: int) -> Dataset:
+    """
+    Return saved rollouts with the token ids that the critic reads, and `finished`: whether each ended by EOS.
+
+    Rows with `prompt_ids` and `completion_ids`, as `trl-ext generate --rollouts true` writes them, are what the policy
+    drew. Others have `prompt`, `completion` and `finished`. Their tokens are those of the texts, which need not be
+    those that were drawn; EOS is put behind a completion that was finished.
+
+    Args:
+        dataset: rows of one of both kinds, with any other columns.
+        tokenizer: the policy's.
+        eos_token_ids: of the policy, what ends a completion.
+        vocabulary: token ids that the critic has a row for.
+
+    Raises:
+        ValueError: neither kind; rows without a completion; ids that are not of this tokenizer.
+    """
+    has_ids = {*_IDS} <= {*dataset.column_names}
+    if has_ids:
+        prompts, completions = (dataset[name][:] for name in _IDS)
+    else:
+        missing = {"prompt", "completion", "finished"} - {*dataset.column_names}
+        if missing:
+            raise ValueError(
+                f"the rollouts have neither {' and '.join(_IDS)}, nor {', '.join(sorted(missing))}: write them by "
+                "`trl-ext generate --rollouts true`"
+            )
+        check_texts(dataset, ("prompt", "completion"), "the rollouts")
+        prompts, completions = _tokenized(dataset, tokenizer)
+    empty = [row for row, (p, c) in enumerate(zip(prompts, completions, strict=True)) if not p or not c]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} of {len(dataset)} rollouts have an empty prompt or completion (the first is row "
+            f"{empty[0]}): there is no state to value, leave them out"
+        )
+    for row, ids in enumerate(zip(prompts, completions, strict=True)):
+        wrong = [i for part in ids for i in part if not 0 <= i < vocabulary]
+        if wrong:
+            raise ValueError(
+                f"rollout {row} has the token id {wrong[0]}, the critic's vocabulary is of {vocabulary}: its policy "
+                "must be the critic's, or have its tokenizer"
+            )
+    finished = [ids[-1] in eos_token_ids for ids in completions]
+    if has_ids:
+        _check_texts_of_ids(dataset, tokenizer, completions, finished, eos_token_ids)
+    read = Dataset.from_dict(dict(zip((*_IDS, "finished"), (prompts, completions, finished), strict=True)))
+    others = dataset.remove_columns([name for name in read.column_names if name in dataset.column_names])
+    return concatenate_datasets([others.flatten_indices(), read], axis=1) if others.column_names else read
+
+
+def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokenize the texts or messages of prompts and completions."""
+    texts, answers = dataset["prompt"][:], dataset["completion"][:]
+    prompts, completions = prompt_token_ids(tokenizer, texts), []
+    for prompt, asked, answer, ended in zip(texts, prompts, answers, dataset["finished"], strict=True):
+        text = answer if isinstance(answer, str) else answer[-1]["content"]
+        together = tokenizer(prompt + text)["input_ids"] if isinstance(prompt, str) else []
+        if together[: len(asked)] == asked:  # as it is written behind the prompt: SentencePiece adds a space alone
+            ids = together[len(asked) :]
+        else:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ids[-1:] == [tokenizer.eos_token_id]:  # of a tokenizer that ends every text so
+            ids = ids[:-1]
+        completions.append([*ids, *([tokenizer.eos_token_id] if ended else [])])
+    return prompts, completions
+
+
+def _check_texts_of_ids(
+    dataset: Dataset, tokenizer: Any, completions: list[list[int]], finished: list[bool], ends: list[int]
+) -> None:
+    """Raise if the ids say another text, or another end, than the row does: they are of another tokenizer."""
+    if "finished" in dataset.column_names:
+        for row, (said, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
+            if said != found:
+                raise ValueError(
+                    f"rollout {row} says `finished: {str(said).lower()}`, but its last token is "
+                    f"{completions[row][-1]}, and completions end by one of {ends}: give the policy's tokenizer"
+                )
+    if "completion" in dataset.column_names:
+        some = dataset.select(range(min(len(dataset), _CHECKED)))["completion"][:]
+        for row, (said, text) in enumerate(
+            zip(some, answer_texts(tokenizer, completions[: len(some)], ends), strict=True)
+        ):
+            if (said if isinstance(said, str) else said[-1]["content"]) != text:
+                raise ValueError(
+                    f"rollout {row} has ids that read {text[:60]!r}, its text is {str(said)[:60]!r}: they are of "
+                    "another tokenizer"
+                )
+
+
+def given_scores(dataset: Dataset, column: str) -> Tensor:
+    """Return the (B, 1) scores that a column of saved rollouts holds; raise if one is missing or no finite number."""
+    if column not in dataset.column_names:
+        raise ValueError(
+            f"the rollouts have no column {column!r} with scores; they have "
+            f"{', '.join(map(repr, dataset.column_names))}: give `score_column`, or a reward that scores them"
+        )
+    scores = dataset[column][:]
+    for row, score in enumerate(scores):
+        if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+            raise ValueError(
+                f"rollout {row} has the score {score!r} in {column!r}: each needs a finite number, leave it out or "
+                "score it"
+            )
+    return torch.tensor(scores, dtype=torch.float64)[:, None]
+
+
+def score_rollouts(
+    dataset: Dataset, functions: list[Callable], names: list[str], batch_size: int
+) -> tuple[Tensor, list[list[list[float] | None]]]:
+    """
+    Score rollouts by reward functions, each process its share, as PPO calls them.
+
+    Args:
+        dataset: rows of [`with_token_ids`]; its other columns are given to the functions.
+        functions, names: F functions with TRL's signature.
+        batch_size: rows of a call.
+
+    Returns:
+        (B, F) on the CPU, NaN where a function gives None; and of each function its scores of single tokens, None for
+        rows that it scores as a whole. Both of all rows, on every process.
+
+    Raises:
+        RuntimeError: a function failed, or gave what is no score.
+    """
+    processes = PartialState()
+    mistakes = Mistakes(processes)
+    wrapped = [checked(function, name, mistakes) for function, name in zip(functions, names, strict=True)]
+    size = -(-len(dataset) // processes.num_processes)
+    first = min(processes.process_index * size, len(dataset))
+    mine = dataset.select(range(first, min(first + size, len(dataset))))
+    left_out = ("prompt", "completion", *_IDS, "finished")
+    rows: list[tuple[list, list]] = []
+    for batch in mine.iter(batch_size):
+        columns = {name: values for name, values in batch.items() if name not in left_out}
+        given = {
+            "prompts": batch["prompt"],
+            "completions": batch["completion"],
+            "completion_ids": batch["completion_ids"],
+            "prompt_ids": batch["prompt_ids"],
+            "finished": batch["finished"],
+        }
+        scores = [function(**given, **columns) for function in wrapped]
+        tokens = [function.token_scores for function in wrapped]
+        rows += zip(zip(*scores, strict=True), zip(*tokens, strict=True), strict=True)
+        if mistakes.notes:
+            break
+    mistakes.raise_everywhere(0)
+    rows = gather_object(rows) if processes.num_processes > 1 else rows
+    whole = [[math.nan if score is None else score for score in scores] for scores, _ in rows]
+    by_function = [[tokens[f] for _, tokens in rows] for f in range(len(functions))]
+    return torch.tensor(whole, dtype=torch.float64), by_function
+
+
+def with_returns(
+    dataset: Dataset,
+    rewards: Tensor,
+    args: CriticConfig,
+    token_scores: list[list[list[float] | None]] | None = None,
+) -> Dataset:
+    """
+    Return rollouts with what PPO will ask its critic for: `returns`, one for each completion token.
+
+    R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's:
+    the weighted score at the last token, after the rule for a missing EOS, standardised and clipped, or where a
+    function scored tokens at these. There is no KL term: the policy that drew the rollouts is the reference, so that
+    the log-probs are equal, and r_k = 0 elsewhere.
+
+    Args:
+        dataset: rows of [`with_token_ids`].
+        rewards: (B, F), NaN where a function takes no part.
+        args: what the returns' scale depends on.
+        token_scores: of each function, as [`score_rollouts`] returns them.
+
+    Returns:
+        The rows that take part, with `score`, in score units as it enters the rewards, and `returns`.
+
+    Raises:
+        ValueError: `reward_weights` are not as many as functions, no row takes part, or all scores are equal.
+    """
+    count = rewards.shape[1]
+    if args.reward_weights is not None and len(args.reward_weights) != count:
+        raise ValueError(f"`reward_weights` must be one for each of {count} rewards, got {args.reward_weights}")
+    weights = torch.tensor(args.reward_weights or [1.0] * count, dtype=torch.float64)
+    ended = torch.tensor(dataset["finished"][:])
+    scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
+    if args.mask_truncated_completions:
+        scores = scores.masked_fill(~ended, torch.nan)
+    groups = None
+    if args.reward_normalization == "group":
+        if args.reward_group_column not in dataset.column_names:
+            raise ValueError(f"the rollouts have no column {args.reward_group_column!r} (`reward_group_column`)")
+        groups = [str(value) for value in dataset[args.reward_group_column]]
+    scores, scales = RewardNormalizer(args.reward_normalization)(scores, groups)
+    if args.reward_clip_range:
+        scores = scores.clamp(*args.reward_clip_range)
+    valid = ~scores.isnan()
+    if not valid.any():
+        raise ValueError("no rollout takes part: every one is without a score, or left out as truncated")
+    if scores[valid].min() == scores[valid].max() and token_scores is None:
+        raise ValueError(f"all rollouts have the score {scores[valid][0]:g}: there is nothing to tell apart")
+
+    kept = valid.nonzero()[:, 0].tolist()
+    dataset = dataset.select(kept)
+    lengths = [len(ids) for ids in dataset["completion_ids"]]
+    chunks = []
+    for start in range(0, len(kept), _CHUNK):
+        rows, sizes = kept[start : start + _CHUNK], torch.tensor(lengths[start : start + _CHUNK])
+        mask = torch.arange(int(sizes.max())) < sizes[:, None]
+        of_tokens = None
+        if token_scores is not None:
+            some = [[given[row] for row in rows] for given in token_scores]
+            of_tokens = summed_token_scores(some, weights, ended[rows], mask.size(1), args.missing_eos_score)
+            of_tokens = None if of_tokens is None else of_tokens * scales[rows, None].float()
+        zero = torch.zeros(mask.shape)
+        chunks.append((token_rewards(scores[rows].float(), zero, mask, 0.0, of_tokens), mask))
+    if args.whiten_rewards:
+        every = moments(torch.cat([rewards[mask] for rewards, mask in chunks]))
+        chunks = [(whiten(rewards, mask, every, shift_mean=False), mask) for rewards, mask in chunks]
+    returns = [
+        row[real].tolist()
+        for rewards, mask in chunks
+        for row, real in zip(gae(rewards, torch.zeros_like(rewards), mask, args.gamma, 1.0), mask, strict=True)
+    ]
+    dataset = dataset.remove_columns([name for name in ("score", "returns") if name in dataset.column_names])
+    return dataset.add_column("score", scores[kept].tolist()).add_column("returns", returns)
+
+
+def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Dataset, Dataset | None]:
+    """
+    Cut at least `eval_size` rows off, never rows of one prompt on both sides.
+
+    Args:
+        dataset: rows with `prompt_ids`.
+        eval_size: rows to evaluate on; 0 for none.
+        seed: of the choice.
+
+    Returns:
+        The rows to train and to evaluate on.
+
+    Raises:
+        ValueError: that leaves no prompt to train on.
+    """
+    if eval_size == 0:
+        return dataset, None
+    rows_of: dict[str, list[int]] = {}
+    for row, ids in enumerate(dataset["prompt_ids"]):
+        rows_of.setdefault(json.dumps(ids), []).append(row)
+    prompts = list(rows_of.values())
+    held_out: list[int] = []
+    for place in torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist():
+        if len(held_out) >= eval_size:
+            break
+        held_out += prompts[place]
+    if len(held_out) == len(dataset):
+        raise ValueError(
+            f"`eval_size` {eval_size} leaves none of the {len(dataset)} rollouts, to {len(prompts)} prompts, to train "
+            "on: lower it"
+        )
+    held = set(held_out)
+    return dataset.select([row for row in range(len(dataset)) if row not in held]), dataset.select(sorted(held))
+
+
+def check_apart(train: Dataset, held_out: Dataset) -> None:
+    """Raise if rollouts to one prompt are on both sides."""
+    trained = {json.dumps(ids) for ids in train["prompt_ids"]}
+    both = sum(json.dumps(ids) in trained for ids in held_out["prompt_ids"])
+    if both:
+        raise ValueError(
+            f"{both} of {len(held_out)} held-out rollouts answer prompts that are trained on: leave them out, or use "
+            "`eval_size`, which keeps prompts apart"
+        )

@@ -1,0 +1,116 @@
+"""Trainers that write their checkpoints while training goes on, and what follows if one cannot be written."""
+
+import shutil
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+
+from .halts import rolled_back
+from .writer import OTHERS_PART, CheckpointWriter, NotSaved, not_saved
+
+
+class BackgroundSaving:
+    """
+    Mixin of trainers whose arguments have [`~trl_ext.settings.SavingSettings`]: what happens while one is written.
+
+    The processes agree on it between two steps, and only while a checkpoint is being written. The thread that writes
+    takes part in no collective.
+    """
+
+    args: Any
+    accelerator: Any
+    state: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
+        self._save_failure: str | None = None  # what could not be written, and has not been said yet
+        super().__init__(*args, **kwargs)
+        # What sharding gathers is new memory each time, so that to pin it does not pay
+        self._writer = CheckpointWriter(pins=not (self.is_fsdp_enabled or self.is_deepspeed_enabled))
+
+    @property
+    def _saves_in_background(self) -> bool:
+        return getattr(self.args, "save_in_background", False)
+
+    @property
+    def _goes_on_unsaved(self) -> bool:
+        return getattr(self.args, "on_save_failure", "stop") == "continue"
+
+    @property
+    def _is_uploaded(self) -> bool:
+        """Whether transformers uploads each checkpoint as soon as it is written."""
+        return self.args.push_to_hub and self.args.hub_strategy != "end"
+
+    def _say_what_waits(self) -> None:
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if not self._saves_in_background:
+            return
+        if self._is_uploaded:
+            why = "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
+            self.accelerator.print(f"`save_in_background`: training waits for each checkpoint, since {why}.")
+        elif plugin is not None and "FULL" not in str(plugin.state_dict_type):
+            why = "all processes write it together, unless it is of `fsdp_state_dict_type: FULL_STATE_DICT`"
+            self.accelerator.print(f"`save_in_background`: training waits for FSDP's part of each checkpoint: {why}.")
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._check_saving()
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def _check_saving(self, wait: bool = False) -> None:
+        """See whether the checkpoint that is being written is complete; say so, or raise, if it failed."""
+        self._look_at_saving(wait)
+        sentence, self._save_failure = self._save_failure, None
+        if sentence is None:
+            return
+        if not (self._goes_on_unsaved or rolled_back(self.state)):
+            raise NotSaved(sentence)
+        self.accelerator.print(sentence)
+
+    def _look_at_saving(self, wait: bool = True) -> None:
+        """Wait for the checkpoint that is being written, or look whether it is complete. Call it on all processes."""
+        if self._being_saved is None:
+            return
+        if wait:
+            self._writer.wait()
+        mine = [self._writer.is_busy, self._writer.error is not None]
+        if self.accelerator.num_processes > 1:
+            everyones = torch.tensor(mine, dtype=torch.int32, device=self.accelerator.device)
+            mine = (self.accelerator.reduce(everyones, reduction="sum") > 0).tolist()
+        is_busy, has_failed = mine
+        if is_busy:
+            return
+        (checkpoint, best), self._being_saved = self._being_saved, None
+        if has_failed:
+            causes = gather_object([self._writer.error and not_saved(checkpoint, self._writer.error)])
+            cause = min(filter(None, causes), key=lambda text: OTHERS_PART in text)
+            self._save_failure = self._unsaved(cause)
+            self._forget_unsaved(checkpoint, best)
+
+    def _unsaved(self, cause: str) -> str:
+        if self._goes_on_unsaved:
+            return f"{cause}, and training goes on, as `on_save_failure: continue` says."
+        return (
+            f"{cause}, so that training ends at step {self.state.global_step}: make room, and run the same command "
+            "again, which goes on from the newest complete checkpoint; or set `on_save_failure: continue`."
+        )
+
+    def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
+        """Remove a checkpoint that could not be written: it takes room, and would count as one to keep."""
+        if self.state.best_model_checkpoint == checkpoint:
+            self.state.best_model_checkpoint = best
+        if self.args.should_save:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+
+    def _complete_after_an_error(self) -> None:
+        """Let what is being written be completed, if the other processes have written theirs; without collectives."""
+        if self._being_saved is None:
+            return
+        if self._writer.is_busy:
+            print(f"Waiting for {self._being_saved[0]} to be written.")
+        self._writer.wait(after_an_error=True)
+        if self._writer.error is not None:
+            print(f"{not_saved(self._being_saved[0], self._writer.error)}.")
+        self._being_saved = None

@@ -182,9 +182,20 @@ def test_a_server_that_hangs_is_gone(undisturbed, tmp_path, monkeypatch):
     torch.testing.assert_close(end_state(trainer), undisturbed["full"], rtol=0, atol=0)
 
 
-def test_a_server_that_stays_away_ends_the_run_which_goes_on_later(undisturbed, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_rollout_that_is_drawn_ahead_is_drawn_anew(tmp_path, monkeypatch):
     with serving(tiny_llama(seed=5), monkeypatch) as server:
-        trainer = make(tmp_path, server, timeout=0.2)
+        trainer = make(tmp_path, server, rollouts_ahead=1)
+        server.during, seen = after(2, "/v1/completions", lambda: server.restart(0.3)), collected(trainer)
+        trainer.train()
+    assert server.starts == 2 and trainer.state.global_step == 12
+    assert all(len(rollout.scores) == 8 and rollout.sampler_logprobs.isfinite().all() for rollout in seen)
+
+
+@pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_server_that_stays_away_ends_the_run_which_goes_on_later(behind, undisturbed, tmp_path, monkeypatch):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server, timeout=0.2, save_in_background=behind)
         server.during = after(3, "/v1/completions", server.stop)
         with pytest.raises(
             ServerLost, match=r"after 0.2 s of waiting .* the same command goes on from .*checkpoint-8\."
@@ -192,7 +203,7 @@ def test_a_server_that_stays_away_ends_the_run_which_goes_on_later(undisturbed, 
             trainer.train()
         server.during = lambda path: None
         server.start()
-        again = make(tmp_path, server)
+        again = make(tmp_path, server, save_in_background=behind)
         newest = checkpoint_to_resume(again.args)
         assert newest.endswith("checkpoint-8")
         again.train(resume_from_checkpoint=newest)

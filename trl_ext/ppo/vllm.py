@@ -314,8 +314,10 @@ def save_last_step(trainer: Any) -> str:
     if not step:
         return "No step had been finished."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+    trainer._check_saving(wait=True)  # it may be under way
     try:
         read_marker(checkpoint)
     except IncompleteCheckpoint:
         trainer._save_checkpoint(trainer.model_wrapped, None)
+        trainer._check_saving(wait=True)
     return f"What was trained is kept: the same command goes on from {checkpoint}."

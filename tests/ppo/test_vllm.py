@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 
 from tests.launch import on_two_processes
-from tests.ppo.vllm_stub import PROCESSED, serving
+from tests.ppo.vllm_stub import PROCESSED, after, serving
 from tests.ppo.worker import collected, end_state, make_trainer
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext.checkpoints import checkpoint_to_resume
@@ -24,19 +24,6 @@ def make(tmp_path, server, timeout=20.0, **config):
     return make_trainer(
         tmp_path, vllm_server_timeout=timeout, max_steps=12, learning_rate=1e-2, temperature=0.7, **kwargs
     )
-
-
-def after(number, path, do):
-    """What a server does when `path` is asked for the `number`-th time, once."""
-    left = [number]
-
-    def during(asked):
-        left[0] -= asked == path
-        if not left[0] and asked == path:
-            left[0] = -1
-            do()
-
-    return during
 
 
 # ---- Log-probs ----

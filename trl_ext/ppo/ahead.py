@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -27,6 +26,7 @@ from ..temporarily import temporarily
 from ..upstream import is_conversational
 from .inputs import with_prompts
 from .rollout import given_to_rewards, with_answers
+from .vllm import ServerLost, sampled
 
 logger = logging.get_logger(__name__)
 
@@ -109,8 +109,12 @@ class RolloutsAhead:
                 if (error := self._drawer.error_of(flight)) is not None:
                     trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
-        for flight in flights:
-            self._drawer.deliver(flight)
+        try:
+            for flight in flights:
+                self._drawer.deliver(flight)
+        except ServerLost:
+            self.flights.clear()  # a checkpoint that is written now waits for nothing; a resumed run draws them anew
+            raise
 
     def close(self) -> None:
         """Draw no more."""
@@ -279,7 +283,6 @@ class _Server:
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.output: dict[int, Future] = {}  # on the first process
-        trainer.vllm_generation.logprobs = 0  # of the sampled token alone
 
     def publish(self, version: int) -> None:
         self.trainer.vllm_generation.sync_weights()
@@ -291,7 +294,7 @@ class _Server:
         def ask(generate: Callable, kwargs: dict[str, Any], said: Future) -> None:
             try:
                 output = generate(**kwargs)
-                if is_alone:  # else only the first process has the answers
+                if is_alone and output["completion_ids"]:  # else only the first process has the answers
                     arrived(Answers(output["completion_ids"], torch.empty(0)))
                 said.set_result(output)
             except BaseException as error:  # whoever asks for it would wait for ever
@@ -312,12 +315,21 @@ class _Server:
     def deliver(self, flight: Flight) -> None:
         if flight.answers.done():
             return
-        output = self.output.pop(flight.number, None)
-        _, ids, logprobs, _ = self._generate(flight, lambda generate, **kwargs: output.result())
-        if ids and logprobs is None:
-            raise RuntimeError("vLLM returned no log-probs, which answers drawn ahead need.")
-        rows = [torch.tensor([token[0] for token in row]) for row in logprobs or [[[0.0]]]]
-        flight.answers.set_result(Answers(ids, pad_sequence(rows, batch_first=True)))
+        is_asked = True
+
+        def draw() -> list:
+            nonlocal is_asked
+            if not is_asked:  # a server that has failed since has no weights any more: it gets those of now
+                flight.version = self.trainer._step // self.trainer._steps_per_rollout
+                self.publish(flight.version)
+                self.submit(flight, lambda answers: None)
+            is_asked, output = False, self.output.pop(flight.number, None)
+            _, ids, logprobs, of_tokens = self._generate(flight, lambda generate, **kwargs: output.result())
+            if ids:
+                flight.answers.set_result(Answers(ids, sampled(ids, logprobs, of_tokens)[1]))
+            return ids
+
+        self.trainer._vllm_server.answered(draw)
 
     def close(self) -> None:
         pass  # a request that is under way ends with the program, or by itself

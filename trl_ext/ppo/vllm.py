@@ -42,7 +42,7 @@ def keep_logprobs(trainer: Any) -> None:
     def noting(*args: Any, **kwargs: Any) -> tuple:
         said = generate(*args, **kwargs)
         _, ids, logprobs, of_tokens = said
-        recorder = trainer._actor_critic.sampler_recorder
+        recorder = trainer._actor_critic.sampler_recorder  # none where answers are drawn ahead
         if recorder is not None and ids:
             recorder.add(*sampled(ids, logprobs, of_tokens, trainer.accelerator.device))
         return said

@@ -118,7 +118,6 @@ def undisturbed(tmp_path_factory):
     [
         ("full", "/v1/completions", 0.3),
         ("full", "/v1/completions", 0),  # it answers with the weights of its disk
-        ("full", "/reset_prefix_cache", 0),
         ("lora", "/update_weights", 0.3),  # the adapter is merged into the base then
     ],
 )

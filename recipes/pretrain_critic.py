@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
     parser = StrictTrlParser(
-        (CriticScriptArguments, "trl_ext.ppo.critic_config.CriticConfig", ClassifierArguments),
+        (CriticScriptArguments, "trl_ext.CriticConfig", ClassifierArguments),
         without_arguments=__doc__,
         check=check_models,
     )

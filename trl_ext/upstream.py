@@ -116,6 +116,13 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_set_signature_columns_if_needed": "",
         "compute_loss": "model, inputs, return_outputs, num_items_in_batch",
     },
+    "transformers.Trainer": {  # of `CriticTrainer`
+        "_set_signature_columns_if_needed": "",
+        "compute_loss": "model, inputs, return_outputs, num_items_in_batch",
+        "evaluation_loop": "dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=",
+        "log": "logs, ...",
+        "prediction_step": "model, inputs, prediction_loss_only, ignore_keys",
+    },
     "trl.generation.vllm_generation.VLLMGeneration": {"_iter_named_params": ""},
     "transformers.GenerationMixin": {"_get_logits_processor": "generation_config, ..."},
     "transformers.PreTrainedModel": {"_set_gradient_checkpointing": "enable=, gradient_checkpointing_func=, ..."},
@@ -138,6 +145,8 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         accelerator args beta control data_collator eval_dataset is_deepspeed_enabled is_fsdp_enabled ld_alpha
         loss_types loss_weights model precompute_ref_logps ref_model state train_dataset""",
     "trl.RewardTrainer": "_signature_columns data_collator",
+    "transformers.Trainer": "_signature_columns model_accepts_loss_kwargs",
+    "transformers.TrainingArguments": "_VALID_DICT_FIELDS",
     "trl.generation.vllm_generation.VLLMGeneration": "generation_kwargs temperature",
     "transformers.PreTrainedConfig": "_attn_implementation",
     "bitsandbytes.nn.Linear4bit": "support_avx512bf16_for_cpu",

@@ -225,7 +225,7 @@ def test_two_processes_do_what_one_does(tmp_path):
 
 def test_texts_get_the_tokens_that_were_drawn():
     tokenizer = tiny_tokenizer()
-    texts = [("the cat", "sat on", True), ("a dog", "ran", False)]
+    texts = [("the cat ", "sat on", True), ("a dog", "ran", False)]
     plain = Dataset.from_list([{"prompt": p, "completion": c, "finished": f} for p, c, f in texts])
     chat = Dataset.from_list(
         [

@@ -156,7 +156,7 @@ def score_rollouts(
     first = min(processes.process_index * size, len(dataset))
     mine = dataset.select(range(first, min(first + size, len(dataset))))
     left_out = ("prompt", "completion", *_IDS, "finished")
-    rows: list[tuple[list, list]] = []
+    rows: list[Any] = []
     for batch in mine.iter(batch_size):
         columns = {name: values for name, values in batch.items() if name not in left_out}
         given = {
@@ -166,9 +166,8 @@ def score_rollouts(
             "prompt_ids": batch["prompt_ids"],
             "finished": batch["finished"],
         }
-        scores = [function(**given, **columns) for function in wrapped]
-        tokens = [function.token_scores for function in wrapped]
-        rows += zip(zip(*scores, strict=True), zip(*tokens, strict=True), strict=True)
+        by_row = zip(*(function(**given, **columns) for function in wrapped), strict=True)
+        rows += zip(by_row, zip(*(function.token_scores for function in wrapped), strict=True), strict=True)
         if mistakes.notes:
             break
     mistakes.raise_everywhere(0)

@@ -32,6 +32,7 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
         "launch_training_script": "script_name, launch_args, training_script_args, launch_parser_fn=",
     },
     "trl.data_utils": {"is_conversational": "example"},
+    "trl.generation.vllm_generation": {"VLLMGeneration": None},
     "trl.import_utils": {"is_vllm_available": ""},
     "trl.models": {
         "prepare_deepspeed": "model, accelerator",

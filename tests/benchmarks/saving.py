@@ -114,9 +114,7 @@ def times(args: BenchmarkArguments) -> None:
             runs[name].append(timed(args, **config))
     plain = [seconds for clock, *_ in runs["no checkpoints"] for seconds in clock.steps[1:]]
     print(f"a checkpoint: {max(run[2] for made in runs.values() for run in made) / 2**20:.0f} MiB")
-    print(
-        f"a step without checkpoints: {median(plain):.2f} s ({min(plain):.2f} to {max(plain):.2f}), median of these runs"
-    )
+    print(f"a step without checkpoints: {spread(plain)}")
     for name, made in runs.items():
         if name == "no checkpoints":
             continue

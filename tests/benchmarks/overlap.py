@@ -9,10 +9,12 @@ hidden is (serial − overlapped) / min(generation, training). Serial and overla
 """
 
 import argparse
+import contextlib
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,26 +80,29 @@ def main() -> None:
     from tests.benchmarks.overlap import SleepingLlama as Importable  # by a name that the second process finds, too
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phases", nargs="+", choices=("sleep", "real"), default=["sleep", "real"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=2.0, help="that generation sleeps; an update, three eighths")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
     def sleeping() -> Any:
         config = tiny_llama().config
-        config.seconds = 2.0
+        config.seconds = args.seconds
         return Importable(config)
 
-    phases = {
-        "sleep": (sleeping, {"update": 0.75}),
-        "real": (lambda: tiny_llama(**MODEL), {"update": 0.0} | REAL),
+    settings: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+        "sleep": (sleeping, {"update": 3 / 8 * args.seconds}),
+        "real": (lambda: tiny_llama(**MODEL), {"update": 0.0, **REAL}),
     }
     print("| phases | s a rollout, serial | generation | training | overlapped | waiting | hidden |")
     print("|---|---|---|---|---|---|---|", flush=True)
-    for name, (model, config) in phases.items():
+    for name in args.phases:
+        model, config = settings[name]
         for _ in range(args.repeats):
-            with tempfile.TemporaryDirectory() as folder:
-                serial, overlapped = (seconds_of(folder, ahead, model(), args.rollouts, **config) for ahead in (0, 1))
+            with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+                serial, overlapped = (seconds_of(folder, k, model(), args.rollouts, **config) for k in (0, 1))
             generation = serial["generate"]
             training = serial["rollout"] - generation
             hidden = (serial["rollout"] - overlapped["rollout"]) / min(generation, training)

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
-from trl.generation.vllm_generation import VLLMGeneration
 
 from ..models.rollout_process import RolloutProcess, layout_of
 from ..models.rollout_worker import Answers, Job, Setup, check_class
 from ..models.weights import base_model_of
 from ..rewards.member import Started, awaited
 from ..temporarily import temporarily
-from ..upstream import is_conversational
+from ..upstream import VLLMGeneration, is_conversational
 from .inputs import with_prompts
 from .rollout import given_to_rewards, with_answers
-from .vllm import ServerLost, sampled
+from .vllm import sampled
 
 logger = logging.get_logger(__name__)
 
@@ -78,7 +77,7 @@ class RolloutsAhead:
                 self._drawer.publish(number)
             for flight in new:
                 self.flights[flight.number] = flight
-                self._drawer.submit(flight, lambda answers, flight=flight: self._start_rewards(flight, answers))
+                self._drawer.submit(flight, partial(self._start_rewards, flight))
         flight = self.flights[number]
         self._wait_for([flight])
         del self.flights[number]
@@ -90,7 +89,8 @@ class RolloutsAhead:
             trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
         self._taken = flight
-        trainer.metrics.stale(self._staleness(flight))
+        is_drawn = bool(flight.answers.result().ids)  # else a server has failed, and the weights of now will draw it
+        trainer.metrics.stale(self._staleness(flight) if is_drawn else 0)
         return flight
 
     def started(self) -> dict[int, Started]:
@@ -109,12 +109,8 @@ class RolloutsAhead:
                 if (error := self._drawer.error_of(flight)) is not None:
                     trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
-        try:
-            for flight in flights:
-                self._drawer.deliver(flight)
-        except ServerLost:
-            self.flights.clear()  # a checkpoint that is written now waits for nothing; a resumed run draws them anew
-            raise
+        for flight in flights:
+            self._drawer.deliver(flight)
 
     def close(self) -> None:
         """Draw no more."""
@@ -154,7 +150,7 @@ class RolloutsAhead:
     def _start_each(self, flight: Flight, answers: Answers) -> None:
         trainer = self.trainer
         places = [place for place, function in enumerate(self._functions) if function.in_background]
-        if not places:
+        if not places or not answers.ids:  # a server has failed
             return
         texts = self._tokenizer.batch_decode(answers.ids, skip_special_tokens=True)
         prompts = [row["prompt"] for row in flight.rows]
@@ -283,6 +279,7 @@ class _Server:
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.output: dict[int, Future] = {}  # on the first process
+        trainer.vllm_generation.logprobs = 0  # of the sampled token alone
 
     def publish(self, version: int) -> None:
         self.trainer.vllm_generation.sync_weights()
@@ -294,7 +291,7 @@ class _Server:
         def ask(generate: Callable, kwargs: dict[str, Any], said: Future) -> None:
             try:
                 output = generate(**kwargs)
-                if is_alone and output["completion_ids"]:  # else only the first process has the answers
+                if is_alone:  # else only the first process has the answers
                     arrived(Answers(output["completion_ids"], torch.empty(0)))
                 said.set_result(output)
             except BaseException as error:  # whoever asks for it would wait for ever
@@ -315,21 +312,8 @@ class _Server:
     def deliver(self, flight: Flight) -> None:
         if flight.answers.done():
             return
-        is_asked = True
-
-        def draw() -> list:
-            nonlocal is_asked
-            if not is_asked:  # a server that has failed since has no weights any more: it gets those of now
-                flight.version = self.trainer._step // self.trainer._steps_per_rollout
-                self.publish(flight.version)
-                self.submit(flight, lambda answers: None)
-            is_asked, output = False, self.output.pop(flight.number, None)
-            _, ids, logprobs, of_tokens = self._generate(flight, lambda generate, **kwargs: output.result())
-            if ids:
-                flight.answers.set_result(Answers(ids, sampled(ids, logprobs, of_tokens)[1]))
-            return ids
-
-        self.trainer._vllm_server.answered(draw)
+        _, ids, *said = self._generate(flight, lambda _, **__: self.output.pop(flight.number).result())
+        flight.answers.set_result(Answers(ids, sampled(ids, *said)[1] if ids else torch.empty(0)))
 
     def close(self) -> None:
         pass  # a request that is under way ends with the program, or by itself

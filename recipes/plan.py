@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import yaml
 from transformers import AutoConfig, AutoTokenizer
-from trl import SFTConfig, get_peft_config
+from trl import get_peft_config
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
 from trl_ext.arguments import ClassifierArguments, ModelArguments
@@ -40,7 +40,7 @@ from trl_ext.planning import (
     known_to_go_wrong,
     plan,
 )
-from trl_ext.resumable import RewardConfig
+from trl_ext.resumable import RewardConfig, SFTConfig
 from trl_ext.rewards import check_rewards
 from trl_ext.shipped import accelerate_file, config_file, find
 

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
     parser = StrictTrlParser(
-        (CriticScriptArguments, "trl_ext.ppo.critic_config.CriticConfig", ClassifierArguments),
+        (CriticScriptArguments, "trl_ext.CriticConfig", ClassifierArguments),
         without_arguments=__doc__,
         check=check_models,
     )
@@ -124,7 +124,9 @@ def main(arguments: list[str] | None = None) -> None:
 
         def load(split: str) -> Any:
             rows = load_dataset_split(script_args.dataset_name, split, config=script_args.dataset_config, columns=())
-            return with_token_ids(rows, tokenizer, ends, critic.config.get_text_config().vocab_size)
+            config = critic.config.get_text_config()
+            context = getattr(config, "max_position_embeddings", None)
+            return with_token_ids(rows, tokenizer, ends, config.vocab_size, context)
 
         rollouts = load(script_args.dataset_train_split)
         if script_args.eval_size is None:

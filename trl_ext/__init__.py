@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from .dpo import DPOConfig, DPOTrainer
     from .models import save_base_fingerprint
     from .parser import StrictTrlParser
-    from .ppo import PPOConfig, PPOTrainer
+    from .ppo import CriticConfig, CriticTrainer, PPOConfig, PPOTrainer
 
 _MODULES = {
+    "CriticConfig": "trl_ext.ppo",
+    "CriticTrainer": "trl_ext.ppo",
     "DPOConfig": "trl_ext.dpo",
     "DPOTrainer": "trl_ext.dpo",
     "PPOConfig": "trl_ext.ppo",
@@ -26,6 +28,8 @@ _MODULES = {
 }
 
 __all__ = [
+    "CriticConfig",
+    "CriticTrainer",
     "DPOConfig",
     "DPOTrainer",
     "PPOConfig",

@@ -130,6 +130,13 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "generate": "prompts=, images=, num_generations=, profiler=",
         "sync_weights": "",
     },
+    "transformers.Trainer": {  # of `CriticTrainer`
+        "_set_signature_columns_if_needed": "",
+        "compute_loss": "model, inputs, return_outputs, num_items_in_batch",
+        "evaluation_loop": "dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=",
+        "log": "logs, ...",
+        "prediction_step": "model, inputs, prediction_loss_only, ignore_keys",
+    },
     "transformers.GenerationMixin": {"_get_logits_processor": "generation_config, ..."},
     "transformers.PreTrainedModel": {"_set_gradient_checkpointing": "enable=, gradient_checkpointing_func=, ..."},
     "torch.distributed.fsdp.FSDPModule": {"_get_fsdp_state": ""},
@@ -155,6 +162,8 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
     "trl.generation.vllm_client.VLLMClient": "base_url session",
     "trl.generation.vllm_generation.VLLMGeneration": """
         _dist accelerator generation_kwargs logprobs model temperature vllm_client""",
+    "transformers.Trainer": "_signature_columns model_accepts_loss_kwargs",
+    "transformers.TrainingArguments": "_VALID_DICT_FIELDS",
     "transformers.PreTrainedConfig": "_attn_implementation",
     "bitsandbytes.nn.Linear4bit": "support_avx512bf16_for_cpu",
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",

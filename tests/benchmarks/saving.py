@@ -35,24 +35,34 @@ class BenchmarkArguments:
 
     output_dir: str = field(default="outputs/saving", metadata={"help": "Folder of runs."})
     hidden_size: int = field(default=512, metadata={"help": "Of the policy, 8 layers; the critic is as large."})
-    steps: int = field(default=12, metadata={"help": "Optimizer steps of each run."})
-    save_steps: int = field(default=4, metadata={"help": "Steps from one checkpoint to the next."})
+    steps: int = field(default=15, metadata={"help": "Optimizer steps of each run."})
+    save_steps: int = field(default=5, metadata={"help": "Steps from one checkpoint to the next."})
     repeats: int = field(default=3, metadata={"help": "How often the ways to save take turns."})
     kills: int = field(default=0, metadata={"help": "Kill a run so many times instead."})
     seed: int = field(default=0, metadata={"help": "Of the moments at which it is killed."})
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of one step, before its log and its checkpoint, to the end of the next."""
+    """Seconds of each optimizer step without its checkpoint, and for how long each checkpoint holds training up."""
 
-    def __init__(self):
-        self.seconds, self.last = [], None
+    def __init__(self, trainer):
+        self.steps, self.held, self.held_cpu = [], [], []
+        self.writer, self.was_busy, save = trainer._writer, [], trainer._save_checkpoint
+
+        def timed_save(*args):
+            start, cpu = time.perf_counter(), time.thread_time()
+            save(*args)
+            self.held.append(time.perf_counter() - start)
+            self.held_cpu.append(time.thread_time() - cpu)
+
+        trainer._save_checkpoint = timed_save
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.start = time.perf_counter()
+        self.was_busy.append(self.writer.is_busy)
 
     def on_step_end(self, args, state, control, **kwargs):
-        now = time.perf_counter()
-        if self.last is not None:
-            self.seconds.append(now - self.last)
-        self.last = now
+        self.steps.append(time.perf_counter() - self.start)
 
 
 def policy(args: BenchmarkArguments) -> LlamaForCausalLM:
@@ -71,47 +81,59 @@ def policy(args: BenchmarkArguments) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def timed(args: BenchmarkArguments, **config) -> tuple[list[float], float, int]:
-    """Seconds of each step after the first, of the whole run, and the bytes of a checkpoint."""
+def timed(args: BenchmarkArguments, **config) -> tuple[Clock, float, int]:
+    """The clock of a run, the seconds of the whole run, and the bytes of a checkpoint."""
     folder = Path(args.output_dir, "timed")
     shutil.rmtree(folder, ignore_errors=True)
     once = {"num_ppo_epochs": 1, "num_mini_batches": 1, "per_device_train_batch_size": 1, "logging_steps": 100}
     trainer = make_trainer(folder, model=policy(args), max_steps=args.steps, save_total_limit=1, **once, **config)
-    clock = Clock()
+    clock = Clock(trainer)
     trainer.add_callback(clock)
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
     size = sum(path.stat().st_size for path in folder.glob("checkpoint-*/**/*") if path.is_file())
     shutil.rmtree(folder, ignore_errors=True)
-    return clock.seconds, seconds, size
+    return clock, seconds, size
+
+
+def spread(seconds: list[float]) -> str:
+    return f"{median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
 def times(args: BenchmarkArguments) -> None:
     saving = {"save_strategy": "steps", "save_steps": args.save_steps}
     ways = {
         "no checkpoints": {"save_strategy": "no"},
-        "while training waits": saving,
+        "training waits": saving,
         "in the background": saving | {"save_in_background": True},
     }
-    runs: dict[str, list[tuple[list[float], float, int]]] = {name: [] for name in ways}
+    runs: dict[str, list[tuple[Clock, float, int]]] = {name: [] for name in ways}
     for _ in range(args.repeats):
         for name, config in ways.items():
             runs[name].append(timed(args, **config))
-    plain = median(seconds for run in runs["no checkpoints"] for seconds in run[0])
-    size = max(run[2] for run in runs["in the background"])
-    print(f"a checkpoint has {size / 2**20:.0f} MiB; a step without one takes {plain:.2f} s, the median")
-    print("way to save            first saving step  later saving steps  steps beside  run")
-    whole = median(run[1] for run in runs["no checkpoints"])
+    plain = [seconds for clock, *_ in runs["no checkpoints"] for seconds in clock.steps[1:]]
+    print(f"a checkpoint: {max(run[2] for made in runs.values() for run in made) / 2**20:.0f} MiB")
+    print(f"a step without checkpoints: {spread(plain)}")
     for name, made in runs.items():
-        # The time from the end of step n to that of step n + 1 holds the checkpoint of step n
-        steps = [(i + 1, seconds) for run in made for i, seconds in enumerate(run[0])]
-        first = [seconds for n, seconds in steps if n == args.save_steps]
-        later = [seconds for n, seconds in steps if n % args.save_steps == 0 and n > args.save_steps]
-        beside = [seconds for n, seconds in steps if n % args.save_steps]
-        ratios = [median(group) / plain for group in (first, later, beside)]
-        run = median(run[1] for run in made) / whole
-        print(f"{name:22} " + "".join(f"{ratio:17.2f}×" for ratio in ratios) + f"{run:6.2f}×")
+        if name == "no checkpoints":
+            continue
+        clocks = [clock for clock, *_ in made]
+        beside = [s for clock in clocks for s, busy in zip(clock.steps, clock.was_busy, strict=True) if busy]
+        print(f"{name}: training is held up for")
+        for which, held, cpu in (
+            ("the first one", [c.held[0] for c in clocks], [c.held_cpu[0] for c in clocks]),
+            ("later ones", [s for c in clocks for s in c.held[1:-1]], [s for c in clocks for s in c.held_cpu[1:-1]]),
+        ):
+            print(
+                f"  {which}: {median(held):.2f} s ({min(held):.2f} to {max(held):.2f}), {median(cpu):.2f} s of a core"
+            )
+        if beside:
+            print(
+                f"  a step that begins while one is written takes {median(beside) / median(plain):.2f} times as long"
+            )
+    for name, made in runs.items():
+        print(f"{name}: the run takes {median(run[1] for run in made):.1f} s")
 
 
 def train(args: BenchmarkArguments, folder: Path, **config) -> None:

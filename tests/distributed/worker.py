@@ -294,11 +294,11 @@ def critic_steps(inputs, folder):
     except ValueError as error:
         return str(error)
 
-    def shards():
+    def whole():
         named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-        return {n: (p.to_local() if hasattr(p, "to_local") else p).detach().clone() for n, p in named}
+        return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in named}
 
-    trainer.add_callback(watch := EachStep(shards))
+    trainer.add_callback(watch := EachStep(whole))
     trainer.train()
     pairs = zip(watch.seen, watch.seen[1:], strict=False)
     return [sorted({name.split(".")[0] for name in a if not torch.equal(a[name], b[name])}) for a, b in pairs]

@@ -37,7 +37,9 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
     "distribution_shift_bound": "from which share on a warning is given",
     "distribution_shift_samples": "logs `shift/…` before training",
     "log_displacement": "logs `logps/…`",
+    "on_save_failure": "whether the run ends",
     "resume_anyway": "a permission",
+    "save_in_background": "time",
 }
 
 

@@ -1,6 +1,5 @@
 """Rollouts that are drawn ahead: of which weights, how they are resumed, and what happens when somebody dies."""
 
-import contextlib
 import os
 import re
 import signal
@@ -15,17 +14,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import TrainerCallback
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import rloo_trainer
 
 from tests.launch import on_two_processes
+from tests.ppo.vllm_stub import after, serving
 from tests.ppo.worker import RESUMED, collected, draw, end_state, lora_trainer, make_trainer, weights
 from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama
+from trl_ext.checkpoints import checkpoint_to_resume
 from trl_ext.models import rollout_process
 from trl_ext.models.generation import completion_logprobs
 from trl_ext.models.rollout_process import RolloutProcess
 from trl_ext.models.rollout_worker import Job, Sampler
-from trl_ext.ppo import ahead
+from trl_ext.ppo import ServerLost, ahead
 
 TIMEOUT = 60
 
@@ -233,72 +232,88 @@ def test_other_prompts_than_those_that_were_drawn_for_are_refused(here, tmp_path
 # ---- A server ----
 
 
-class Client:
-    """Answers each prompt alike, under the log-probs of the weights that it had when it was asked."""
-
-    base_url, session = "http://127.0.0.1:9", SimpleNamespace(mount=lambda *_: None)
-
-    def __init__(self):
-        self.model, self.asked, self.answered, self.goes_on = tiny_llama(), 0, 0, threading.Event()
-
-    def update_named_params(self, metadata, named_params):
-        assert self.asked == self.answered  # or they would change under a generation
-        for name, values in named_params:
-            self.model.get_parameter(name).data.copy_(values)
-
-    def reset_prefix_cache(self):
-        pass
-
-    def generate(self, prompts, n, **kwargs):
-        self.asked += 1
-        if self.asked == 2:
-            assert self.goes_on.wait(TIMEOUT)
-        if self.asked == 3:
-            time.sleep(1.0)  # the evaluation, which sends weights, must wait for that
-        ids = [[6 + len(prompt), 20 + i, 2] for prompt in prompts for i in range(n)]
-        logprobs, _ = completion_logprobs(self.model, [prompt for prompt in prompts for _ in range(n)], ids)
-        self.answered += 1
-        if self.asked == 3:
-            raise ConnectionError("gone for a moment")
-        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": logprobs[..., None].tolist()}
-
-
-class ServerGeneration(VLLMGeneration):
-    """TRL's weight sync and generation, with that client."""
-
-    def __init__(self, model, accelerator, generation_kwargs, **kwargs):
-        vars(self).update(kwargs, model=model, accelerator=accelerator, vllm_client=Client(), mode="server")
-        self.generation_kwargs, self._weight_metadata, self.logprobs = generation_kwargs or {}, None, None
-        self._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda parameters: contextlib.nullcontext())
-
-
 def test_a_server_draws_while_the_rollout_before_is_trained_on(monkeypatch, tmp_path):
-    """What it failed to draw ahead, here the third rollout, is drawn when it is needed."""
-    monkeypatch.setattr(rloo_trainer, "VLLMGeneration", ServerGeneration)
-    monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
-    monkeypatch.setattr("trl_ext.ppo.vllm._configuration", lambda url: {"instance_id": 1})
-    config = {"use_vllm": True, "vllm_mode": "server", "rollouts_ahead": 1, "num_generations": 2, "max_steps": 16}
-    evaluated = {"eval_strategy": "steps", "eval_steps": 6, "trainer_kwargs": {"eval_dataset": prompts(2)}}
-    trainer = make_trainer(tmp_path, **config, **evaluated)
-    client, rollouts, before = trainer.vllm_generation.vllm_client, collected(trainer), BeforeRollouts(trainer)
+    """And it gets no weights while it draws, neither before a rollout nor before an evaluation."""
+    goes_on, started, drawing, together = threading.Event(), [], [], []
 
     class Trained(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
-                client.goes_on.set()  # the second rollout was asked for, and not waited for
+                goes_on.set()  # the second rollout was asked for, and not waited for
 
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        say = server.say
+
+        def said(path, body):
+            if path == "/update_weights":
+                together.extend(drawing)
+            if path != "/v1/completions":
+                return say(path, body)
+            started.append(path)
+            drawing.append(path)
+            if len(started) == 2:
+                goes_on.wait(TIMEOUT)
+            if len(started) == 3:
+                time.sleep(1.0)  # meanwhile an evaluation begins
+            answer = say(path, body)
+            drawing.pop()
+            return answer
+
+        server.say = said
+        evaluated = {"eval_strategy": "steps", "eval_steps": 5, "trainer_kwargs": {"eval_dataset": prompts(2)}}
+        trainer = on_server(tmp_path, server, **evaluated)
+        trainer.add_callback(Trained())
+        assert drawn_from(trainer) == [0, 0, 1]
+    assert not together and goes_on.is_set()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_restarted_draws_again_from_the_weights_as_they_are(monkeypatch, tmp_path, capfd):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = on_server(tmp_path, server)
+        server.during = after(3, "/v1/completions", server.restart)
+        assert drawn_from(trainer) == [0, 0, 2]
+    assert capfd.readouterr().out.count("was restarted: it is sent the weights again") == 1
+
+
+def test_a_server_that_stays_away_ends_the_run_which_draws_what_it_lacks_later(monkeypatch, tmp_path):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = on_server(tmp_path, server, vllm_server_timeout=0.2)
+        server.during = after(3, "/v1/completions", server.stop)
+        with pytest.raises(ServerLost, match=r"the same command goes on from .*checkpoint-8\."):
+            trainer.train()
+        server.during = lambda path: None
+        server.start()
+        trainer = on_server(tmp_path, server)
+        assert drawn_from(trainer, resume=checkpoint_to_resume(trainer.args)) == [0]
+
+
+def on_server(tmp_path, server, **config):
+    config = {"vllm_server_timeout": TIMEOUT, "num_generations": 2, "max_steps": 12, "learning_rate": 1e-2} | config
+    server_mode = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": server.url}
+    return make_trainer(tmp_path, rollouts_ahead=1, **server_mode, **config)
+
+
+def drawn_from(trainer, resume=None):
+    """Train, and return for each rollout the number of the rollout before which the weights that drew it were seen."""
+    rollouts, before, model = collected(trainer), BeforeRollouts(trainer), tiny_llama()
     trainer.add_callback(before)
-    trainer.add_callback(Trained())
-    trainer.train()
-    assert len(rollouts) == 4
-    for version, rollout in zip((0, 0, 2, 2), rollouts, strict=True):
-        for name, parameter in client.model.named_parameters():
-            parameter.data.copy_(before.seen[version][f"policy.{name}"])
-        asked = tokens(rollout.prompt_ids, rollout.prompt_mask)
-        answered = tokens(rollout.completion_ids, rollout.completion_mask)
-        torch.testing.assert_close(rollout.sampler_logprobs, completion_logprobs(client.model, asked, answered)[0])
-    logs = [log["sampling/staleness"] for log in trainer.state.log_history if "sampling/staleness" in log]
-    assert logs == [0.0, 4.0, 0.0, 4.0] and trainer.vllm_generation.vllm_client is client
+    trainer.train(resume_from_checkpoint=resume)
+    versions = []
+    for rollout in rollouts:
+        asked = (
+            tokens(rollout.prompt_ids, rollout.prompt_mask),
+            tokens(rollout.completion_ids, rollout.completion_mask),
+        )
+        differences = []
+        for seen in before.seen:
+            model.load_state_dict({name: seen[f"policy.{name}"] for name in model.state_dict()})
+            logprobs = completion_logprobs(model, *asked)[0]
+            differences.append((logprobs - rollout.sampler_logprobs).abs().max().item())
+        nearest, *others = sorted(differences)
+        assert nearest < 1e-5 and all(other > 1e-3 for other in others)
+        versions.append(differences.index(min(differences)))
+    return versions
 
 
 # ---- A process of its own ----

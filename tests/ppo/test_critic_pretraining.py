@@ -225,7 +225,7 @@ def test_two_processes_do_what_one_does(tmp_path):
 
 def test_texts_get_the_tokens_that_were_drawn():
     tokenizer = tiny_tokenizer()
-    texts = [("the cat", "sat on", True), ("a dog", "ran", False)]
+    texts = [("the cat ", "sat on", True), ("a dog", "ran", False)]
     plain = Dataset.from_list([{"prompt": p, "completion": c, "finished": f} for p, c, f in texts])
     chat = Dataset.from_list(
         [
@@ -269,6 +269,7 @@ GOOD = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
     [
         ({"completion_ids": [[8, 2], []]}, "1 of 2 rollouts have an empty prompt or completion (the first is row 1)"),
         ({"completion_ids": [[8, 2], [99]]}, "rollout 1 has the token id 99, the critic's vocabulary is of 32"),
+        ({"prompt_ids": [[6] * 63, [7]]}, "rollout 0 has 63 + 2 tokens, the critic's context is of 64"),
         ({"finished": [True, True]}, "rollout 1 says `finished: true`, but its last token is 9"),
         ({"completion": ["a", "cat"]}, "rollout 0 has ids that read 'cat', its text is 'a': they are of another tok"),
         ({"score": [1.0, None]}, "rollout 1 has the score None in 'score': each needs a finite number"),
@@ -280,7 +281,7 @@ GOOD = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
 )
 def test_wrong_rollouts_are_one_line(given, message, tmp_path):
     with pytest.raises(ValueError) as raised:
-        data = with_token_ids(Dataset.from_dict(GOOD | given), tiny_tokenizer(), [2], 32)
+        data = with_token_ids(Dataset.from_dict(GOOD | given), tiny_tokenizer(), [2], 32, context=64)
         with_returns(data, given_scores(data, "score"), critic_config(tmp_path))
     assert message in str(raised.value) and "\n" not in str(raised.value)
 

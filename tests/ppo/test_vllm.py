@@ -1,5 +1,6 @@
 """Answers by vLLM: log-probs are kept, and a server that goes away costs nothing. `tests/vllm` runs the real one."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from peft import LoraConfig
 
 from tests.launch import on_two_processes
-from tests.ppo.vllm_stub import PROCESSED, serving
+from tests.ppo.vllm_stub import PROCESSED, after, serving
 from tests.ppo.worker import collected, end_state, make_trainer
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext.checkpoints import checkpoint_to_resume
@@ -23,19 +24,6 @@ def make(tmp_path, server, timeout=20.0, **config):
     return make_trainer(
         tmp_path, vllm_server_timeout=timeout, max_steps=12, learning_rate=1e-2, temperature=0.7, **kwargs
     )
-
-
-def after(number, path, do):
-    """What a server does when `path` is asked for the `number`-th time, once."""
-    left = [number]
-
-    def during(asked):
-        left[0] -= asked == path
-        if not left[0] and asked == path:
-            left[0] = -1
-            do()
-
-    return during
 
 
 # ---- Log-probs ----
@@ -73,12 +61,9 @@ def test_log_probs_are_those_of_the_server_that_has_the_trainers_weights(num_gen
     for rollout in seen:
         torch.testing.assert_close(rollout.sampler_logprobs, rollout.logprobs * rollout.mask, rtol=1e-4, atol=1e-4)
     assert seen[-1].kl("k1").abs().max() > 0.5
-    assert {2, 9} >= {ids[int(n) - 1].item() for ids, n, end in zip(*of(seen[-1]), strict=True) if end}
-    assert len({tuple(ids.tolist()) for ids in seen[0].completion_ids}) == 8
-
-
-def of(rollout):
-    return rollout.completion_ids, rollout.lengths, rollout.ended
+    answers = [ids[: int(n)].tolist() for r in seen for ids, n in zip(r.completion_ids, r.lengths, strict=True)]
+    assert not any({2, 9} & {*answer[:-1]} for answer in answers)
+    assert {2, 9} <= {answer[-1] for answer in answers} and len({*map(tuple, answers[:8])}) == 8
 
 
 def test_greedy_answers_are_the_most_likely_ones(tmp_path, monkeypatch):
@@ -104,9 +89,11 @@ def test_an_engine_that_has_packed_its_weights_is_refused():
         check_loadable(engine)
 
 
-def test_several_answers_cannot_have_one_seed(tmp_path):
+def test_what_vllm_would_answer_wrongly_or_refuse_is_refused(tmp_path):
     with pytest.raises(ValueError, match="would give the 2 answers to a prompt .* one seed, and so one text"):
         tiny_config(tmp_path, use_vllm=True, num_generations=2, generation_kwargs={"seed": 1})
+    with pytest.raises(ValueError, match="`temperature=2.5` is above 2, which vLLM refuses"):
+        tiny_config(tmp_path, use_vllm=True, temperature=2.5)
 
 
 # ---- A server that goes away ----
@@ -131,7 +118,6 @@ def undisturbed(tmp_path_factory):
     [
         ("full", "/v1/completions", 0.3),
         ("full", "/v1/completions", 0),  # it answers with the weights of its disk
-        ("full", "/reset_prefix_cache", 0),
         ("lora", "/update_weights", 0.3),  # the adapter is merged into the base then
     ],
 )
@@ -166,9 +152,38 @@ def test_a_server_that_was_restarted_unseen_gets_the_weights(undisturbed, tmp_pa
     torch.testing.assert_close(end_state(trainer), undisturbed["full"], rtol=0, atol=0)
 
 
-def test_a_server_that_stays_away_ends_the_run_which_goes_on_later(undisturbed, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_a_server_that_hangs_is_gone(undisturbed, tmp_path, monkeypatch):
+    """Its connections stay open: as of a process that was stopped, or a network that was cut."""
+    monkeypatch.setattr("trl_ext.ppo.vllm._PATIENCE", 0.2)
     with serving(tiny_llama(seed=5), monkeypatch) as server:
-        trainer = make(tmp_path, server, timeout=0.2)
+        trainer, over = make(tmp_path, server), threading.Event()
+
+        def hang():
+            server.during = lambda path: over.wait()
+            threading.Timer(2.0, lambda: (server.stop(), over.set(), server.start())).start()
+            over.wait()
+
+        server.during = after(2, "/v1/completions", hang)
+        trainer.train()
+    assert server.starts == 2
+    torch.testing.assert_close(end_state(trainer), undisturbed["full"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_rollout_that_is_drawn_ahead_is_drawn_anew(tmp_path, monkeypatch):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server, rollouts_ahead=1)
+        server.during, seen = after(2, "/v1/completions", lambda: server.restart(0.3)), collected(trainer)
+        trainer.train()
+    assert server.starts == 2 and trainer.state.global_step == 12
+    assert all(len(rollout.scores) == 8 and rollout.sampler_logprobs.isfinite().all() for rollout in seen)
+
+
+@pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_server_that_stays_away_ends_the_run_which_goes_on_later(behind, undisturbed, tmp_path, monkeypatch):
+    with serving(tiny_llama(seed=5), monkeypatch) as server:
+        trainer = make(tmp_path, server, timeout=0.2, save_in_background=behind)
         server.during = after(3, "/v1/completions", server.stop)
         with pytest.raises(
             ServerLost, match=r"after 0.2 s of waiting .* the same command goes on from .*checkpoint-8\."
@@ -176,18 +191,21 @@ def test_a_server_that_stays_away_ends_the_run_which_goes_on_later(undisturbed, 
             trainer.train()
         server.during = lambda path: None
         server.start()
-        again = make(tmp_path, server)
-        again.train(resume_from_checkpoint=checkpoint_to_resume(again.args))
+        again = make(tmp_path, server, save_in_background=behind)
+        newest = checkpoint_to_resume(again.args)
+        assert newest.endswith("checkpoint-8")
+        again.train(resume_from_checkpoint=newest)
     torch.testing.assert_close(end_state(again), undisturbed["full"], rtol=0, atol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_processes_wait_for_the_server_and_end_together(undisturbed, tmp_path):
+def test_two_processes_wait_for_the_server_and_end_together(tmp_path):
     """Only the first one asks it; all gather the weights, and an adapter is unmerged on each."""
-    for said in on_two_processes("tests.ppo.vllm_worker", tmp_path):
-        assert said["processes"] == 2
-        torch.testing.assert_close(said["back"], undisturbed["lora"]["weights"], rtol=0, atol=1e-5)
+    both = on_two_processes("tests.ppo.vllm_worker", tmp_path)
+    assert [said["starts"] for said in both] == [2, 1] and both[0]["processes"] == 2
+    for said in both:
+        torch.testing.assert_close(said["comes back"], both[0]["stays"], rtol=0, atol=0)
         assert "after 0.2 s of waiting" in said["away"] and "goes on from" in said["away"]
     assert checkpoint_to_resume(tiny_config(tmp_path / "away"))
 

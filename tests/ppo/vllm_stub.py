@@ -149,3 +149,16 @@ def serving(model, monkeypatch, config=PROCESSED):
     finally:
         with contextlib.suppress(Exception):
             server.stop()
+
+
+def after(number, path, do):
+    """What a server does when `path` is asked for the `number`-th time, once."""
+    left = [number]
+
+    def during(asked):
+        left[0] -= asked == path
+        if not left[0] and asked == path:
+            left[0] = -1
+            do()
+
+    return during

@@ -20,10 +20,13 @@ def main(folder):
     said = {}
     with pytest.MonkeyPatch.context() as patch, serving(tiny_llama(seed=5), patch) as server:
         config = {"per_device_train_batch_size": 2, "trainer_kwargs": {"peft_config": LORA}}
-        trainer = make(folder / "back", server, **config)
-        server.during = after(2, "/update_weights", lambda: server.restart(0.3))
-        trainer.train()
-        said["back"], said["processes"] = weights(trainer), trainer.accelerator.num_processes
+        for name in ("stays", "comes back"):
+            trainer = make(folder / name, server, **config)
+            if name == "comes back":
+                server.during = after(2, "/update_weights", lambda: server.restart(0.3))
+            trainer.train()
+            said[name] = weights(trainer)
+        said["starts"], said["processes"] = server.starts, trainer.accelerator.num_processes
         server.during = lambda path: None
         trainer = make(folder / "away", server, timeout=0.2, **config)
         server.during = after(2, "/v1/completions", server.stop)

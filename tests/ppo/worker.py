@@ -165,9 +165,10 @@ RESUMED = {
 }
 
 
-def train_and_die(output_dir, kill_after_step=0, kill_in_save=0):
+def train_and_die(output_dir, kill_after_step=0, kill_in_save=0, **config):
     """Train as `RESUMED`, but die after a step, or within the n-th `torch.save`, half of the file written."""
-    trainer = make_trainer(output_dir, save_strategy="steps", save_steps=4, save_total_limit=1, **RESUMED)
+    saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
+    trainer = make_trainer(output_dir, **saving, **config, **RESUMED)
     if kill_after_step:
         trainer.add_callback(StopAfter(kill_after_step, kill=True))
     saves, save = [], torch.save
@@ -585,6 +586,7 @@ def on_two_processes(output_dir):
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["killed", output_dir]:
-            in_processes_of_their_own(output_dir, {"kill_after_step": 6}, {"kill_in_save": 5}, {})
+            behind = {"kill_in_save": 5, "save_in_background": True}
+            in_processes_of_their_own(output_dir, {"kill_after_step": 6}, {"kill_in_save": 5}, behind, {})
         case ["distributed", output_dir]:
             on_two_processes(output_dir)

@@ -51,9 +51,10 @@ def test_rates_are_chosen_on_other_seeds_and_the_same_command_goes_on(runs, tmp_
 
 
 def test_a_rate_that_diverged_is_not_chosen():
-    rows = [{"learning_rate": rate, "proxy_end": proxy, "kl_coef": 0.1, "kl_end": 1.0} for rate, proxy in [(1, 0.0)]]
-    rows += [{"learning_rate": 2, "proxy_end": value, "kl_coef": 0.1, "kl_end": 1.0} for value in (9.0, float("nan"))]
-    rows += [{"learning_rate": 3, "proxy_end": 5.0, "kl_coef": 0.1, "kl_end": 60.0}]
+    rows = [
+        {"learning_rate": rate, "proxy_end": proxy, "kl_coef": 0.1, "kl_end": kl}
+        for rate, proxy, kl in [(2, float("nan"), 1.0), (2, 9.0, 1.0), (1, 0.0, 1.0), (3, 5.0, 60.0)]
+    ]
     assert chosen_rate(rows) == 1
 
 

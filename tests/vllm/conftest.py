@@ -9,5 +9,5 @@ def pytest_collection_modifyitems(items):
     if importlib.util.find_spec("vllm") is None:
         reason = "vLLM is not installed here: docs/vllm.md says how to make an environment with it"
         for item in items:
-            if "vllm" in item.keywords:
+            if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -124,7 +124,7 @@ def test_an_engine_as_it_is_on_a_cpu_is_refused(make, monkeypatch):
 
 
 def test_an_answer_ends_by_any_of_its_ends_or_at_the_longest(make):
-    config = {"stop_token_id": 9, "learning_rate": 0.0, "temperature": 3.0, "per_device_train_batch_size": 16}
+    config = {"stop_token_id": 9, "learning_rate": 0.0, "temperature": 2.0, "per_device_train_batch_size": 16}
     trainer = make(rows=32, max_steps=8, **config)
     seen = collected(trainer)
     trainer.train()

@@ -43,6 +43,12 @@ HEADLINES: dict[str, tuple[Quantity, ...]] = {
         Quantity("loss", "loss"),
         Quantity("mean score", "mean_reward"),
     ),
+    "CriticConfig": (
+        Quantity("explained variance", "val/explained_variance"),
+        Quantity("held-out explained variance", "eval_val/explained_variance"),
+        Quantity("error, root mean square", "val/rmse", "score"),
+        Quantity("held-out error, root mean square", "eval_val/rmse", "score"),
+    ),
     "DPOConfig": (
         *_PAIRS,
         Quantity("held-out pair accuracy", "eval_rewards/accuracies"),

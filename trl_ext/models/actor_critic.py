@@ -274,9 +274,6 @@ class ActorCritic(nn.Module):
         self.policy.activation_checkpointing_enable(**kwargs)
         if not self.shares_base:
             self.critic.activation_checkpointing_enable(**kwargs)
-            if self.critic_trains_mlps:  # reentrant checkpoints have no gradients unless their inputs have
-                self.critic.disable_input_require_grads()
-                self.critic.enable_input_require_grads()
 
     def activation_checkpointing_disable(self) -> None:
         """Let policy and critic keep their activations."""

@@ -169,8 +169,8 @@ def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int])
         if role.trained:
             wide = job.layout.is_deepspeed
             state += role.trained * (size + 4 * wide) + optimizer_bytes(role.trained, 4 if wide else size, job.optim)
-    if getattr(job.args, "save_in_background", False):  # a copy of what is written
-        host += share(state, job.layout.processes) if job.layout.shards_weights else state
+    if getattr(job.args, "save_in_background", False):  # a copy; without DeepSpeed the first process writes all
+        host += share(state, job.layout.processes) if job.layout.is_deepspeed else state
     return Plan(roles, phases, schedule, state, host)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ..models.rollout_process import RolloutProcess, layout_of
@@ -26,6 +25,7 @@ from ..temporarily import temporarily
 from ..upstream import VLLMGeneration, is_conversational
 from .inputs import with_prompts
 from .rollout import given_to_rewards, with_answers
+from .vllm import sampled
 
 logger = logging.get_logger(__name__)
 
@@ -312,11 +312,8 @@ class _Server:
     def deliver(self, flight: Flight) -> None:
         if flight.answers.done():
             return
-        _, ids, logprobs, _ = self._generate(flight, lambda _, **__: self.output.pop(flight.number).result())
-        if ids and logprobs is None:
-            raise RuntimeError("vLLM returned no log-probs, which answers drawn ahead need.")
-        rows = [torch.tensor([token[0] for token in row]) for row in logprobs or [[[0.0]]]]
-        flight.answers.set_result(Answers(ids, pad_sequence(rows, batch_first=True)))
+        _, ids, *said = self._generate(flight, lambda _, **__: self.output.pop(flight.number).result())
+        flight.answers.set_result(Answers(ids, sampled(ids, *said)[1] if ids else torch.empty(0)))
 
     def close(self) -> None:
         pass  # a request that is under way ends with the program, or by itself

@@ -606,7 +606,9 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
                 reason = REFUSED_GENERATION_KWARGS.get(name, "it would do nothing in a rollout, or break it")
                 known = "" if self.use_vllm else did_you_mean(name, [*on_policy, *OFF_POLICY_GENERATION_KWARGS])
                 raise ValueError(f"`generation_kwargs={{{name!r}: {value!r}}}` is not supported: {reason}{known}.")
-        if self.num_generations > 1 and kwargs.get("seed") is not None:
+        if self.use_vllm and self.temperature > 2:
+            raise ValueError(f"`temperature={self.temperature}` is above 2, which vLLM refuses: lower it.")
+        if (self.num_generations or 1) > 1 and kwargs.get("seed") is not None:
             raise ValueError(
                 f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give the {self.num_generations} answers to a "
                 "prompt (`num_generations`) one seed, and so one text: leave it out, `seed` decides what is drawn."

@@ -16,7 +16,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "per_device_train_batch_size": (">= 1", lambda x: x >= 1),
 }
 _ONLY_WITH = {"reward_group_column": ("reward_normalization", "group")}
-_REFUSED = {  # any value but this one would do nothing, or harm
+_REFUSED: dict[str, Any] = {  # any value but this one would do nothing, or harm
     "batch_eval_metrics": False,
     "eval_accumulation_steps": None,
     "eval_do_concat_batches": True,

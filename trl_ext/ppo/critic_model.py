@@ -6,7 +6,8 @@ from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_mo
 from torch import nn
 
 from ..models.adapters import check_config, check_head, is_adapter
-from ..models.weights import base_model_of, whole
+from ..models.loading import whole_on_each_process
+from ..models.weights import base_model_of
 from ..rewards.model import load_classifier
 
 
@@ -32,16 +33,17 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
             raise ValueError(f"{path} is an adapter already, and is trained on: leave out `use_peft`")
         check_head(path)
         load = AutoPeftModelForSequenceClassification.from_pretrained
-        critic = load(path, is_trainable=True, num_labels=1, **kwargs)
+        with whole_on_each_process():
+            critic = load(path, is_trainable=True, num_labels=1, **kwargs)
         check_standalone(critic)
         return critic, f"the adapter {path}"
-    critic, found = load_classifier(path, output_loading_info=True, **kwargs)
+    with whole_on_each_process():  # of a new head, the first process alone would have the weights
+        critic, found = load_classifier(path, output_loading_info=True, **kwargs)
     check_standalone(critic)
     is_new = any(not key.startswith(f"{critic.base_model_prefix}.") for key in found["missing_keys"])
     if is_new:
         for parameter in critic.score.parameters():
-            with whole(parameter, modifier_rank=0):
-                nn.init.zeros_(parameter)
+            nn.init.zeros_(parameter)
     if peft_config is not None:
         peft_config.task_type = "SEQ_CLS"
         check_config(peft_config, "peft_config")

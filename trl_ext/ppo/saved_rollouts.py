@@ -24,7 +24,9 @@ _CHECKED = 256  # rows whose text is compared with their token ids
 _CHUNK = 1024  # rows whose rewards are on the tokens at once
 
 
-def with_token_ids(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], vocabulary: int) -> Dataset:
+def with_token_ids(
+    dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], vocabulary: int, context: int | None = None
+) -> Dataset:
     """
     Return saved rollouts with the token ids that the critic reads, and `finished`: whether each ended by EOS.
 
@@ -37,9 +39,11 @@ def with_token_ids(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], v
         tokenizer: the policy's.
         eos_token_ids: of the policy, what ends a completion.
         vocabulary: token ids that the critic has a row for.
+        context: tokens that it can read; None for no bound.
 
     Raises:
-        ValueError: neither kind; rows without a completion; ids that are not of this tokenizer.
+        ValueError: neither kind; rows without a completion, or longer than the context; ids that are not of this
+            tokenizer.
     """
     has_ids = {*_IDS} <= {*dataset.column_names}
     if has_ids:
@@ -65,6 +69,11 @@ def with_token_ids(dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], v
             raise ValueError(
                 f"rollout {row} has the token id {wrong[0]}, the critic's vocabulary is of {vocabulary}: its policy "
                 "must be the critic's, or have its tokenizer"
+            )
+        if context is not None and len(ids[0]) + len(ids[1]) > context:
+            raise ValueError(
+                f"rollout {row} has {len(ids[0])} + {len(ids[1])} tokens, the critic's context is of {context}: leave "
+                "out such rows"
             )
     finished = [ids[-1] in eos_token_ids for ids in completions]
     if has_ids:
@@ -156,7 +165,7 @@ def score_rollouts(
     first = min(processes.process_index * size, len(dataset))
     mine = dataset.select(range(first, min(first + size, len(dataset))))
     left_out = ("prompt", "completion", *_IDS, "finished")
-    rows: list[tuple[list, list]] = []
+    rows: list[Any] = []
     for batch in mine.iter(batch_size):
         columns = {name: values for name, values in batch.items() if name not in left_out}
         given = {
@@ -166,9 +175,8 @@ def score_rollouts(
             "prompt_ids": batch["prompt_ids"],
             "finished": batch["finished"],
         }
-        scores = [function(**given, **columns) for function in wrapped]
-        tokens = [function.token_scores for function in wrapped]
-        rows += zip(zip(*scores, strict=True), zip(*tokens, strict=True), strict=True)
+        by_row = zip(*(function(**given, **columns) for function in wrapped), strict=True)
+        rows += zip(by_row, zip(*(function.token_scores for function in wrapped), strict=True), strict=True)
         if mistakes.notes:
             break
     mistakes.raise_everywhere(0)

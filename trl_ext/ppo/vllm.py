@@ -3,8 +3,10 @@
 import functools
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..marker import IncompleteCheckpoint, read_marker
 
 _TRIES = 3  # of one rollout with a server that is there, but fails each time
+_PATIENCE = 60.0  # seconds in which a server says how it is configured, also while it generates
 
 
 class ServerLost(ConnectionError):
@@ -39,7 +42,7 @@ def keep_logprobs(trainer: Any) -> None:
     def noting(*args: Any, **kwargs: Any) -> tuple:
         said = generate(*args, **kwargs)
         _, ids, logprobs, of_tokens = said
-        recorder = trainer._actor_critic.sampler_recorder
+        recorder = trainer._actor_critic.sampler_recorder  # none where answers are drawn ahead
         if recorder is not None and ids:
             recorder.add(*sampled(ids, logprobs, of_tokens, trainer.accelerator.device))
         return said
@@ -139,7 +142,7 @@ def check_server(args: Any) -> None:
 def _configuration(url: str) -> dict[str, Any]:
     """Return how a vLLM server is configured, and refuse one of another kind."""
     try:
-        answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=60)
+        answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
         raise ValueError(f"{url!r} is no address of a vLLM server: give one such as http://127.0.0.1:8000.") from None
     if answer.status_code == 404:
@@ -253,8 +256,23 @@ class ServerGuard:
             )
 
     def _guarded_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        said = self._ask(self._generate, *args, **kwargs)
+        said = self._ask(self._while_alive, *args, **kwargs)
         return {"prompt_ids": [], "completion_ids": [], "logprobs": None} if said is None else said
+
+    def _while_alive(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Wait for the answers for as long as the server is there: one that hangs would never end the call."""
+        said: Future = Future()
+
+        def ask() -> None:
+            try:
+                said.set_result(self._generate(*args, **kwargs))
+            except Exception as error:
+                said.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        while not wait([said], timeout=_PATIENCE).done:
+            self._check_instance()
+        return said.result()
 
     def _guarded_update(self, metadata: list, named_params: Iterator[tuple[str, Tensor]]) -> None:
         self._ask(self._update, metadata, named_params)
@@ -296,8 +314,10 @@ def save_last_step(trainer: Any) -> str:
     if not step:
         return "No step had been finished."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+    trainer._check_saving(wait=True)  # it may be under way
     try:
         read_marker(checkpoint)
     except IncompleteCheckpoint:
         trainer._save_checkpoint(trainer.model_wrapped, None)
+        trainer._check_saving(wait=True)
     return f"What was trained is kept: the same command goes on from {checkpoint}."

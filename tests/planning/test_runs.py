@@ -257,7 +257,7 @@ def test_what_generates_beside_the_run_is_counted_there():
         for kwargs in ({}, {"rollouts_ahead": 2}, {"use_vllm": True})
     )
     assert not plain.beside and not plain.host
-    assert ahead.beside.pop("weights") == 4 * PARAMS and ahead.host == 2 * 4 * PARAMS
+    assert ahead.beside.pop("weights") == 4 * PARAMS and ahead.host == 3 * 4 * PARAMS
     assert ahead.beside == {n: size for n, size in plain.phases["generate"].items() if n != "gathered weights"}
     cache = 2 * 3 * 2 * 4 * 16 * 2  # keys and values, layers, heads of 4, tokens, 16 bits
     assert vllm.beside == {"weights": 2 * PARAMS, "KV cache": 8 * cache}

@@ -150,8 +150,8 @@ def _plan_ppo(job: Job) -> Plan:
         schedule |= {"rollouts": rollouts, "optimizer steps": rollouts * schedule["optimizer steps per rollout"]}
     result = _finish(job, roles, phases, schedule)
     result.beside = beside
-    if args.rollouts_ahead and not args.use_vllm:  # the weights of each rollout that is waited for
-        result.host += args.rollouts_ahead * beside["weights"]
+    if args.rollouts_ahead and not args.use_vllm:  # the weights of each rollout that is waited for, and those of now
+        result.host += (args.rollouts_ahead + 1) * beside["weights"]
     return result
 
 

@@ -25,6 +25,7 @@ from trl_ext.models.generation import completion_logprobs
 from trl_ext.models.rollout_process import RolloutProcess
 from trl_ext.models.rollout_worker import Job, Sampler
 from trl_ext.ppo import ServerLost, ahead
+from trl_ext.rewards.member import Started
 
 TIMEOUT = 60
 
@@ -158,6 +159,12 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(k, step, here, uninterrupte
     assert [job.number for process in here for job in process.jobs] == list(range(kept + 1, 4))
 
 
+def test_a_run_that_goes_on_with_other_prompts_draws_anew(here, uninterrupted, tmp_path):
+    trainer = ahead_trainer(tmp_path, 1, data_seed=5, resume_anyway=True)
+    trainer.train(str(uninterrupted[1][1] / "checkpoint-4"))
+    assert [job.number for process in here for job in process.jobs] == [1, 2, 3]
+
+
 def test_adapters_are_sent_merged_and_tied_weights_once(here, tmp_path):
     for trainer in (
         lora_trainer(tmp_path, rollouts_ahead=1, max_steps=1),
@@ -186,6 +193,18 @@ class Judge:
         return length_reward(completions)
 
 
+class LateAtFirst(Started):
+    """The first call's thread is overtaken by the second one's."""
+
+    seen = 0
+
+    def _run(self, function, kwargs):
+        LateAtFirst.seen += 1
+        if LateAtFirst.seen == 1:
+            time.sleep(0.5)
+        super()._run(function, kwargs)
+
+
 class AtOnce(Here):
     def submit(self, job, arrived):
         future = super().submit(job, arrived)
@@ -195,6 +214,7 @@ class AtOnce(Here):
 
 def test_slow_rewards_are_asked_while_the_rollout_before_is_trained_on(monkeypatch, tmp_path):
     monkeypatch.setattr(ahead, "RolloutProcess", AtOnce)
+    monkeypatch.setattr(ahead, "Started", LateAtFirst)
     asked = {}
     for in_background in (True, False):
         judge = Judge()
@@ -317,6 +337,32 @@ def drawn_from(trainer, resume=None):
 
 
 # ---- A process of its own ----
+
+
+class NeverStarts(RolloutProcess):
+    def _start(self):
+        raise OSError("no memory")
+
+
+class AnswersAtOnce(RolloutProcess):
+    def _start(self):
+        pass
+
+    def _receive(self):
+        while not self._asked:
+            time.sleep(0.01)
+        return 0, None
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(NeverStarts, r"ended \(OSError\('no memory'\)\)"), (AnswersAtOnce, "The watch .* SystemExit")]
+)
+def test_whoever_waits_is_told_why_nothing_will_come(kind, said):
+    process = kind(SimpleNamespace(slots=1, slot_bytes=64, device="cpu"))
+    future = process.submit(Job(0, 0, [[1]], 0), lambda answers: sys.exit())
+    with pytest.raises(RuntimeError, match=said):
+        future.result(TIMEOUT)
+    process.close()
 
 
 def processes_of(pid):

@@ -63,6 +63,7 @@ class RolloutProcess:
         self._thread = threading.Thread(target=self._watch, name="rollout process", daemon=True)
         self._thread.start()
 
+    @torch.no_grad()
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights to where the process finds them; those of `version` − `slots` are lost."""
         slot, seen = self.setup.slot(self._memory, version), set()
@@ -101,18 +102,19 @@ class RolloutProcess:
     # ---- The thread that watches ----
 
     def _watch(self) -> None:
-        while not (self._is_closed or self._failure):
-            try:
-                with self._lock:
+        try:
+            while not (self._is_closed or self._failure):
+                try:
+                    with self._lock:
+                        if not self._is_closed:
+                            self._start()
+                    while not self._is_closed:
+                        self._take(*self._receive())
+                except (EOFError, OSError) as error:
                     if not self._is_closed:
-                        self._start()
-                while not self._is_closed:
-                    self._take(*self._receive())
-            except (EOFError, OSError):
-                if not self._is_closed:
-                    self._died()
-            except BaseException as error:  # whoever waits for answers would wait for ever
-                self._fail(f"The watch over the process that draws rollouts failed: {error!r}.")
+                        self._died(error)
+        except BaseException as error:  # whoever waits for answers would wait for ever
+            self._fail(f"The watch over the process that draws rollouts failed: {error!r}.")
         self._end()
 
     def _start(self) -> None:
@@ -152,16 +154,17 @@ class RolloutProcess:
         if number is None:
             self._said = said
             return
-        with self._lock:
-            _, future, arrived = self._asked.pop(number)
+        _, future, arrived = self._asked[number]
         self._deaths = 0
         arrived(said)
         future.set_result(said)
+        with self._lock:
+            del self._asked[number]
 
-    def _died(self) -> None:
+    def _died(self, error: Exception) -> None:
         code = self._end()
         with self._lock:
-            how, self._said = self._said or _ended(code), ""
+            how, self._said = self._said or (repr(error) if code is None else _ended(code)), ""
             self._deaths += 1
             where = f"The process that draws rollouts on {self.setup.device} ended ({how})"
             if self._deaths > _RESTARTS:
@@ -199,8 +202,8 @@ def _shared_file() -> int:
         return os.dup(file.fileno())
 
 
-def _ended(code: int | None) -> str:
-    if code is None or code >= 0:
+def _ended(code: int) -> str:
+    if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:
         return "killed by SIGKILL: by somebody, or for want of memory"

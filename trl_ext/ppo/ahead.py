@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils import logging
@@ -59,7 +60,8 @@ class RolloutsAhead:
         self._drawer = _Server(trainer) if trainer.use_vllm else _SecondProcess(trainer)
         self._tokenizer = copy.deepcopy(trainer.processing_class)  # read in another thread
         self._functions = list(trainer.reward_funcs)  # which the trainer puts in another order while it scores
-        self._turns = [threading.Lock() for _ in self._functions]
+        self._last: dict[int, Started] = {}  # reward functions as they were started last, by their place
+        self._starting = threading.Lock()
         self._taken: Flight | None = None
         self._order: tuple[int, list[int]] | None = None  # an epoch, and its rows of the dataset
 
@@ -160,9 +162,10 @@ class RolloutsAhead:
         given = given_to_rewards(inputs, prompts, completions, answers.ids)
         state = copy.copy(trainer.state)  # it goes on while they run: they see the step of the weights
         state.global_step = flight.version * self._optimizer_steps
-        for place in places:
-            function = _in_turn(self._turns[place], self._functions[place].function)
-            flight.started[place] = Started(function, **given, trainer_state=state)
+        with self._starting:
+            for place in places:
+                function = _behind(self._last.get(place), self._functions[place].function)
+                flight.started[place] = self._last[place] = Started(function, **given, trainer_state=state)
 
     @property
     def _optimizer_steps(self) -> int:
@@ -191,8 +194,12 @@ class RolloutsAhead:
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
         """Go on with what had been drawn."""
-        for kept in state:
-            flight = self._flight(kept["number"], kept["version"])
+        flights = [self._flight(kept["number"], kept["version"]) for kept in state]
+        is_of_these = all(flight.prompts == kept["prompts"] for flight, kept in zip(flights, state, strict=True))
+        if self.trainer._is_changed and not all(gather_object([is_of_these])):  # `resume_anyway`
+            logger.warning("What had been drawn ahead is drawn anew: this run has other prompts than the one before.")
+            return
+        for flight, kept in zip(flights, state, strict=True):
             flight.prompts = kept["prompts"]  # which are compared with those that the Trainer delivers
             answers = Answers(kept["ids"], kept["logprobs"])
             flight.answers.set_result(answers)
@@ -200,12 +207,13 @@ class RolloutsAhead:
             self._start_rewards(flight, answers)
 
 
-def _in_turn(turn: threading.Lock, function: Callable) -> Callable:
-    """Have a function called for one rollout after the other."""
+def _behind(before: Started | None, function: Callable) -> Callable:
+    """Have a function called when it is done with the rollout before."""
 
     def called(**kwargs: Any) -> Any:
-        with turn:
-            return awaited(function(**kwargs))
+        if before is not None:
+            before.wait()
+        return awaited(function(**kwargs))
 
     return called
 
@@ -279,7 +287,6 @@ class _Server:
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.output: dict[int, Future] = {}  # on the first process
-        trainer.vllm_generation.logprobs = 0  # of the sampled token alone
 
     def publish(self, version: int) -> None:
         self.trainer.vllm_generation.sync_weights()

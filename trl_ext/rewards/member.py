@@ -127,6 +127,10 @@ class Started:
         except BaseException as error:  # whoever asks for the scores would wait for ever
             self._scores.set_exception(error)
 
+    def wait(self) -> None:
+        """Wait until the function has returned, or failed."""
+        self._scores.exception()
+
     def result(self, log_metric: Callable | None = None, log_extra: Callable | None = None) -> Any:
         """Wait for the function; return what it returned, or raise what it raised."""
         try:

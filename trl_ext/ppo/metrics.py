@@ -177,7 +177,7 @@ class PPOMetrics:
         everyones = self.accelerator.gather(
             self.accelerator.pad_across_processes(real, dim=1, pad_index=torch.nan)  # responses may be longer there
         )
-        everyones = everyones[~everyones.isnan()].double().cpu().numpy()
+        everyones = everyones[~everyones.isnan()].cpu().double().numpy()
         return {percent: float(np.percentile(everyones, percent)) for percent in (50, 99) if everyones.size}
 
     def stale(self, steps: int) -> None:

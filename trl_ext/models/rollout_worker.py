@@ -77,8 +77,13 @@ class Sampler:
         self.setup = setup
         self.memory = memory
         self.device = torch.device(setup.device)
-        with self.device:
-            self.model: Any = setup.model_class(setup.config)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(next(dtype for _, dtype, _ in setup.layout.values() if dtype.is_floating_point))
+        try:  # else bfloat16 weights would need the memory of float32 for a moment
+            with self.device:
+                self.model: Any = setup.model_class(setup.config)
+        finally:
+            torch.set_default_dtype(default)
         self.version: int | None = None
         parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         if unknown := parameters.keys() ^ setup.layout.keys() or buffers.keys() ^ setup.buffers.keys():

@@ -41,7 +41,7 @@ def flags(inputs, output, **more):
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_critic_and_ppo_begins_with_it(inputs, tmp_path, capsys):
-    pretrain_critic.main(flags(inputs, tmp_path / "critic"))
+    pretrain_critic.main(flags(inputs, tmp_path / "critic", save_in_background="true"))
     output = capsys.readouterr().out
     assert "with a zero head, held-out explained variance " in output and "next: trl-ext ppo" in output
     weights = load_file(tmp_path / "critic/model.safetensors")

@@ -219,6 +219,18 @@ def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path
     assert not full.exists()
 
 
+def test_a_run_that_cannot_go_on_does_not_say_that_it_does(tmp_path):
+    """One of two processes fails where the other one waits for it."""
+    trainer = sft(tmp_path, **EACH_STEP, on_save_failure="continue")
+    trainer.accelerator, trainer.state.best_global_step = SimpleNamespace(num_processes=2), 1
+    (tmp_path / "checkpoint-0").mkdir()
+    (tmp_path / "checkpoint-0/config.json").symlink_to("/dev/full")
+    with pytest.raises(
+        NotSaved, match=r"so that training ends at step 0: make room, .* newest complete checkpoint\.$"
+    ):
+        trainer._save_checkpoint(trainer.model, None)
+
+
 def test_a_folder_that_is_removed_is_a_failure_too(tmp_path, release):
     trainer = sft(tmp_path, **EACH_STEP | {"save_steps": 2, "max_steps": 8})
 

@@ -40,18 +40,21 @@ from trl_ext.planning import (
     known_to_go_wrong,
     plan,
 )
+from trl_ext.ppo import CriticConfig
 from trl_ext.resumable import RewardConfig, SFTConfig
 from trl_ext.rewards import check_rewards
 from trl_ext.shipped import accelerate_file, config_file, find
 
-from . import dpo, ppo, reward, sft
+from . import dpo, ppo, pretrain_critic, reward, sft
 
 ARGUMENTS: dict[str, tuple[type, type, type]] = {
     "sft": (sft.SFTScriptArguments, SFTConfig, ModelArguments),
     "reward": (reward.RewardScriptArguments, RewardConfig, ClassifierArguments),
+    "pretrain_critic": (pretrain_critic.CriticScriptArguments, CriticConfig, ClassifierArguments),
     "ppo": (ppo.PPOScriptArguments, PPOConfig, ModelArguments),
     "dpo": (dpo.DPOScriptArguments, DPOConfig, ModelArguments),
 }
+IDS = ("prompt_ids", "completion_ids")
 PROG = "trl-ext plan"
 
 
@@ -64,7 +67,9 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--stage", choices=tuple(ARGUMENTS), help="If the file's name does not begin so.")
     parser.add_argument(
-        "--prompt_length", type=int, help="Tokens of a prompt; if unset measured, else the recipe's, or 512."
+        "--prompt_length",
+        type=int,
+        help="Tokens of a prompt, for pretrain_critic with its answer; if unset measured, else the recipe's, or 512.",
     )
     parser.add_argument("--gpu_memory", type=float, help="GiB of one GPU, to say whether it fits.")
     parser.add_argument("--mfu", type=float, default=0.35, help="Assumed part of a GPU's operations that passes use.")
@@ -208,25 +213,37 @@ def local_split(name: str, split: str) -> Any:
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
     """Longest and mean number of tokens of what a pass reads: PPO's prompts, the others' texts; of 2,000 rows."""
+    rows = dataset.select(range(min(len(dataset), 2000)))
+    if stage == "pretrain_critic" and {*IDS} <= {*rows.column_names}:
+        return longest_and_mean([sum(map(len, ids)) for ids in zip(*(rows[name] for name in IDS), strict=True)])
 
     def text(value: Any) -> str:
         return value if isinstance(value, str) else " ".join(str(message["content"]) for message in value)
 
-    columns = {"ppo": [["prompt"]], "sft": [["prompt", "completion"], ["messages"], ["text"]]}
+    columns = {"ppo": [["prompt"]], "pretrain_critic": [["prompt", "completion"]]}
+    columns |= {"sft": [["prompt", "completion"], ["messages"], ["text"]]}
     pairs = [["prompt", "chosen"], ["chosen"]]
     found = next((names for names in columns.get(stage, pairs) if {*names} <= {*dataset.column_names}), None)
-    if found is None or not len(dataset):
+    if found is None or tokenizer is None:
         return None
-    rows = dataset.select(range(min(len(dataset), 2000)))
     texts = ["".join(text(row[name]) for name in found) for row in rows]
-    lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
-    return max(lengths), sum(lengths) / len(lengths)
+    return longest_and_mean([len(ids) for ids in tokenizer(texts)["input_ids"]] if texts else [])
+
+
+def longest_and_mean(lengths: list[int]) -> tuple[int, float] | None:
+    return (max(lengths), sum(lengths) / len(lengths)) if lengths else None
 
 
 def check_columns(stage: str, dataset: Any, name: str, args: Any) -> None:
     """Raise which columns the recipe needs, and which were found."""
     if stage == "sft":
         sft.check_columns(dataset, name, args.dataset_text_field)
+    elif stage == "pretrain_critic":
+        if not any({*names} <= {*dataset.column_names} for names in (IDS, ("prompt", "completion", "finished"))):
+            raise ValueError(
+                f"dataset {name!r} has the columns {dataset.column_names}, but needs 'prompt_ids' and "
+                "'completion_ids', as `trl-ext generate --rollouts true` writes them"
+            )
     elif stage == "ppo" and not {"prompt", "input_ids"} & set(dataset.column_names):
         raise ValueError(f"dataset {name!r} has the columns {dataset.column_names}, but needs 'prompt' or 'input_ids'")
     elif stage in ("reward", "dpo") and not {"chosen", "rejected"} <= set(dataset.column_names):
@@ -350,7 +367,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     stage = options.stage or next((s for s in ARGUMENTS if Path(options.config).name.startswith(s)), None)
     parser = StrictTrlParser((), prog=PROG)
     if stage is None:
-        parser.error(f"{options.config} does not begin by sft, reward, ppo or dpo: give `--stage`")
+        parser.error(f"{options.config} does not begin by one of {', '.join(ARGUMENTS)}: give `--stage`")
     with parser.one_line_errors():
         file = config_file("--config", options.config)
         name = options.accelerate_config
@@ -384,12 +401,13 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     with parser.one_line_errors():
         pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
         data = local_split(script_args.dataset_name, script_args.dataset_train_split)
-        tokens = None
+        tokens = tokenizer = None
         name, _ = origin(model_args.model_name_or_path, folder)
         if data is not None and (Path(name).exists() or is_cached(name)):
             with contextlib.suppress(OSError, ValueError):  # there is a configuration, but no tokenizer
                 tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)
-                tokens = measured_tokens(stage, data, tokenizer)
+        if data is not None:
+            tokens = measured_tokens(stage, data, tokenizer)
         limit = getattr(script_args, "max_prompt_length", None)
         longest = options.prompt_length or min(*(tokens or (limit or 512,))[:1], limit or 10**9)
         job = make_job(stage, script_args, args, model_args, folder, layout, longest, load)
@@ -403,8 +421,9 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     if tokens:
         what = "prompts" if stage == "ppo" else "texts"
         print(f"{what} have up to {tokens[0]} tokens, {tokens[1]:.0f} on average, in {script_args.dataset_name}")
-    elif stage == "ppo" and not options.prompt_length:
-        print(f"not measured: the prompts are taken to have {longest} tokens (`--prompt_length`)")
+    elif stage in ("ppo", "pretrain_critic") and not options.prompt_length:
+        whose = "prompts" if stage == "ppo" else "prompts with their answers"
+        print(f"not measured: the {whose} are taken to have {longest} tokens (`--prompt_length`)")
     runs = [(job, result)]
     # Quantised weights are not sharded
     for other in (Layout(), Layout("ddp" if job.bits else "fsdp2", processes=8)):

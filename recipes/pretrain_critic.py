@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     # These take seconds to import: what was mistyped has been refused by now
     from accelerate import PartialState
     from datasets import concatenate_datasets
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, set_seed
     from trl import get_peft_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 2. Model
     policy = script_args.policy_name_or_path or model_args.model_name_or_path
     revision = None if script_args.policy_name_or_path else model_args.model_revision
+    set_seed(training_args.seed)  # a new adapter's weights are drawn
     with parser.one_line_errors():
         tokenizer = AutoTokenizer.from_pretrained(
             policy, revision=revision, trust_remote_code=training_args.trust_remote_code

@@ -5,12 +5,14 @@ import threading
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from torch.distributed import HashStore
+from transformers import Trainer, TrainerCallback
 
 from tests.ppo.worker import RESUMED, Stop, end_state, lora_trainer, make_trainer
 from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
@@ -20,7 +22,7 @@ from trl_ext.halts import ASIDE, RECORD
 from trl_ext.marker import MARKER
 from trl_ext.resumable import ResumableSFTTrainer, SFTConfig
 from trl_ext.upstream import WRITERS
-from trl_ext.writer import CheckpointWriter
+from trl_ext.writer import OTHERS_PART, CheckpointWriter
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "save_in_background": True}
 
@@ -217,6 +219,18 @@ def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path
     assert not full.exists()
 
 
+def test_a_run_that_cannot_go_on_does_not_say_that_it_does(tmp_path):
+    """One of two processes fails where the other one waits for it."""
+    trainer = sft(tmp_path, **EACH_STEP, on_save_failure="continue")
+    trainer.accelerator, trainer.state.best_global_step = SimpleNamespace(num_processes=2), 1
+    (tmp_path / "checkpoint-0").mkdir()
+    (tmp_path / "checkpoint-0/config.json").symlink_to("/dev/full")
+    with pytest.raises(
+        NotSaved, match=r"so that training ends at step 0: make room, .* newest complete checkpoint\.$"
+    ):
+        trainer._save_checkpoint(trainer.model, None)
+
+
 def test_a_folder_that_is_removed_is_a_failure_too(tmp_path, release):
     trainer = sft(tmp_path, **EACH_STEP | {"save_steps": 2, "max_steps": 8})
 
@@ -275,7 +289,17 @@ def test_a_rollback_waits_for_the_checkpoint_that_it_goes_back_to(tmp_path, monk
     assert complete(tmp_path) == [1, 2, 3, 4, 5] and len([*tmp_path.glob(f"{ASIDE}-7-checkpoint-6/{MARKER}")]) == 1
 
     # The record stays until a checkpoint of the changed run is complete, though `on_save` came before
-    seen = []
+    def fail():
+        seen.append((tmp_path / RECORD).exists())
+        raise Stop
+
+    seen, unsaved = [], {"save_in_background": False, "on_save_failure": "continue"}
+    trainer = sft(tmp_path, **config | {"learning_rate": 0.01} | unsaved)
+    trainer.add_callback(monitor)
+    trainer.add_callback(At(_6=lambda: (tmp_path / "checkpoint-6/optimizer.pt").mkdir(parents=True), _7=fail))
+    with pytest.raises(Stop):
+        trainer.train(True)
+    assert seen.pop() and complete(tmp_path) == [1, 2, 3, 4, 5]
     trainer = sft(tmp_path, **config | {"learning_rate": 0.01})
     trainer.add_callback(monitor)
     trainer.add_callback(At(_7=lambda: (seen.append((tmp_path / RECORD).exists()), may_end.set())))
@@ -284,14 +308,70 @@ def test_a_rollback_waits_for_the_checkpoint_that_it_goes_back_to(tmp_path, monk
     assert seen == [True] and complete(tmp_path)[-1] == 8 and not (tmp_path / RECORD).exists()
 
 
-def test_a_push_is_waited_for_and_said(tmp_path, monkeypatch, capsys):
-    trainer = sft(tmp_path, **EACH_STEP)
+@pytest.mark.parametrize("what_follows", ["stop", "continue"])
+def test_a_push_is_waited_for_and_said(what_follows, tmp_path, monkeypatch, capsys):
+    trainer = sft(tmp_path, **EACH_STEP, on_save_failure=what_follows)
     pushed = []
     trainer.args.push_to_hub = True
-    trainer._push_from_checkpoint = lambda folder: pushed.append(Path(folder, "optimizer.pt").stat().st_size)
+    push = lambda self, folder: pushed.append(Path(folder, "optimizer.pt").stat().st_size)  # noqa: E731
+    monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
     trainer.train()
-    assert len(pushed) == 4 and all(pushed)
+    assert len(pushed) == 4 and all(pushed) and complete(tmp_path) == [1, 2, 3, 4]
     assert "training waits for each checkpoint, since `push_to_hub` uploads each" in capsys.readouterr().out
+
+
+def test_a_tracker_that_uploads_checkpoints_finds_them(tmp_path, monkeypatch, capsys):
+    class Upload(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            assert complete(tmp_path)[-1] == state.global_step
+
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
+    trainer = sft(tmp_path, **EACH_STEP)
+    trainer.args.report_to = ["wandb"]
+    trainer.add_callback(Upload())
+    trainer.train()
+    assert "since wandb uploads each: unset WANDB_LOG_MODEL to send it numbers alone" in capsys.readouterr().out
+
+
+def test_the_marker_waits_for_the_parts_of_all_processes_and_of_this_checkpoint(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr("trl_ext.writer._get_default_store", lambda: store)
+    first, second, marked = CheckpointWriter(), CheckpointWriter(), []
+    second.start(None, 2, 1, name="the one before")
+    first.start(lambda: marked.append("this"), 2, 0, name="this")
+    first.wait(0.3)
+    assert first.is_busy and not marked
+    second.start(None, 2, 1, name="this")
+    first.wait()
+    assert marked == ["this"] and first.error is None
+
+    first.start(lambda: marked.append("next"), 2, 0, name="next")
+    second.start(None, 2, 1, OSError("full"), name="next")
+    first.wait()
+    assert marked == ["this"] and OTHERS_PART in str(first.error)
+
+
+def test_a_process_that_dies_is_not_waited_for(tmp_path, monkeypatch, capsys):
+    """Process 1 never writes its part: the collective says so."""
+    store, calls = HashStore(), []
+    monkeypatch.setattr("trl_ext.writer._get_default_store", lambda: store)
+    monkeypatch.setattr("trl_ext.writer._PATIENCE", 0.1)
+
+    def reduce(tensor, reduction):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("Connection closed by peer")
+        return tensor
+
+    trainer = sft(tmp_path)
+    trainer.accelerator = SimpleNamespace(num_processes=2, device="cpu", reduce=reduce)
+    trainer._being_saved = str(tmp_path / "checkpoint-1"), None
+    trainer._writer.start(lambda: None, 2, 0, name="1")
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        trainer._check_saving(wait=True)
+    trainer._complete_after_an_error()
+    assert "another process has not written its part yet" in capsys.readouterr().out
+    assert not trainer._writer.is_busy
 
 
 def test_a_run_may_go_on_with_the_other_way_of_saving(tmp_path):

@@ -402,6 +402,8 @@ class ResumableRun(BackgroundSaving):
             super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._is_pushed:
+            self._writer.write_now()  # what was kept back is part of what is uploaded
         with temporarily(self.args, **pickled_without_credentials(self.args)):
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
@@ -411,8 +413,9 @@ class ResumableRun(BackgroundSaving):
         self._check_saving(wait=True)  # one at a time
         run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint  # type: ignore[attr-defined]
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        is_behind = self._saves_in_background and not self._is_uploaded
+        is_behind = self._saves_in_background and self._upload is None
         keeps_back = is_behind or self._goes_on_unsaved
+        name = self._agreed_name() if keeps_back else ""
         error: Exception | None = None
         try:
             if self.args.should_save:
@@ -438,11 +441,12 @@ class ResumableRun(BackgroundSaving):
             if not (keeps_back and is_between_collectives):
                 if self.accelerator.num_processes == 1:  # else others may still write
                     self._forget_unsaved(checkpoint, best)
-                raise NotSaved(self._unsaved(not_saved(checkpoint, failure))) from failure
+                raise NotSaved(self._unsaved(not_saved(checkpoint, failure), goes_on=False)) from failure
             error = failure
         self._being_saved = checkpoint, best
         complete = partial(self._complete, run_dir, checkpoint) if self.args.should_save else None
-        self._writer.start(complete, self.accelerator.num_processes, self.accelerator.process_index, error)
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        self._writer.start(complete, processes, rank, error, name)
         if not is_behind:
             self._check_saving(wait=True)
 

@@ -1,13 +1,22 @@
 """Trainers that write their checkpoints while training goes on, and what follows if one cannot be written."""
 
+import os
 import shutil
 from typing import Any
+from uuid import uuid4
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers.utils import ENV_VARS_TRUE_VALUES
 
 from .halts import rolled_back
-from .writer import OTHERS_PART, CheckpointWriter, NotSaved, not_saved
+from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, not_saved
+
+_UPLOADERS = {  # tracker -> by which values of which variable it uploads a checkpoint in `on_save`
+    "wandb": ("WANDB_LOG_MODEL", {"CHECKPOINT"}),
+    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", ENV_VARS_TRUE_VALUES),
+    "clearml": ("CLEARML_LOG_MODEL", ENV_VARS_TRUE_VALUES),
+}
 
 
 class BackgroundSaving:
@@ -40,17 +49,27 @@ class BackgroundSaving:
         return getattr(self.args, "on_save_failure", "stop") == "continue"
 
     @property
-    def _is_uploaded(self) -> bool:
-        """Whether transformers uploads each checkpoint as soon as it is written."""
+    def _is_pushed(self) -> bool:
+        """Whether transformers uploads each checkpoint before `on_save`."""
         return self.args.push_to_hub and self.args.hub_strategy != "end"
+
+    @property
+    def _upload(self) -> str | None:
+        """Say who uploads each checkpoint as soon as it is written, and how to have it not, if anyone does."""
+        if self._is_pushed:
+            return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
+        for tracker in self.args.report_to or []:
+            variable, values = _UPLOADERS.get(tracker, ("", set()))
+            if os.getenv(variable, "").upper() in values:
+                return f"{tracker} uploads each: unset {variable} to send it numbers alone"
+        return None
 
     def _say_what_waits(self) -> None:
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if not self._saves_in_background:
             return
-        if self._is_uploaded:
-            why = "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
-            self.accelerator.print(f"`save_in_background`: training waits for each checkpoint, since {why}.")
+        if self._upload is not None:
+            self.accelerator.print(f"`save_in_background`: training waits for each checkpoint, since {self._upload}.")
         elif plugin is not None and "FULL" not in str(plugin.state_dict_type):
             why = "all processes write it together, unless it is of `fsdp_state_dict_type: FULL_STATE_DICT`"
             self.accelerator.print(f"`save_in_background`: training waits for FSDP's part of each checkpoint: {why}.")
@@ -73,28 +92,40 @@ class BackgroundSaving:
         """Wait for the checkpoint that is being written, or look whether it is complete. Call it on all processes."""
         if self._being_saved is None:
             return
-        if wait:
-            self._writer.wait()
-        mine = [self._writer.is_busy, self._writer.error is not None]
-        if self.accelerator.num_processes > 1:
-            everyones = torch.tensor(mine, dtype=torch.int32, device=self.accelerator.device)
-            mine = (self.accelerator.reduce(everyones, reduction="sum") > 0).tolist()
-        is_busy, has_failed = mine
+        is_busy, has_failed = self._writing()
+        while wait and is_busy:  # together: a process that has died shows in the collective, not in its silence
+            self._writer.wait(PAUSE if self.accelerator.num_processes > 1 else None)
+            is_busy, has_failed = self._writing()
         if is_busy:
             return
         (checkpoint, best), self._being_saved = self._being_saved, None
         if has_failed:
             causes = gather_object([self._writer.error and not_saved(checkpoint, self._writer.error)])
             cause = min(filter(None, causes), key=lambda text: OTHERS_PART in text)
-            self._save_failure = self._unsaved(cause)
+            self._save_failure = self._unsaved(cause, self._goes_on_unsaved)
             self._forget_unsaved(checkpoint, best)
 
-    def _unsaved(self, cause: str) -> str:
-        if self._goes_on_unsaved:
+    def _writing(self) -> list[bool]:
+        """Return whether any process is writing, and whether any has failed."""
+        mine = [self._writer.is_busy, self._writer.error is not None]
+        if self.accelerator.num_processes == 1:
+            return mine
+        everyones = torch.tensor(mine, dtype=torch.int32, device=self.accelerator.device)
+        return (self.accelerator.reduce(everyones, reduction="sum") > 0).tolist()
+
+    @staticmethod
+    def _agreed_name() -> str:
+        """Return a name by which the processes know what they write: a count is not the same after an exception."""
+        names = [uuid4().hex]
+        return broadcast_object_list(names)[0]
+
+    def _unsaved(self, cause: str, goes_on: bool) -> str:
+        if goes_on:
             return f"{cause}, and training goes on, as `on_save_failure: continue` says."
+        or_else = "" if self._goes_on_unsaved else "; or set `on_save_failure: continue`"
         return (
             f"{cause}, so that training ends at step {self.state.global_step}: make room, and run the same command "
-            "again, which goes on from the newest complete checkpoint; or set `on_save_failure: continue`."
+            f"again, which goes on from the newest complete checkpoint{or_else}."
         )
 
     def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
@@ -107,10 +138,11 @@ class BackgroundSaving:
     def _complete_after_an_error(self) -> None:
         """Let what is being written be completed, if the other processes have written theirs; without collectives."""
         if self._being_saved is None:
-            return
+            return self._writer.close()
         if self._writer.is_busy:
             print(f"Waiting for {self._being_saved[0]} to be written.")
         self._writer.wait(after_an_error=True)
         if self._writer.error is not None:
             print(f"{not_saved(self._being_saved[0], self._writer.error)}.")
         self._being_saved = None
+        self._writer.close()

@@ -1,6 +1,5 @@
 """Write the files of a checkpoint in a thread, from copies in memory, while training goes on."""
 
-import itertools
 import math
 import os
 import shutil
@@ -22,10 +21,8 @@ from .upstream import WRITERS, _get_default_store
 OTHERS_PART = "another process could not write its part"
 
 _OF_PYTORCH = "inline_container.cc"  # in the message of what writes for `torch.save`
-_PAUSE = 0.05  # seconds between two looks at what the other processes have written
+PAUSE = 0.05  # seconds between two looks at what the other processes have written
 _PATIENCE = 10.0  # seconds that a run which has raised waits for them
-
-_numbers = itertools.count()  # of the checkpoints that this process has written; the same on all
 
 
 class NotSaved(RuntimeError):
@@ -99,7 +96,12 @@ class CheckpointWriter:
         return self._stager.stage(contents)
 
     def start(
-        self, complete: Callable[[], None] | None, processes: int = 1, rank: int = 0, error: Exception | None = None
+        self,
+        complete: Callable[[], None] | None,
+        processes: int = 1,
+        rank: int = 0,
+        error: Exception | None = None,
+        name: str = "",
     ) -> None:
         """
         Write what was kept back, and call `complete` when all processes have written theirs.
@@ -108,10 +110,10 @@ class CheckpointWriter:
             complete: on the processes that write the marker; elsewhere None.
             processes, rank: of the run. Each process calls this once for a checkpoint.
             error: what this process has failed with already.
+            name: of what is written, the same on all processes and for nothing else.
         """
         self.error, self._deadline = error, math.inf
         writes, self._writes = [] if error else self._writes, []
-        number = next(_numbers)
 
         def work() -> None:
             try:
@@ -121,7 +123,7 @@ class CheckpointWriter:
                 except Exception as failure:
                     self.error = failure
                 if processes > 1:
-                    self._exchange(number, processes, rank, waits=complete is not None)
+                    self._exchange(name, processes, rank, waits=complete is not None)
                 if self.error is None and complete is not None:
                     complete()
             except Exception as failure:
@@ -131,11 +133,11 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=work, name="checkpoint writer")
         self._thread.start()
 
-    def _exchange(self, number: int, processes: int, rank: int, waits: bool) -> None:
+    def _exchange(self, name: str, processes: int, rank: int, waits: bool) -> None:
         """Tell the others that this process is done, and wait for them; through the store, which is no collective."""
         store = _get_default_store()
-        store.set(f"trl_ext/saved/{number}/{rank}", "failed" if self.error else "written")
-        keys = [f"trl_ext/saved/{number}/{other}" for other in range(processes)]
+        store.set(f"trl_ext/saved/{name}/{rank}", "failed" if self.error else "written")
+        keys = [f"trl_ext/saved/{name}/{other}" for other in range(processes)]
         while waits and self.error is None:
             if store.check(keys):
                 if any(store.get(key) != b"written" for key in keys):
@@ -143,23 +145,28 @@ class CheckpointWriter:
                 return
             if time.monotonic() > self._deadline:
                 raise OSError("another process has not written its part yet")
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
 
     @property
     def is_busy(self) -> bool:
         """Whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def wait(self, after_an_error: bool = False) -> None:
+    def write_now(self) -> None:
+        """Write what was kept back so far, in this thread."""
+        while self._writes:
+            self._writes.pop(0)()
+
+    def wait(self, seconds: float | None = None, after_an_error: bool = False) -> None:
         """Wait until this process has done its part; after an error, for others no longer than some seconds."""
         if after_an_error:
             self._deadline = time.monotonic() + _PATIENCE
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def close(self) -> None:
         """Give back the memory of the copies."""
-        self._stager = None
+        self._stager, self._writes = None, []
 
 
 def is_of_writing(error: BaseException) -> bool:

@@ -12,8 +12,20 @@ from trl import RewardConfig, SFTConfig
 
 from tests.recipes.real_models import PARAMETERS, config_of
 from tests.tiny import tiny_config, tiny_llama
-from trl_ext.planning import Job, Layout, LoadedReward, known_not_to_work, known_to_go_wrong, plan, quantized_bytes
+from trl_ext.planning import (
+    GPUS,
+    Efficiency,
+    Job,
+    Layout,
+    LoadedReward,
+    known_not_to_work,
+    known_to_go_wrong,
+    plan,
+    quantized_bytes,
+    seconds_per_example,
+)
 from trl_ext.planning.roles import classifier
+from trl_ext.ppo import CriticConfig
 
 CONFIG = tiny_llama(num_hidden_layers=3).config
 PARAMS = sum(p.numel() for p in tiny_llama(num_hidden_layers=3).parameters())
@@ -66,6 +78,22 @@ def test_a_quantised_base_and_its_adapter():
     adapter = 3 * 2 * (4 * 16 + 2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32) - 4 * 16)
     assert model.trained == adapter
     assert model.weights == quantized_bytes(linear, 4, True) + 2 * (PARAMS - linear) + 2 * adapter
+
+
+def test_a_critic_alone_takes_what_a_reward_model_does_of_as_many_texts():
+    on_cpu = {"use_cpu": True, "bf16": False, "activation_checkpointing": False}
+    critic = Job("pretrain_critic", CriticConfig("out", **on_cpu, per_device_train_batch_size=4), CONFIG)
+    critic.prompt_length = 24  # with the answer
+    pairs = Job("reward", RewardConfig("out", **on_cpu, per_device_train_batch_size=2, max_length=24), CONFIG)
+    alone, paired = plan(critic), plan(pairs)
+    (role,) = alone.roles
+    assert replace(role, name="reward model") == paired.roles[0]
+    assert alone.schedule["tokens per optimizer step, at most"] == 4 * 24
+    for phase, parts in paired.phases.items():
+        assert alone.phases[phase] == pytest.approx(parts, rel=0.05)
+    one = seconds_per_example(critic, alone, GPUS[0], Efficiency())
+    pair = seconds_per_example(pairs, paired, GPUS[0], Efficiency())
+    assert 2 * one["update"] == pytest.approx(pair["update"])
 
 
 @pytest.mark.slow

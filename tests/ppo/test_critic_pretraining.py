@@ -64,13 +64,16 @@ def rows(n=16, seed=0, longest=7):
 # ---- What PPO will ask for ----
 
 
-@pytest.fixture(params=["running", "batch", "none"])
+BY_GROUP = {"reward_normalization": "group", "reward_group_column": "topic", "whiten_rewards": True}
+
+
+@pytest.fixture(params=[{"reward_normalization": kind} for kind in ("running", "batch", "none")] + [BY_GROUP])
 def rollout(request, tmp_path):
     """The first rollout of a PPO run (λ_value = 1), and its rows as saved rollouts."""
     trainer = PPOTrainer(
         model=tiny_gpt2(),
         reward_funcs=token_reward,
-        args=tiny_config(tmp_path, lam=0.7, lam_value=1.0, kl_coef=0.3, reward_normalization=request.param, **SCALE),
+        args=tiny_config(tmp_path, lam=0.7, lam_value=1.0, kl_coef=0.3, **request.param, **SCALE),
         train_dataset=prompts(),
         processing_class=tiny_tokenizer(),
         value_model=AutoModelForSequenceClassification.from_config(
@@ -82,8 +85,8 @@ def rollout(request, tmp_path):
     columns = [
         [row[m.bool()].tolist() for row, m in zip(i, mask, strict=True)] for i, mask in zip(ids, masks, strict=True)
     ]
-    saved = Dataset.from_dict({"prompt": [""] * 8, "completion_ids": columns[1], "prompt_ids": columns[0]})
-    return drawn, saved, critic_config(tmp_path / "critic", reward_normalization=request.param, **SCALE)
+    saved = {"prompt": [""] * 8, "completion_ids": columns[1], "prompt_ids": columns[0], "topic": prompts(8)["topic"]}
+    return drawn, Dataset.from_dict(saved), critic_config(tmp_path / "critic", **request.param, **SCALE)
 
 
 def test_returns_are_those_of_ppos_first_rollout(rollout):

@@ -31,10 +31,13 @@ def folder(tmp_path_factory):
         "use_peft": True,
     }
     reward = {**sft, "model_name_or_path": "outputs/made/sft/merged", "output_dir": "outputs/made/reward"}
+    critic = {"model_name_or_path": "outputs/made/reward", "dataset_name": str(folder / "rollouts.jsonl")}
+    critic |= {"output_dir": "outputs/made/critic", "score_column": "score", "eval_size": 0, "use_peft": True}
+    (folder / "rollouts.jsonl").write_text('{"prompt_ids": [5, 6, 7], "completion_ids": [8, 9], "score": 1.0}\n' * 8)
     ppo = {"model_name_or_path": "outputs/made/sft/merged", "reward_model_name_or_path": "outputs/made/reward"}
     ppo |= {"output_dir": "outputs/made/ppo", "max_completion_length": 8, "use_peft": True}
     lora = {"lora_target_modules": ["all-linear"], "lora_dropout": 0.0}
-    for name, recipe in (("sft", sft), ("reward", reward), ("ppo", ppo)):
+    for name, recipe in (("sft", sft), ("reward", reward), ("ppo", ppo), ("pretrain_critic", critic)):
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(HEAD | data | lora | recipe))
     accelerate = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_processes": 2}
     accelerate |= {"num_machines": 1, "use_cpu": False, "debug": False, "deepspeed_config": {"zero_stage": 3}}
@@ -92,9 +95,11 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
         ("reward", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'chosen' and 'rejected'"),
         ("ppo", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt' or 'input_ids'"),
         ("sft", ["--model_name_or_path", "./absent"], "`model` ./absent: there is no such folder in "),
+        ("pretrain_critic", ["--load_in_8bit", "true"], "a critic on a base in 8 bits cannot be trained alone"),
+        ("pretrain_critic", ["--dataset_name", "{folder}/wrong.jsonl"], "['question'], but needs 'prompt_ids' and"),
         ("ppo", ["--prompt_length", "-1"], "`--prompt_length` must be more than 0, got -1"),
         ("ppo", ["--gpu_memory", "0"], "`--gpu_memory` must be more than 0, got 0.0"),
-        ("zero3", [], "does not begin by sft, reward, ppo or dpo: give `--stage`"),
+        ("zero3", [], "does not begin by one of sft, reward, pretrain_critic, ppo, dpo: give `--stage`"),
     ]:
         with subtests.test(stage=stage, flags=flags):
             with pytest.raises(SystemExit, match="2"):
@@ -104,13 +109,14 @@ def test_what_cannot_work_is_one_line_and_status_2(subtests, folder, capsys):
 
 @pytest.mark.slow
 def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(subtests, folder, capsys):
-    for stage in ("sft", "ppo"):
+    for stage in ("sft", "ppo", "pretrain_critic"):
         with subtests.test(stage=stage):
             text = run(folder, stage, capsys)
             rows = re.findall(r"^ +(\d+) GB .*yes, [\d.]+ min +yes, [\d.]+ min$", text, re.MULTILINE)
             assert [int(row) for row in rows] == [12, 16, 24, 40, 48, 80, 141, 180]
             assert "not\n  measured on these GPUs: 35% of the operations" in text
-            assert f"{'prompts' if stage == 'ppo' else 'texts'} have up to 1 tokens, 1 on average" in text
+            length = 5 if stage == "pretrain_critic" else 1
+            assert f"{'prompts' if stage == 'ppo' else 'texts'} have up to {length} tokens, {length} on av" in text
     assert "no" not in run(folder, "sft", capsys, "--mfu", "1").split("12 GB")[1].split("\n")[0]
 
 
@@ -143,9 +149,7 @@ def test_splits_of_a_hub_dataset_that_sft_and_ppo_share(subtests, tmp_path):
 ROOT = Path(__file__).parents[2]
 # Some of each kind: a plan of 28 or 32 layers with LoRA takes 10 to 20 s. vLLM's variants have ppo.yaml's memory.
 SHIPPED = [
-    *sorted(
-        path for path in (ROOT / "recipes/qwen2.5-0.5b").glob("*.yaml") if not re.search("vllm|critic", path.stem)
-    ),
+    *sorted(path for path in (ROOT / "recipes/qwen2.5-0.5b").glob("*.yaml") if "vllm" not in path.stem),
     *sorted((ROOT / "recipes/llama-3.1-8b").glob("*_full.yaml")),
     ROOT / "recipes/llama-3.1-8b/reward_lora.yaml",
     ROOT / "recipes/llama-3.1-8b/ppo_qlora.yaml",

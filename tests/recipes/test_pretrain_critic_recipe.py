@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -41,7 +42,7 @@ def flags(inputs, output, **more):
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_critic_and_ppo_begins_with_it(inputs, tmp_path, capsys):
-    pretrain_critic.main(flags(inputs, tmp_path / "critic"))
+    pretrain_critic.main(flags(inputs, tmp_path / "critic", save_in_background="true"))
     output = capsys.readouterr().out
     assert "with a zero head, held-out explained variance " in output and "next: trl-ext ppo" in output
     weights = load_file(tmp_path / "critic/model.safetensors")
@@ -64,6 +65,20 @@ def test_an_interrupted_run_goes_on_to_the_same_critic_and_ppo_begins_with_it(in
     assert f"`value_model` {tmp_path / 'critic'}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_new_adapter_is_drawn_by_the_seed(inputs, tmp_path, monkeypatch):
+    seen = []
+
+    def drawn(*args, **kwargs):
+        seen.append(torch.initial_seed())
+        raise ValueError("enough")
+
+    monkeypatch.setattr("trl_ext.ppo.load_critic", drawn)
+    for seed in (3, 4):
+        with pytest.raises(SystemExit):
+            pretrain_critic.main(flags(inputs, tmp_path, seed=seed, use_peft="true"))
+    assert seen == [3, 4]
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -72,12 +87,18 @@ def test_an_interrupted_run_goes_on_to_the_same_critic_and_ppo_begins_with_it(in
         ({"load_in_4bit": "true", "use_peft": "true"}, "a critic on a quantised base cannot be trained alone"),
         ({"reward_normalization": "reference"}, "invalid choice: 'reference' (choose from 'none', 'running'"),
         ({"dataset_name": "prompts"}, "the rollouts have neither prompt_ids and completion_ids, nor completion, fini"),
+        (
+            {"dataset_name": "no texts.jsonl"},
+            "the rollouts have no completion, prompt, which rewards read: write them",
+        ),
         ({"eval_size": 32}, "`eval_size` 32 leaves none of the 32 rollouts"),
         ({"reward_funcs": None, "score_column": "points"}, "the rollouts have no column 'points' with scores"),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_one_line(given, message, inputs, tmp_path, capsys):
+    ids = json.dumps({"prompt_ids": [6], "completion_ids": [7, 2]})
+    (inputs / "no texts.jsonl").write_text(f"{ids}\n" * 16)
     if "dataset_name" in given:
         given = {"dataset_name": inputs / given["dataset_name"]}
     words = flags(inputs, tmp_path, **given)

@@ -219,7 +219,7 @@ class MonitorCallback(Halting, TrainerCallback):
             rollback = Rollback.read(args.output_dir)
             if rollback is not None:
                 replace(rollback, written_ns=time.time_ns()).set_aside(args.output_dir)
-        elif not self._is_held and not getattr(args, "save_in_background", False):  # else it is not complete yet
+        elif not self._is_held and self.finish_saving is None:  # else the trainer does, once it is complete
             forget_rollback(args.output_dir)
 
     def _ask_again(self, state: Any, control: Any) -> None:

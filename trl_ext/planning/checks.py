@@ -13,7 +13,9 @@ def known_not_to_work(job: Job) -> list[str]:
     """Return why this run cannot work, one sentence a reason. Its config has refused what it can before this."""
     args, layout, peft = job.args, job.layout, job.peft_config is not None
     reasons = []
-    if job.bits and not peft:
+    if job.bits and job.stage == "pretrain_critic":
+        reasons.append(f"a critic on a base in {job.bits} bits cannot be trained alone: do not quantise it")
+    elif job.bits and not peft:
         reasons.append(f"a base in {job.bits} bits cannot be trained: set `use_peft: true`, or do not quantise it")
     if job.bits and job.stage == "reward" and not args.bf16:
         reasons.append("a quantised base needs `bf16: true`: TRL keeps the score head in bfloat16 then")

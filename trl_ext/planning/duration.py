@@ -74,7 +74,7 @@ def seconds_per_example(
     """
     args = job.args
     is_ppo, is_pair = job.stage == "ppo", job.stage in ("dpo", "reward")
-    length = tokens or (job.prompt_length + args.max_completion_length if is_ppo else _longest(job))
+    length = tokens or (job.prompt_length + args.max_completion_length if is_ppo else job.length)
     rate = gpu.tflops * 1e12 * efficiency.mfu
     if job.mixed is None and job.dtype == torch.float32:
         rate /= 16  # without tensor cores
@@ -126,10 +126,6 @@ def hours(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, count: float, 
         seconds = count * max(phases["generate"], phases["score"] + phases["update"])
     several = job.layout.processes > 1
     return seconds / (job.layout.processes * (efficiency.scaling if several else 1)) / 3600
-
-
-def _longest(job: Job) -> int:
-    return job.args.max_length or getattr(job.policy.get_text_config(), "max_position_embeddings", 1024)
 
 
 def _forward(config: Any, weights: int, length: float) -> float:

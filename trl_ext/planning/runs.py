@@ -7,7 +7,7 @@ import torch
 
 from .layout import Layout
 
-Stage = Literal["sft", "reward", "ppo", "dpo"]
+Stage = Literal["sft", "reward", "pretrain_critic", "ppo", "dpo"]
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Job:
         stage: which training stage it is.
         args: its training arguments.
         layout: how it is spread over processes.
-        policy: configuration of the trained model; in the stage `reward`, of the classifier.
+        policy: configuration of the trained model; in the stages `reward` and `pretrain_critic`, of the classifier.
         rewards: configurations of PPO's reward models, for those with a base of their own.
         dtype: of the weights as loaded.
         peft_config: of the adapter, if there is one.
         bits, nested: bits of a quantised base, and whether its scales are quantised, too.
-        prompt_length: tokens of a prompt, for PPO.
+        prompt_length: tokens of a prompt, for PPO; with its answer, for `pretrain_critic`.
         value_model: configuration of PPO's critic if it is given by a path. None has the policy's.
         ref_model: whether the reference is given, so that it is held even with adapters.
         shared_rewards: number of reward models that are adapters on the policy's base.
@@ -75,6 +75,13 @@ class Job:
 
     def __post_init__(self):
         self.mixed = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of the longest text, in a stage without rollouts."""
+        if self.stage == "pretrain_critic":  # nothing is truncated
+            return self.prompt_length
+        return self.args.max_length or getattr(self.policy.get_text_config(), "max_position_embeddings", 1024)
 
     @property
     def optim(self) -> str:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..models.actor_critic import ActorCritic
+from ..models.actor_critic import ActorCritic, add_value_forward
 from ..models.adapter_switch import CRITIC, AdapterSwitch
 from ..models.adapters import add_critic
 from ..models.classifier import AdapterClassifier
@@ -18,15 +18,12 @@ from .simulate import fake, tokens
 
 def plan(job: Job) -> Plan:
     """Plan a run. Every pass is run once, on tensors without data."""
-    return {"sft": _plan_sft, "reward": _plan_reward, "dpo": _plan_dpo, "ppo": _plan_ppo}[job.stage](job)
-
-
-def _length(job: Job) -> int:
-    return job.args.max_length or getattr(job.policy.get_text_config(), "max_position_embeddings", 1024)
+    plans = {"sft": _plan_sft, "reward": _plan_reward, "pretrain_critic": _plan_critic, "dpo": _plan_dpo}
+    return (plans | {"ppo": _plan_ppo})[job.stage](job)
 
 
 def _plan_sft(job: Job) -> Plan:
-    rows, length = job.args.per_device_train_batch_size, _length(job)
+    rows, length = job.args.per_device_train_batch_size, job.length
     model, mode = fake(lambda: prepare(job, adapted(job, causal_lm(job, job.policy))))
     roles = [role_of(job, "model", model.parameters(), linear_weights(model))]
 
@@ -38,7 +35,7 @@ def _plan_sft(job: Job) -> Plan:
 
 
 def _plan_reward(job: Job) -> Plan:
-    rows, length = 2 * job.args.per_device_train_batch_size, _length(job)
+    rows, length = 2 * job.args.per_device_train_batch_size, job.length
     if job.peft_config is not None:
         job.peft_config.task_type = "SEQ_CLS"
     model, mode = fake(lambda: prepare(job, adapted(job, classifier(job, job.policy))))
@@ -50,8 +47,27 @@ def _plan_reward(job: Job) -> Plan:
     return _finish(job, roles, update_phases(job, mode, model, loss, roles), _schedule(job, 2, length))
 
 
+def _plan_critic(job: Job) -> Plan:
+    rows, length = job.args.per_device_train_batch_size, job.length
+    if job.peft_config is not None:
+        job.peft_config.task_type = "SEQ_CLS"
+
+    def build():
+        critic = adapted(job, classifier(job, job.policy))
+        add_value_forward(critic)
+        return prepare(job, critic)
+
+    critic, mode = fake(build)
+    roles = [role_of(job, "critic", critic.parameters())]
+
+    def loss():
+        return critic(**tokens(rows, length), predicts=torch.arange(rows * length))["values"].sum()
+
+    return _finish(job, roles, update_phases(job, mode, critic, loss, roles), _schedule(job, 1, length))
+
+
 def _plan_dpo(job: Job) -> Plan:
-    rows, length = 2 * job.args.per_device_train_batch_size, _length(job)
+    rows, length = 2 * job.args.per_device_train_batch_size, job.length
     has_reference = (job.peft_config is None and not job.args.precompute_ref_log_probs) or job.ref_model
 
     def build():

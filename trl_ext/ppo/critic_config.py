@@ -6,7 +6,7 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 
 from ..redaction import HidesCredentials
-from ..settings import check_settings, resolve_bf16, resolve_checkpointing
+from ..settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
 
 _RANGES = {  # name: (rule in words, test of a value that is not None)
     "gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
@@ -32,7 +32,7 @@ _REFUSED: dict[str, Any] = {  # any value but this one would do nothing, or harm
 
 
 @dataclass
-class CriticConfig(HidesCredentials, TrainingArguments):
+class CriticConfig(HidesCredentials, SavingSettings, TrainingArguments):
     """
     Configuration of [`CriticTrainer`].
 
@@ -70,6 +70,11 @@ class CriticConfig(HidesCredentials, TrainingArguments):
             Keyword arguments of `from_pretrained`, over those of `ModelConfig`. Read by the recipe.
         trust_remote_code (`bool`, defaults to `False`):
             As in transformers. Read by the recipe.
+
+        > Parameters that control checkpoints
+
+        save_in_background (`bool`, defaults to `False`), on_save_failure (`str`, defaults to `"stop"`):
+            As in [`PPOConfig`].
 
         > Parameters whose defaults are not the Trainer's
 

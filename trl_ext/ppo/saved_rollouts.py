@@ -156,8 +156,14 @@ def score_rollouts(
         rows that it scores as a whole. Both of all rows, on every process.
 
     Raises:
+        ValueError: the rows have no texts.
         RuntimeError: a function failed, or gave what is no score.
     """
+    if missing := {"prompt", "completion"} - {*dataset.column_names}:
+        raise ValueError(
+            f"the rollouts have no {', '.join(sorted(missing))}, which rewards read: write them by `trl-ext generate "
+            "--rollouts true`, or give their scores in a column"
+        )
     processes = PartialState()
     mistakes = Mistakes(processes)
     wrapped = [checked(function, name, mistakes) for function, name in zip(functions, names, strict=True)]

@@ -315,9 +315,16 @@ def save_last_step(trainer: Any) -> str:
         return "No step had been finished."
     checkpoint = os.path.join(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
     trainer._check_saving(wait=True)  # it may be under way
-    try:
-        read_marker(checkpoint)
-    except IncompleteCheckpoint:
+    if not _is_complete(checkpoint):
         trainer._save_checkpoint(trainer.model_wrapped, None)
         trainer._check_saving(wait=True)
+    if not _is_complete(checkpoint):  # `save_only_model`, or a full disk with `on_save_failure: continue`
+        return "The same command goes on from the newest complete checkpoint, if there is one."
     return f"What was trained is kept: the same command goes on from {checkpoint}."
+
+
+def _is_complete(checkpoint: str) -> bool:
+    try:
+        return bool(read_marker(checkpoint))
+    except IncompleteCheckpoint:
+        return False

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.launch import on_two_processes
 from tests.tiny import ON_CPU, WORDS, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer, save_base_fingerprint
+from trl_ext.metrics import METRICS
 from trl_ext.ppo import (
     CriticConfig,
     CriticTrainer,
@@ -196,7 +197,9 @@ def stepped(folder, rows_a_device, accumulation, packed=True):
     )
     trainer.train()
     metrics = {name: value for name, value in trainer.evaluate().items() if "val/" in name}
-    logged = [log["val/rmse"] for log in trainer.state.log_history if "val/rmse" in log]
+    logs = [log for log in trainer.state.log_history if "val/rmse" in log]
+    assert all({metric.key for metric in METRICS["CriticConfig"].values()} <= log.keys() for log in logs)
+    logged = [log["val/rmse"] for log in logs]
     return (
         {name: p.detach().clone() for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()},
         metrics,

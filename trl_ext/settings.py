@@ -88,3 +88,19 @@ def check_settings(
                 f"`{name}={value}` is for `{setting}={needed!r}`, but `{setting}={found!r}`: set that, or leave it "
                 "out."
             )
+
+
+def check_score_settings(args: Any) -> None:
+    """Raise if what happens to scores, and to answers without EOS, contradicts itself."""
+    if args.missing_eos_score is not None and args.missing_eos_penalty is not None:
+        raise ValueError(
+            f"`missing_eos_score={args.missing_eos_score}` replaces the score that `missing_eos_penalty="
+            f"{args.missing_eos_penalty}` is subtracted from: set one of them."
+        )
+    if args.mask_truncated_completions and (args.missing_eos_score, args.missing_eos_penalty) != (None, None):
+        raise ValueError(
+            "`mask_truncated_completions=True` leaves out the responses without EOS, which `missing_eos_score="
+            f"{args.missing_eos_score}` and `missing_eos_penalty={args.missing_eos_penalty}` are for: set one of them."
+        )
+    if args.reward_clip_range and not args.reward_clip_range[0] < args.reward_clip_range[1]:
+        raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {args.reward_clip_range}.")

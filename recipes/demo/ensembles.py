@@ -11,21 +11,18 @@ minimum (worst case) and mean − standard deviation (uncertainty-weighted; Cost
 import csv
 import itertools
 import json
-import math
 import random
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import fmean, stdev
 
 from trl_ext import StrictTrlParser
 
 from .report import read_curve
+from .seeds import check_grid, check_seeds, in_words
 from .stages import DemoArguments, noisy_reward_stage, ppo_stage, use_one_thread
 
 MEMBERS = 4
-# Student's t at 97.5 %, for 2 to 10 seeds
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 COMBINED = {"mean": "mean", "WCO": "min", "UWO": "uncertainty"}
 
 
@@ -43,12 +40,8 @@ class EnsembleStudyArguments:
     short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        for name in ("seeds", "kl_coefs"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"`{name}` must be one or more different values, got {values}")
-        if len(self.seeds) > len(STUDENT) + 1:
-            raise ValueError(f"`seeds` must be {len(STUDENT) + 1} or fewer, got {len(self.seeds)}")
+        check_seeds(self)
+        check_grid(self, "kl_coefs")
         if min(self.kl_coefs) < 0 or not 0 <= self.flipped_share <= 0.5:
             raise ValueError(
                 f"`kl_coefs` must be >= 0, `flipped_share` in [0, 0.5]; got {self.kl_coefs} and {self.flipped_share}"
@@ -95,14 +88,6 @@ def measured(folder: Path) -> dict[str, float]:
         "proxy_end": curve["proxy"][-1].item(),
         "kl_end": curve["kl"][-1].item(),
     }
-
-
-def in_words(values: list[float]) -> str:
-    """A mean with its 95 % t-interval over the seeds."""
-    if len(values) < 2:
-        return f"{values[0]:+.3f}"
-    half = STUDENT[len(values) - 2] * stdev(values) / math.sqrt(len(values))
-    return f"{fmean(values):+.3f} ± {half:.3f}"
 
 
 def table(rows: list[dict]) -> str:

@@ -19,6 +19,7 @@ from trl_ext import StrictTrlParser
 from trl_ext.evaluation import fit_overoptimization, overoptimization_curve
 
 from .report import read_curve
+from .seeds import check_grid
 from .stages import DemoArguments, ppo_stage, use_one_thread
 
 KINDS = ("gold", "proxy")
@@ -42,10 +43,7 @@ class StudyArguments:
     short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        for name in ("kl_coefs", "seeds", "planted_shares", "label_noises"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"`{name}` must be one or more different values, got {values}")
+        check_grid(self, "kl_coefs", "seeds", "planted_shares", "label_noises")
         if min(self.kl_coefs) < 0:
             raise ValueError(f"`kl_coefs` must be >= 0, got {self.kl_coefs}")
 

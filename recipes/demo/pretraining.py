@@ -21,8 +21,8 @@ from torch import Tensor
 from trl_ext import StrictTrlParser
 from trl_ext.ppo import load_critic
 
-from .ensembles import STUDENT, in_words
 from .report import read_curve
+from .seeds import check_seeds, in_words
 from .stages import (
     DemoArguments,
     build,
@@ -56,8 +56,7 @@ class PretrainingStudyArguments:
     short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or len(self.seeds) > len(STUDENT) + 1:
-            raise ValueError(f"`seeds` must be 1 to {len(STUDENT) + 1} different numbers, got {self.seeds}")
+        check_seeds(self)
 
 
 def smoothed(scores: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from pathlib import Path
 from trl_ext import StrictTrlParser
 from trl_ext.evaluation import mine_phrases, probe_reward
 
+from .seeds import check_grid
 from .stages import DemoArguments, reward_stage, use_one_thread
 from .world import PHRASE
 
@@ -36,10 +37,7 @@ class ProbeStudyArguments:
     short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        for name in ("seeds", "planted_shares"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"`{name}` must be one or more different values, got {values}")
+        check_grid(self, "seeds", "planted_shares")
         if self.rows < 1 or not all(0 <= share <= 1 for share in self.planted_shares):
             raise ValueError(
                 f"`rows` must be 1 or more, `planted_shares` in [0, 1]; got {self.rows} and {self.planted_shares}"

@@ -19,8 +19,8 @@ from statistics import fmean
 from trl_ext import StrictTrlParser
 
 from .. import refresh_reward
-from .ensembles import STUDENT, in_words
 from .report import read_curve
+from .seeds import check_seeds, in_words
 from .stages import HERE, DemoArguments, ppo_stage, reward_stage, use_one_thread
 from .world import ANNOTATORS, prefer_first
 
@@ -44,8 +44,7 @@ class RefreshStudyArguments:
     short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or len(self.seeds) > len(STUDENT) + 1:
-            raise ValueError(f"`seeds` must be 1 to {len(STUDENT) + 1} different numbers, got {self.seeds}")
+        check_seeds(self)
 
 
 def label(folder: Path, seed: int, label_noise: float) -> Path:

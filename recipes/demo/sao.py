@@ -24,8 +24,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl_ext import PPOConfig, PPOTrainer, StrictTrlParser
 from trl_ext.rewards import ModelReward
 
-from .ensembles import STUDENT, in_words
 from .measure import MAX_NEW_TOKENS, measure
+from .seeds import check_grid, check_seeds, in_words
 from .stages import DemoArguments, reward_stage, sft_stage, use_one_thread
 
 ROLLOUT = 64  # answers
@@ -78,15 +78,10 @@ class SAOStudyArguments:
     short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        for name in ("seeds", "tuning_seeds", "learning_rates", "algorithms"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"`{name}` must be one or more different values, got {values}")
-        if len(self.seeds) > len(STUDENT) + 1 or {*self.seeds} & {*self.tuning_seeds}:
-            raise ValueError(
-                f"`seeds` must be {len(STUDENT) + 1} or fewer, none of them a tuning seed; got {self.seeds} and "
-                f"{self.tuning_seeds}"
-            )
+        check_seeds(self)
+        check_grid(self, "tuning_seeds", "learning_rates", "algorithms")
+        if {*self.seeds} & {*self.tuning_seeds}:
+            raise ValueError(f"none of `seeds` may be a tuning seed, got {self.seeds} and {self.tuning_seeds}")
         if {*self.algorithms} - ALGORITHMS.keys() or {*map(tuned_as, self.algorithms)} - {*self.algorithms}:
             raise ValueError(
                 f"`algorithms` must be among {list(ALGORITHMS)}, and PPO with its variants; got {self.algorithms}"

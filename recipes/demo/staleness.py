@@ -17,8 +17,8 @@ from statistics import fmean
 
 from trl_ext import StrictTrlParser
 
-from .ensembles import STUDENT, in_words
 from .report import read_curve
+from .seeds import check_grid, check_seeds, in_words
 from .stages import DemoArguments, ppo_stage, use_one_thread
 
 
@@ -43,14 +43,10 @@ class StalenessStudyArguments:
     short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        for name in ("seeds", "rollouts_ahead", "corrections"):
-            values = getattr(self, name)
-            if not values or len(set(values)) < len(values):
-                raise ValueError(f"`{name}` must be one or more different values, got {values}")
+        check_seeds(self)
+        check_grid(self, "rollouts_ahead", "corrections")
         if 0 not in self.rollouts_ahead or min(self.rollouts_ahead) < 0:
             raise ValueError(f"`rollouts_ahead` must be >= 0, and 0 among them, got {self.rollouts_ahead}")
-        if len(self.seeds) > len(STUDENT) + 1:
-            raise ValueError(f"`seeds` must be {len(STUDENT) + 1} or fewer, got {len(self.seeds)}")
 
 
 def measured(folder: Path) -> dict[str, float]:

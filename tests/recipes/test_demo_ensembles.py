@@ -3,7 +3,8 @@ import json
 import pytest
 
 from recipes.demo import ensembles
-from recipes.demo.ensembles import flipped, in_words, main
+from recipes.demo.ensembles import flipped, main
+from recipes.demo.seeds import in_words
 
 
 def test_the_share_is_flipped_and_each_member_leaves_out_another_quarter():

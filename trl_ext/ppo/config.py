@@ -8,7 +8,7 @@ from trl import RLOOConfig
 
 from ..nearest import did_you_mean
 from ..redaction import HidesCredentials
-from ..settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
+from ..settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -535,17 +535,7 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
         check_settings(self, _RANGES, _ONLY_WITH)
         if self.max_completion_length is None:  # transformers would make 20 tokens, prompt included, of it
             raise ValueError("`max_completion_length` must be a number of tokens, got None.")
-        if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
-            raise ValueError(
-                f"`missing_eos_score={self.missing_eos_score}` replaces the score that `missing_eos_penalty="
-                f"{self.missing_eos_penalty}` is subtracted from: set one of them."
-            )
-        if self.mask_truncated_completions and (self.missing_eos_score, self.missing_eos_penalty) != (None, None):
-            raise ValueError(
-                "`mask_truncated_completions=True` leaves out the responses without EOS, which "
-                f"`missing_eos_score={self.missing_eos_score}` and `missing_eos_penalty={self.missing_eos_penalty}` "
-                "are for: set one of them."
-            )
+        check_score_settings(self)
         if self.stop_token and self.stop_token_id is not None:
             raise ValueError("`stop_token` and `stop_token_id` are two names of one setting: set one of them.")
         if self.kl_controller != "fixed":
@@ -559,8 +549,6 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
                     f"`kl_coef={self.kl_coef}` must lie within [`kl_coef_min`, `kl_coef_max`] = [{self.kl_coef_min}, "
                     f"{self.kl_coef_max}]."
                 )
-        if self.reward_clip_range and not self.reward_clip_range[0] < self.reward_clip_range[1]:
-            raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {self.reward_clip_range}.")
         if self.fp16 and self.max_approx_kl is not None:
             raise ValueError(
                 "`max_approx_kl` skips optimizer steps, which fp16's loss scaler does not allow: use `bf16`, or drop "

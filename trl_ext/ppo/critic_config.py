@@ -6,7 +6,7 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 
 from ..redaction import HidesCredentials
-from ..settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
+from ..settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
 
 _RANGES = {  # name: (rule in words, test of a value that is not None)
     "gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
@@ -128,18 +128,7 @@ class CriticConfig(HidesCredentials, SavingSettings, TrainingArguments):
         for name, default in _REFUSED.items():
             if (value := getattr(self, name)) != default:
                 raise ValueError(f"`{name}={value}` does nothing for a critic: leave it out.")
-        if self.missing_eos_score is not None and self.missing_eos_penalty is not None:
-            raise ValueError(
-                f"`missing_eos_score={self.missing_eos_score}` replaces the score that `missing_eos_penalty="
-                f"{self.missing_eos_penalty}` is subtracted from: set one of them."
-            )
-        if self.mask_truncated_completions and (self.missing_eos_score, self.missing_eos_penalty) != (None, None):
-            raise ValueError(
-                "`mask_truncated_completions=True` leaves out the responses without EOS, which `missing_eos_score` "
-                "and `missing_eos_penalty` are for: set one of them."
-            )
-        if self.reward_clip_range and not self.reward_clip_range[0] < self.reward_clip_range[1]:
-            raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {self.reward_clip_range}.")
+        check_score_settings(self)
         if self.reward_normalization == "group" and not self.reward_group_column:
             raise ValueError("`reward_normalization='group'` needs `reward_group_column`, the column to group by.")
         super().__post_init__()

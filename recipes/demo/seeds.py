@@ -1,0 +1,32 @@
+"""What studies of several seeds share: their grid is checked, and their means have intervals."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+# Student's t at 97.5 %, for 2 to 10 seeds
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def check_grid(args: Any, *names: str) -> None:
+    """Raise if one of these arguments does not hold different values."""
+    for name in names:
+        values = getattr(args, name)
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"`{name}` must be one or more different values, got {values}")
+
+
+def check_seeds(args: Any) -> None:
+    """Raise if the seeds are not different ones, or more than there are intervals for."""
+    check_grid(args, "seeds")
+    if len(args.seeds) > len(STUDENT) + 1:
+        raise ValueError(f"`seeds` must be {len(STUDENT) + 1} or fewer, got {len(args.seeds)}")
+
+
+def in_words(values: Sequence[float]) -> str:
+    """A mean with its 95 % t-interval over the seeds."""
+    if len(values) < 2:
+        return f"{values[0]:+.3f}"
+    half = STUDENT[len(values) - 2] * stdev(values) / math.sqrt(len(values))
+    return f"{fmean(values):+.3f} ± {half:.3f}"

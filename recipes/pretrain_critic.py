@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.checkpoints import CannotResume, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
     from trl_ext.commands import objections, record_run, report_of
     from trl_ext.models import eos_token_ids, keep_unpacked
     from trl_ext.ppo import (
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         save_base_fingerprint(critic, output_dir, model_args.model_name_or_path, model_args.model_revision)
     record_run(trainer)
-    with parser.one_line_errors(CannotResume):
+    with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
         trainer.save_metrics("train", result.metrics)

@@ -7,15 +7,20 @@ from transformers import TrainingArguments
 
 from ..redaction import HidesCredentials
 from ..settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
+from .config import _ONLY_WITH as ONLY_WITH_OF_PPO
+from .config import _RANGES as OF_PPO
 
-_RANGES = {  # name: (rule in words, test of a value that is not None)
-    "gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "missing_eos_penalty": ("> 0 (it is subtracted)", lambda x: x > 0),
-    "gradient_accumulation_steps": (">= 1", lambda x: x >= 1),
-    "per_device_eval_batch_size": (">= 1", lambda x: x >= 1),
-    "per_device_train_batch_size": (">= 1", lambda x: x >= 1),
+_RANGES = {
+    name: OF_PPO[name]
+    for name in (
+        "gamma",
+        "gradient_accumulation_steps",
+        "missing_eos_penalty",
+        "per_device_eval_batch_size",
+        "per_device_train_batch_size",
+    )
 }
-_ONLY_WITH = {"reward_group_column": ("reward_normalization", "group")}
+_ONLY_WITH = {"reward_group_column": ONLY_WITH_OF_PPO["reward_group_column"]}
 _REFUSED: dict[str, Any] = {  # any value but this one would do nothing, or harm
     "batch_eval_metrics": False,
     "eval_accumulation_steps": None,

@@ -178,7 +178,9 @@ class PPOMetrics:
             self.accelerator.pad_across_processes(real, dim=1, pad_index=torch.nan)  # responses may be longer there
         )
         everyones = everyones[~everyones.isnan()].cpu().double().numpy()
-        return {percent: float(np.percentile(everyones, percent)) for percent in (50, 99) if everyones.size}
+        if not everyones.size:
+            return {}
+        return dict(zip((50, 99), np.percentile(everyones, (50, 99)).tolist(), strict=True))
 
     def stale(self, steps: int) -> None:
         """Observe how many optimizer steps there were between the weights that drew a rollout and its first update."""

@@ -8,7 +8,6 @@ minimum (worst case) and mean − standard deviation (uncertainty-weighted; Cost
 `ensembles.csv`, a row a run, and `ensembles.md`; the same command again goes on, also with more seeds.
 """
 
-import csv
 import itertools
 import json
 import random
@@ -19,7 +18,7 @@ from pathlib import Path
 from trl_ext import StrictTrlParser
 
 from .report import read_curve
-from .seeds import check_grid, check_seeds, in_words
+from .seeds import check_grid, check_seeds, in_words, write_results
 from .stages import DemoArguments, noisy_reward_stage, ppo_stage, use_one_thread
 
 MEMBERS = 4
@@ -120,11 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
                 run = ppo_stage(demo, f"unguarded-{name}-{kl_coef:g}", ["--kl_coef", kl_coef], proxy)
                 rows.append({"kl_coef": kl_coef, "seed": seed, "reward": name, **measured(run)})
                 print(rows[-1], flush=True)
-        with (output_dir / "ensembles.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        (output_dir / "ensembles.md").write_text(table(rows))
+        write_results(rows, table(rows), output_dir, "ensembles")
     print(table(rows))
 
 

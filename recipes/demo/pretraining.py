@@ -10,7 +10,6 @@ after every rollout; `episodes_until` says how. Writes `pretraining.csv`, a row 
 command again goes on, also with more seeds.
 """
 
-import csv
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from trl_ext import StrictTrlParser
 from trl_ext.ppo import load_critic
 
 from .report import read_curve
-from .seeds import check_seeds, in_words
+from .seeds import check_seeds, in_words, write_results
 from .stages import (
     DemoArguments,
     build,
@@ -170,11 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
         with parser.one_line_errors(ValueError):
             rows += study(args, demo)
-        with (output_dir / "pretraining.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        (output_dir / "pretraining.md").write_text(table(rows))
+        write_results(rows, table(rows), output_dir, "pretraining")
     print(table(rows))
 
 

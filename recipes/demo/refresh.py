@@ -9,7 +9,6 @@ share the first leg, and have as many episodes. Writes `refresh.csv`, a row a le
 again goes on, also with more seeds.
 """
 
-import csv
 import json
 import random
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from trl_ext import StrictTrlParser
 
 from .. import refresh_reward
 from .report import read_curve
-from .seeds import check_seeds, in_words
+from .seeds import check_seeds, in_words, write_results
 from .stages import HERE, DemoArguments, ppo_stage, reward_stage, use_one_thread
 from .world import ANNOTATORS, prefer_first
 
@@ -186,12 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
         demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
         with parser.one_line_errors(ValueError):
             rows += study(args, demo)
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        with (output_dir / "refresh.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
-        (output_dir / "refresh.md").write_text(table(rows))
+        write_results(rows, table(rows), output_dir, "refresh")
     print(table(rows))
 
 

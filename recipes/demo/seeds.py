@@ -1,7 +1,9 @@
 """What studies of several seeds share: their grid is checked, and their means have intervals."""
 
+import csv
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -30,3 +32,12 @@ def in_words(values: Sequence[float]) -> str:
         return f"{values[0]:+.3f}"
     half = STUDENT[len(values) - 2] * stdev(values) / math.sqrt(len(values))
     return f"{fmean(values):+.3f} ± {half:.3f}"
+
+
+def write_results(rows: list[dict], table: str, output_dir: Path, name: str) -> None:
+    """Write `name`.csv, a row a run, and `name`.md."""
+    with (output_dir / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in rows for column in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    (output_dir / f"{name}.md").write_text(table)

@@ -8,7 +8,6 @@ that is trained. Writes `staleness.csv`, a row a run, and `staleness.md`; the sa
 more seeds. Hardware: 2 CPU cores, some two minutes a run.
 """
 
-import csv
 import json
 import math
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from statistics import fmean
 from trl_ext import StrictTrlParser
 
 from .report import read_curve
-from .seeds import check_grid, check_seeds, in_words
+from .seeds import check_grid, check_seeds, in_words, write_results
 from .stages import DemoArguments, ppo_stage, use_one_thread
 
 
@@ -116,11 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
                     run = ppo_stage(demo, f"unguarded-ahead-{ahead}-{correction}", options)
                 rows.append({"seed": seed, "rollouts_ahead": ahead, "correction": correction, **measured(run)})
                 print(rows[-1], flush=True)
-        with (output_dir / "staleness.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        (output_dir / "staleness.md").write_text(table(rows))
+        write_results(rows, table(rows), output_dir, "staleness")
     print(table(rows))
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from transformers import HfArgumentParser
@@ -20,6 +21,8 @@ class Config:
     mode: Literal["plain", "fancy"] = "plain"
     side: Literal["left"] | None = None
     fancy_share: float = 0.5
+    times: int = 2
+    limit: int | None = None
 
 
 def check(**given):
@@ -32,12 +35,16 @@ def test_what_can_work_passes():
     check()
     check(bound=2.0, side="left", mode="fancy", fancy_share=0.7)
     check(fancy_share=0.5)  # the default says nothing
+    check(times=np.int64(3), limit=4)
 
 
 def test_what_cannot_is_named(subtests):
     for given, message in [
         ({"rate": 0.0}, "`rate` must be > 0, got 0.0."),
         ({"bound": 0.5}, "`bound` must be >= 1, got 0.5."),
+        ({"times": 1.5}, "`times` must be a whole number, got 1.5."),
+        ({"times": None}, "`times` must be a whole number, got None."),
+        ({"limit": True}, "`limit` must be a whole number, got True."),
         ({"mode": "odd"}, "`mode` must be one of ['plain', 'fancy'], got 'odd'."),
         ({"mode": None}, "`mode` must be one of ['plain', 'fancy'], got None."),
         ({"side": "right"}, "`side` must be one of ['left'], got 'right'."),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -64,18 +65,26 @@ def check_settings(
     Raise for the first field whose value cannot work.
 
     Args:
-        config: a dataclass instance; its `Literal` fields must have one of their values, or `None` if that is allowed.
+        config: a dataclass instance; its `Literal` fields must have one of their values, or `None` if that is allowed,
+            and so must those of whole numbers.
         ranges: field → (rule in words, test of a value that is not `None`).
         only_with: field → (other field, value that it must have), for a field that does nothing otherwise.
 
     Raises:
         ValueError: with the field, its value, and what to do.
     """
+    hints = get_type_hints(type(config))  # not `field.type`: HfArgumentParser overwrites it
+    for name, hint in hints.items():
+        value = getattr(config, name)
+        if hint not in (int, int | None) or (value is None and hint is not int):
+            continue
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise ValueError(f"`{name}` must be a whole number, got {value!r}.")
     for name, (rule, is_valid) in ranges.items():
         value = getattr(config, name)
         if value is not None and not is_valid(value):
             raise ValueError(f"`{name}` must be {rule}, got {value}.")
-    for name, hint in get_type_hints(type(config)).items():  # not `field.type`: HfArgumentParser overwrites it
+    for name, hint in hints.items():
         literal = next((t for t in (hint, *get_args(hint)) if get_origin(t) is Literal), None)
         choices = [*get_args(literal), *([None] if literal is not hint else [])]
         if literal and getattr(config, name) not in choices:

@@ -251,23 +251,30 @@ def test_what_was_interrupted_does_not_count_as_one_to_keep(tmp_path):
 
 
 def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):
-    falling = iter([3.0, 2.0, 1.0, 4.0])
+    losses = iter([3.0, 2.0, 1.0, 1.5])  # the last is better than what is there
     config = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    config |= {"metric_for_best_model": "eval_loss", "on_save_failure": "continue"}
+    config |= {"metric_for_best_model": "eval_loss", "on_save_failure": "continue", "save_in_background": False}
     trainer = sft(tmp_path, is_evaluated=True, **EACH_STEP | config)
-    weights, evaluate = {}, trainer.evaluate
-    trainer.evaluate = lambda *args, **kwargs: evaluate(*args, **kwargs) | {"eval_loss": next(falling)}
+    weights, before, evaluate = {}, [], trainer.evaluation_loop
+
+    def evaluated(*args, **kwargs):
+        output = evaluate(*args, **kwargs)
+        return output._replace(metrics=output.metrics | {"eval_loss": next(losses)})
+
+    trainer.evaluation_loop = evaluated
 
     def fill():
         (tmp_path / "checkpoint-3").mkdir()
         (tmp_path / "checkpoint-3/optimizer.pt").symlink_to("/dev/full")
 
     def keep():
+        before.append((trainer.state.best_model_checkpoint, trainer.state.best_metric))
         weights.update({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
 
-    trainer.add_callback(At(_2=keep, _3=fill))
+    trainer.add_callback(At(_3=fill, _4=keep))
     trainer.train()
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert before == [(str(tmp_path / "checkpoint-2"), 2.0)]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
     torch.testing.assert_close(dict(trainer.model.named_parameters()), weights, rtol=0, atol=0)
 
 

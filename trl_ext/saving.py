@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -10,6 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers.utils import ENV_VARS_TRUE_VALUES
 
 from .halts import rolled_back
+from .marker import step_of
 from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, not_saved
 
 _UPLOADERS = {  # tracker -> by which values of which variable it uploads a checkpoint in `on_save`
@@ -130,8 +132,14 @@ class BackgroundSaving:
 
     def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
         """Remove a checkpoint that could not be written: it takes room, and would count as one to keep."""
-        if self.state.best_model_checkpoint == checkpoint:
-            self.state.best_model_checkpoint = best
+        state, metric = self.state, f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+        if state.best_model_checkpoint == checkpoint:
+            state.best_model_checkpoint = best
+        if state.best_global_step == step_of(Path(checkpoint)):
+            # What comes is compared with the best that is there
+            state.best_global_step = step_of(Path(best)) if best else None
+            measured = {log["step"]: log[metric] for log in state.log_history if metric in log}
+            state.best_metric = measured.get(state.best_global_step)
         if self.args.should_save:
             shutil.rmtree(checkpoint, ignore_errors=True)
 

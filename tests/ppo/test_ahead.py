@@ -314,9 +314,9 @@ def on_server(tmp_path, server, **config):
     return make_trainer(tmp_path, rollouts_ahead=1, **server_mode, **config)
 
 
-def drawn_from(trainer, resume=None):
+def drawn_from(trainer, resume=None, model=None, tolerance=1e-5):
     """Train, and return for each rollout the number of the rollout before which the weights that drew it were seen."""
-    rollouts, before, model = collected(trainer), BeforeRollouts(trainer), tiny_llama()
+    rollouts, before, model = collected(trainer), BeforeRollouts(trainer), model or tiny_llama()
     trainer.add_callback(before)
     trainer.train(resume_from_checkpoint=resume)
     versions = []
@@ -331,7 +331,7 @@ def drawn_from(trainer, resume=None):
             logprobs = completion_logprobs(model, *asked)[0]
             differences.append((logprobs - rollout.sampler_logprobs).abs().max().item())
         nearest, *others = sorted(differences)
-        assert nearest < 1e-5 and all(other > 1e-3 for other in others)
+        assert nearest < tolerance and all(other > 1e-3 for other in others)
         versions.append(differences.index(min(differences)))
     return versions
 

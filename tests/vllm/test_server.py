@@ -11,6 +11,7 @@ import threading
 import pytest
 from safetensors.torch import save_file
 
+from tests.ppo.test_ahead import drawn_from, on_server
 from tests.ppo.worker import collected, make_trainer
 from tests.tiny import tiny_llama, tiny_tokenizer
 from tests.vllm.on_cpu import ENVIRONMENT
@@ -43,13 +44,14 @@ class Server:
         self.process.wait()
 
 
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 FLAGS = ["--weight-transfer-config", json.dumps({"backend": "file"}), "--logprobs-mode", "processed_logprobs"]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("policy")
-    tiny_llama(hidden_size=64, num_attention_heads=2, num_key_value_heads=2).save_pretrained(folder)
+    tiny_llama(**SHAPE).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     served = Server(str(folder), *FLAGS)
     yield served
@@ -120,6 +122,24 @@ def test_log_probs_follow_the_weights_also_after_the_server_was_killed(make, by_
             assert not {2, 9} & {*ids[: length - 1].tolist()} and (ids[length - 1].item() in (2, 9)) == bool(ended)
     said = capfd.readouterr().out
     assert said.count("waiting for it, up to") == said.count("was restarted: it is sent the weights again") == 1
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_rollouts_are_drawn_ahead_by_the_weights_that_the_schedule_says(dies, by_file, server, tmp_path, monkeypatch):
+    """Where the server dies before the third is drawn, by those of when it is needed."""
+    given = {"model": server.flags[0], "learning_rate": 3e-2, "vllm_server_timeout": TIMEOUT}
+    trainer = on_server(tmp_path / "out", server, **given)
+    client, asked = trainer.vllm_generation.vllm_client, []
+
+    def generate(*args, draw=client.generate, **kwargs):
+        asked.append(args)
+        if dies and len(asked) == 3:
+            server.kill()
+            threading.Timer(3, server.start).start()
+        return draw(*args, **kwargs)
+
+    monkeypatch.setattr(client, "generate", generate)
+    assert drawn_from(trainer, model=tiny_llama(**SHAPE), tolerance=1e-4) == [0, 0, 2 if dies else 1]
 
 
 def test_a_server_with_other_log_probs_is_refused(server, tmp_path):

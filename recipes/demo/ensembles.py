@@ -18,7 +18,7 @@ from pathlib import Path
 from trl_ext import StrictTrlParser
 
 from .report import read_curve
-from .seeds import check_grid, check_seeds, in_words, write_results
+from .seeds import SeededStudyArguments, check_grid, in_words, write_results
 from .stages import DemoArguments, noisy_reward_stage, ppo_stage, use_one_thread
 
 MEMBERS = 4
@@ -26,20 +26,16 @@ COMBINED = {"mean": "mean", "WCO": "min", "UWO": "uncertainty"}
 
 
 @dataclass
-class EnsembleStudyArguments:
+class EnsembleStudyArguments(SeededStudyArguments):
     """The grid: every combination is trained with each kind of reward."""
 
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
-    )
     kl_coefs: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "Fixed KL coefficients."})
     flipped_share: float = field(default=0.25, metadata={"help": "Share of the training pairs that are flipped."})
     planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
     output_dir: str = field(default="outputs/ensembles", metadata={"help": "Folder of all runs."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        check_seeds(self)
+        super().__post_init__()
         check_grid(self, "kl_coefs")
         if min(self.kl_coefs) < 0 or not 0 <= self.flipped_share <= 0.5:
             raise ValueError(

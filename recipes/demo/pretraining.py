@@ -21,7 +21,7 @@ from trl_ext import StrictTrlParser
 from trl_ext.ppo import load_critic
 
 from .report import read_curve
-from .seeds import check_seeds, in_words, write_results
+from .seeds import SeededStudyArguments, in_words, write_results
 from .stages import (
     DemoArguments,
     build,
@@ -42,20 +42,13 @@ WIDTH = 3  # measurements of a moving mean
 
 
 @dataclass
-class PretrainingStudyArguments:
+class PretrainingStudyArguments(SeededStudyArguments):
     """The worlds, and how the critics are trained."""
 
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
-    )
     num_samples: int = field(default=4, metadata={"help": "Answers to each of the 4,000 training prompts."})
     num_train_epochs: int = field(default=4, metadata={"help": "Passes over them."})
     planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
     output_dir: str = field(default="outputs/pretraining", metadata={"help": "Folder of all runs."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
-
-    def __post_init__(self):
-        check_seeds(self)
 
 
 def smoothed(scores: Tensor) -> Tensor:

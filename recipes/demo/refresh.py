@@ -19,7 +19,7 @@ from trl_ext import StrictTrlParser
 
 from .. import refresh_reward
 from .report import read_curve
-from .seeds import check_seeds, in_words, write_results
+from .seeds import SeededStudyArguments, in_words, write_results
 from .stages import HERE, DemoArguments, ppo_stage, reward_stage, use_one_thread
 from .world import ANNOTATORS, prefer_first
 
@@ -28,22 +28,15 @@ ARMS = ("none", "refreshed")
 
 
 @dataclass
-class RefreshStudyArguments:
+class RefreshStudyArguments(SeededStudyArguments):
     """The worlds, the legs and the rounds."""
 
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
-    )
     episodes: int = field(default=2048, metadata={"help": "Episodes of each of the three legs."})
     queue_size: int = field(default=200, metadata={"help": "Pairs of answers that are labelled in a round."})
     old_share: float = field(default=0.8, metadata={"help": "Share of old pairs in what is trained on."})
     label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
     planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
     output_dir: str = field(default="outputs/refresh", metadata={"help": "Folder of all runs."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
-
-    def __post_init__(self):
-        check_seeds(self)
 
 
 def label(folder: Path, seed: int, label_noise: float) -> Path:

@@ -25,7 +25,7 @@ from trl_ext import PPOConfig, PPOTrainer, StrictTrlParser
 from trl_ext.rewards import ModelReward
 
 from .measure import MAX_NEW_TOKENS, measure
-from .seeds import check_grid, check_seeds, in_words
+from .seeds import SeededStudyArguments, check_grid, in_words
 from .stages import DemoArguments, reward_stage, sft_stage, use_one_thread
 
 ROLLOUT = 64  # answers
@@ -58,12 +58,9 @@ MEASURED = ("gold", "proxy", "kl", "length", "ended")
 
 
 @dataclass
-class SAOStudyArguments:
+class SAOStudyArguments(SeededStudyArguments):
     """What is compared, on what, and for how long."""
 
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
-    )
     tuning_seeds: list[int] = field(
         default_factory=lambda: [8, 9], metadata={"help": "Seeds on which learning rates are chosen."}
     )
@@ -75,10 +72,9 @@ class SAOStudyArguments:
     kl_coef: float = field(default=0.05, metadata={"help": "Fixed KL coefficient."})
     planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
     output_dir: str = field(default="outputs/sao", metadata={"help": "Folder of worlds, `sao.jsonl` and `sao.md`."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        check_seeds(self)
+        super().__post_init__()
         check_grid(self, "tuning_seeds", "learning_rates", "algorithms")
         if {*self.seeds} & {*self.tuning_seeds}:
             raise ValueError(f"none of `seeds` may be a tuning seed, got {self.seeds} and {self.tuning_seeds}")

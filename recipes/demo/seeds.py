@@ -3,6 +3,7 @@
 import csv
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,11 +20,19 @@ def check_grid(args: Any, *names: str) -> None:
             raise ValueError(f"`{name}` must be one or more different values, got {values}")
 
 
-def check_seeds(args: Any) -> None:
-    """Raise if the seeds are not different ones, or more than there are intervals for."""
-    check_grid(args, "seeds")
-    if len(args.seeds) > len(STUDENT) + 1:
-        raise ValueError(f"`seeds` must be {len(STUDENT) + 1} or fewer, got {len(args.seeds)}")
+@dataclass
+class SeededStudyArguments:
+    """What each study of several seeds asks for."""
+
+    seeds: list[int] = field(
+        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
+    )
+    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+
+    def __post_init__(self):
+        check_grid(self, "seeds")
+        if len(self.seeds) > len(STUDENT) + 1:
+            raise ValueError(f"`seeds` must be {len(STUDENT) + 1} or fewer, got {len(self.seeds)}")
 
 
 def in_words(values: Sequence[float]) -> str:

@@ -17,17 +17,14 @@ from statistics import fmean
 from trl_ext import StrictTrlParser
 
 from .report import read_curve
-from .seeds import check_grid, check_seeds, in_words, write_results
+from .seeds import SeededStudyArguments, check_grid, in_words, write_results
 from .stages import DemoArguments, ppo_stage, use_one_thread
 
 
 @dataclass
-class StalenessStudyArguments:
+class StalenessStudyArguments(SeededStudyArguments):
     """The grid: each seed is trained with each number of rollouts ahead, and each correction."""
 
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
-    )
     rollouts_ahead: list[int] = field(
         default_factory=lambda: [0, 1, 2, 4], metadata={"help": "Rollouts ahead, 0 among them."}
     )
@@ -39,10 +36,9 @@ class StalenessStudyArguments:
     total_episodes: int = field(default=2048, metadata={"help": "Episodes of a run; a rollout has 128."})
     planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
     output_dir: str = field(default="outputs/staleness", metadata={"help": "Folder of all runs."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
 
     def __post_init__(self):
-        check_seeds(self)
+        super().__post_init__()
         check_grid(self, "rollouts_ahead", "corrections")
         if 0 not in self.rollouts_ahead or min(self.rollouts_ahead) < 0:
             raise ValueError(f"`rollouts_ahead` must be >= 0, and 0 among them, got {self.rollouts_ahead}")

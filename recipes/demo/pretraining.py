@@ -4,13 +4,14 @@
 
 In each world the SFT model answers the training prompts, the reward model scores the answers, and two critics are
 trained on them before PPO: from the SFT model with a zero head, and from the reward model. Guarded PPO then runs with
-each, and with what each started from; all else is equal. The target of a pair of runs is 80 % of the way from the
-start to where the run without pre-training ends, in the reward model's score on held-out prompts, which is measured
-after every rollout; `episodes_until` says how. Writes `pretraining.csv`, a row a run, and `pretraining.md`; the same
-command again goes on, also with more seeds.
+each, and with what each started from; all else is equal. The targets of a pair of runs are half and 80 % of the way
+from the start to where the run without pre-training ends, in the reward model's score on held-out prompts, which is
+measured after every rollout; `episodes_until` says how. Writes `pretraining.csv`, a row a run, and `pretraining.md`;
+the same command again goes on, also with more seeds.
 """
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from .stages import (
 
 # Run: the run without pre-training that it is compared with
 WITHOUT = {"zero": None, "pretrained-zero": "zero", "reward": None, "pretrained-reward": "reward"}
-SHARE = 0.8  # of the gain of the run without
+SHARES = (0.5, 0.8)  # of the gain of the run without: its targets
 EPISODES = 128  # of a rollout
 LAST = 4  # measurements whose mean is where a run ends
 WIDTH = 3  # measurements of a moving mean
@@ -107,20 +108,23 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
         run = ppo_stage(demo, f"guarded-{name}", more)
         curve = curves[name] = read_curve(run)
         start, end = curves[without or name]["proxy"][0], curves[without or name]["proxy"][-LAST:].mean()
-        target = (start + SHARE * (end - start)).item()
         each = len(curve["proxy"]) - 1
         step = int(curve["step"][-1]) * EPISODES // 8 // max(each, 1)  # 8 optimizer steps a rollout
         of_returns = logged(critics[name.split("-")[-1]], "eval_val/explained_variance")
-        needed = {key: episodes_until(curves[key]["proxy"], target, step) for key in filter(None, (name, without))}
+        needed = {}
+        for share in SHARES:
+            target = (start + share * (end - start)).item()
+            episodes = episodes_until(curve["proxy"], target, step)
+            whole = episodes_until(curves[without or name]["proxy"], target, step)
+            ratio = episodes / whole if whole else math.nan  # the run without has gained nothing
+            needed |= {f"target_{share:g}": target, f"episodes_{share:g}": episodes, f"ratio_{share:g}": ratio}
         rows.append(
             {
                 "seed": demo.seed,
                 "run": name,
                 "first_explained_variance": logged(run, "val/explained_variance")[0],  # of λ = 0.95
                 "held_out_explained_variance": of_returns[-1 if without else 0],  # Monte Carlo
-                "target": target,
-                "episodes": needed[name],
-                "share_of_episodes": needed[name] / needed[without] if without else 1.0,
+                **needed,
                 "proxy_end": curve["proxy"][-LAST:].mean().item(),
                 "gold_sft": curve["gold"][0].item(),
                 "gold_end": curve["gold"][-LAST:].mean().item(),
@@ -133,18 +137,18 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """Means over the seeds with 95 % t-intervals; gold's gain over the run without, in the same world."""
-    lines = [
-        "| critic starts from | explained variance, first rollout | of Monte Carlo returns, held out | episodes until "
-        "the target | ÷ without | gold at the end | − without | seeds |"
-    ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    heads = ["critic starts from", "explained variance, first rollout", "of Monte Carlo returns, held out"]
+    for share in SHARES:
+        heads += [f"episodes until {share:.0%} of the gain", "÷ without"]
+    heads += ["gold at the end", "− without", "seeds"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     ends = {(row["seed"], row["run"]): row for row in rows}
     for name, without in WITHOUT.items():
         cells = [row for row in rows if row["run"] == name]
-        names = ("first_explained_variance", "held_out_explained_variance", "episodes", "share_of_episodes")
-        shown = [in_words([row[key] for row in cells]) for key in names]
-        if not without:
-            shown[-1] = "1"
+        shown = [in_words([row[f"{kind}_explained_variance"] for row in cells]) for kind in ("first", "held_out")]
+        for share in SHARES:
+            episodes, ratios = ([row[f"{kind}_{share:g}"] for row in cells] for kind in ("episodes", "ratio"))
+            shown += [in_words(episodes), in_words(ratios) if without else "1"]
         gold = [row["gold_end"] for row in cells]
         gain = [row["gold_end"] - ends[row["seed"], without]["gold_end"] for row in cells] if without else None
         shown += [in_words(gold), in_words(gain) if gain else "0"]

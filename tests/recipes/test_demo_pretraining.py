@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.demo.pretraining import WITHOUT, episodes_until, smoothed, table
+from recipes.demo.pretraining import SHARES, WITHOUT, episodes_until, smoothed, table
 
 
 def test_episodes_until_a_target_by_hand():
@@ -21,8 +21,8 @@ def test_the_table_compares_within_a_world():
             "run": run,
             "first_explained_variance": 0.1 * i,
             "held_out_explained_variance": 0.0,
-            "episodes": 1000.0,
-            "share_of_episodes": 0.5,
+            **{f"episodes_{share:g}": 1000.0 for share in SHARES},
+            **{f"ratio_{share:g}": share for share in SHARES},
             "gold_end": seed + 0.25 * i,
         }
         for seed in (0, 1)
@@ -30,5 +30,5 @@ def test_the_table_compares_within_a_world():
     ]
     lines = table(rows).splitlines()
     assert len(lines) == 6
-    assert "| +0.250 ± 0.000 | 2 |" in lines[3] and "| +0.500 ± 0.000 |" in lines[3]
+    assert "| +0.250 ± 0.000 | 2 |" in lines[3] and "| +0.500 ± 0.000 | +1000" in lines[3]
     assert "| 1 | " in lines[2] and "| 0 | 2 |" in lines[2]

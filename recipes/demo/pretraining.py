@@ -1,15 +1,21 @@
 """What a critic that was trained before PPO brings: explained variance, episodes until a target score, gold.
 
-    python -m recipes.demo.pretraining --seeds 0 1 2 3 4
+    python -m recipes.demo.pretraining --seeds 0 1 2 3 4 --lams 0.95 0.8
 
 In each world the SFT model answers the training prompts, the reward model scores the answers, and two critics are
 trained on them before PPO: from the SFT model with a zero head, and from the reward model. Guarded PPO then runs with
 each, and with what each started from; all else is equal. The targets of a pair of runs are half and 80 % of the way
 from the start to where the run without pre-training ends, in the reward model's score on held-out prompts, which is
-measured after every rollout; `episodes_until` says how. Writes `pretraining.csv`, a row a run, and `pretraining.md`;
-the same command again goes on, also with more seeds.
+measured after every rollout; `episodes_until` says how.
+
+The advantages' λ says how much of a token's credit the critic must find: λ^n of it comes from the score n tokens on.
+guarded.yaml has 0.95, by which the first of the demo's 24 tokens still hears 0.3 of it. In an answer of hundreds of
+tokens it hears nothing, as with 0.8 here. Another λ comes with `lam_value: 1`, as in VC-PPO.
+
+Writes `pretraining.csv`, a row a run, and `pretraining.md`; the same command again goes on, also with more seeds.
 """
 
+import itertools
 import json
 import math
 from dataclasses import dataclass, field
@@ -22,7 +28,7 @@ from trl_ext import StrictTrlParser
 from trl_ext.ppo import load_critic
 
 from .report import read_curve
-from .seeds import SeededStudyArguments, in_words, write_results
+from .seeds import SeededStudyArguments, check_grid, in_words, write_results
 from .stages import (
     DemoArguments,
     build,
@@ -37,6 +43,7 @@ from .stages import (
 # Run: the run without pre-training that it is compared with
 WITHOUT = {"zero": None, "pretrained-zero": "zero", "reward": None, "pretrained-reward": "reward"}
 SHARES = (0.5, 0.8)  # of the gain of the run without: its targets
+LAM = 0.95  # guarded.yaml's
 EPISODES = 128  # of a rollout
 LAST = 4  # measurements whose mean is where a run ends
 WIDTH = 3  # measurements of a moving mean
@@ -48,8 +55,13 @@ class PretrainingStudyArguments(SeededStudyArguments):
 
     num_samples: int = field(default=4, metadata={"help": "Answers to each of the 4,000 training prompts."})
     num_train_epochs: int = field(default=4, metadata={"help": "Passes over them."})
+    lams: list[float] = field(default_factory=lambda: [LAM, 0.8], metadata={"help": "λ of the advantages."})
     planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
     output_dir: str = field(default="outputs/pretraining", metadata={"help": "Folder of all runs."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_grid(self, "lams")
 
 
 def smoothed(scores: Tensor) -> Tensor:
@@ -80,6 +92,19 @@ def episodes_until(scores: Tensor, target: float, step: int = EPISODES) -> float
     return step * (after - 1 + (target - low) / (high - low))
 
 
+def needed(curve: dict[str, Tensor], without: dict[str, Tensor]) -> dict[str, float]:
+    """Targets, the episodes until a run reaches them, and those as a share of the ones of the run without."""
+    start, end = without["proxy"][0], without["proxy"][-LAST:].mean()
+    step = int(curve["step"][-1]) * EPISODES // 8 // max(len(curve["proxy"]) - 1, 1)  # 8 optimizer steps a rollout
+    result = {}
+    for share in SHARES:
+        target = (start + share * (end - start)).item()
+        episodes, whole = (episodes_until(each["proxy"], target, step) for each in (curve, without))
+        ratio = episodes / whole if whole else math.nan  # the run without has gained nothing
+        result |= {f"target_{share:g}": target, f"episodes_{share:g}": episodes, f"ratio_{share:g}": ratio}
+    return result
+
+
 def logged(folder: Path, key: str) -> list[float]:
     """What a run has logged under a key, in order."""
     logs = [json.loads(line).get("logs", {}) for line in (folder / "metrics.rank0.jsonl").read_text().splitlines()]
@@ -102,57 +127,50 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
     }
     starts = {"zero": demo.folder / "critic-zero", "reward": reward}
     starts |= {f"pretrained-{name}": critic for name, critic in critics.items()}
-    rows, curves = [], {}
-    for name, without in WITHOUT.items():
-        more = ["--value_model_name_or_path", starts[name], *([] if args.short else ["--eval_steps", 8])]
-        run = ppo_stage(demo, f"guarded-{name}", more)
-        curve = curves[name] = read_curve(run)
-        start, end = curves[without or name]["proxy"][0], curves[without or name]["proxy"][-LAST:].mean()
-        each = len(curve["proxy"]) - 1
-        step = int(curve["step"][-1]) * EPISODES // 8 // max(each, 1)  # 8 optimizer steps a rollout
-        of_returns = logged(critics[name.split("-")[-1]], "eval_val/explained_variance")
-        needed = {}
-        for share in SHARES:
-            target = (start + share * (end - start)).item()
-            episodes = episodes_until(curve["proxy"], target, step)
-            whole = episodes_until(curves[without or name]["proxy"], target, step)
-            ratio = episodes / whole if whole else math.nan  # the run without has gained nothing
-            needed |= {f"target_{share:g}": target, f"episodes_{share:g}": episodes, f"ratio_{share:g}": ratio}
-        rows.append(
-            {
-                "seed": demo.seed,
-                "run": name,
-                "first_explained_variance": logged(run, "val/explained_variance")[0],  # of λ = 0.95
-                "held_out_explained_variance": of_returns[-1 if without else 0],  # Monte Carlo
-                **needed,
-                "proxy_end": curve["proxy"][-LAST:].mean().item(),
-                "gold_sft": curve["gold"][0].item(),
-                "gold_end": curve["gold"][-LAST:].mean().item(),
-                "kl_end": curve["kl"][-LAST:].mean().item(),
-            }
-        )
-        print(rows[-1], flush=True)
+    rows = []
+    for lam in args.lams:
+        curves = {}
+        for name, without in WITHOUT.items():
+            more = ["--value_model_name_or_path", starts[name], *([] if args.short else ["--eval_steps", 8])]
+            more += [] if lam == LAM else ["--lam", lam, "--lam_value", 1]
+            run = ppo_stage(demo, f"guarded-{name}" + ("" if lam == LAM else f"-lam-{lam:g}"), more)
+            curve = curves[name] = read_curve(run)
+            of_returns = logged(critics[name.split("-")[-1]], "eval_val/explained_variance")
+            rows.append(
+                {
+                    "seed": demo.seed,
+                    "lam": lam,
+                    "run": name,
+                    "first_explained_variance": logged(run, "val/explained_variance")[0],  # of PPO's returns
+                    "held_out_explained_variance": of_returns[-1 if without else 0],  # Monte Carlo
+                    **needed(curve, curves[without or name]),
+                    "proxy_end": curve["proxy"][-LAST:].mean().item(),
+                    "gold_sft": curve["gold"][0].item(),
+                    "gold_end": curve["gold"][-LAST:].mean().item(),
+                    "kl_end": curve["kl"][-LAST:].mean().item(),
+                }
+            )
+            print(rows[-1], flush=True)
     return rows
 
 
 def table(rows: list[dict]) -> str:
     """Means over the seeds with 95 % t-intervals; gold's gain over the run without, in the same world."""
-    heads = ["critic starts from", "explained variance, first rollout", "of Monte Carlo returns, held out"]
+    heads = ["λ", "critic starts from", "explained variance, first rollout", "of Monte Carlo returns, held out"]
     for share in SHARES:
         heads += [f"episodes until {share:.0%} of the gain", "÷ without"]
     heads += ["gold at the end", "− without", "seeds"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    ends = {(row["seed"], row["run"]): row for row in rows}
-    for name, without in WITHOUT.items():
-        cells = [row for row in rows if row["run"] == name]
+    ends = {(row["seed"], row["lam"], row["run"]): row["gold_end"] for row in rows}
+    for lam, (name, without) in itertools.product(dict.fromkeys(row["lam"] for row in rows), WITHOUT.items()):
+        cells = [row for row in rows if (row["lam"], row["run"]) == (lam, name)]
         shown = [in_words([row[f"{kind}_explained_variance"] for row in cells]) for kind in ("first", "held_out")]
         for share in SHARES:
             episodes, ratios = ([row[f"{kind}_{share:g}"] for row in cells] for kind in ("episodes", "ratio"))
             shown += [in_words(episodes), in_words(ratios) if without else "1"]
-        gold = [row["gold_end"] for row in cells]
-        gain = [row["gold_end"] - ends[row["seed"], without]["gold_end"] for row in cells] if without else None
-        shown += [in_words(gold), in_words(gain) if gain else "0"]
-        lines.append(f"| {name} | {' | '.join(shown)} | {len(cells)} |")
+        gain = [row["gold_end"] - ends[row["seed"], lam, without] for row in cells] if without else None
+        shown += [in_words([row["gold_end"] for row in cells]), in_words(gain) if gain else "0"]
+        lines.append(f"| {lam:g} | {name} | {' | '.join(shown)} | {len(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -18,6 +18,7 @@ def test_the_table_compares_within_a_world():
     rows = [
         {
             "seed": seed,
+            "lam": 0.95,
             "run": run,
             "first_explained_variance": 0.1 * i,
             "held_out_explained_variance": 0.0,

@@ -43,12 +43,31 @@ class FailsOnOne(Here):
         return future
 
 
+class Fill(TrainerCallback):
+    """Process 0 finds no room for what it writes at once of the second checkpoint."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if args.process_index == 0 and state.global_step == 2:
+            folder = Path(args.output_dir, "checkpoint-2")
+            folder.mkdir(parents=True)
+            (folder / "config.json").symlink_to("/dev/full")
+
+
+def unsaved(folder):
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8, "on_save_failure": "continue"}
+    trainer = make_trainer(folder, **CONFIG | saving)
+    trainer.add_callback(Fill())
+    return raised_by(trainer)
+
+
 def main(folder):
     results = {"second process": run(folder / "second", Kill())}
     ahead.RolloutProcess = Here
     results["here"] = run(folder / "here")
     ahead.RolloutProcess = FailsOnOne
     results["fails"] = raised_by(make_trainer(folder / "fails", **CONFIG))
+    ahead.RolloutProcess = Here
+    results["unsaved"] = unsaved(folder / "unsaved")
     torch.save(results, folder / f"process {PartialState().process_index}.pt")
 
 

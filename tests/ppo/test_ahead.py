@@ -20,6 +20,7 @@ from tests.ppo.vllm_stub import after, serving
 from tests.ppo.worker import RESUMED, collected, draw, end_state, lora_trainer, make_trainer, weights
 from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama
 from trl_ext.checkpoints import checkpoint_to_resume
+from trl_ext.marker import MARKER
 from trl_ext.models import rollout_process
 from trl_ext.models.generation import completion_logprobs
 from trl_ext.models.rollout_process import RolloutProcess
@@ -455,13 +456,17 @@ def test_no_orphan_stays_in_mid_generation(tmp_path):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_on_two_processes(tmp_path):
-    """Each has a second process of its own, one of which is killed; and what fails on one ends both."""
+    """Each has a second process of its own, one of which is killed; and what fails on one ends both, or neither."""
     first, second = on_two_processes("tests.ppo.ahead_worker", tmp_path)
     torch.testing.assert_close(first["here"]["weights"], second["here"]["weights"], rtol=0, atol=0)
     for process in (first, second):
         torch.testing.assert_close(process["second process"], process["here"], rtol=0, atol=0, equal_nan=True)
         error, message, seconds = process["fails"]
         assert error == "RuntimeError" and message == "At step 4, process 1: out of memory" and seconds < TIMEOUT
+        error, message, seconds = process["unsaved"]
+        assert error is None and seconds < TIMEOUT, message
+    complete = {path.parent.name for path in tmp_path.glob(f"unsaved/checkpoint-*/{MARKER}")}
+    assert complete == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
     assert any(not torch.equal(a, b) for a, b in zip(first["here"]["ids"], second["here"]["ids"], strict=True))
 
 

@@ -179,8 +179,11 @@ class RolloutsAhead:
     # ---- Checkpoints ----
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return what has been drawn and not yet trained on; the weights that drew it are gone when a run goes on."""
-        self.settle()
+        """
+        Return what has been drawn and not yet trained on; the weights that drew it are gone when a run goes on.
+
+        `settle` first. Here no process waits for another.
+        """
         return [
             {
                 "number": flight.number,

@@ -841,6 +841,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if self.args.sync_ref_model:
             self._set_reference(moved_reference(checkpoint), is_moved=True)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._ahead is not None and not self.args.save_only_model:
+            self._ahead.settle()  # together, and before: a process that cannot write leaves the others alone in there
+        super()._save_checkpoint(model, trial)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write the policy as a model of its own, and the critic beside it under `critic/`."""
         output_dir = output_dir if output_dir is not None else self.args.output_dir

@@ -68,7 +68,7 @@ def one_process(folder):
 
 @pytest.fixture(scope="module", params=MODES)
 def launch(request, folder):
-    """The mode, its folder, and what launches it to train all workloads, to resume them, or to fail."""
+    """The mode, its folder, and what launches it to train all workloads, to resume them, to fail, or to run ahead."""
     mode = request.param
     if NO_DEEPSPEED and mode.startswith("zero"):
         pytest.skip(NO_DEEPSPEED)
@@ -171,6 +171,24 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
         assert resumed[0][workload]["logs"][:-1] == trained[0][workload]["logs"][:-1], workload
         for name, tensors in saved(output / workload).items():
             torch.testing.assert_close(saved(output / f"{workload} resumed")[name], tensors, rtol=0, atol=0)
+
+
+def test_a_rollout_is_drawn_ahead_from_all_of_the_policy(launch):
+    """A second process has whole weights, and what it had drawn when a checkpoint was written is trained on."""
+    mode, output, start = launch
+    if mode not in ("fsdp2", "zero3"):
+        pytest.skip("each process has whole weights: see tests/ppo/test_ahead.py")
+    for rank in start("ahead")[0]:
+        for name in ("ahead", "ahead lora"):
+            whole, resumed = rank[name], rank[f"{name} resumed"]
+            differences = [(a - b).abs().max().item() for a, b in zip(whole["sampler"], whole["policy"], strict=True)]
+            assert len(differences) == 3 and differences[0] < 1e-5 and min(differences[1:]) > 1e-3
+            for what in ("ids", "sampler", "policy"):
+                torch.testing.assert_close(resumed[what], whole[what][1:], rtol=0, atol=0, msg=f"{name}: {what}")
+            assert resumed["logs"][:-1] == whole["logs"][:-1]
+            assert saved(output / name).keys() == saved(output / f"{name} resumed").keys()
+            for path, tensors in saved(output / name).items():
+                torch.testing.assert_close(saved(output / f"{name} resumed")[path], tensors, rtol=0, atol=0)
 
 
 def test_a_lora_checkpoint_does_not_hold_the_base(launched):

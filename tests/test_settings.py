@@ -41,7 +41,9 @@ def test_what_can_work_passes():
 def test_what_cannot_is_named(subtests):
     for given, message in [
         ({"rate": 0.0}, "`rate` must be > 0, got 0.0."),
+        ({"rate": None}, "`rate` must be > 0, got None."),
         ({"bound": 0.5}, "`bound` must be >= 1, got 0.5."),
+        ({"bound": "2"}, "`bound` must be >= 1, got '2'."),
         ({"times": 1.5}, "`times` must be a whole number, got 1.5."),
         ({"times": None}, "`times` must be a whole number, got None."),
         ({"limit": True}, "`limit` must be a whole number, got True."),

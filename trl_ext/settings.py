@@ -66,7 +66,7 @@ def check_settings(
 
     Args:
         config: a dataclass instance; its `Literal` fields must have one of their values, or `None` if that is allowed,
-            and so must those of whole numbers.
+            and so must those of whole numbers and those with a range.
         ranges: field → (rule in words, test of a value that is not `None`).
         only_with: field → (other field, value that it must have), for a field that does nothing otherwise.
 
@@ -82,8 +82,12 @@ def check_settings(
             raise ValueError(f"`{name}` must be a whole number, got {value!r}.")
     for name, (rule, is_valid) in ranges.items():
         value = getattr(config, name)
-        if value is not None and not is_valid(value):
-            raise ValueError(f"`{name}` must be {rule}, got {value}.")
+        try:
+            is_wrong = hints[name] is float if value is None else not is_valid(value)
+        except TypeError:  # text, or one number for several
+            is_wrong = True
+        if is_wrong:
+            raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
     for name, hint in hints.items():
         literal = next((t for t in (hint, *get_args(hint)) if get_origin(t) is Literal), None)
         choices = [*get_args(literal), *([None] if literal is not hint else [])]

@@ -567,6 +567,11 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
 
     def _check_ahead(self):
         k = self.rollouts_ahead
+        if not isinstance(self.rollout_device, (str, type(None))):  # YAML reads `1` as a number
+            raise ValueError(
+                f"`rollout_device={self.rollout_device!r}` is no name of a device: give one such as 'cuda:1', or "
+                "several with commas between."
+            )
         if self.rollout_device is not None and (k == 0 or self.use_vllm):
             who = "vLLM's server draws" if self.use_vllm else "`rollouts_ahead=0` starts none"
             raise ValueError(

@@ -305,9 +305,11 @@ def test_wrong_columns_rewards_and_models_are_one_line(subtests, tmp_path):
     AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
     no_tokens = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
     weights = critic_config(tmp_path, reward_weights=[1.0, 2.0])
+    equal = score_rollouts(data, [lambda completions, **kwargs: [1.0] * len(completions)], ["f"], 2)
     for what, call, message in [
         ("columns", lambda: with_token_ids(no_tokens, tiny_tokenizer(), [2], 32), "nor finished: write them by `trl"),
         ("error", lambda: score_rollouts(data, [failing], ["f"], 2), "reward function 'f': "),
+        ("equal", lambda: with_returns(data, equal[0], critic_config(tmp_path), equal[1]), "all rollouts have the sc"),
         ("number", lambda: score_rollouts(data, [too_few], ["g"], 2), "reward function 'g': "),
         ("weights", lambda: with_returns(data, torch.ones(2, 1), weights), "must be one for each of 1 rewards"),
         ("labels", lambda: load_critic(str(tmp_path / "two")), "has num_labels=2 in its configuration"),

@@ -218,6 +218,8 @@ def with_returns(
     Raises:
         ValueError: `reward_weights` are not as many as functions, no row takes part, or all scores are equal.
     """
+    if not any(tokens is not None for given in token_scores or [] for tokens in given):
+        token_scores = None
     count = rewards.shape[1]
     if args.reward_weights is not None and len(args.reward_weights) != count:
         raise ValueError(f"`reward_weights` must be one for each of {count} rewards, got {args.reward_weights}")

@@ -368,11 +368,8 @@ def test_whoever_waits_is_told_why_nothing_will_come(kind, said):
 
 def processes_of(pid):
     """Ids of the processes that `pid` has started, and that live."""
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found if children.exists() else []
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def lives(pid):

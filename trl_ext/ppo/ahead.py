@@ -378,11 +378,10 @@ def check_ahead(args: Any, policy: Any, device: torch.device) -> None:
         found = torch.device(name)
     except RuntimeError:
         found = None
-    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != "cpu":
-        count = torch.accelerator.device_count() if there is not None else 0
-        if found is None or there is None or found.type != there.type or (found.index or 0) >= count:
-            raise ValueError(
-                f"`rollout_device={args.rollout_device}`: there is no device {name!r} here ({count} accelerators): "
-                "name one that there is, or `cpu`."
-            )
+    there, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    counts = {"cpu": math.inf, there.type if there is not None else "": count}
+    if found is None or (found.index or 0) >= counts.get(found.type, 0):
+        raise ValueError(
+            f"`rollout_device={args.rollout_device}`: there is no device {name!r} here ({count} accelerators): name "
+            "one that there is, or `cpu`."
+        )

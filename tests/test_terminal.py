@@ -10,8 +10,10 @@ pytestmark = pytest.mark.slow  # each starts a process
 
 SPEAKS = """
 import logging, sys, warnings
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.terminal import is_quiet, late_bars, quiet
+assert not is_quiet()
 quiet(); quiet()
+assert is_quiet()
 late_bars()
 logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward from %s", "x")
 logging.getLogger("bitsandbytes.backends.cpu.ops").warning("your GPU is on fire")

@@ -52,6 +52,11 @@ def quiet() -> None:
         warnings.filterwarnings("ignore", pattern, category)
 
 
+def is_quiet() -> bool:
+    """Whether this process' script is one that has called [`quiet`], as a process that it starts should then be."""
+    return quiet.cache_info().currsize > 0
+
+
 @functools.cache
 def late_bars() -> None:
     """Show the bars of transformers and datasets ("Loading weights", "Map") only where they last 3 seconds."""

@@ -403,6 +403,20 @@ def test_a_process_that_is_killed_is_started_again_and_changes_nothing(uninterru
     assert "The process that draws rollouts on cpu ended (killed by SIGKILL: by somebody, or for" in caplog.text
 
 
+@pytest.mark.parametrize("is_quiet", [True, False])
+def test_the_second_process_leaves_out_what_the_script_leaves_out(is_quiet, monkeypatch):
+    """Else it says what libraries say as they are imported, in the midst of the trainer's table."""
+    programs = []
+    monkeypatch.setattr(rollout_process, "is_quiet", lambda: is_quiet)
+    monkeypatch.setattr(rollout_process.subprocess, "Popen", lambda command, **_: programs.append(command[-1]))
+    process = RolloutProcess.__new__(RolloutProcess)
+    process.setup, process._memory_file, process._asked = None, 0, {}
+    with pytest.raises(OSError):  # nobody is there to be told anything
+        process._start()
+    before_torch = programs[0].partition("import serve")[0]
+    assert ("quiet()" in before_torch) is is_quiet
+
+
 @pytest.mark.slow
 def test_what_fails_again_and_again_ends_the_run_with_its_message(monkeypatch, tmp_path):
     trainer = make_trainer(tmp_path, rollouts_ahead=1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
+from ..terminal import is_quiet
 from . import rollout_worker
 from .rollout_worker import Answers, Job, Setup, memory_of
 
@@ -119,9 +120,10 @@ class RolloutProcess:
 
     def _start(self) -> None:
         here, there = Pipe()
+        quietly = f"from {is_quiet.__module__} import quiet; quiet(); " if is_quiet() else ""
         code = (
             "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
-            f"sys.path[:] = {sys.path!r}; from {rollout_worker.__name__} import serve; "
+            f"sys.path[:] = {sys.path!r}; {quietly}from {rollout_worker.__name__} import serve; "
             f"serve({there.fileno()}, {self._memory_file}, {os.getpid()})"
         )
         env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_LAUNCHER)}

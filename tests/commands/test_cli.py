@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,8 +19,9 @@ from recipes import dpo, online_dpo, ppo, pretrain_critic, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext.callbacks import load_monitors
+from trl_ext.commands import main as commands
 from trl_ext.commands.doctor import packages
-from trl_ext.commands.main import TOOLS, TRAINING, launch_file, main, several, split
+from trl_ext.commands.main import TOOLS, TRAINING, launch_file, main, run_here, several, split
 from trl_ext.fields import option_names, parsed_names
 from trl_ext.packages import check_packages, is_installed
 from trl_ext.shipped import accelerate_file, config_file, find, names, recipe, root
@@ -69,6 +71,19 @@ def test_what_needs_no_training_imports_nothing_heavy(subtests):
         with subtests.test(words=words):
             ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
             assert not {"torch", "trl", "transformers", "accelerate"} & {*ran.stderr.splitlines()[-1].split()}
+
+
+@pytest.mark.parametrize("name, goes_on", [("ppo", True), ("demo", True), ("generate", False), ("kl", False)])
+def test_only_what_has_checkpoints_says_that_it_goes_on(name, goes_on, monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    ours = SimpleNamespace(main=interrupted)
+    monkeypatch.setattr(commands, "recipe", lambda _: ours)
+    monkeypatch.setattr(commands, "import_module", lambda *_: ours)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert run_here(name, []) == 130
+    assert ("goes on" in capsys.readouterr().err) is goes_on
 
 
 def test_mistakes_are_one_line(subtests, capsys, elsewhere):

@@ -49,6 +49,7 @@ _RECIPES = {
     "refresh-reward": "refresh_reward",
     "pretrain-critic": "pretrain_critic",
 }
+_TRAINS_TOO = ("demo", "refresh-reward")
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -93,7 +94,9 @@ def run_here(name: str, arguments: list[str]) -> int:
             import_module(f".{name.replace('-', '_')}", __package__).main(arguments)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("\nInterrupted. The same command goes on from the newest checkpoint, if any.", file=sys.stderr)
+            goes_on = name in TRAINING or name in _TRAINS_TOO
+            again = " The same command goes on from the newest checkpoint, if any." if goes_on else ""
+            print(f"\nInterrupted.{again}", file=sys.stderr)
         return _INTERRUPTED
     return 0
 

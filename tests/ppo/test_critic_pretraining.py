@@ -276,6 +276,11 @@ GOOD = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
         ({"completion_ids": [[8, 2], []]}, "1 of 2 rollouts have an empty prompt or completion (the first is row 1)"),
         ({"completion_ids": [[8, 2], [99]]}, "rollout 1 has the token id 99, the critic's vocabulary is of 32"),
         ({"prompt_ids": [[6] * 63, [7]]}, "rollout 0 has 63 + 2 tokens, the critic's context is of 64"),
+        ({"completion_ids": [[8, None], [9, 2]]}, "rollout 0 has the token id None: token ids are lists of whole"),
+        ({"completion_ids": [[8, 2], [9.5]]}, "rollout 0 has the token id 8.0"),
+        ({"completion_ids": ["8 2", "9"]}, "rollout 0 has the token id '8'"),
+        ({"finished": ["true", "false"]}, "rollout 0 has `finished` 'true': it must be true or false"),
+        ({"finished": [True, None]}, "rollout 1 has `finished` None: it must be true or false"),
         ({"finished": [True, True]}, "rollout 1 says `finished: true`, but its last token is 9"),
         ({"completion": ["a", "cat"]}, "rollout 0 has ids that read 'cat', its text is 'a': they are of another tok"),
         ({"score": [1.0, None]}, "rollout 1 has the score None in 'score': each needs a finite number"),
@@ -304,10 +309,12 @@ def test_wrong_columns_rewards_and_models_are_one_line(subtests, tmp_path):
     two = type(tiny_llama().config)(**{**tiny_llama().config.to_dict(), "num_labels": 2})
     AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
     no_tokens = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
+    half = Dataset.from_dict({"prompt": ["a"], "completion": ["b"], "finished": [True], "prompt_ids": [[6]]})
     weights = critic_config(tmp_path, reward_weights=[1.0, 2.0])
     equal = score_rollouts(data, [lambda completions, **kwargs: [1.0] * len(completions)], ["f"], 2)
     for what, call, message in [
         ("columns", lambda: with_token_ids(no_tokens, tiny_tokenizer(), [2], 32), "nor finished: write them by `trl"),
+        ("half", lambda: with_token_ids(half, tiny_tokenizer(), [2], 32), "have prompt_ids, but no completion_ids"),
         ("error", lambda: score_rollouts(data, [failing], ["f"], 2), "reward function 'f': "),
         ("equal", lambda: with_returns(data, equal[0], critic_config(tmp_path), equal[1]), "all rollouts have the sc"),
         ("number", lambda: score_rollouts(data, [too_few], ["g"], 2), "reward function 'g': "),

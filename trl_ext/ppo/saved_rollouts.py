@@ -42,10 +42,20 @@ def with_token_ids(
         context: tokens that it can read; None for no bound.
 
     Raises:
-        ValueError: neither kind; rows without a completion, or longer than the context; ids that are not of this
-            tokenizer.
+        ValueError: neither kind, or one half of the ids; rows without a completion, or longer than the context; ids
+            that are not of this tokenizer; a `finished` that is not true or false.
     """
-    has_ids = {*_IDS} <= {*dataset.column_names}
+    given = [name for name in _IDS if name in dataset.column_names]
+    has_ids = len(given) == len(_IDS)
+    if given and not has_ids:  # else the texts would be tokenized, unsaid
+        (missing_ids,) = {*_IDS} - {*given}
+        raise ValueError(
+            f"the rollouts have {given[0]}, but no {missing_ids}: give both, or neither to read the texts"
+        )
+    if "finished" in dataset.column_names:
+        for row, said in enumerate(dataset["finished"]):
+            if not isinstance(said, bool):
+                raise ValueError(f"rollout {row} has `finished` {said!r}: it must be true or false")
     if has_ids:
         prompts, completions = (dataset[name][:] for name in _IDS)
     else:
@@ -64,6 +74,8 @@ def with_token_ids(
             f"{empty[0]}): there is no state to value, leave them out"
         )
     for row, ids in enumerate(zip(prompts, completions, strict=True)):
+        if odd := [i for part in ids for i in part if not isinstance(i, int)]:
+            raise ValueError(f"rollout {row} has the token id {odd[0]!r}: token ids are lists of whole numbers")
         wrong = [i for part in ids for i in part if not 0 <= i < vocabulary]
         if wrong:
             raise ValueError(

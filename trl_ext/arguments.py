@@ -68,7 +68,10 @@ class PromptArguments(DataArguments):
         super().__post_init__()
         scored = getattr(self, "score_column", None)
         if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards or scored):
-            raise ValueError("no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`, or several")
+            or_column = "; or `score_column`, if the rows have scores" if hasattr(self, "score_column") else ""
+            raise ValueError(
+                f"no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`, or several{or_column}"
+            )
         self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
 
 

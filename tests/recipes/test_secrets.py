@@ -138,7 +138,7 @@ def test_no_secret_is_in_the_output_folder_also_after_a_resume_with_other_ones(r
         own = ["--total_episodes", "16", "--num_ppo_epochs", "1", "--max_completion_length", "8"]
         own += ["--reward_weights", "1", "0", "0", "--eval_strategy", "no"]
     if recipe == "pretrain_critic":
-        own += ["--eval_size", "8"]
+        own += ["--eval_size", "8", "--reward_funcs", f"{ROOT / 'tests' / 'tiny.py'}:length_reward"]
     for generation in range(2):
         settings, secrets = planted(recipe, generation)
         everything |= {f"{name} ({generation})": secret for name, secret in secrets.items()}

@@ -173,11 +173,10 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
             torch.testing.assert_close(saved(output / f"{workload} resumed")[name], tensors, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("launch", ["fsdp2", "zero3"], indirect=True)  # elsewhere each process has whole weights
 def test_a_rollout_is_drawn_ahead_from_all_of_the_policy(launch):
     """A second process has whole weights, and what it had drawn when a checkpoint was written is trained on."""
-    mode, output, start = launch
-    if mode not in ("fsdp2", "zero3"):
-        pytest.skip("each process has whole weights: see tests/ppo/test_ahead.py")
+    _, output, start = launch
     for rank in start("ahead")[0]:
         for name in ("ahead", "ahead lora"):
             whole, resumed = rank[name], rank[f"{name} resumed"]

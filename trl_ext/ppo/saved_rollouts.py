@@ -74,9 +74,9 @@ def with_token_ids(
             f"{empty[0]}): there is no state to value, leave them out"
         )
     for row, ids in enumerate(zip(prompts, completions, strict=True)):
-        if odd := [i for part in ids for i in part if not isinstance(i, int)]:
-            raise ValueError(f"rollout {row} has the token id {odd[0]!r}: token ids are lists of whole numbers")
-        wrong = [i for part in ids for i in part if not 0 <= i < vocabulary]
+        wrong = [i for part in ids for i in part if not (isinstance(i, int) and 0 <= i < vocabulary)]
+        if wrong and not isinstance(wrong[0], int):
+            raise ValueError(f"rollout {row} has the token id {wrong[0]!r}: token ids are lists of whole numbers")
         if wrong:
             raise ValueError(
                 f"rollout {row} has the token id {wrong[0]}, the critic's vocabulary is of {vocabulary}: its policy "

@@ -14,9 +14,11 @@ import torch
 import yaml
 from peft import AutoPeftModelForSequenceClassification, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.distributed.worker import CANARY, WORKLOADS, make_pairs, run, write_inputs
+from tests.rounding import bound
 from tests.tiny import tiny_tokenizer
 from trl_ext.models import answer_texts, prompt_token_ids, sample
 
@@ -64,6 +66,12 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one_process(folder):
     return {workload: run(workload, folder / "inputs", folder / "one", 1) for workload in WORKLOADS}
+
+
+@pytest.fixture(scope="module")
+def split(folder):
+    """One process again, its micro-batches cut in two: how far rounding drives two runs apart."""
+    return {workload: run(workload, folder / "inputs", folder / "split", 1, parts=2) for workload in WORKLOADS}
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -122,18 +130,17 @@ def test_the_mode_is_really_on(launched):
             assert least <= result["resident"] <= most, workload
 
 
-def test_two_processes_train_as_one(launched, folder, one_process):
-    mode, output, trained, _ = launched
+def test_two_processes_train_as_one(launched, folder, one_process, split):
+    _, output, trained, _ = launched
     for workload in WORKLOADS:
-        expected = one_process[workload]
-        for rank in trained:
-            torch.testing.assert_close(rank[workload]["logs"], expected["logs"], rtol=1e-5, atol=1e-5, msg=workload)
-            torch.testing.assert_close(rank[workload]["state"], expected["state"], rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(rank[workload]["state"], trained[0][workload]["state"], rtol=0, atol=0)
-        weights = saved(output / workload)
-        assert weights.keys() == saved(folder / "one" / workload).keys() and weights
-        for name, tensors in saved(folder / "one" / workload).items():
-            torch.testing.assert_close(weights[name], tensors, rtol=0, atol=1e-6, msg=f"{workload}: {name}")
+        expected, rounded = one_process[workload], split[workload]
+        for result in (rank[workload] for rank in trained):
+            for what in ("logs", "state"):
+                assert_close(result[what], expected[what], **bound(expected[what], rounded[what]))
+            assert_close(result["state"], trained[0][workload]["state"], rtol=0, atol=0)
+        expected, rounded = saved(folder / "one" / workload), saved(folder / "split" / workload)
+        assert expected
+        assert_close(saved(output / workload), expected, **bound(expected, rounded))
 
 
 @pytest.mark.parametrize("lora", ["", " lora"])
@@ -151,7 +158,7 @@ def test_gradients_are_those_of_one_process(launched, folder, one_process, lora)
     assert largest > 0.01 and min(steps.values()) > 0
     for path, tensors in saved(output / f"gradient{lora}").items():
         for name, tensor in tensors.items():
-            torch.testing.assert_close(tensor, expected[path][name], rtol=0, atol=1e-5 * largest, msg=name)
+            assert_close(tensor, expected[path][name], rtol=0, atol=1e-5 * largest, msg=name)
 
 
 def test_what_is_saved_loads_with_plain_transformers(launched):
@@ -162,7 +169,7 @@ def test_what_is_saved_loads_with_plain_transformers(launched):
     policy = AutoModelForCausalLM.from_pretrained(output.parent / "inputs/policy")
     adapted = PeftModel.from_pretrained(policy, output / "ppo lora")
     for name, tensor in load_file(output / "ppo lora/adapter_model.safetensors").items():
-        torch.testing.assert_close(get_peft_model_state_dict(adapted)[name], tensor, rtol=0, atol=0)
+        assert_close(get_peft_model_state_dict(adapted)[name], tensor, rtol=0, atol=0)
 
 
 def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
@@ -170,7 +177,7 @@ def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
     for workload in resumed[0]:
         assert resumed[0][workload]["logs"][:-1] == trained[0][workload]["logs"][:-1], workload
         for name, tensors in saved(output / workload).items():
-            torch.testing.assert_close(saved(output / f"{workload} resumed")[name], tensors, rtol=0, atol=0)
+            assert_close(saved(output / f"{workload} resumed")[name], tensors, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("launch", ["fsdp2", "zero3"], indirect=True)  # elsewhere each process has whole weights
@@ -183,11 +190,11 @@ def test_a_rollout_is_drawn_ahead_from_all_of_the_policy(launch):
             differences = [(a - b).abs().max().item() for a, b in zip(whole["sampler"], whole["policy"], strict=True)]
             assert len(differences) == 3 and differences[0] < 1e-5 and min(differences[1:]) > 1e-3
             for what in ("ids", "sampler", "policy"):
-                torch.testing.assert_close(resumed[what], whole[what][1:], rtol=0, atol=0, msg=f"{name}: {what}")
+                assert_close(resumed[what], whole[what][1:], rtol=0, atol=0, msg=f"{name}: {what}")
             assert resumed["logs"][:-1] == whole["logs"][:-1]
             assert saved(output / name).keys() == saved(output / f"{name} resumed").keys()
             for path, tensors in saved(output / name).items():
-                torch.testing.assert_close(saved(output / f"{name} resumed")[path], tensors, rtol=0, atol=0)
+                assert_close(saved(output / f"{name} resumed")[path], tensors, rtol=0, atol=0)
 
 
 def test_a_lora_checkpoint_does_not_hold_the_base(launched):
@@ -232,7 +239,7 @@ def test_the_best_weights_are_loaded_at_the_end(failed, folder, lora):
     assert end.keys() == good.keys() and len(end) == 2
     for path, tensors in end.items():
         for name, tensor in tensors.items():
-            torch.testing.assert_close(tensor, good[path][name], rtol=0, atol=0, msg=f"{path}: {name}")
+            assert_close(tensor, good[path][name], rtol=0, atol=0, msg=f"{path}: {name}")
         assert any(not torch.equal(tensor, last[path][name]) for name, tensor in tensors.items())
 
 
@@ -245,7 +252,7 @@ def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, lora):
     texts = [f"{pair['prompt']}{pair['chosen']}</s>" for pair in make_pairs()]
     batch = tiny_tokenizer()(texts, padding=True, padding_side="right", return_tensors="pt")
     scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
-    torch.testing.assert_close(scores.mean(), torch.zeros(()), rtol=0, atol=1e-5)
+    assert_close(scores.mean(), torch.zeros(()), rtol=0, atol=1e-5)
     assert scores.std() > 1e-2 and (output / "reward_report.json").exists()
     assert (output / "trl_ext_base.json").exists() == bool(lora)
 

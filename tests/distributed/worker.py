@@ -56,8 +56,6 @@ from trl_ext.ppo import ahead  # noqa: E402
 
 # Two minibatches of two micro-batches: the steps of one process are those of two, if each minibatch has the same rows
 PPO = {
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": 2,
     "num_mini_batches": 2,
     "num_ppo_epochs": 2,
     "max_steps": 8,
@@ -105,19 +103,24 @@ def make_pairs():
     return [{"prompt": row["prompt"], "chosen": sentence(), "rejected": sentence()} for row in prompts(8)]
 
 
-def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, **config):
+def micro_batches(size, steps, parts):
+    """The settings of an optimizer step whose micro-batches are each split into parts."""
+    return {"per_device_train_batch_size": size // parts, "gradient_accumulation_steps": steps * parts}
+
+
+def ppo(inputs, output_dir, processes, lora, trainer_kwargs=None, reward=None, parts=1, **config):
     peft = {"peft_config": LoraConfig(task_type="CAUSAL_LM", **LORA)} if lora else {}
     return make_trainer(
         output_dir,
         reward or ([str(inputs / "reward")] if lora else topic_reward),
         str(inputs / "policy"),
         trainer_kwargs=peft | (trainer_kwargs or {}),
-        **{**PPO, "per_device_train_batch_size": 2 // processes, "save_strategy": "steps", **config},
+        **{**PPO, **micro_batches(2 // processes, 2, parts), "save_strategy": "steps", **config},
         save_in_background=reward is None,  # of the two ways to save each has its workloads
     )
 
 
-def others(kind, inputs, output_dir, processes, lora):
+def others(kind, inputs, output_dir, processes, lora, parts=1):
     pairs = make_pairs()
     if kind == "sft":
         trainer_class, config_class = SFTTrainer, SFTConfig
@@ -133,7 +136,7 @@ def others(kind, inputs, output_dir, processes, lora):
             **ON_CPU | {"save_strategy": "steps"},
             save_steps=2,
             max_steps=4,
-            per_device_train_batch_size=4 // processes,
+            **micro_batches(4 // processes, 1, parts),
             learning_rate=1e-3,
             adam_epsilon=1e-5,
             activation_checkpointing=False,
@@ -151,7 +154,7 @@ KINDS = ("ppo", "separate", "gradient", "sft", "dpo", "reward")
 WORKLOADS = [f"{kind}{lora}" for kind in KINDS for lora in ("", " lora")]
 
 
-def run(workload, inputs, folder, processes, resume=False):
+def run(workload, inputs, folder, processes, resume=False, parts=1):
     kind, lora = workload.split()[0], workload.endswith("lora")
     output_dir = folder / workload
     checkpoint = str(output_dir / f"checkpoint-{3 if kind in ('ppo', 'separate') else 2}") if resume else None
@@ -171,9 +174,9 @@ def run(workload, inputs, folder, processes, resume=False):
             options["trainer_kwargs"] = {"value_model": str(inputs / "reward")} if lora else {}
             options |= CORRECTED  # answers of another engine
         answering = skewed if kind == "separate" else scripted
-        trainer = answering(ppo(inputs, output_dir, processes, lora, **options))
+        trainer = answering(ppo(inputs, output_dir, processes, lora, parts=parts, **options))
     else:
-        trainer = others(kind, inputs, output_dir, processes, lora)
+        trainer = others(kind, inputs, output_dir, processes, lora, parts)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     torch.randperm = randperm

@@ -389,11 +389,11 @@ class InBackground:
         return self.reward(**kwargs)
 
 
-def parity(folder, processes, reward=topic_reward, answering=scripted, **config):
+def parity(folder, processes, reward=topic_reward, answering=scripted, parts=1, **config):
     """Two rollouts of 8 with one minibatch, passed over twice, of the same 8 answers on any number of processes."""
     config = {
-        "per_device_train_batch_size": 4 // processes,
-        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 4 // processes // parts,
+        "gradient_accumulation_steps": 2 * parts,
         "num_mini_batches": 1,
         "max_steps": 4,
         "kl_controller": "adaptive",

@@ -20,6 +20,7 @@ QUIET = {
     "gradient_checkpointing": False,
     "per_device_train_batch_size": 4,
     "learning_rate": 1e-3,
+    "adam_epsilon": 1e-5,  # with 1e-8 a gradient of mere rounding moves a weight by a whole step
     "max_steps": 6,
 }
 

@@ -237,7 +237,7 @@ RANGES = [
     ("per_device_train_batch_size", [0], [1]),
     ("per_device_eval_batch_size", [0], [1]),
     ("ratio_band", [[0.7], [1.0, 2.0], [0.5, 1.0], [-0.1, 2.0], [0.5, math.inf]], [[0.7, 6.0], [0, 2], None]),
-    ("reward_weights", [[math.nan], ["a"]], [[1, -0.5], None]),
+    ("reward_weights", [[math.nan], ["a"], [0, 0.0]], [[1, -0.5], [0, 2], None]),
     ("rollouts_ahead", [-1], [0, 2]),
     ("temperature", [0.0], [0.1]),
     ("total_episodes", [0], [1, None]),

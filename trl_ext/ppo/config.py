@@ -140,8 +140,8 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
         lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
     ),
     "reward_weights": (
-        "a list of finite numbers",
-        lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x),
+        "a list of finite numbers, not all 0 (nothing would be trained)",
+        lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x) and any(x),
     ),
     "rollouts_ahead": (">= 0", lambda x: x >= 0),
     "temperature": ("> 0", lambda x: x > 0),

@@ -100,11 +100,11 @@ def sampling_seed(args: Any, process: int) -> int:
 
 
 @contextmanager
-def untouched_rng(accelerator: Accelerator, args: Any) -> Iterator[None]:
-    """Draw from a fixed seed within the block; go on after it as if nothing had been drawn."""
+def untouched_rng(accelerator: Accelerator, args: Any, number: int = 0) -> Iterator[None]:
+    """Draw from the `number`-th fixed seed within the block; go on after it as if nothing had been drawn."""
     python, numpy = random.getstate(), np.random.get_state()
     with forked_rng(accelerator.device):
-        set_seed(sampling_seed(args, accelerator.process_index))
+        set_seed((sampling_seed(args, accelerator.process_index) + number * accelerator.num_processes) % 2**32)
         try:
             yield
         finally:

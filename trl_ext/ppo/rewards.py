@@ -46,13 +46,20 @@ class CheckedReward:
     Of scores of single tokens TRL gets the sum; `token_scores` keeps those of the last call, None for other rows.
 
     A function whose time goes by elsewhere can be started before, with [`CheckedReward.start`]. TRL's call then waits
-    for it.
+    for it. Any other call is made within `around`.
     """
 
-    def __init__(self, function: Callable, name: str, mistakes: Mistakes):
+    def __init__(
+        self,
+        function: Callable,
+        name: str,
+        mistakes: Mistakes,
+        around: Callable[[], AbstractContextManager] = nullcontext,
+    ):
         self.function = function
         self.name = name
         self.mistakes = mistakes
+        self.around = around
         self.in_background = runs_in_background(function)
         self.token_scores: list[list[float] | None] = []
         self._started: Started | None = None
@@ -77,7 +84,8 @@ class CheckedReward:
                 with self._waiting:
                     returned = self._started.result(kwargs["log_metric"], kwargs["log_extra"])
             else:
-                returned = awaited(self.function(prompts=prompts, completion_ids=completion_ids, **kwargs))
+                with self.around():
+                    returned = awaited(self.function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:
             self.mistakes.notes.append((f"reward function '{self.name}': {said_of(self.name, error)}", error))
@@ -98,9 +106,11 @@ class CheckedReward:
         return scores
 
 
-def checked(function: Callable, name: str, mistakes: Mistakes) -> CheckedReward:
+def checked(
+    function: Callable, name: str, mistakes: Mistakes, around: Callable[[], AbstractContextManager] = nullcontext
+) -> CheckedReward:
     """Wrap a reward function so that its mistakes are noted."""
-    return CheckedReward(function, name, mistakes)
+    return CheckedReward(function, name, mistakes, around)
 
 
 def background_last(functions: list[CheckedReward]) -> list[int]:

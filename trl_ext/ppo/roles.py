@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from ..models.adapters import (
     why_not_shared,
 )
 from ..models.classifier import AdapterClassifier, check_critic, critic_from_policy
+from ..models.generation import forked_rng
 from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
@@ -166,6 +168,7 @@ class Rewards:
         names: of all.
         policy_tokenizer: the policy's.
         paths: what the models were loaded from; None for what was passed in as an object.
+        weights: of all, 1 if not given. What has weight 0 only measures: it changes nothing that is trained.
     """
 
     def __init__(
@@ -175,9 +178,11 @@ class Rewards:
         names: list[str],
         policy_tokenizer: Any,
         paths: list[str | None] | None = None,
+        weights: list[float] | None = None,
     ):
         self.functions = list(functions)
         self.paths = paths or [None] * len(functions)
+        self.only_measures = [weight == 0 for weight in weights or [1.0] * len(functions)]
         self.tokenizers = list(tokenizers)
         # Metrics are kept by name: two lambdas, or two models from folders of one name, would be merged
         self.names = distinct([name or f"reward_model_{i}" for i, name in enumerate(names)])
@@ -207,14 +212,16 @@ class Rewards:
             self.tokenizers[i] = tokenizer
 
             reason = why_separate(loader, reward.path, share)
-            if reason is None:
-                heads[i] = add_reward(loader.policy, f"reward_{i}", reward.path)
-                continue
-            if share == "always":
+            if reason is not None and share == "always":
                 raise ValueError(f"`share_reward_base='always'`, but {reward.path} cannot share the base: {reason}.")
-            check_head(reward.path)
-            loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
-            self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
+            # PEFT draws weights before it loads those of the file
+            with forked_rng(loader.accelerator.device) if self.only_measures[i] else nullcontext():
+                if reason is None:
+                    heads[i] = add_reward(loader.policy, f"reward_{i}", reward.path)
+                    continue
+                check_head(reward.path)
+                loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
+                self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads
 
     def identities(self) -> dict[str, Any]:
@@ -243,11 +250,13 @@ class Rewards:
         eos_token_ids: list[int],
         mistakes: Mistakes,
         forward: Callable,
+        own_draws: Callable[[], AbstractContextManager],
     ) -> list[Callable]:
         """
         Return one checked function for each, models included.
 
         `forward` runs the actor-critic, as FSDP or DeepSpeed have wrapped it by then, for those that share its base.
+        `own_draws` keeps what is drawn at random within it from moving the training's; what only measures runs in it.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -277,7 +286,7 @@ class Rewards:
                     chat_template_kwargs=args.chat_template_kwargs,
                     name=checked_name(None, name),  # a folder's may have spaces
                 )
-            result.append(checked(reward, name, mistakes))
+            result.append(checked(reward, name, mistakes, own_draws if self.only_measures[i] else nullcontext))
         return result
 
 
@@ -363,9 +372,9 @@ def add_critic_adapter(
         add_critic(policy, config)
         origin = "with a zero head"
         for i, reward_head in heads.items():
-            if same_tokenizer(rewards.tokenizers[i], rewards.policy_tokenizer) and copy_adapter(
-                policy, f"reward_{i}", CRITIC
-            ):
+            if rewards.only_measures[i] or not same_tokenizer(rewards.tokenizers[i], rewards.policy_tokenizer):
+                continue
+            if copy_adapter(policy, f"reward_{i}", CRITIC):
                 head, origin = copy.deepcopy(reward_head), f"a copy of reward model '{rewards.names[i]}'"
                 break
     if head is not None:
@@ -385,8 +394,10 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
     elif value_model is not None:
         critic, origin = value_model, "`value_model`"
     else:
-        for reward, tokenizer, name in zip(rewards.functions, rewards.tokenizers, rewards.names, strict=True):
-            if isinstance(reward, nn.Module) and same_tokenizer(tokenizer, rewards.policy_tokenizer):
+        of_each = zip(rewards.functions, rewards.tokenizers, rewards.names, rewards.only_measures, strict=True)
+        for reward, tokenizer, name, only_measures in of_each:
+            is_model = isinstance(reward, nn.Module) and not only_measures
+            if is_model and same_tokenizer(tokenizer, rewards.policy_tokenizer):
                 critic = _critic_from_reward(loader, unwrapped(reward))
                 if critic is not None:
                     return critic, f"a copy of reward model '{name}'"

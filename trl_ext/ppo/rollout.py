@@ -90,7 +90,8 @@ def sequence_scores(
     Weigh the rewards of each response, and apply the rule for those that do not end by EOS (N+ details, 2403.17031).
 
     score = Σ_f weight_f · reward_f over the functions that apply; without EOS it is replaced by `missing_eos_score`,
-    or lowered by `missing_eos_penalty`.
+    or lowered by `missing_eos_penalty`. A function of weight 0 only measures: with it the scores are the same, bit for
+    bit.
 
     Args:
         rewards: (B, F), NaN where a function does not apply.
@@ -99,8 +100,10 @@ def sequence_scores(
         missing_eos_score, missing_eos_penalty: score units, None for no such rule.
 
     Returns:
-        (B,), NaN where no function applies.
+        (B,), NaN where no function with a weight applies.
     """
+    counts = weights != 0
+    rewards, weights = rewards[:, counts.to(rewards.device)], weights[counts]
     scores = (rewards * weights.to(rewards.device)).nansum(1).masked_fill(rewards.isnan().all(1), torch.nan)
     if missing_eos_score is not None:
         scores = torch.where(ended | scores.isnan(), scores, missing_eos_score)
@@ -127,12 +130,13 @@ def summed_token_scores(
         missing_eos_score: replaces the score of a response without EOS, so that nothing is left for its tokens.
 
     Returns:
-        (B, T), on the device of `ended`; None if no function scored any token.
+        (B, T), on the device of `ended`; None if no function with a weight scored any token.
     """
-    if not any(tokens is not None for rows in given for tokens in rows):
+    weighted = [(weight, rows) for weight, rows in zip(weights.tolist(), given, strict=True) if weight != 0]
+    if not any(tokens is not None for _, rows in weighted for tokens in rows):
         return None
     total = torch.zeros(len(ended), width, dtype=torch.double)
-    for weight, rows in zip(weights.tolist(), given, strict=True):
+    for weight, rows in weighted:
         for row, tokens in enumerate(rows):
             if tokens is not None:
                 total[row, : len(tokens)] += weight * torch.tensor(tokens, dtype=torch.double)

@@ -230,12 +230,13 @@ def with_returns(
     Raises:
         ValueError: `reward_weights` are not as many as functions, no row takes part, or all scores are equal.
     """
-    if not any(tokens is not None for given in token_scores or [] for tokens in given):
-        token_scores = None
     count = rewards.shape[1]
     if args.reward_weights is not None and len(args.reward_weights) != count:
         raise ValueError(f"`reward_weights` must be one for each of {count} rewards, got {args.reward_weights}")
     weights = torch.tensor(args.reward_weights or [1.0] * count, dtype=torch.float64)
+    weighted = zip(weights.tolist(), token_scores or [], strict=token_scores is not None)
+    if not any(tokens is not None for weight, given in weighted if weight != 0 for tokens in given):
+        token_scores = None
     ended = torch.tensor(dataset["finished"][:])
     scores = sequence_scores(rewards, weights, ended, args.missing_eos_score, args.missing_eos_penalty)
     if args.mask_truncated_completions:

@@ -112,8 +112,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Critic: a sequence classifier with one label and the policy's vocabulary. If not given, a copy of the first
-            reward model that fits, else the policy's backbone with a zero head; for a policy with an adapter, see
-            `peft_config`. The folder of a critic that was saved as an adapter becomes an adapter again.
+            reward model with a weight that fits, else the policy's backbone with a zero head; for a policy with an
+            adapter, see `peft_config`. The folder of a critic that was saved as an adapter becomes an adapter again.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Reference. If not given, a frozen copy of the weights passed in as `model`.
         callbacks, optimizers, quantization_config:
@@ -235,6 +235,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self.reward_func_names,
             self._tokenizer,
             reward_paths,
+            self.reward_weights.tolist(),
         )
         self.reward_func_names, self.reward_processing_classes = rewards.names, rewards.tokenizers
         self.beta = float(args.use_ref_model)  # RLOO: whether there is a reference pass
@@ -265,7 +266,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.model = self.model_wrapped = self.callback_handler.model = actor_critic
         self._mistakes = Mistakes(self.accelerator)
         self.reward_funcs = rewards.as_functions(
-            actor_critic, args, self.eos_token_ids, self._mistakes, self._score_on_base
+            actor_critic, args, self.eos_token_ids, self._mistakes, self._score_on_base, self._own_draws
         )
 
         # What is PPO's own
@@ -342,6 +343,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             return self.model(input_ids, attention_mask, reward=name)
         finally:
             self.model.train(is_training)
+
+    def _own_draws(self) -> AbstractContextManager:
+        """Have what is drawn within depend on the step alone, and move nothing that training draws."""
+        batch = self._evaluation.seen if self._evaluation is not None else 0
+        return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 
     @property
     def _actor_critic(self) -> Any:

@@ -1,0 +1,175 @@
+"""A reward of weight 0 only measures: with it PPO trains the same weights, bit for bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from tests.ppo.test_critic_pretraining import critic_config
+from tests.rewards.test_model import adapted, saved
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.ppo import with_returns
+from trl_ext.ppo.rollout import sequence_scores, summed_token_scores
+from trl_ext.rewards import GoldJudgeReward, PhraseReviewReward, RepetitionWatch, ScoreWatch
+
+NAN = torch.nan
+
+
+# ---- What is trained on: of some rows both say something, of some one, of some neither ----
+
+
+def short(completions, **kwargs):
+    return [float("cat" in text) + 0.1 * len(text) if len(text) % 3 else None for text in completions]
+
+
+def even(completions, **kwargs):
+    return [len(text) / 7 if len(text) % 2 == 0 else None for text in completions]
+
+
+def by_token(completions, completion_ids, **kwargs):
+    return [
+        [0.1 * i for i in ids] if len(text) % 2 == 0 else None
+        for text, ids in zip(completions, completion_ids, strict=True)
+    ]
+
+
+# ---- What only measures ----
+
+
+async def judge(completions, **kwargs):
+    return length_reward(completions)
+
+
+def background(completions, **kwargs):
+    return length_reward(completions)
+
+
+background.in_background = True
+
+
+def some(completions, **kwargs):
+    return [None if i % 3 else 5.0 for i in range(len(completions))]
+
+
+def of_tokens(completions, completion_ids, **kwargs):
+    return [[1.0] * len(ids) for ids in completion_ids]
+
+
+def draws(completions, **kwargs):
+    return [random.random() + np.random.rand() + torch.rand(()).item() for _ in completions]
+
+
+def reward_model(folder):
+    return tiny_reward_model(tiny_llama(), seed=8)
+
+
+MEASURED = {
+    "some": lambda folder: some,
+    "none": lambda folder: lambda completions, **kwargs: [None] * len(completions),
+    "tokens": lambda folder: of_tokens,
+    "draws": lambda folder: draws,
+    "background": lambda folder: background,
+    "async": lambda folder: judge,
+    "model": reward_model,  # a critic would be its copy
+    "adapter": lambda folder: adapted(folder / "adapter", saved(folder / "rm", reward_model(folder)), 5),
+    "repetition": lambda folder: RepetitionWatch(score=0.0),
+    "phrases": lambda folder: PhraseReviewReward(["the", "cat"], veto=-1.0),
+    "gold": lambda folder: GoldJudgeReward(length_reward, column="topic"),
+    "gold async": lambda folder: GoldJudgeReward(judge, column="topic", score=1.0),
+    "scores": lambda folder: ScoreWatch(length_reward),
+}
+
+RUNS = {
+    "plain": {"missing_eos_penalty": 1.0},
+    "groups": {"num_generations": 4, "reward_normalization": "group", "reward_group_column": "topic"},
+    "tokens": {"reward_normalization": "running", "whiten_rewards": True, "missing_eos_score": -1.0},
+    "lora": {"reward_normalization": "batch"},
+}
+
+
+def trained(folder, run, measured=None):
+    """Every weight after training, and how many rows took part."""
+    rewards, weights = [by_token if run == "tokens" else short, even], [0.5, -1.0]
+    tokenizers = [None, None]
+    if measured is not None:
+        rewards, weights, tokenizers = [measured, *rewards], [0.0, *weights], [tiny_tokenizer(), *tokenizers]
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=rewards,
+        reward_processing_classes=tokenizers,
+        args=tiny_config(
+            folder / run, max_steps=4, num_ppo_epochs=1, reward_weights=weights, learning_rate=1e-2, **RUNS[run]
+        ),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj"]) if run == "lora" else None,
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    unscored = sum(log.get("objective/num_unscored", 0) for log in trainer.state.log_history)
+    after = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert any(not torch.equal(before[name], after[name]) for name in after)
+    return after, unscored
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    """What each run trains without a reward of weight 0, once."""
+    known = {}
+
+    def of(run):
+        if run not in known:
+            known[run] = trained(tmp_path_factory.mktemp(run), run)
+        return known[run]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "name, run",
+    [*((name, "groups") for name in MEASURED), ("some", "plain"), ("tokens", "plain"), ("some", "tokens")]
+    + [("tokens", "tokens"), ("some", "lora"), ("draws", "lora"), ("adapter", "lora"), ("adapter", "plain")],
+)
+def test_a_reward_of_weight_0_changes_no_weight_by_a_bit(tmp_path, without, run, name):
+    expected, unscored = without(run)
+    assert unscored > 0  # else what nobody scored would not be tested
+    weights, still_unscored = trained(tmp_path, run, MEASURED[name](tmp_path))
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    assert still_unscored == unscored
+
+
+def test_scores_are_those_of_the_weighted_functions_alone():
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(200, 7, generator=generator)
+    rewards[torch.rand(200, 7, generator=generator) < 0.4] = NAN
+    weights, ended = torch.tensor([0.5, 0, -1.0, 2.0, 0, 0.3, -0.0]), torch.rand(200, generator=generator) < 0.5
+    used = weights != 0
+    assert rewards[:, used].isnan().all(1).any() and not rewards.isnan().all(1).equal(rewards[:, used].isnan().all(1))
+    for rule in ({}, {"missing_eos_score": -7.0}, {"missing_eos_penalty": 2.0}):
+        scores = [sequence_scores(rewards[:, f], weights[f], ended, **rule) for f in (slice(None), used)]
+        torch.testing.assert_close(*scores, rtol=0, atol=0, equal_nan=True)
+    assert sequence_scores(rewards, torch.zeros(7), ended).isnan().all()  # nothing is trained on what only measures
+
+
+def test_token_scores_are_those_of_the_weighted_functions_alone():
+    tokens, ended = [[1.0, 2.0], None], torch.tensor([True, True])
+    assert summed_token_scores([tokens, [None, None]], torch.tensor([0.0, 1.0]), ended, 2) is None
+    assert summed_token_scores([tokens, tokens], torch.tensor([0.0, 2.0]), ended, 2).tolist() == [[2, 4], [0, 0]]
+
+
+def test_a_critic_is_pretrained_on_the_weighted_functions_alone():
+    rows = {"prompt_ids": [[6]] * 4, "completion_ids": [[7, 2]] * 4, "finished": [True] * 4}
+    weighted = torch.tensor([[1.0], [NAN], [2.0], [NAN]], dtype=torch.double)
+    measured = torch.tensor([[5.0], [5.0], [NAN], [NAN]], dtype=torch.double)
+    tokens, none = [[1.0, 4.0]] * 4, [None] * 4
+    alone = with_returns(Dataset.from_dict(rows), weighted, critic_config("unused", reward_weights=[2.0]), [none])
+    both = [torch.cat([measured, weighted], dim=1), critic_config("unused", reward_weights=[0.0, 2.0])]
+    assert with_returns(Dataset.from_dict(rows), *both, [tokens, none]).to_dict() == alone.to_dict()
+    assert len(alone) == 2
+    both[0][:, 1] = 1.0  # as it is refused without the function of weight 0
+    with pytest.raises(ValueError, match="all rollouts have the score 2: there is nothing to tell apart"):
+        with_returns(Dataset.from_dict(rows), *both, [tokens, none])

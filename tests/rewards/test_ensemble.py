@@ -34,26 +34,26 @@ def failing(**kwargs):
     raise OSError("no connection")
 
 
-A, B, C = Fixed("a", [1.0, 2.0, None, None]), Fixed("b", [3.0, 2.0, 5.0, None]), Fixed("c", [8.0, 2.0, 5.0, None])
+A, B, C = Fixed("a", [1.0, 2.0, 6.0, None]), Fixed("b", [3.0, 2.0, 5.0, 9.0]), Fixed("c", [8.0, 2.0, 5.0, 9.0])
 
 
-def test_rows_on_which_members_disagree_too_much_or_say_nothing_have_no_score():
+def test_rows_on_which_members_disagree_too_much_or_one_says_nothing_have_no_score():
     logged = {}
     reward = EnsembleReward([A, B, C], "min", max_disagreement=2.9)
     assert reward(ROWS, ANSWERS, [[1]] * 4, log_metric=logged.__setitem__) == [None, 2, 5, None]
-    # stds √(26/3), 0, 0, and a row of which nobody says anything
+    # stds √(26/3), 0, √(2/9), and a row of which one says nothing
     assert logged == {
-        "rewards/min_of_a_b_c/disagreement": pytest.approx((26 / 3) ** 0.5 / 3),
+        "rewards/min_of_a_b_c/disagreement": pytest.approx(((26 / 3) ** 0.5 + (2 / 9) ** 0.5) / 3),
         "rewards/min_of_a_b_c/rejected": 0.25,
     }
     assert EnsembleReward([A, B, C], "min", max_disagreement=3)(ROWS, ANSWERS, [[1]] * 4) == [1, 2, 5, None]
     assert pickle.loads(pickle.dumps(reward))(ROWS, ANSWERS, [[1]] * 4) == [None, 2, 5, None]
 
 
-def test_a_member_that_fails_is_named_or_takes_no_part_or_gives_its_number():
+def test_a_member_that_fails_is_named_or_leaves_no_score_or_gives_its_number():
     with pytest.raises(RuntimeError, match="reward 'failing': OSError: no connection"):
         EnsembleReward([B, failing])(ROWS, ANSWERS, [[1]] * 4)
-    assert EnsembleReward([B, failing], on_error="skip")(ROWS, ANSWERS, [[1]] * 4) == [3, 2, 5, None]
+    assert EnsembleReward([B, failing], on_error="skip")(ROWS, ANSWERS, [[1]] * 4) == [None] * 4
     assert EnsembleReward([B, failing], "min", on_error=-1)(ROWS, ANSWERS, [[1]] * 4) == [-1, -1, -1, -1]
 
 

@@ -27,8 +27,8 @@ def test_members_are_standardised_weighted_and_added_up_where_they_apply():
     reward = SumReward([tone, safety, asked], weights=[2.0, 3.0, 0.0], means=[5.0, 0.0, 0.0], stds=[0.5, 1.0, 1.0])
     answers = ["a", "b", "kill", "c"]
     scores = reward([""] * 4, answers, log_metric=logged.__setitem__)
-    # 2 (4 - 5) / 0.5; 2 (6 - 5) / 0.5; 3 (-1); and of weight 0 alone
-    assert scores == [-4.0, 4.0, -3.0, 0.0]
+    # 2 (4 - 5) / 0.5; 2 (6 - 5) / 0.5; 3 (-1); and of weight 0 alone, which only measures
+    assert scores == [-4.0, 4.0, -3.0, None]
     where = "rewards/sum_tone_safety_asked"
     assert logged == {
         f"{where}/tone/mean": 5.0,
@@ -62,13 +62,13 @@ def test_members_in_the_background_run_at_the_same_time():
     assert reward([""], ["a"]) == [3.0] and reward.__name__ == "three"
 
 
-def test_a_member_that_fails_is_named_or_left_out():
+def test_a_member_that_fails_is_named_or_leaves_no_score():
     def failing(completions, **kwargs):
         raise ConnectionError("no server")
 
     with pytest.raises(RuntimeError, match="reward 'failing': ConnectionError: no server"):
         SumReward([tone, failing])([""], ["a"])
-    assert SumReward([tone, failing], on_error="skip")([""], ["a"]) == [4.0]
+    assert SumReward([tone, failing], on_error="skip")([""], ["a"]) == [None]
     assert SumReward([tone, failing], on_error=-1.0)([""], ["a"]) == [3.0]
 
 

@@ -1,4 +1,8 @@
-"""One score of an ensemble's: mean, median, worst case, or less where the members disagree."""
+"""One score of an ensemble's: mean, median, worst case, or less where the members disagree.
+
+Where a member says nothing, nobody knows how low it would have been: the others' score alone could be higher than that
+of all. So such a row has none.
+"""
 
 from typing import Literal
 
@@ -10,27 +14,27 @@ Combine = Literal["mean", "median", "min", "uncertainty"]
 
 
 def disagreement(scores: Tensor) -> Tensor:
-    """Return how far members disagree on each row: their standard deviation, √(Σ_i (s_i − mean)² / M).
+    """Return how far members disagree on each row: their standard deviation, √(Σ_i (s_i − mean)² / K).
 
     Args:
-        scores: (K, B) of K members, any unit. NaN where a member says nothing: M is the number of those that do.
+        scores: (K, B) of K members, any unit. NaN where a member says nothing.
 
     Returns:
-        (B,), in the unit of the scores: 0 for one member, NaN for none.
+        (B,), in the unit of the scores: 0 for one member, NaN where a member says nothing.
 
     Raises:
         ValueError: scores is not (K, B).
     """
     check_shapes(ndim=2, scores=scores)
-    return (scores - scores.nanmean(0)).square().nanmean(0).sqrt()
+    return (scores - scores.mean(0)).square().mean(0).sqrt()
 
 
 def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tensor:
     """Return one score of each row (Coste et al., 2310.02743, section 3.2).
 
-    With s_i the scores of the members that say something: "mean" Σ s_i / M; "median"; "min", the worst case (WCO);
-    "uncertainty" mean − coef · std (UWO). The paper subtracts λ · std² instead, whose λ is in units of 1 / score: here
-    twice the scores are twice the result.
+    With s_i the members' scores: "mean" Σ s_i / K; "median"; "min", the worst case (WCO); "uncertainty"
+    mean − coef · std (UWO). The paper subtracts λ · std² instead, whose λ is in units of 1 / score: here twice the
+    scores are twice the result.
 
     Args:
         scores: (K, B) of K members, any unit. NaN where a member says nothing.
@@ -38,7 +42,7 @@ def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tenso
         coef: of "uncertainty", without unit, >= 0.
 
     Returns:
-        (B,), in the unit of the scores; NaN where no member says anything.
+        (B,), in the unit of the scores; NaN where a member says nothing.
 
     Raises:
         ValueError: scores is not (K, B).
@@ -46,11 +50,11 @@ def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tenso
     check_shapes(ndim=2, scores=scores)
     match combine:
         case "mean":
-            return scores.nanmean(0)
+            return scores.mean(0)
         case "median":
-            return scores.nanquantile(0.5, dim=0)  # of an even number the middle of two; `nanmedian` takes the lower
+            return scores.quantile(0.5, dim=0)  # of an even number the middle of two; `median` takes the lower
         case "min":
-            return scores.nanquantile(0.0, dim=0)
+            return scores.amin(0)
         case "uncertainty":
-            return scores.nanmean(0) - coef * disagreement(scores)
+            return scores.mean(0) - coef * disagreement(scores)
     raise ValueError(f"combine must be 'mean', 'median', 'min' or 'uncertainty', got {combine!r}")

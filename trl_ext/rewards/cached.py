@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import cachetools
@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..redaction import redacted
 from ..sources import source_identity
 from ..upstream import get_callable_name
-from .member import awaited, failure, finite_number, log_to, runs_in_background, scores_in
+from .member import awaited, failure, finite_number, log_to, policies_within, runs_in_background, scores_in
 from .naming import checked_name
 from .segments import is_by_token
 
@@ -81,7 +81,7 @@ class CachedReward:
                 f"`reward` has on_error={fallback}, which would be kept as a score: give it 'raise' or 'skip', and "
                 "the number to what is around the cache"
             )
-        if within := [each for each in _policies_within(reward) if each != "raise"]:
+        if within := [each for each in policies_within(reward) if each != "raise"]:
             raise ValueError(
                 f"`reward` holds a member with on_error={within[0]!r}, so that a score of the others alone would be "
                 "kept: put the cache around that member, or give it 'raise'"
@@ -325,16 +325,6 @@ def among(rows: list[int], count: int) -> str:
         return ""
     more = ", …" if len(rows) > 10 else ""
     return f" (counted among completions {', '.join(map(str, rows[:10]))}{more}, which alone were asked about)"
-
-
-def _policies_within(reward: Any) -> Iterator[Any]:
-    """Yield `on_error` of all functions within a reward function."""
-    inner = [getattr(reward, name, None) for name in ("reward", "judge", "function")]
-    members = getattr(reward, "members", None)
-    for each in (f for f in (*inner, *(members if isinstance(members, (list, tuple)) else ())) if f is not None):
-        if isinstance(policy := getattr(each, "on_error", "raise"), (str, int, float)):
-            yield policy
-        yield from _policies_within(each)
 
 
 def _spread(values: list, rows: list[int], count: int) -> list:

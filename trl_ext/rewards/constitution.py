@@ -16,7 +16,8 @@ class ConstitutionReward:
     A principle is a reward function with a minimum: an answer that scores less breaks it, and its score is at most
     `cap`. Rules are principles that cost nothing; the judge, where there is one, is asked only about answers that keep
     all of them. An answer for which a principle has no score (None) is not known to keep it: unless it breaks another,
-    its own score is None, so that it is not rewarded. Otherwise the score is that of `reward`, with its range.
+    its own score is None, so that it is not rewarded. Otherwise the score is that of `reward`, with its range. Where
+    `reward` fails and is skipped there is no score at all, not even the cap, since it might have been lower.
 
     It logs `rewards/<name>/violations`, the share of answers that break a principle; for each principle
     `rewards/<name>/violations/<principle>`, among the answers that it scored; and `rewards/<name>/unchecked`, the
@@ -91,8 +92,8 @@ class ConstitutionReward:
         def note(name: str, minimum: float, rows: list[int], given: list[float | None]) -> None:
             for row, score in zip(rows, given, strict=True):
                 breaks[row] |= score is not None and score < minimum
-                unchecked[row] |= score is None
-            known = [score < minimum for score in given if score is not None]
+                unchecked[row] |= score is None or math.isnan(score)
+            known = [score < minimum for score in given if score is not None and not math.isnan(score)]
             shares[f"violations/{name}"] = sum(known) / len(known) if known else None
 
         for name, minimum, given in zip(self._names, self._minimums, checked, strict=False):
@@ -103,11 +104,12 @@ class ConstitutionReward:
             except RuntimeError as error:
                 raise RuntimeError(f"{error}{among(rows, count)}") from error
             note(self._names[-1], self.judge_minimum, rows, given)
-        for row in range(count):
-            if breaks[row]:
-                scores[row] = self.cap if (score := scores[row]) is None else min(score, self.cap)
-            elif unchecked[row]:
+        for row, score in enumerate(scores):
+            has_failed = score is not None and math.isnan(score)
+            if has_failed or unchecked[row] and not breaks[row]:
                 scores[row] = None
+            elif breaks[row]:
+                scores[row] = self.cap if score is None else min(score, self.cap)
         left_out = sum(not broken and not_known for broken, not_known in zip(breaks, unchecked, strict=True))
         shares |= {"violations": sum(breaks) / count, "unchecked": left_out / count}
         log_to(log_metric, {f"rewards/{self.__name__}/{key}": share for key, share in shares.items()})

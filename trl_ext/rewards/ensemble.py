@@ -25,8 +25,10 @@ class EnsembleReward:
     `rewards/<name>/disagreement` is logged: the standard deviation of the members' scores of an answer, on average.
     [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
 
-    A member that scores None takes no part in that row; where all do, the row's score is None. Members in background
-    run at the same time, in threads.
+    A row that any member scores None has no score, whichever way they are combined: the mean of the others, their
+    minimum and their agreement would all be higher if the lowest member were the one that says nothing. So no answer
+    gains by a member that fails. Members that judge different things are for [`SumReward`]. Members in background run
+    at the same time, in threads.
 
     Args:
         members: two or more reward functions, or reward models by their folders or hub names; or the one folder that
@@ -38,7 +40,8 @@ class EnsembleReward:
             if no other reward function scores it. The share of such rows is logged as `rewards/<name>/rejected`.
         normalize: give each member mean 0 and standard deviation 1 on the held-out answers that the recipe scored with
             it, for members of different scales. Only with the recipe's folder.
-        on_error: what becomes of a member that fails, see [`~trl_ext.rewards.member.Member`].
+        on_error: what becomes of a member that fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
+            without a score; a number is the member's score, and should be below those of bad answers.
         model_kwargs: arguments of [`ModelReward`] for the members that are models by name, as `{"dtype": "bfloat16"}`.
         name: under which it is logged; `min_of_a_b` if None.
 
@@ -99,7 +102,7 @@ class EnsembleReward:
         log_metric: Any = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        """Return the ensemble's score of each completion; None where no member has one, or they disagree too much."""
+        """Return the ensemble's score of each completion; None where a member has none, or they disagree too much."""
         kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if not prompts:
             return []

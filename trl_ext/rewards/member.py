@@ -5,7 +5,7 @@ import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, Literal
@@ -44,9 +44,9 @@ class Member:
 
     Args:
         function: with TRL's signature.
-        on_error: `"raise"` raises a `RuntimeError` that names function and completion; `"skip"` scores None, so that
-            the function takes no part in the row; a number is the score instead. Without `"raise"` the share of such
-            rows is logged as `rewards/<name>/failed`.
+        on_error: `"raise"` raises a `RuntimeError` that names function and completion; `"skip"` scores None, with
+            which what holds the member must not pay more than with a score; a number is the score instead. Without
+            `"raise"` the share of such rows is logged as `rewards/<name>/failed`.
     """
 
     def __init__(self, function: Callable, on_error: OnError = "raise"):
@@ -65,8 +65,17 @@ class Member:
         """Whether its time goes by elsewhere, see [`runs_in_background`]."""
         return runs_in_background(self.function)
 
-    def __call__(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
+    def __call__(self, prompts: list, completions: list, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion."""
+        told = self.told(prompts, completions, **kwargs)
+        return [None if score is None or math.isnan(score) else score for score in told]
+
+    def told(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
+        """
+        Return the same, but NaN for a row that was skipped, so that None is where the function does not apply.
+
+        Of a function with a part whose own `on_error` is `"skip"`, nobody can tell the two apart: None becomes NaN.
+        """
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         failed: list[int] = []
         scores: list[float | None] = []
@@ -94,9 +103,10 @@ class Member:
                 cause = cause or str(error)
         if self.on_error != "raise":
             report_failures(self.name, len(failed), len(scores), cause, log_metric)
-            if self.on_error != "skip":
-                for row in failed:
-                    scores[row] = float(self.on_error)
+            for row in failed:
+                scores[row] = math.nan if self.on_error == "skip" else float(self.on_error)
+        if "skip" in (getattr(self.function, "on_error", "raise"), *policies_within(self.function)):
+            scores = [math.nan if score is None else score for score in scores]
         return scores
 
 
@@ -145,10 +155,14 @@ class Started:
 def scores_of_all(
     members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
 ) -> list[list[float | None]]:
-    """Return what each member says; those in the background run at the same time, in threads, while others score."""
+    """
+    Return what each member says, NaN where it failed and is skipped, see [`Member.told`].
+
+    Those in the background run at the same time, in threads, while others score.
+    """
     loggers = {"log_metric": log_metric, "log_extra": log_extra}
-    started = {m: Started(member, **kwargs) for m, member in enumerate(members) if member.in_background}
-    here = {m: member(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
+    started = {m: Started(member.told, **kwargs) for m, member in enumerate(members) if member.in_background}
+    here = {m: member.told(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
     return [here[m] if m in here else started[m].result(**loggers) for m in range(len(members))]
 
 
@@ -172,6 +186,17 @@ def check_on_error(on_error: Any) -> OnError:
     if not (on_error in ("raise", "skip") or is_number):
         raise ValueError(f"`on_error` must be 'raise', 'skip' or a finite number, got {on_error!r}")
     return on_error
+
+
+def policies_within(reward: Any) -> Iterator[Any]:
+    """Yield `on_error` of all functions within a reward function."""
+    held = getattr(reward, "__dict__", {})  # `getattr` would ask a proxy, which has every attribute
+    members = held.get("members")
+    inner = [held.get(name) for name in ("reward", "judge", "function")]
+    for each in (f for f in (*inner, *(members if isinstance(members, (list, tuple)) else ())) if f is not None):
+        if isinstance(policy := getattr(each, "on_error", "raise"), (str, int, float)):
+            yield policy
+        yield from policies_within(each)
 
 
 def runs_in_background(function: Any) -> bool:

@@ -13,16 +13,18 @@ class SumReward:
     """
     Add up several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
 
-    A member that gives None for a row takes no part in it; the row's score is None only if all members give None. Logs
-    `rewards/<name>/<member>/mean` and `…/std`, of the members' own scores: what `means` and `stds` can be set to.
-    Members in background run at the same time, in threads.
+    A member that gives None for a row does not apply to it and takes no part; where no member with a weight applies,
+    the row's score is None. It is None, too, where a member with a weight fails and is skipped: without what that one
+    takes off, the sum would be too high. Logs `rewards/<name>/<member>/mean` and `…/std`, of the members' own scores:
+    what `means` and `stds` can be set to. Members in background run at the same time, in threads.
 
     Args:
         members: reward functions, async or not.
-        weights: of the members; 1 each if unset.
+        weights: of the members; 1 each if unset. A member of weight 0 is only logged.
         means, stds: what each member's scores are standardised by; 0 and 1 if unset. They are fixed numbers, so that a
             score depends on nothing but its row: moments of the run so far would differ between processes.
-        on_error: of a member that fails, see [`~trl_ext.rewards.member.Member`]: `"raise"`, `"skip"` or a score.
+        on_error: of a member that fails, see [`~trl_ext.rewards.member.Member`]: `"raise"`, `"skip"` (the row has no
+            score) or the member's score. Of a member whose own `on_error` is `"skip"`, each None counts as failed.
         name: in the logs; `sum_` and the members' names if unset.
 
     Raises:
@@ -57,11 +59,11 @@ class SumReward:
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the weighted sum for each completion, None where no member gives a score."""
+        """Return the weighted sum for each completion, None where no member gives a score, or one fails."""
         kwargs = {"prompts": prompts, "completions": completions, **kwargs}
         scores = scores_of_all(self.members, log_metric, log_extra, **kwargs)
         for name, given in zip(self.names, scores, strict=True):
-            numbers = [score for score in given if score is not None]
+            numbers = [score for score in given if score is not None and not math.isnan(score)]
             if numbers:
                 where = f"rewards/{self.__name__}/{name}"
                 log_to(log_metric, {f"{where}/mean": fmean(numbers), f"{where}/std": pstdev(numbers)})
@@ -69,8 +71,8 @@ class SumReward:
 
     def _sum(self, row: tuple[float | None, ...]) -> float | None:
         members = zip(row, self.weights, self.means, self.stds, strict=True)
-        parts = [weight * (score - mean) / std for score, weight, mean, std in members if score is not None]
-        return sum(parts) if parts else None
+        parts = [w * (score - mean) / std for score, w, mean, std in members if score is not None and w != 0]
+        return None if not parts or math.isnan(total := sum(parts)) else total
 
 
 def _numbers(name: str, given: Any, count: int, default: float) -> list[float]:

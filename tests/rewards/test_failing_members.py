@@ -1,0 +1,93 @@
+"""A member that fails never pays: no reward that holds others gives more for an answer than if all had answered."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from trl_ext.rewards import CachedReward, ConstitutionReward, EnsembleReward, ScoreWatch, SumReward
+
+ROWS = 60
+HELD = ("a", "b", "c")
+LATE = {row for row in range(ROWS) if row % 3 == 0}  # which rows fail, where not all do
+
+
+class Scorer:
+    """Scores drawn in [-5, 5]; as a completion it is given the number of its row."""
+
+    def __init__(self, name, fails):
+        draw = random.Random(name)
+        self.__name__, self.fails = name, fails
+        self.scores = [draw.uniform(-5, 5) for _ in range(ROWS)]
+        self.on_error = "skip" if fails == "by its own skip" else "raise"
+        self.in_background = fails == "in the background"
+
+    def __call__(self, prompts, completions, **kwargs):
+        if self.fails in ("as a whole", "in the background"):
+            raise TimeoutError("no answer")
+        missing = {"by row": math.nan, "by its own skip": None}
+        rows = map(int, completions)
+        return [missing[self.fails] if self.fails and row in LATE else self.scores[row] for row in rows]
+
+
+HOLDING = {
+    **{
+        f"{combine}{'' if bound is None else ' with a bound'}": lambda *held, combine=combine, bound=bound: (
+            EnsembleReward(held, combine, max_disagreement=bound, on_error="skip")
+        )
+        for combine, bound in itertools.product(("mean", "median", "min", "uncertainty"), (None, 2.5))
+    },
+    "sum": lambda *held: SumReward(held, weights=[1.0, -2.0, 0.5], means=[1.0, 0.0, -3.0], on_error="skip"),
+    "principles": lambda a, b, c: ConstitutionReward(a, [b], cap=-1.0, minimum=-2.0, judge=c, on_error="skip"),
+    "sum of others": lambda a, b, c: SumReward(
+        [EnsembleReward([a, b], on_error="skip"), ScoreWatch(c)], weights=[1.0, -1.0], on_error="skip"
+    ),
+    "others of sums": lambda a, b, c: ConstitutionReward(
+        SumReward([a, b], on_error="skip"), [c], cap=-1.0, minimum=-2.0, on_error="skip"
+    ),
+    "cached": lambda a, b, c: SumReward([CachedReward(a), CachedReward(b), c], on_error="skip"),
+}
+
+
+@pytest.mark.parametrize("how", ["as a whole", "by row", "by its own skip", "in the background"])
+@pytest.mark.parametrize("holding", HOLDING)
+def test_with_members_that_fail_a_score_is_none_or_no_higher(holding, how):
+    def scores(failing):
+        reward = HOLDING[holding](*(Scorer(name, how if name in failing else None) for name in HELD))
+        return reward(prompts=[""] * ROWS, completions=[str(row) for row in range(ROWS)])
+
+    whole = scores(())
+    assert any(score is not None for score in whole)
+    for count in (1, 2, 3):
+        for failing in itertools.combinations(HELD, count):
+            for row, (all_answer, some_fail) in enumerate(zip(whole, scores(failing), strict=True)):
+                assert some_fail is None or all_answer is not None and some_fail <= all_answer, (failing, row)
+                is_told_apart = how in ("by row", "by its own skip") and (holding, how) != ("cached", "by row")
+                if is_told_apart and row not in LATE:  # what answers is scored as ever
+                    assert some_fail == all_answer, (failing, row)
+
+
+def test_none_of_a_member_that_does_not_fail_still_says_that_it_does_not_apply():
+    def some(completions, **kwargs):
+        return [None, 2.0]
+
+    def breaks(completions, **kwargs):
+        return [0.0, 0.0]
+
+    ask = {"prompts": [""] * 2, "completions": ["0", "1"]}
+    assert SumReward([Scorer("a", None), some], on_error="skip")(**ask)[0] == Scorer("a", None).scores[0]
+    assert ConstitutionReward(some, [breaks], cap=-1.0, on_error="skip")(**ask) == [-1.0, -1.0]
+
+
+def test_a_member_of_weight_0_changes_no_sum():
+    def never(completions, **kwargs):
+        return [None] * len(completions)
+
+    ask = {"prompts": [""] * ROWS, "completions": [str(row) for row in range(ROWS)]}
+    held = [Scorer("a", "by its own skip"), Scorer("b", None)]
+    for first in (held, [never]):
+        alone = SumReward(first, on_error="skip")(**ask)
+        for fails in (None, "by row", "as a whole"):
+            watched = SumReward([Scorer("c", fails), *first], weights=[0.0] + [1.0] * len(first), on_error="skip")
+            assert watched(**ask) == alone

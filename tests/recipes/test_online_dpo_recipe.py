@@ -34,6 +34,8 @@ def inputs(tmp_path_factory):
     (folder / "rewards.py").write_text(
         "def letter(completions, **kwargs):\n    return [sum('e' in w for w in c.split()) / 12 for c in completions]\n"
         "def none(completions, **kwargs):\n    return [None] * len(completions)\n"
+        "def some(completions, **kwargs):\n    return [len(c) / 9 if len(c) % 3 else None for c in completions]\n"
+        "import torch\ndef draws(completions, **kwargs):\n    return torch.rand(len(completions)).tolist()\n"
     )
     return folder
 
@@ -104,6 +106,19 @@ def test_rounds_train_on_their_own_answers_and_resume_anywhere(inputs, tmp_path,
     with pytest.raises(SystemExit, match="2"):
         main(arguments(inputs, part, "--beta", "0.5"))
     assert "was begun with other settings (beta: 0.1 → 0.5): choose another" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_reward_of_weight_0_changes_no_weight_by_a_bit(inputs, tmp_path):
+    ours, models = [f"{inputs / 'rewards.py'}:{name}" for name in ("draws", "some")], []
+    for name, rewards, weights in [
+        ("without", ours[1:], "1"),
+        ("with", [*ours, "recipes.demo.world.gold_reward"], "010"),
+    ]:
+        more = ["--reward_funcs", *rewards, "--reward_weights", *weights, "--num_rounds", "1"]
+        main(arguments(inputs, tmp_path / name, *more, "--use_peft", "--lora_target_modules", "q_proj", "v_proj"))
+        models.append(bytes_of(tmp_path / name))
+    assert models[0] == models[1] and list(models[0]) == ["round-1"]
 
 
 @pytest.mark.slow

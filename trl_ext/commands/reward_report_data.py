@@ -1,6 +1,5 @@
 """What a reward is examined on: pairs, best-of-n rows, rankings and a policy's answers, as the data has them."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from datasets import Dataset
 
 from ..data import check_texts, has_content, is_text, load_dataset_split, usable_pairs
+from ..rewards.member import is_finite_number
 from ..rewards.texts import text_of
 from ..shipped import find
 
@@ -189,7 +189,7 @@ def load_rankings(name: str, split: str) -> list[tuple[Answers, list[float]]]:
     for place, row in enumerate(dataset):
         answers, ranks = row["responses"], row["ranks"]
         are_lists = isinstance(answers, list) and isinstance(ranks, list) and len(answers) == len(ranks) >= 2
-        if not (are_lists and all(map(is_text, answers)) and all(map(_is_rank, ranks))):
+        if not (are_lists and all(map(is_text, answers)) and all(map(is_finite_number, ranks))):
             raise ValueError(
                 f"dataset {name!r}: row {place} must have two or more `responses` and as many numbers as `ranks`, "
                 f"got {repr(answers)[:60]} and {repr(ranks)[:60]}"
@@ -198,10 +198,6 @@ def load_rankings(name: str, split: str) -> list[tuple[Answers, list[float]]]:
         for answer in answers:
             found[-1][0].add(row["prompt"], answer, True, row)
     return found
-
-
-def _is_rank(rank: Any) -> bool:
-    return isinstance(rank, (int, float)) and not isinstance(rank, bool) and math.isfinite(rank)
 
 
 def load_answers(name: str, most: int) -> Answers:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..data.texts import check_texts
 from ..functional import gae, moments, token_rewards, whiten
 from ..models.generation import answer_texts, prompt_token_ids
+from ..rewards.member import is_finite_number
 from .critic_config import CriticConfig
 from .reward_normalizer import RewardNormalizer
 from .rewards import Mistakes, checked
@@ -144,7 +145,7 @@ def given_scores(dataset: Dataset, column: str) -> Tensor:
         )
     scores = dataset[column][:]
     for row, score in enumerate(scores):
-        if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
+        if not is_finite_number(score):
             raise ValueError(
                 f"rollout {row} has the score {score!r} in {column!r}: each needs a finite number, leave it out or "
                 "score it"

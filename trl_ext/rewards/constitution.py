@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .cached import among, of_rows
-from .member import Member, OnError, distinct, log_to, scores_of_all
+from .member import Member, OnError, distinct, is_finite_number, log_to, scores_of_all
 from .naming import checked_name
 
 
@@ -56,7 +56,7 @@ class ConstitutionReward:
             raise ValueError(f"`minimum` must be a number, or one for each of {len(members)} members, got {minimum}")
         for argument, values in [("cap", [cap]), ("minimum", minimums), ("judge_minimum", [judge_minimum])]:
             for value in values:
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                if not is_finite_number(value):
                     raise ValueError(f"`{argument}` must be a finite number, got {value!r}")
         self.reward = reward
         self.members = members

@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import inspect
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..nearest import did_you_mean
 from ..shipped import find
 from ..upstream import get_callable_name
 from .ensemble import check_model_kwargs
-from .member import distinct
+from .member import distinct, is_finite_number
 
 _MEMBERS = ("reward", "members", "judge")  # arguments that hold reward functions
 _FACTORIES = ("get_repetition_penalty_reward", "get_soft_overlong_punishment")  # TRL's, which return a function
@@ -102,7 +101,7 @@ def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functio
         if isinstance(entry, dict) and "weight" in entry:
             entry = dict(entry)
             weight = entry.pop("weight")
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            if not is_finite_number(weight):
                 raise ValueError(f"{where}: `weight` must be a finite number, got {weight!r}")
         _check(entry, known, where, import_functions)
         weights.append(weight)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from transformers.utils import logging
@@ -182,8 +182,7 @@ def said_of(name: str, error: Exception) -> str:
 
 def check_on_error(on_error: Any) -> OnError:
     """Return `on_error` if it is a policy of [`Member`]; raise a `ValueError` if not."""
-    is_number = isinstance(on_error, (int, float)) and not isinstance(on_error, bool) and math.isfinite(on_error)
-    if not (on_error in ("raise", "skip") or is_number):
+    if not (on_error in ("raise", "skip") or is_finite_number(on_error)):
         raise ValueError(f"`on_error` must be 'raise', 'skip' or a finite number, got {on_error!r}")
     return on_error
 
@@ -252,6 +251,11 @@ def scores_in(returned: Any, count: int) -> list:
     if len(returned) != count:
         raise ValueError(f"returned {len(returned)} rewards for {count} completions; return one for each")
     return list(returned)
+
+
+def is_finite_number(value: Any) -> TypeGuard[float]:
+    """Return whether a setting, or what a file holds, is a finite number of Python; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def finite_number(reward: Any, row: int | str) -> float:

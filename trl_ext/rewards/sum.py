@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from .member import Member, OnError, distinct, log_to, scores_of_all
+from .member import Member, OnError, distinct, is_finite_number, log_to, scores_of_all
 from .naming import checked_name
 
 
@@ -78,9 +78,6 @@ class SumReward:
 def _numbers(name: str, given: Any, count: int, default: float) -> list[float]:
     if given is None:
         return [default] * count
-    are_numbers = isinstance(given, (list, tuple)) and all(
-        isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) for x in given
-    )
-    if not are_numbers or len(given) != count:
+    if not (isinstance(given, (list, tuple)) and len(given) == count and all(map(is_finite_number, given))):
         raise ValueError(f"`{name}` must be a list of {count} finite numbers, one for each member, got {given!r}")
     return [float(x) for x in given]

@@ -235,7 +235,7 @@ def with_returns(
     if args.reward_weights is not None and len(args.reward_weights) != count:
         raise ValueError(f"`reward_weights` must be one for each of {count} rewards, got {args.reward_weights}")
     weights = torch.tensor(args.reward_weights or [1.0] * count, dtype=torch.float64)
-    weighted = zip(weights.tolist(), token_scores or [], strict=token_scores is not None)
+    weighted = [] if token_scores is None else zip(weights.tolist(), token_scores, strict=True)
     if not any(tokens is not None for weight, given in weighted if weight != 0 for tokens in given):
         token_scores = None
     ended = torch.tensor(dataset["finished"][:])

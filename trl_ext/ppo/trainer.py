@@ -345,7 +345,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self.model.train(is_training)
 
     def _own_draws(self) -> AbstractContextManager:
-        """Have what is drawn within depend on the step alone, and move nothing that training draws."""
+        """Have what is drawn within depend on the seed and the step, and move nothing that training draws."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 

@@ -44,9 +44,9 @@ class Member:
 
     Args:
         function: with TRL's signature.
-        on_error: `"raise"` raises a `RuntimeError` that names function and completion; `"skip"` scores None, with
-            which what holds the member must not pay more than with a score; a number is the score instead. Without
-            `"raise"` the share of such rows is logged as `rewards/<name>/failed`.
+        on_error: `"raise"` raises a `RuntimeError` that names function and completion; `"skip"` scores None, and
+            a reward that holds the function then gives no more for the row than if it had answered; a number is the
+            score instead. Without `"raise"` the share of such rows is logged as `rewards/<name>/failed`.
     """
 
     def __init__(self, function: Callable, on_error: OnError = "raise"):

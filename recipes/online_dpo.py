@@ -222,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
             "`output_dir`"
         )
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
-    with parser.one_line_errors():
+    with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
         held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):

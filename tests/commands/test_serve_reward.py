@@ -16,11 +16,12 @@ import httpx2
 import pytest
 import torch
 import uvicorn
+from jinja2 import TemplateError
 
 from tests.tiny import WORDS, length_reward, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.commands import serve_reward
 from trl_ext.commands.reward_app import Batcher, Limits, make_app, scorer
-from trl_ext.rewards import ModelReward, RemoteReward
+from trl_ext.rewards import CachedReward, ModelReward, RemoteReward, source_identity
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,11 +31,11 @@ def by_text(prompts, completions, **columns):
 
 
 @contextmanager
-def serving(function, name="m", key=None, **limits):
+def serving(function, name="m", key=None, identity=None, **limits):
     """Yield the URL of a server in a thread, and its batcher."""
     batcher = Batcher(scorer(function), Limits(**limits))
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(make_app(batcher, name, key), log_level="critical", lifespan="off", ws="none")
+    config = uvicorn.Config(make_app(batcher, name, key, identity), log_level="critical", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
@@ -121,6 +122,10 @@ ROWS = {"prompts": ["p"], "completions": ["c"]}
         ({"prompts": [], "completions": []}, 422, "1 or more"),
         (ROWS | {"completions": [3]}, 422, "all texts, or all lists of messages"),
         (ROWS | {"completions": [[{"role": "user", "content": None}]]}, 422, "all texts, or all lists of messages"),
+        ({"prompts": [["p"]], "completions": [["c"]]}, 422, "all texts, or all lists of messages"),
+        ({"prompts": [[]], "completions": [[]]}, 422, "all texts, or all lists of messages"),
+        ({"prompts": [[[]]], "completions": [[[]]]}, 422, "all texts, or all lists of messages"),
+        (b'{"prompts": ["p"], "completions": [' + b"[" * 400 + b"]" * 400 + b"]}", 422, "all texts, or all lists"),
         (ROWS | {"finished": [1]}, 422, "`finished` must be null, or a list with true or false"),
         (ROWS | {"complitions": ["c"]}, 422, "'complitions' is not known"),
         (ROWS | {"model": "other"}, 404, "the model here is 'm'"),
@@ -152,7 +157,7 @@ def test_who_has_no_token_or_is_a_page_in_a_browser_gets_nothing(small_server, m
             httpx2.get(small_server + "/metrics", headers=headers),
         ):
             assert answer.status_code == 401 and answer.json() == {"error": "a bearer token is needed"}
-    assert httpx2.get(small_server + "/health").json() == {"status": "ok", "model": "m"}
+    assert httpx2.get(small_server + "/health").json() == {"status": "ok", "model": "m"}  # and no `identity`
     page = {"authorization": "Bearer key", "content-type": "text/plain"}
     assert httpx2.post(small_server + "/score", content=json.dumps(ROWS), headers=page).status_code == 415
     assert httpx2.get(small_server + "/score").status_code == 405
@@ -235,6 +240,35 @@ def test_scores_of_a_model_are_those_that_it_has_here(tmp_path):
             RemoteReward(url, model="other")(asked, answers, finished=ended)
 
 
+def test_a_server_says_which_weights_it_has_whatever_its_folder_is_called(tmp_path):
+    """`reward` is the name of every folder that is trained into one, and of the next weights in it."""
+    names, remotes = set(), []
+    for seed, folder in enumerate(("one/reward", "two/reward", "one/reward")):
+        tiny_reward_model(tiny_llama(), seed=seed).save_pretrained(tmp_path / folder)
+        tiny_tokenizer().save_pretrained(tmp_path / folder)
+        function = serve_reward.load(str(tmp_path / folder), None, None, None)
+        identity = serve_reward.identity_of(function)
+        assert identity == serve_reward.identity_of(serve_reward.load(str(tmp_path / folder), None, None, None))
+        with serving(function, name=function.__name__, identity=identity) as (url, _):
+            remotes.append(RemoteReward(url, model="reward"))
+            scores = remotes[-1](["the cat "], ["sat"], finished=[True])
+            names.add(source_identity(remotes[-1]))
+            assert httpx2.get(url + "/health").json() == {"status": "ok", "model": "reward", "identity": identity}
+            keys = {key for each in remotes for key in CachedReward(each)._written(["p"], ["c"], {})}
+            assert len(names) == len(keys) == seed + 1
+        assert scores == pytest.approx(function(["the cat "], ["sat"], finished=[True]), abs=1e-5)
+
+
+def test_messages_that_a_chat_template_refuses_are_the_clients_mistake():
+    def templated(prompts, completions, **columns):
+        raise TemplateError("Conversation roles must alternate")
+
+    turns = {"prompts": [[{"role": "x", "content": "p"}]], "completions": [[{"role": "x", "content": "c"}]]}
+    with serving(templated) as (url, _):
+        answer = httpx2.post(url + "/score", json=turns)
+        assert (answer.status_code, answer.json()) == (422, {"error": "Conversation roles must alternate"})
+
+
 def test_a_stock_trainer_and_a_judge_take_it(tmp_path):
     from trl import GRPOConfig, GRPOTrainer
 
@@ -277,6 +311,7 @@ def test_the_command_answers_what_is_under_way_before_it_ends(tmp_path, ended_by
     process.send_signal(ended_by)
     asking.join()
     assert name == "slow" and answers[0].json()["scores"] == [1.0]
+    assert answers[0].json()["identity"].startswith("xxh3:")
     assert process.wait(20) in (0, -signal.SIGTERM)
 
 

@@ -7,12 +7,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 @contextmanager
-def serving(answer):
+def serving(answer, health=None):
     """
     Yield the URL of a server, and the list of the requests' bodies that came.
 
     `answer(body, handler)` returns an object, which is sent as JSON; bytes, sent as they are; a status with headers
-    and a body; or None, if it has dealt with the request itself.
+    and a body; or None, if it has dealt with the request itself. `health()` answers GET, which is else not found.
     """
     came, lock = [], threading.Lock()
 
@@ -23,7 +23,12 @@ def serving(answer):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
             with lock:
                 came.append(body)
-            said = answer(body, self)
+            self.send(answer(body, self))
+
+        def do_GET(self):  # noqa: N802
+            self.send(health() if health and self.path == "/health" else (404, {}, {"error": "no such page"}))
+
+        def send(self, said):
             if said is None:
                 self.close_connection = True
                 return

@@ -15,8 +15,8 @@ import pytest
 
 from tests.rewards.http_stub import serving
 from tests.tiny import tiny_tokenizer
-from trl_ext.rewards import RemoteReward, source_identity
-from trl_ext.rewards.service import Service, ServiceError
+from trl_ext.rewards import CachedReward, RemoteReward, RewardFailed, source_identity
+from trl_ext.rewards.service import Breaker, Service, ServiceError
 
 ANSWERS = [f"{'very ' * (i % 7)}happy {i}" for i in range(40)]
 PROMPTS = [f"prompt {i} " for i in range(40)]
@@ -163,6 +163,53 @@ def test_after_a_pause_one_request_is_let_through_and_if_that_is_answered_all_ar
         assert reward(PROMPTS, ANSWERS) == EXPECTED
 
 
+def test_while_one_request_tries_after_an_outage_the_others_wait_for_its_outcome(monkeypatch):
+    is_up, late = False, 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late, time=time.time)
+    monkeypatch.setattr("trl_ext.rewards.service.time", clock)
+    tried, may_answer = threading.Event(), threading.Event()
+
+    def answer(body, _):
+        if late:
+            tried.set()
+            assert may_answer.wait(60)
+        return by_text(body) if is_up else (500, {}, {})
+
+    with serving(answer) as (url, came):
+        reward = RemoteReward(
+            url, batch_size=1, max_concurrency=8, breaker_failures=2, breaker_seconds=100, retries=0, on_error="skip"
+        )
+        reward(PROMPTS, ANSWERS)
+        breaker, checked = reward._service._connected()[1], []
+        check = breaker.check
+        breaker.check = lambda until: checked.append(until) or check(until)
+        for is_up, expected in ((False, [None] * 40), (True, EXPECTED)):
+            late += 101
+            asked, found = len(came), []
+            checked.clear()
+            tried.clear(), may_answer.clear()
+            asking = threading.Thread(target=lambda found=found: found.append(reward(PROMPTS, ANSWERS)))
+            asking.start()
+            assert tried.wait(60)
+            while len(checked) < 8:  # all threads, of which one tries
+                time.sleep(0.005)
+            assert len(came) == asked + 1
+            may_answer.set()
+            asking.join()
+            assert found == [expected] and len(came) == asked + (40 if is_up else 1)
+
+
+def test_who_waits_for_a_request_that_never_ends_has_a_deadline(monkeypatch):
+    breaker = Breaker(failures=1, seconds=0.0)
+    breaker.note(failed=True, tries=False)
+    assert breaker.check(time.monotonic() + 0.2) is True  # it tries, and is never heard of again
+    with pytest.raises(ServiceError, match="not asked: the deadline is over"):
+        breaker.check(time.monotonic() + 0.05)
+    assert breaker.check(time.monotonic() + 60) is True  # another one tries
+    breaker.note(failed=False, tries=True)
+    assert breaker.check(0.0) is False
+
+
 @pytest.mark.parametrize("way", ["says nothing", "drips", "drips headers"])
 def test_nothing_lasts_longer_than_the_deadline(way):
     is_over = threading.Event()
@@ -223,9 +270,10 @@ def test_a_token_is_sent_and_written_nowhere(monkeypatch, status):
         reward = RemoteReward(url, api_key_env="SCORES_KEY")
         with pytest.raises(RuntimeError) as raised:
             reward(["p"], ["c"])
+        identity = source_identity(reward)
     assert seen == ["Bearer s3cret-token-of-mine"]
     assert "wrong token" in str(raised.value)
-    for text in (str(raised.value), str(raised.value.__cause__), repr(vars(reward)), source_identity(reward)):
+    for text in (str(raised.value), str(raised.value.__cause__), repr(vars(reward)), identity):
         assert "s3cret" not in text
     assert b"s3cret" not in pickle.dumps(reward)
     monkeypatch.delenv("SCORES_KEY")
@@ -293,12 +341,55 @@ def test_it_works_after_a_fork_and_from_a_pickle():
         assert pickle.loads(pickle.dumps(reward))(PROMPTS, ANSWERS) == EXPECTED
 
 
-def test_its_identity_is_the_models_not_the_servers():
-    def identity(url="http://a:1", **given):
+def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say():
+    def identity(url, **given):
         return source_identity(RemoteReward(url, **given))
 
-    assert identity(model="m") == identity("http://b:2", model="m", timeout=3, max_concurrency=2, batch_size=1)
-    assert identity(model="m") != identity(model="n") and identity() != identity("http://b:2")
+    with (
+        serving(by_text, lambda: {"status": "ok", "model": "m", "identity": "a"}) as (one, _),
+        serving(by_text, lambda: {"status": "ok", "model": "n", "identity": "a"}) as (same, _),
+        serving(by_text, lambda: {"status": "ok", "model": "m", "identity": "b"}) as (other, _),
+        serving(by_text) as (dumb, _),
+        serving(by_text, lambda: {"status": "ok", "model": "m"}) as (older, _),
+        serving(by_text, lambda: (501, {}, {})) as (post_only, _),
+    ):
+        assert identity(one) == identity(f"{same}/score", model="n", timeout=3, max_concurrency=2, batch_size=1)
+        assert len({identity(url, model="m") for url in (one, other, dumb, older, post_only)}) == 5
+        assert identity(dumb, model="m") != identity(dumb)
+        assert identity(one, api="vllm-score") != identity(same, api="vllm-score")  # which is not asked
+    with pytest.raises(RewardFailed, match=f"reward 'm': {one} does not say which weights it serves: Connect"):
+        identity(one, model="m", retries=1, on_error="skip")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip", 0.5])
+def test_other_weights_in_mid_run_are_said_and_their_scores_are_never_mixed_with_those_of_the_first(on_error):
+    """As where a server is started again on a folder that was trained on meanwhile."""
+    weights = {"now": "xxh3:old"}
+
+    def answer(body, _):
+        return {"scores": [float(weights["now"] == "xxh3:old")] * len(body["prompts"]), "identity": weights["now"]}
+
+    with serving(answer, lambda: {"identity": weights["now"]}) as (url, _):
+        plain, cached = (RemoteReward(url, on_error=on_error, batch_size=1, name="r") for _ in range(2))
+        keeping = CachedReward(cached) if on_error != 0.5 else cached
+        assert plain(["p"], ["a"]) == keeping(["p"], ["a"]) == [1.0]
+        before = source_identity(plain)
+        weights["now"] = "xxh3:new"
+        for reward in (plain, pickle.loads(pickle.dumps(plain)), keeping):
+            with pytest.raises(
+                RewardFailed, match="it had the weights xxh3:old and has xxh3:new now.* new run"
+            ) as raised:
+                reward(["p"] * 3, ["b", "c", "d"])
+            assert str(raised.value).count("reward 'r'") == 1
+        assert source_identity(plain) == before != source_identity(RemoteReward(url))
+        if keeping is not cached:
+            assert keeping(["p"], ["a"]) == [1.0]
+            assert CachedReward(RemoteReward(url))._written(["p"], ["a"], {}) != keeping._written(["p"], ["a"], {})
+        weights["now"] = None  # an older server, which cannot say
+        with pytest.raises(RewardFailed, match="has \\(not named\\) now"):
+            plain(["p"], ["b"])
+        weights["now"] = "xxh3:old"
+        assert plain(["p"], ["b"]) == [1.0]
 
 
 def test_mistakes_are_named(subtests):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -196,7 +197,7 @@ def scorer(function: Callable) -> Callable[[list, list, Any], list[float | None]
     return score
 
 
-def make_app(batcher: Batcher, name: str, key: str | None = None) -> Starlette:
+def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str | None = None) -> Starlette:
     """
     Make the application: POST /score, GET /health, GET /metrics.
 
@@ -204,8 +205,9 @@ def make_app(batcher: Batcher, name: str, key: str | None = None) -> Starlette:
         batcher: scores.
         name: of the model; a request that names another one is refused.
         key: bearer token that all but `/health` demand; None demands none.
+        identity: which weights these are; it is in each answer, so that a client sees when they are others.
     """
-    meters = batcher.meters
+    meters, who = batcher.meters, {"model": name, **({} if identity is None else {"identity": identity})}
 
     def check_key(request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
@@ -226,7 +228,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None) -> Starlette:
             raise Refusal(499, "the client has gone")
         scores = scoring.result()
         meters.rows.inc(len(scores))
-        return JSONResponse({"scores": scores, "model": name})
+        return JSONResponse({"scores": scores, **who})
 
     async def score(request: Request) -> Response:
         start = time.monotonic()
@@ -239,7 +241,8 @@ def make_app(batcher: Batcher, name: str, key: str | None = None) -> Starlette:
             response = Response(status_code=499)
         except Exception as error:
             cause = error.__cause__ or error
-            is_of_a_row = isinstance(cause, (ValueError, TypeError))  # such as one that the model cannot read
+            # Such as one that the model cannot read, or messages that its chat template refuses
+            is_of_a_row = isinstance(cause, (ValueError, TypeError, TemplateError))
             if not is_of_a_row:
                 logger.exception("scoring failed")
             said = redacted(str(cause))[:300] if is_of_a_row else f"scoring failed: {type(cause).__name__}"
@@ -249,7 +252,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None) -> Starlette:
         return response
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "model": name})
+        return JSONResponse({"status": "ok", **who})
 
     async def metrics(request: Request) -> Response:
         try:
@@ -295,11 +298,7 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
         raise Refusal(422, "the request must be an object with `prompts` and `completions`, two lists")
     if unknown := body.keys() - {"prompts", "completions", "finished", "model"}:
         raise Refusal(422, f"{min(unknown)[:40]!r} is not known: give `prompts`, `completions`, `finished`, `model`")
-    prompts, completions, finished = (
-        well_formed(body["prompts"]),
-        well_formed(body.get("completions")),
-        body.get("finished"),
-    )
+    prompts, completions, finished = body["prompts"], body.get("completions"), body.get("finished")
     count = len(prompts)
     if not isinstance(completions, list) or len(completions) != count or not count:
         raise Refusal(422, "`prompts` and `completions` must be lists of the same length, 1 or more")
@@ -312,6 +311,10 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
     rows = prompts + completions
     if not (all(isinstance(row, str) for row in rows) or all(_is_conversation(row) for row in rows)):
         raise Refusal(422, "prompts and completions must be all texts, or all lists of messages with role and content")
+    try:
+        prompts, completions = well_formed(prompts), well_formed(completions)
+    except RecursionError:
+        raise Refusal(422, "a message holds lists or objects that are nested too deeply") from None
     for row in rows:
         if (length := len(text_of(row))) > limits.max_characters:
             raise Refusal(413, f"a text of {length} characters is longer than {limits.max_characters}")
@@ -319,7 +322,11 @@ def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool
 
 
 def _is_conversation(row: Any) -> bool:
-    return isinstance(row, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in row
+    return (
+        isinstance(row, list)
+        and bool(row)
+        and all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            for turn in row
+        )
     )

@@ -86,13 +86,23 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"--api_key_env: the environment variable {args.api_key_env} holds no token; export it")
         listening = listen(args.host, args.port, key is not None, args.without_key)
         function = load(args.model, args.max_batch_tokens, args.dtype, args.device)
+        identity = identity_of(function)  # now: the files may be written again while it serves
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{parser.prog}: error: {redacted((str(error) or repr(error)).splitlines()[0])}", file=sys.stderr)
         sys.exit(2)
-    serve(function, args, key, listening)
+    serve(function, identity, args, key, listening)
 
 
-def serve(function: Callable, args: Any, key: str | None, listening: socket.socket) -> None:
+def identity_of(function: Callable) -> str:
+    """Return which weights or function are served, in few characters that tell nothing else."""
+    import xxhash
+
+    from ..sources import source_identity
+
+    return f"xxh3:{xxhash.xxh3_128(source_identity(function).encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+def serve(function: Callable, identity: str, args: Any, key: str | None, listening: socket.socket) -> None:
     """Serve until SIGINT or SIGTERM; requests that are under way are answered, for 30 seconds at most."""
     import uvicorn
 
@@ -108,7 +118,7 @@ def serve(function: Callable, args: Any, key: str | None, listening: socket.sock
         args.max_body_bytes,
     )
     name = args.name or get_callable_name(function)
-    app = make_app(Batcher(scorer(function), limits), name, key)
+    app = make_app(Batcher(scorer(function), limits), name, key, identity)
     config = uvicorn.Config(
         app,
         log_level="warning",

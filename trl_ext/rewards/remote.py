@@ -8,11 +8,26 @@ from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from ..nearest import did_you_mean
-from .member import OnError
+from ..redaction import redacted
+from .member import OnError, RewardFailed
 from .naming import checked_name
-from .service import RefusedError, ServedReward, StoppedError, check_counts, check_score, mean, well_formed
+from .service import (
+    RefusedError,
+    ServedReward,
+    ServiceError,
+    StoppedError,
+    UnavailableError,
+    check_counts,
+    check_score,
+    mean,
+    well_formed,
+)
 from .texts import text_of
-from .wire import API, PATHS, Row, request_of, scores_in_answer
+from .wire import API, PATHS, Row, request_of, scores_in_answer, weights_in_answer
+
+
+class ChangedError(ServiceError):
+    """The server has other weights than it had at first."""
 
 
 class RemoteReward(ServedReward):
@@ -28,12 +43,16 @@ class RemoteReward(ServedReward):
 
     The score is a logit, unless `logits=False`; of `trl-ext serve-reward` it is what the function there returns.
 
+    `trl-ext serve-reward` says which weights it has. They are this reward's identity, for resuming and for caches. If
+    it has others later, the call raises, whatever `on_error` says: scores of both would be mixed. Other servers do not
+    say it, and are named by URL and `model`.
+
     Args:
         url: of the server, as `http://127.0.0.1:8000`.
         api: `"trl-ext"` for `trl-ext serve-reward`; `"vllm-classify"` or `"vllm-score"` (prompt and completion as a
             pair, for cross-encoders) for vLLM; `"tei"` for text-embeddings-inference.
-        model: which one the server must have, else it refuses; its name is part of this reward's. TEI has one, and is
-            not asked.
+        model: which one the server must have, by name, else it refuses; this reward is called by it. TEI has one, and
+            is not asked.
         label: the class whose number is the score, where there are several: its index for `"vllm-classify"`, its name
             for `"tei"`.
         logits: False asks for what the server makes of them, sigmoid or softmax. Not for `"trl-ext"`.
@@ -48,7 +67,7 @@ class RemoteReward(ServedReward):
         max_concurrency: requests at once.
         max_characters: of a prompt or completion; a longer one is not sent, and its row has failed.
         breaker_failures, breaker_seconds: after that many failed requests in a row, retries included, all fail at
-            once for that time. Then one is let through.
+            once for that time. Then one is let through, and the others wait for its outcome.
         api_key_env: environment variable with a bearer token.
         on_error: `"raise"`, `"skip"` (None for a failed row), or the score of a failed row.
     """
@@ -105,14 +124,40 @@ class RemoteReward(ServedReward):
         self.tokenizer = tokenizer
         self.eos_token_ids = None if eos_token_ids is None else list(eos_token_ids)
         self.batch_size = batch_size
+        self._weights: dict[str, str | None] = {}  # "first": those that the server named first
 
     @property
     def identity(self) -> str:
-        """What decides on the scores: the model's name, or the server's where no model is named."""
-        where = {"model": self.model} if self.model else {"url": self.url}
+        """What decides on the scores: the weights that the server says it has; where it cannot, URL and model."""
+        weights = self._served()
+        where = {"url": self.url, "model": self.model} if weights is None else {"weights": weights}
         names = ("api", "label", "logits", "tokenizer", "eos_token_ids")
         settings = where | {name: getattr(self, name) for name in names}
         return f"RemoteReward:{json.dumps(settings, sort_keys=True)}"
+
+    def _served(self) -> str | None:
+        """Return which weights the server has, asked once; None if it cannot say."""
+        if self.api == "trl-ext" and not self._weights:
+            try:
+                answer = self._service.get(
+                    f"{self.url.removesuffix(self.path)}/health", time.monotonic() + self.deadline
+                )
+            except UnavailableError as error:
+                raise RewardFailed(
+                    f"reward '{self.__name__}': {redacted(self.url)} does not say which weights it serves: {error}"
+                ) from error
+            except ServiceError:  # one of other makes, or behind a proxy
+                answer = None
+            self._check_weights(weights_in_answer(answer))
+        return self._weights.get("first")
+
+    def _check_weights(self, now: str | None) -> None:
+        """Keep which weights the server says that it has; raise if it said others before."""
+        if (first := self._weights.setdefault("first", now)) != now:
+            raise ChangedError(
+                f"it had the weights {first or '(not named)'} and has {now or '(not named)'} now: scores of both "
+                "would be mixed; serve the first ones again, or begin a new run"
+            )
 
     def __call__(
         self,
@@ -142,6 +187,9 @@ class RemoteReward(ServedReward):
         for batch, found in zip(batches, self.ask(score, batches, until), strict=True):
             for k, i in enumerate(batch):
                 outcomes[i] = found if isinstance(found, Exception) else found[k]
+        for row, outcome in enumerate(outcomes):
+            if isinstance(outcome, ChangedError):
+                raise RewardFailed(self._describe(row, outcome)) from outcome
         return self.settle(outcomes, log_metric, {"latency": mean(seconds), "retries": float(len(retried))})
 
     def _ended(self, count: int, finished: Sequence[bool] | None, completion_ids: Any) -> list[bool | None]:
@@ -189,6 +237,8 @@ class RemoteReward(ServedReward):
             if self.is_over(first):
                 return first + [StoppedError("not asked: another row failed")] * (len(rows) - half)
             return first + self._scores(rows[half:], places[half:], until, seconds, retried)
+        if self.api == "trl-ext":
+            self._check_weights(weights_in_answer(answer))
         found: list[Any] = []
         for place, score in zip(places, scores_in_answer(self.api, answer, len(rows), self.label), strict=True):
             try:

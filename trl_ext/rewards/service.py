@@ -38,34 +38,58 @@ class UnavailableError(ServiceError):
         self.retry_after = retry_after
 
 
+class WithheldError(ServiceError):
+    """Whoever serves it stopped its answer or held it back, as by a filter of content: the row has no score."""
+
+
 class Breaker:
-    """Fail at once, for `seconds`, after `failures` failed requests in a row; then let one try."""
+    """Fail at once, for `seconds`, after `failures` failed requests in a row; then one tries, and the others wait."""
 
     def __init__(self, failures: int, seconds: float):
         self.failures, self.seconds = failures, seconds
-        self._in_a_row, self._closed_until, self._lock = 0, 0.0, threading.Lock()
+        self._in_a_row, self._closed_until = 0, 0.0
+        self._tried_until = 0.0  # the deadline of the request that tries
+        self._noted = threading.Condition()
 
-    def check(self) -> None:
-        """Raise while requests are not let through."""
-        with self._lock:
-            if self._in_a_row >= self.failures:
-                if (wait := self._closed_until - time.monotonic()) > 0:
-                    raise ServiceError(f"not asked: {self._in_a_row} requests in a row failed; again in {wait:.1f} s")
-                self._closed_until = time.monotonic() + self.seconds  # this one tries, the others wait for it
+    def check(self, until: float) -> bool:
+        """
+        Return whether this request is the one that tries; wait for its outcome if another one does.
 
-    def note(self, failed: bool) -> None:
-        """Count how a request ended."""
-        with self._lock:
+        Raises:
+            UnavailableError: no request is let through, or the time is over (`until`, of `time.monotonic`).
+        """
+        with self._noted:
+            while self._in_a_row >= self.failures:
+                now = time.monotonic()
+                if (wait := self._closed_until - now) > 0:
+                    raise UnavailableError(
+                        f"not asked: {self._in_a_row} requests in a row failed; again in {wait:.1f} s"
+                    )
+                if now >= until:
+                    raise UnavailableError("not asked: the deadline is over")
+                if now >= self._tried_until:
+                    self._tried_until = until
+                    return True
+                self._noted.wait(min(until, self._tried_until) - now)
+            return False
+
+    def note(self, failed: bool, tries: bool) -> None:
+        """Count how a request ended; `tries` is what `check` returned for it."""
+        with self._noted:
+            if failed and not tries and time.monotonic() < self._tried_until:
+                return  # it began before the pause: the one that tries knows better
             self._in_a_row = self._in_a_row + 1 if failed else 0
-            self._closed_until = time.monotonic() + self.seconds
+            self._closed_until, self._tried_until = time.monotonic() + self.seconds, 0.0
+            self._noted.notify_all()
 
 
 class Service:
     """
     One URL to post JSON to, by several threads at once.
 
-    Connection errors, timeouts, 408, 429 and 5xx are tried again, after `Retry-After` or a random time that grows;
-    other answers are not. A client is made in each process that asks, so that this pickles, and works after a fork.
+    Connection errors, timeouts, 408, 429 and 5xx but 501 are tried again, after `Retry-After` or a random time that
+    grows; other answers are not. A client is made in each process that asks, so that this pickles, and works after a
+    fork.
 
     Args:
         url: without user and password.
@@ -102,13 +126,23 @@ class Service:
             retried: the wait before each retry is appended.
 
         Raises:
+            UnavailableError: it was not reached, or not asked since others failed.
             ServiceError: no usable answer.
         """
         content = json.dumps(body, default=str).encode()  # ASCII, whatever the texts are
+        return self._answer("POST", self.url, content, until, seconds, retried)
+
+    def get(self, url: str, until: float) -> Any:
+        """Return what is answered to GET of another URL of the service; as [`Service.post`] else."""
+        return self._answer("GET", url, None, until, [], [])
+
+    def _answer(
+        self, method: str, url: str, content: bytes | None, until: float, seconds: list[float], retried: list[float]
+    ) -> Any:
         client, breaker = self._connected()
         if time.monotonic() >= until:
-            raise ServiceError("not asked: the deadline is over")
-        breaker.check()
+            raise UnavailableError("not asked: the deadline is over")
+        tries, failed = breaker.check(until), True
         attempts = Retrying(
             retry=retry_if_exception_type(UnavailableError),
             stop=stop_any(stop_after_attempt(self.retries + 1), stop_before_delay(max(until - time.monotonic(), 0))),
@@ -117,24 +151,31 @@ class Service:
             reraise=True,
         )
         try:
-            answer = attempts(self._send, client, content, until, seconds)
-        except UnavailableError:
-            breaker.note(failed=True)
+            answer = attempts(self._send, client, method, url, content, until, seconds)
+            failed = False
+            return answer
+        except ServiceError as error:
+            failed = isinstance(error, UnavailableError)  # else it is there, and says no
             raise
-        except ServiceError:  # it is there, and says no
-            breaker.note(failed=False)
-            raise
-        breaker.note(failed=False)
-        return answer
+        finally:
+            breaker.note(failed, tries)
 
-    def _send(self, client: httpx2.Client, content: bytes, until: float, seconds: list[float]) -> Any:
+    def _send(
+        self,
+        client: httpx2.Client,
+        method: str,
+        url: str,
+        content: bytes | None,
+        until: float,
+        seconds: list[float],
+    ) -> Any:
         start = time.monotonic()
         limit = min(self.timeout, until - start)
         if limit <= 0:
             raise UnavailableError("not asked again: the deadline is over")
         body = bytearray()
         try:
-            with client.stream("POST", self.url, content=content, headers=self._headers(), timeout=limit) as response:
+            with client.stream(method, url, content=content, headers=self._headers(), timeout=limit) as response:
                 encoding = response.headers.get("content-encoding", "identity")
                 for part in response.iter_raw() if encoding == "identity" else ():
                     body += part
@@ -148,7 +189,7 @@ class Service:
             raise ServiceError(f"{type(error).__name__}: {error}"[:200]) from error
         if (status := response.status_code) != 200:
             said = f"status {status}: {self._excerpt(body)}"
-            if status in (408, 429) or status >= 500:
+            if status in (408, 429) or (status >= 500 and status != 501):
                 raise UnavailableError(said, _seconds_in(response.headers.get("retry-after")))
             raise (RefusedError if status in (400, 413, 422) else ServiceError)(said)
         if encoding != "identity":
@@ -202,7 +243,7 @@ class ServedReward:
         max_concurrency: requests at once.
         max_characters: of a prompt or completion; a longer one is not sent, and its row has failed.
         breaker_failures: after that many requests in a row that failed, retries included, all others fail at once,
-        breaker_seconds: for that time. Then one is let through.
+        breaker_seconds: for that time. Then one is let through, and the others wait for its outcome.
         api_key_env: name of the environment variable with a bearer token. It is not written anywhere.
         on_error: `"raise"`, `"skip"` (None for a failed row), or the score of a failed row.
     """
@@ -245,11 +286,11 @@ class ServedReward:
 
     def is_over(self, outcome: Any) -> bool:
         """Return whether an outcome, or one of a list of them, is an error that is to be raised."""
-        return self.on_error == "raise" and any(map(_failed, outcome if isinstance(outcome, list) else [outcome]))
+        return self.on_error == "raise" and any(map(_is_mistake, outcome if isinstance(outcome, list) else [outcome]))
 
     def check(self, outcomes: Sequence[Any]) -> None:
         """Raise a `RewardFailed` for the first row that failed, if `on_error` is so."""
-        errors = [(isinstance(outcome, StoppedError), row) for row, outcome in enumerate(outcomes) if _failed(outcome)]
+        errors = [(isinstance(error, StoppedError), row) for row, error in enumerate(outcomes) if _is_mistake(error)]
         if errors and self.on_error == "raise":
             row = min(errors)[1]  # what was left undone for another row's error is not the cause
             raise RewardFailed(self._describe(row, outcomes[row])) from outcomes[row]
@@ -258,9 +299,9 @@ class ServedReward:
         """Return the scores of a call's rows, errors among them by `on_error`, and log what was met."""
         self.check(outcomes)
         fallback = None if self.on_error in ("skip", "raise") else float(self.on_error)
-        scores = [fallback if _failed(outcome) else outcome for outcome in outcomes]
-        if outcomes and self.on_error != "raise":
-            failed = [row for row, outcome in enumerate(outcomes) if _failed(outcome)]
+        scores = [fallback if _is_mistake(outcome) else None if _failed(outcome) else outcome for outcome in outcomes]
+        failed = [row for row, outcome in enumerate(outcomes) if _failed(outcome)]
+        if outcomes and (failed or self.on_error != "raise"):
             cause = self._describe(failed[0], outcomes[failed[0]]) if failed else ""
             report_failures(self.__name__, len(failed), len(outcomes), cause, log_metric)
         log_to(log_metric, {f"rewards/{self.__name__}/{key}": value for key, value in metrics.items()})
@@ -353,6 +394,10 @@ def mean(values: Iterable[float]) -> float | None:
 
 def _failed(outcome: Any) -> bool:
     return isinstance(outcome, Exception)
+
+
+def _is_mistake(outcome: Any) -> bool:
+    return _failed(outcome) and not isinstance(outcome, WithheldError)
 
 
 def _checked_url(url: Any) -> str:

@@ -75,6 +75,12 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
     return scores
 
 
+def weights_in_answer(answer: Any) -> str | None:
+    """Return which weights `trl-ext serve-reward` says that it has, in any answer; None if it does not say it."""
+    said = answer.get("identity") if isinstance(answer, dict) else None
+    return said if isinstance(said, str) and said.isprintable() and len(said) <= 100 else None
+
+
 def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sort by `index`, of which each must be there once."""
     found = {item["index"]: item for item in items}

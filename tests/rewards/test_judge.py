@@ -109,6 +109,25 @@ def test_a_verdict_that_was_cut_is_none():
         JudgeReward(url, "m", RUBRIC)(["p"], ["a"])
 
 
+@pytest.mark.parametrize(
+    "reason", ["content_filter", "abort", "error", "model_length", "SAFETY", 7, ["stop"]], ids=str
+)
+def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reason, caplog):
+    """No answer can end a run by what filters find in it, nor take the score of half a message."""
+
+    def answer(body, _):
+        withheld = parts_of(body)[1]["answer"] == "bad"
+        return says('{"score": 10}', reason) if withheld else says("Score: 4", None)
+
+    for on_error in ("raise", "skip", 1.5):
+        logged, name = {}, f"{''.join(filter(str.isalnum, str(reason)))}_{on_error}"
+        with serving(answer) as (url, came):
+            judge = JudgeReward(url, "m", RUBRIC, on_error=on_error, name=name)
+            assert judge(["p"] * 3, ["good", "bad", "fine"], log_metric=logged.__setitem__) == [4, None, 4]
+        assert len(came) == 4 and logged[f"rewards/{name}/failed"] == 1 / 3
+        assert f"'{name}' failed on 1 of 3" in caplog.text and f"not whole (finish_reason {reason!r}): " in caplog.text
+
+
 @pytest.mark.parametrize("answer", [{}, [], {"choices": ["a"]}, {"choices": []}, {"choices": [{"message": None}]}])
 def test_what_is_no_chat_completion_is_an_error(answer):
     with serving(lambda body, _: answer) as (url, _), pytest.raises(RuntimeError, match="is no chat completion: "):
@@ -154,9 +173,11 @@ def test_settings_of_the_request_and_its_identity():
         judge = JudgeReward(url + "/v1", "org/judge-7b", RUBRIC, **given)
         assert judge(["p"], ["a"]) == [3] and judge.__name__ == "judge_judge-7b"
     assert came[0].keys() == {"model", "messages", "temperature", "response_format", "max_completion_tokens"}
-    same = JudgeReward("http://elsewhere:1/v1", "org/judge-7b", RUBRIC, timeout=3, **given)
+    same = JudgeReward(url + "/v1/", "org/judge-7b", RUBRIC, timeout=3, **given)
     other = JudgeReward(url + "/v1", "org/judge-7b", RUBRIC + "!", **given)
-    assert source_identity(judge) == source_identity(same) != source_identity(other)
+    elsewhere = JudgeReward("http://elsewhere:1/v1", "org/judge-7b", RUBRIC, **given)  # with weights of its own
+    assert source_identity(judge) == source_identity(same)
+    assert len({*map(source_identity, (judge, other, elsewhere))}) == 3
 
 
 def test_mistakes_are_named(subtests):

@@ -101,14 +101,14 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     model, rows = demo_model(), batch(0)
-    cached, text_alone = CachedReward(model), CachedReward(model, columns=[])
+    cached, text_alone = CachedReward(model), CachedReward(model, columns=["finished"])
     scores = cached(**rows)
     assert text_alone(**rows) == scores == cached(**rows)
     sides = {
         "model": lambda: model(**rows),
         "in memory, all columns, right after the model": lambda: cached(**rows),
         "in memory, all columns": lambda: cached(**rows),
-        "in memory, `columns=[]`": lambda: text_alone(**rows),
+        "in memory, `columns=['finished']`": lambda: text_alone(**rows),
     }
     with tempfile.TemporaryDirectory() as folder:
         server, url = redis_server(folder)

@@ -10,14 +10,19 @@ import socket
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.rewards import (
     CachedReward,
     ConstitutionReward,
     EnsembleReward,
+    JudgeReward,
+    ModelReward,
     PatternReward,
+    RepetitionWatch,
     SumReward,
     source_identity,
 )
@@ -89,6 +94,44 @@ def test_all_that_a_score_may_depend_on_is_in_the_key():
     keys = [CachedReward(each)._written(["p"], ["a"], {}) for each in (Counted(), Counted(2.0), PatternReward("a"))]
     assert len({key for row in keys for key in row}) == 3
     assert keys[0] == CachedReward(Counted(), capacity=5, ttl=7)._written(["p"], ["a"], {})
+
+
+def test_what_is_not_in_the_key_does_not_reach_the_reward():
+    """Else the first answer's column, or step, would decide on the score of all others."""
+    judge = JudgeReward("http://127.0.0.1:1/v1", "m", "Kind answers are good.", compare="baseline")
+    with pytest.raises(
+        RuntimeError, match=r"names the column 'baseline'.*not there \(the cache's `columns` \[\] are all"
+    ):
+        call(CachedReward(judge, columns=[]), "a", baseline=["b"])
+    model = ModelReward(tiny_reward_model(tiny_llama()), tokenizer=tiny_tokenizer())
+    with pytest.raises(RuntimeError, match=r"which answers were finished is not known.*`columns` \[\] are all"):
+        call(CachedReward(model, columns=[]), "a", finished=[True])
+
+    def by_step(completions, trainer_state=None, **columns):
+        return [float(getattr(trainer_state, "global_step", 0))] * len(completions)
+
+    for reward in (by_step, SumReward([by_step]), RepetitionWatch(score=0.0)):
+        with pytest.raises(
+            RuntimeError, match="`trainer_state.global_step` is read, which changes .*: use the function"
+        ):
+            call(CachedReward(reward), "a", trainer_state=SimpleNamespace(global_step=3))
+        assert call(CachedReward(reward), "a", trainer_state=None)[0] == [0.0]
+
+    seen = []
+
+    def told(prompts, completions, **columns):
+        seen.append({name for name, value in columns.items() if value is not None})
+        return [1.0] * len(completions)
+
+    columns = {"topic": [1], "finished": [True], "completion_ids": [[1]], "log_extra": print}
+    for counted, expected in ((None, {*columns, "log_metric"}), (["topic"], {"topic", "log_metric", "log_extra"})):
+        call(CachedReward(told, columns=counted), "a", **columns)
+        assert seen.pop() == expected
+    for constant in (None, 3):  # what is None is passed, so it counts
+        cached = CachedReward(told)
+        call(cached, "a", constant=constant)
+        call(cached, "a")
+    assert len(seen) == 4
 
 
 def test_fewer_columns_and_normalized_texts_give_more_hits():

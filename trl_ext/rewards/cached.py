@@ -24,7 +24,7 @@ from .segments import is_by_token
 
 logger = logging.get_logger(__name__)
 
-NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # what TRL passes that is not of a row
+NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # what TRL passes that is in no key
 _LONGEST_NUMBER = 32  # characters; Python writes each float in 24 or fewer
 
 
@@ -34,8 +34,9 @@ class CachedReward:
 
     What a score depends on makes its key: which reward it is ([`source_identity`]: name, settings, revision), prompt,
     completion and columns. The key is a hash of 128 bits, in memory XXH3 with a secret seed, in Redis BLAKE2b: among a
-    million entries two share one with a probability of 2e-27, and nobody can look for such a pair. Scores of None are
-    not kept, nor is anything of a call that fails. A function that looks at other answers of its batch must not be
+    million entries two share one with a probability of 2e-27, and nobody can look for such a pair. The reward is given
+    what is in the key and nothing else: no other column, and a `trainer_state` that refuses to be read. Scores of None
+    are not kept, nor is anything of a call that fails. A function that looks at other answers of its batch must not be
     cached.
 
     It logs `rewards/<name>/cache_hits`, the share of answers that needed no scoring (in memory, in Redis, or twice in
@@ -45,9 +46,9 @@ class CachedReward:
         reward: a reward function that scores each answer by itself. Its own `on_error` must be no number, which would
             be kept as a score.
         capacity: entries in memory; the least recently used one makes room.
-        columns: which columns the score depends on, beside prompt and completion. None: all that the trainer passes,
-            `completion_ids` among them. Fewer give more hits: with `[]` the same text has the same score, however it
-            was tokenised and whether it ended by EOS or not (that is `"finished"`).
+        columns: which columns the score depends on, beside prompt and completion; the reward is given no others. None:
+            all that the trainer passes, `completion_ids` among them. Fewer give more hits: with `[]` the same text has
+            the same score, however it was tokenised and whether it ended by EOS or not (that is `"finished"`).
         normalize: what makes texts the same. `"space"`: runs of white space count as one space, and at the ends as
             nothing; `"punctuation"`: punctuation does not count either. The first such answer gives the score. It
             needs `columns` without ids of tokens.
@@ -164,7 +165,7 @@ class CachedReward:
         in_redis = {key: _redis_key(written[row]) for key, row in unknown.items()} if self.redis_url else {}
         shared = self._from_redis(in_redis)
         rows = [row for key, row in unknown.items() if key not in shared]
-        scored = self._score(prompts, completions, log_metric, kwargs, rows) if rows else {}
+        scored = self._score(prompts, completions, log_metric, self._given(kwargs), rows) if rows else {}
         if unknown:
             found = {**shared, **{keys[row]: score for row, score in scored.items() if score is not None}}
             with self._lock:
@@ -192,7 +193,7 @@ class CachedReward:
             prompts, completions = ([self._normalized(text) for text in texts] for texts in (prompts, completions))
         count = len(completions)
         if self.columns is None:
-            names = sorted(name for name in kwargs if name not in NO_COLUMNS and kwargs[name] is not None)
+            names = sorted(name for name in kwargs if name not in NO_COLUMNS)
         else:
             names = sorted(self.columns)
             if absent := [name for name in names if kwargs.get(name) is None]:
@@ -229,6 +230,14 @@ class CachedReward:
 
     # ---- The reward within ----
 
+    def _given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return what the reward may see: what is in the key, and what it logs to."""
+        hidden = () if self.columns is None else [n for n in kwargs if n not in self.columns and n not in NO_COLUMNS]
+        given = {name: value for name, value in kwargs.items() if name not in hidden}
+        if given.get("trainer_state") is not None:
+            given["trainer_state"] = _Unreadable()
+        return given
+
     def _score(
         self, prompts: list, completions: list, log_metric: Any, kwargs: dict[str, Any], rows: list[int]
     ) -> dict[int, float | None]:
@@ -239,7 +248,8 @@ class CachedReward:
         try:
             returned = scores_in(awaited(self.reward(log_metric=log_metric, **given)), len(rows))
         except Exception as error:
-            raise failure(name, error, among(rows, count)) from error
+            alone = "" if self.columns is None else f" (the cache's `columns` {self.columns} are all it is given)"
+            raise failure(name, error, among(rows, count) + alone) from error
         try:
             if any(map(is_by_token, returned)):
                 raise TypeError("a cache keeps one score an answer, not one a token; use it without one")
@@ -304,6 +314,18 @@ class CachedReward:
                 )
             self._said = True
             return None
+
+
+class _Unreadable:
+    """A trainer's state within a cache: a score that depends on it is another one at each step."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle and copy look for what is not there
+            raise AttributeError(name)
+        raise TypeError(
+            f"`trainer_state.{name}` is read, which changes while a cache keeps its scores: use the function without "
+            "one, or put the cache around what does not read it"
+        )
 
 
 def of_rows(columns: dict[str, Any], rows: list[int], count: int) -> dict[str, Any]:

@@ -1,6 +1,12 @@
 """Whether an answer is JSON of a given form."""
 
 import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal, InvalidOperation
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +15,10 @@ import regex
 from .naming import checked_name
 from .texts import last_block, text_of
 
-_PATTERN_SECONDS = 1.0
+_PATTERN_SECONDS = 1.0  # of a single search
+_SECONDS = 5.0  # of the whole check of an answer
+_LONGEST_NUMBER = 4300  # digits; Python reads no longer whole numbers
+_LONGEST_EXPRESSION = 500  # characters of a text with `format: regex`
 
 
 class JSONSchemaReward:
@@ -17,8 +26,9 @@ class JSONSchemaReward:
     Score 1.0 for an answer that is JSON and keeps a schema of draft 2020-12, else 0.0.
 
     Read is the last fenced block of the answer, or all of it if there is none. Nothing is fetched: what the schema
-    refers to must stand in it. Its `pattern`s are those of the package `regex`; one that takes more than a second on
-    an answer is not kept.
+    refers to must stand in it. Its `pattern`s are those of the package `regex`. An answer is not kept if one of them
+    takes more than a second to search a text, or the whole check more than five, of processor time. Numbers are
+    decimal and exact, so that 0.07 is a multiple of 0.01; one of more than 4,300 digits is not kept.
 
     Args:
         schema: the schema, or the path of a JSON file with it.
@@ -55,14 +65,14 @@ class JSONSchemaReward:
         self.max_chars = max_chars
         self.max_depth = max_depth
         self.__name__ = checked_name(name, default)
-        self._validator = _validator(schema, check_formats)
+        self._keeps = _check_of(schema, check_formats)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_validator"}
+        return {name: value for name, value in vars(self).items() if name != "_keeps"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._validator = _validator(self.schema, self.check_formats)
+        self._keeps = _check_of(self.schema, self.check_formats)
 
     def __call__(self, prompts: list, completions: list, completion_ids: Any = None, **kwargs: Any) -> list[float]:
         """Return 1.0 or 0.0 for each completion."""
@@ -73,20 +83,41 @@ class JSONSchemaReward:
         if len(text) > self.max_chars:
             return False
         try:
-            value = json.loads(text, parse_constant=_refuse)
+            value = json.loads(text, parse_float=_decimal, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return False
         if _depth(value, self.max_depth) > self.max_depth:
             return False
         try:
-            return self._validator.is_valid(value)
-        except TimeoutError:
+            return self._keeps(value)
+        except (TimeoutError, RecursionError):
             return False
-        except RecursionError as error:  # not by the answer, whose depth is bounded
+        except _EndlessError as error:  # not by the answer
             raise ValueError(f"{self.__name__}: `schema` refers to itself without an end") from error
 
 
-def _validator(schema: dict[str, Any], check_formats: bool) -> Any:
+class _EndlessError(Exception):
+    """A schema refers to itself before it has looked at anything."""
+
+
+class _Check(threading.local):
+    """The check that is under way in this thread: when it must end, and which references are being followed."""
+
+    until = 0.0
+    followed: set[tuple[int, int]] = set()
+
+    def begin(self) -> None:
+        self.until, self.followed = time.thread_time() + _SECONDS, set()
+
+    def left(self) -> float:
+        """Return the seconds that are left; raise a `TimeoutError` if there are none."""
+        if (left := self.until - time.thread_time()) <= 0:
+            raise TimeoutError
+        return left
+
+
+def _check_of(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bool]:
+    """Return what says whether a value keeps the schema; it raises a `TimeoutError` when that takes too long."""
     try:
         from jsonschema import Draft202012Validator, SchemaError, ValidationError, validators
         from jsonschema_specifications import REGISTRY
@@ -98,23 +129,78 @@ def _validator(schema: dict[str, Any], check_formats: bool) -> Any:
             "JSONSchemaReward needs jsonschema, which is not installed: `pip install 'trl-ext[rewards]'`"
         ) from error
 
+    check = _Check()
+
+    def is_found(expression: str, text: str) -> bool:
+        return regex.search(expression, text, timeout=min(_PATTERN_SECONDS, check.left())) is not None
+
     def pattern(validator: Any, expression: str, value: Any, _: Any) -> Any:
-        if isinstance(value, str) and not regex.search(expression, value, timeout=_PATTERN_SECONDS):
-            yield ValidationError(f"{value!r} does not match {expression!r}")
+        if isinstance(value, str) and not is_found(expression, value):
+            yield ValidationError("does not match")
 
     def pattern_properties(validator: Any, properties: dict[str, Any], value: Any, _: Any) -> Any:
         for expression, within in properties.items() if isinstance(value, dict) else ():
             for key in value:
-                if regex.search(expression, key, timeout=_PATTERN_SECONDS):
+                if is_found(expression, key):
                     yield from validator.descend(value[key], within, path=key, schema_path=expression)
+
+    def additional_properties(validator: Any, within: Any, value: Any, of: dict[str, Any]) -> Any:
+        for key in value if isinstance(value, dict) else ():
+            is_named = key in of.get("properties", {})
+            if not is_named and not any(is_found(each, key) for each in of.get("patternProperties", {})):
+                yield from validator.descend(value[key], within, path=key)
+
+    def multiple_of(validator: Any, factor: Any, value: Any, _: Any) -> Any:
+        if validator.is_type(value, "number") and not _is_multiple(value, factor):
+            yield ValidationError("is no multiple")
+
+    def unique_items(validator: Any, is_wanted: bool, value: Any, _: Any) -> Any:
+        if is_wanted and isinstance(value, list) and len(set(map(_hashable, value))) < len(value):
+            yield ValidationError("has something twice")
+
+    def format_(validator: Any, name: str, value: Any, of: dict[str, Any]) -> Any:
+        try:  # a regular expression is compiled: some raise other errors than those of expressions, or take minutes
+            is_long = name == "regex" and isinstance(value, str) and len(value) > _LONGEST_EXPRESSION
+            wrong = is_long or any(Draft202012Validator.VALIDATORS["format"](validator, name, value, of))
+        except Exception:
+            wrong = True
+        if wrong:
+            yield ValidationError("is not of the format")
+
+    def in_time(keyword: Callable) -> Callable:
+        @wraps(keyword)
+        def checked(validator: Any, *given: Any) -> Any:
+            check.left()
+            return keyword(validator, *given)
+
+        return checked
+
+    def following(keyword: Callable) -> Callable:
+        @wraps(keyword)
+        def checked(validator: Any, reference: str, value: Any, of: dict[str, Any]) -> Any:
+            if (step := (id(of), id(value))) in check.followed:
+                raise _EndlessError
+            check.followed.add(step)
+            try:
+                yield from keyword(validator, reference, value, of)
+            finally:
+                check.followed.discard(step)
+
+        return checked
 
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"`schema` is no JSON schema of draft 2020-12: {error.message}") from error
+    if {"unevaluatedProperties", "patternProperties"} <= {*_keys(schema)}:
+        raise ValueError(
+            "`schema` has `unevaluatedProperties` and `patternProperties`, whose search together has no limit of "
+            "time: write `additionalProperties`, or name the keys in `properties`"
+        )
+    exact = _exact(schema)
     # Without a registry of ours jsonschema would fetch what a schema refers to
     registry = REGISTRY.with_resource(
-        schema.get("$id", ""), Resource.from_contents(schema, default_specification=DRAFT202012)
+        schema.get("$id", ""), Resource.from_contents(exact, default_specification=DRAFT202012)
     ).crawl()
     for reference in _references(schema):
         try:
@@ -123,9 +209,94 @@ def _validator(schema: dict[str, Any], check_formats: bool) -> Any:
             raise ValueError(
                 f"`schema` refers to {reference!r}, which is not in it, and nothing is fetched: put it under `$defs`"
             ) from error
-    extended = validators.extend(Draft202012Validator, {"pattern": pattern, "patternProperties": pattern_properties})
+    keywords = Draft202012Validator.VALIDATORS | {
+        "pattern": pattern,
+        "patternProperties": pattern_properties,
+        "additionalProperties": additional_properties,
+        "multipleOf": multiple_of,
+        "uniqueItems": unique_items,
+        "format": format_,
+    }
+    keywords |= {name: following(keywords[name]) for name in ("$ref", "$dynamicRef")}
+    extended = validators.extend(
+        Draft202012Validator,
+        {name: in_time(keyword) for name, keyword in keywords.items()},
+        type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: _is_whole(value)),
+    )
     checker = Draft202012Validator.FORMAT_CHECKER if check_formats else None
-    return extended(schema, registry=registry, format_checker=checker)
+    validator = extended(exact, registry=registry, format_checker=checker)
+
+    def keeps(value: Any) -> bool:
+        check.begin()
+        return validator.is_valid(value)
+
+    return keeps
+
+
+def _decimal(text: str) -> Decimal:
+    """Read a number of JSON as it is written; raise a `ValueError` if digits or exponent are too many or too large."""
+    if len(text) > _LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(text)} characters")
+    try:
+        return Decimal(text)
+    except InvalidOperation as error:
+        raise ValueError(f"{text} is too large") from error
+
+
+def _exact(part: Any, is_data: bool = False) -> Any:
+    """
+    Return a schema with its floats as the decimals that they were written as, and without `$schema`.
+
+    A part with `$schema` would be checked by jsonschema's own keywords, which have no limits.
+    """
+    if isinstance(part, dict):
+        return {
+            key: _exact(each, is_data or key in ("const", "enum"))
+            for key, each in part.items()
+            if is_data or key != "$schema" or not isinstance(each, str)
+        }
+    if isinstance(part, list):
+        return [_exact(each, is_data) for each in part]
+    if isinstance(part, float) and not math.isfinite(part):
+        raise ValueError(f"`schema` has the number {part}, which JSON does not have: take it out")
+    return Decimal(repr(part)) if isinstance(part, float) else part
+
+
+def _keys(part: Any) -> Iterator[str]:
+    """Yield all keys in a schema."""
+    for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
+        yield from _keys(each)
+    yield from part if isinstance(part, dict) else ()
+
+
+def _is_whole(value: Any) -> bool:
+    if isinstance(value, Decimal):
+        return value.is_finite() and value == value.to_integral_value()
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_multiple(value: Any, factor: Any) -> bool:
+    """Return whether a number is a whole multiple of another one, whatever their exponents are."""
+    (a, m), (b, n) = _scaled(value), _scaled(factor)
+    # a·10^m / b·10^n is whole if b divides a·10^(m − n). With m < n it is not, as a ends with no 0
+    return a == 0 or (m >= n and a * pow(10, m - n, b) % b == 0)
+
+
+def _scaled(value: Any) -> tuple[int, int]:
+    """Return a and m of a number a·10^m; a ends with no 0."""
+    _, digits, exponent = Decimal(value).as_tuple()
+    zeros = next((i for i, digit in enumerate(reversed(digits)) if digit), 0)
+    # Through a decimal: Python reads no text of so many digits as an int
+    return int(Decimal((0, digits[: len(digits) - zeros], 0))), int(exponent) + zeros
+
+
+def _hashable(value: Any) -> Any:
+    """Return what is equal for equal values of JSON: 1 and 1.0 are, 1 and true are not."""
+    if isinstance(value, list):
+        return "list", tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return "dict", frozenset((key, _hashable(each)) for key, each in value.items())
+    return (type(value).__name__ if isinstance(value, (bool, str)) else "", value)
 
 
 def _references(part: Any) -> list[str]:

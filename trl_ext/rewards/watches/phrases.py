@@ -14,6 +14,9 @@ from .watch import Watch
 # Letters, digits and marks that make up words; in scripts without spaces there is no telling where a word ends
 _WORD = rf"[[\p{{L}}\p{{N}}\p{{M}}]--[{UNSPACED}]]"
 _HIDDEN = r"\p{Cf}"  # zero-width spaces and joiners, soft hyphens
+# More marks in a row than any language has (Unicode's annex 15, stream-safe texts): the time to sort them grows with
+# their square
+_MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
 
 
 class PhraseReviewReward(Watch):
@@ -65,7 +68,7 @@ class PhraseReviewReward(Watch):
 
 def _composed(text: str, hidden: str | None = None) -> str:
     """Write each character in one way, as letters with accents, and put `hidden` in place of what is not seen."""
-    text = unicodedata.normalize("NFKC", text)
+    text = unicodedata.normalize("NFKC", _MARKS.sub(r"\1", text))
     return text if hidden is None else regex.sub(_HIDDEN, hidden, text)
 
 

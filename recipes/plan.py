@@ -5,7 +5,8 @@
 Further flags override the recipe's file, as in the recipe itself. No weights are loaded and nothing is allocated: the
 passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is followed
 back to the one on the hub. Then it says on which GPUs the run fits, one and eight of them, and about how long it takes
-there. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the allocator cannot use.
+there. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the allocator cannot use. The exit status is
+1 where it does not fit in `--gpu_memory`, and 2 where it cannot work.
 """
 
 import argparse
@@ -276,6 +277,16 @@ def what_the_data_says(
     return None, f"of {script_args.dataset_name} SFT reads {splits[0]} and PPO {splits[1]}"
 
 
+def vllm_share(job: Job) -> float:
+    """The part of each GPU's memory that vLLM takes beside the run."""
+    colocated = job.stage == "ppo" and job.args.use_vllm and job.args.vllm_mode == "colocate"
+    return job.args.vllm_gpu_memory_utilization if colocated else 0.0
+
+
+def fits(result: Plan, job: Job, gpu_memory: float) -> bool:
+    return result.peak / GIB + vllm_share(job) * gpu_memory <= gpu_memory
+
+
 def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
     """Everything in GiB per GPU, as a text."""
     layout = job.layout
@@ -295,11 +306,10 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
     lines += ["", f"peak: {result.peak / GIB:.1f} GiB per GPU, in `{result.peak_phase}`"]
     if job.args.bf16 is False and job.args.fp16 is False:
         lines.append("  (float32: `bf16: true` takes less)")
-    colocated = job.stage == "ppo" and job.args.use_vllm and job.args.vllm_mode == "colocate"
-    share = job.args.vllm_gpu_memory_utilization if colocated else 0.0
+    share = vllm_share(job)
     if result.beside:
         needs = ", ".join(f"{part} {size / GIB:.2f}" for part, size in result.beside.items())
-        if colocated:
+        if share:
             where = f"vLLM beside it: {share:.0%} of each GPU's memory, where there should be"
         elif job.args.use_vllm:
             where = "vLLM's server, on GPUs of its own:"
@@ -307,8 +317,7 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
             where = f"each process's rollouts on a GPU of their own, {sum(result.beside.values()) / GIB:.1f} GiB:"
         lines.append(f"  and {where} {needs}")
     if gpu_memory:
-        total = result.peak / GIB + share * gpu_memory
-        lines.append(f"  {'fits' if total <= gpu_memory else 'DOES NOT FIT'} in {gpu_memory:g} GiB")
+        lines.append(f"  {'fits' if fits(result, job, gpu_memory) else 'DOES NOT FIT'} in {gpu_memory:g} GiB")
     if result.host:
         lines.append(f"machine's memory: {result.host / GIB:.1f} GiB per process")
     lines += ["", *(f"{name}: {value:,}" for name, value in result.schedule.items())]
@@ -338,9 +347,7 @@ def verdicts(
     for gpu in GPUS:
         line = f"  {gpu.memory:>3} GB {gpu.name:<9}"
         for (job, result), count in zip(runs, counts, strict=True):
-            is_colocated = job.stage == "ppo" and job.args.use_vllm and job.args.vllm_mode == "colocate"
-            share = job.args.vllm_gpu_memory_utilization if is_colocated else 0.0
-            needed = result.peak / GIB + 0.5 + share * gpu.memory
+            needed = result.peak / GIB + 0.5 + vllm_share(job) * gpu.memory
             if needed > gpu.memory:
                 verdict = "no"
             else:
@@ -438,6 +445,8 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         print("not checked, since the dataset is no local file: how many preference pairs there are")
     for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):
         print(f"WARNING: {warning}")
+    if options.gpu_memory and not fits(result, job, options.gpu_memory):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

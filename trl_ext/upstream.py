@@ -165,6 +165,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
     "transformers.Trainer": "_signature_columns model_accepts_loss_kwargs",
     "transformers.TrainingArguments": "_VALID_DICT_FIELDS",
     "transformers.PreTrainedConfig": "_attn_implementation",
+    "transformers.PreTrainedModel": "_no_split_modules",
     "bitsandbytes.nn.Linear4bit": "support_avx512bf16_for_cpu",
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",
 }

@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.distributed.worker import CANARY, WORKLOADS, make_pairs, run, write_inputs
 from tests.rounding import bound
-from tests.tiny import tiny_tokenizer
+from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models import answer_texts, prompt_token_ids, sample
+from trl_ext.models.actor_critic import ActorCritic
+from trl_ext.planning.phases import _layers
 
 ROOT = Path(__file__).parents[2]
 MODES = {  # shipped file -> the mode that must really be on: accelerate's type, the wrapper, the share of weights held
@@ -128,6 +130,18 @@ def test_the_mode_is_really_on(launched):
             assert (result["type"], result["processes"]) == (kind, 2), workload
             assert result["wrapper"].startswith(wrapper), workload
             assert least <= result["resident"] <= most, workload
+
+
+@pytest.mark.parametrize("launch", ["fsdp2"], indirect=True)
+def test_fsdp2_gathers_the_pieces_that_a_plan_counts(launched):
+    """The layers of policy and critic one by one, and a reference of its own whole."""
+    actor_critic = ActorCritic(tiny_llama(), tiny_reward_model(tiny_llama()))
+    names = {id(module): name for name, module in actor_critic.named_modules()}
+    for rank in launched[2]:
+        trained, reference = rank["ppo"]["pieces"]
+        assert [names[id(layer)] for layer in _layers(actor_critic)] == [n for n in trained if ".layers." in n]
+        assert not any(name.startswith("critic") and ".layers." not in name for name in trained)  # the root has it
+        assert reference == rank["dpo"]["pieces"][1] == [""]
 
 
 def test_two_processes_train_as_one(launched, folder, one_process, split):

@@ -27,6 +27,7 @@ torch.distributed.destroy_process_group = lambda group=None: None  # a recipe en
 
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from trl import RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # noqa: E402
@@ -190,6 +191,11 @@ def run(workload, inputs, folder, processes, resume=False, parts=1):
         "type": str(trainer.accelerator.distributed_type),
         "processes": trainer.accelerator.num_processes,
         "wrapper": type(trainer.model_wrapped).__name__,
+        "pieces": [
+            [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+            for model in (trainer.model, getattr(trainer, "ref_model", None))
+            if model is not None
+        ],
         "resident": sum(p.numel() for p in local) / sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         "logs": [{name: log[name] for name in names if name in log} for log in trainer.state.log_history],
         "state": [

@@ -162,6 +162,20 @@ def test_more_rows_and_longer_rows_take_more():
     assert peaks == sorted(set(peaks))
 
 
+@pytest.mark.slow
+def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
+    """A critic of five layers beside a policy of three, which FSDP2 wraps alike; tests/distributed sees it do so."""
+    critic = tiny_llama(num_hidden_layers=5).config
+    layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16  # q, o; k, v; the MLP's three; norms
+    root = 2 * 29 * 16 + 16 + 29 * 16 + 16 + 16  # embeddings, LM head, norm; embeddings, norm, head
+    phases = plan(Job("ppo", ppo(bf16=True), CONFIG, Layout("fsdp2", 2), value_model=critic, prompt_length=8)).phases
+    assert phases["update"]["gathered weights"] == 2 * (root + 2 * layer)
+    assert phases["score"]["gathered weights"] == 2 * (root + PARAMS)
+    without = ppo(bf16=True, use_ref_model=False, kl_coef=0.0)
+    phases = plan(Job("ppo", without, CONFIG, Layout("fsdp2", 2), value_model=critic, prompt_length=8)).phases
+    assert phases["score"]["gathered weights"] == phases["update"]["gathered weights"] == 2 * (root + 2 * layer)
+
+
 def test_generation_gathers_the_policy_once_under_zero3():
     result = plan(Job("ppo", ppo(bf16=True), CONFIG, Layout("zero3", 4), prompt_length=8))
     assert result.phases["generate"]["gathered weights"] == 2 * PARAMS

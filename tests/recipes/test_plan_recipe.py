@@ -66,7 +66,14 @@ def test_it_prints_roles_phases_schedule_and_disk(folder, capsys):
         "WARNING: 8 of PPO's 8 prompts are SFT's, too",
     ):
         assert expected in text
-    assert "DOES NOT FIT in 0.0001 GiB" in run(folder, "ppo", capsys, "--gpu_memory", "0.0001")
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_shown_in_full_with_status_1(folder, capsys):
+    with pytest.raises(SystemExit, match="1"):
+        run(folder, "ppo", capsys, "--gpu_memory", "0.0001")
+    text = capsys.readouterr().out
+    assert "DOES NOT FIT in 0.0001 GiB" in text and "WARNING: 8 of PPO's 8 prompts are SFT's, too" in text
 
 
 @pytest.mark.slow

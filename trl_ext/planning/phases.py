@@ -52,13 +52,20 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
 
 
 def scoring_phase(
-    job: Job, mode: Any, model: Any, rewards: list, rows: int, length: int, loaded: list[tuple[Any, int]]
+    job: Job,
+    mode: Any,
+    model: Any,
+    reference: Any,
+    rewards: list,
+    rows: int,
+    length: int,
+    loaded: list[tuple[Any, int]],
 ) -> dict[str, int]:
     """
     Return what log-probs, values and rewards of a rollout take.
 
-    The reference's pass is left out, since it takes less than that of policy and critic. `loaded` are the models of
-    reward functions, with the rows that each reads at once.
+    The activations of the reference, if there is one, are left out: they are less than those of policy and critic.
+    `loaded` are the models of reward functions, with the rows that each reads at once.
     """
     with mode:
         batch = tokens(rows, length)
@@ -74,7 +81,7 @@ def scoring_phase(
         with mode:
             batch = tokens(most, length)
         peaks.append(_reads(mode, reward, batch))
-    return {"activations": max(peaks), "gathered weights": _gathered(job, model)}
+    return {"activations": max(peaks), "gathered weights": _gathered(job, model, reference)}
 
 
 def _reads(mode: Any, reward: Any, batch: dict[str, Tensor]) -> int:
@@ -113,19 +120,23 @@ def update_phases(
     return {"update": update, "step": step}
 
 
-def _gathered(job: Job, *models: nn.Module) -> int:
+def _gathered(job: Job, model: nn.Module, *frozen: nn.Module | None) -> int:
     """Return the bytes of the whole weights that a sharded run holds while it computes with them."""
-    numel = sum(p.numel() for model in models for p in model.parameters())
+    others = [sum(p.numel() for p in each.parameters()) for each in frozen if each is not None]
+    numel = sum(p.numel() for p in model.parameters())
     if job.layout.mode == "zero3":
-        return min(job.layout.live_parameters, numel) * job.compute_dtype.itemsize
-    if job.layout.mode == "fsdp2":  # the root's own weights (embeddings and heads), this layer and the next
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in _layers(models[0])]
-        root = sum(p.numel() for p in models[0].parameters()) - sum(layers)
-        return (root + 2 * max(layers, default=0)) * job.compute_dtype.itemsize
-    return 0
+        numel = min(job.layout.live_parameters, numel + sum(others))
+    elif job.layout.mode == "fsdp2":
+        # The root's own weights (embeddings and heads), which stay; and this layer and the next, or the reference,
+        # which TRL shards in one piece
+        layers = [sum(p.numel() for p in layer.parameters()) for layer in _layers(model)]
+        numel += max(2 * max(layers, default=0), *others, 0) - sum(layers)
+    else:
+        return 0
+    return numel * job.compute_dtype.itemsize
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's layers: its largest `ModuleList`."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=[]))
+def _layers(model: Any) -> list[nn.Module]:
+    """Return what accelerate has FSDP2 shard apart from the root: the policy's kinds of layer, the critic's, too."""
+    kinds = getattr(model, "_no_split_modules", None) or ()
+    return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -149,7 +149,7 @@ def _plan_ppo(job: Job) -> Plan:
     generates, beside = generation_phase(job, mode, model.policy, rows, local)
     phases = {
         "generate": generates,
-        "score": scoring_phase(job, mode, model, rewards, rows, length, read),
+        "score": scoring_phase(job, mode, model, reference, rewards, rows, length, read),
         **update_phases(job, mode, model, loss, roles),
     }
     episodes = local * layout.processes

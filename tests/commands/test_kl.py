@@ -91,6 +91,22 @@ def test_command(folders, capsys):
     assert result["kl"] == pytest.approx(result["kl_per_token"] * result["mean_length"], rel=1e-5)
 
 
+def test_b_may_have_more_rows_than_a(folders, capsys):
+    wide = load_model(str(folders / "b"))
+    wide.resize_token_embeddings(40, mean_resizing=False)
+    wide.lm_head.weight.data[29:] = 0  # some of B's chance, none of A's
+    wide.save_pretrained(folders / "wide")
+    tiny_tokenizer().save_pretrained(folders / "wide")
+    prompts = ["--prompts", str(folders / "prompts.txt"), "--max_new_tokens", "8"]
+    main([str(folders / "a"), str(folders / "b"), *prompts])
+    main([str(folders / "a"), str(folders / "wide"), *prompts])
+    narrow, wide = map(json.loads, capsys.readouterr().out.splitlines())
+    assert wide["kl"] > narrow["kl"] and wide["mean_length"] == narrow["mean_length"]
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folders / "wide"), str(folders / "a"), *prompts])
+    assert "A has a vocabulary of 40 tokens, B one of 29: B must score" in capsys.readouterr().err
+
+
 def test_chat_prompts_and_adapters(folders, capsys):
     torch.manual_seed(0)
     adapter = get_peft_model(load_model(str(folders / "a")), LoraConfig(r=2, init_lora_weights=False))

@@ -12,7 +12,16 @@ from transformers import (
 )
 
 from tests.ppo.worker import rows_of
-from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import (
+    WORDS,
+    length_reward,
+    prompts,
+    tiny_config,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_reward_model,
+    tiny_tokenizer,
+)
 from trl_ext import PPOConfig, PPOTrainer
 
 
@@ -285,13 +294,18 @@ def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):
 def test_trl_112s_own_tests(tmp_path, peft, pad_is_known):
     """
     A pad token is added to the tokenizer, but no row to the model, rows are token ids that end by EOS, and a policy
-    with an adapter stands beside a full value model.
+    with an adapter stands beside a full value model. The policy has a row for each of 151,665 tokens, value and reward
+    model have 152,064 (of which the added pad token's is one): Qwen2.5's numbers.
     """
-    tokenizer = tiny_tokenizer(pad=pad_is_known)
+    own, theirs = (len(tiny_tokenizer()),) * 2 if pad_is_known else (151_665, 152_064)
+    words = [*WORDS, *(f"word{i}" for i in range(own - len(tiny_tokenizer())))]
+    tokenizer = tiny_tokenizer(words, pad=pad_is_known)
     tokenizer.add_special_tokens({"pad_token": "<pad>" if pad_is_known else "[PAD]"})
-    model = tiny_llama(pad_token_id=None)
+    shape = {"pad_token_id": None, "hidden_size": 4, "num_attention_heads": 2}
+    model = tiny_llama(own, **shape)
     assert pad_is_known or tokenizer.pad_token_id == model.config.vocab_size
-    value_model, reward_model = tiny_reward_model(model, seed=3), tiny_reward_model(model, seed=4)
+    like = tiny_llama(theirs, **shape)
+    value_model, reward_model = tiny_reward_model(like, seed=3), tiny_reward_model(like, seed=4)
     rows = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in prompts(17)["prompt"]]
     columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
     datasets = {"train": Dataset.from_dict(columns), "test": Dataset.from_dict({k: v[:2] for k, v in columns.items()})}
@@ -313,7 +327,7 @@ def test_trl_112s_own_tests(tmp_path, peft, pad_is_known):
         ),
         processing_class=tokenizer,
         model=model,
-        ref_model=None if peft else tiny_llama(pad_token_id=None),
+        ref_model=None if peft else tiny_llama(own, **shape),
         reward_model=reward_model,
         value_model=value_model,
         train_dataset=datasets["train"],

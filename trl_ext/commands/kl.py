@@ -21,6 +21,7 @@ from ..evaluation import bootstrap_interval
 from ..functional import kl_estimate
 from ..model_names import check_model
 from ..models import completion_logprobs, eos_token_ids, prompt_token_ids, sample
+from ..models.weights import check_same_ids, vocabulary_of
 
 
 def sampled_kl(
@@ -37,7 +38,8 @@ def sampled_kl(
     Estimate KL(policy ‖ reference) on one sampled answer to each prompt, k1 (Schulman 2020).
 
     Args:
-        policy, reference: causal language models with one vocabulary, in evaluation mode.
+        policy, reference: causal language models with one tokenizer, in evaluation mode; the reference has no fewer
+            rows.
         tokenizer: theirs.
         prompts: texts or messages.
         max_new_tokens: longest answer.
@@ -110,9 +112,13 @@ def main(arguments: list[str] | None = None) -> None:
         check_model("B", args.b)
         policy, reference = load_model(args.a), load_model(args.b)
         tokenizer = AutoTokenizer.from_pretrained(args.a)
-        vocabularies = [model.config.get_text_config().vocab_size for model in (policy, reference)]
-        if vocabularies[0] != vocabularies[1]:
-            raise ValueError(f"A has a vocabulary of {vocabularies[0]} tokens, B one of {vocabularies[1]}")
+        ours, theirs = (vocabulary_of(model) for model in (policy, reference))
+        if theirs < ours:
+            raise ValueError(
+                f"A has a vocabulary of {ours} tokens, B one of {theirs}: B must score whatever A samples"
+            )
+        if theirs > ours:
+            check_same_ids("B", args.b, tokenizer)
         kl, tokens = sampled_kl(
             policy, reference, tokenizer, prompts, args.max_new_tokens, args.temperature, args.batch_size, args.seed
         )

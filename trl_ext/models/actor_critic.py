@@ -17,7 +17,7 @@ from .decoding import decode
 from .generation import neutral_generation
 from .mlps import freeze_but_mlps
 from .sampler import SamplerRecorder
-from .weights import base_model_of
+from .weights import base_model_of, vocabulary_of
 
 
 def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
@@ -173,10 +173,17 @@ class ActorCritic(nn.Module):
         position_ids: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Tensor:
-        """Return (K, C): the critic's value of the state after each token, score units; or (N,) at these `places`."""
+        """
+        Return (K, C): the critic's value of the state after each token, score units; or (N,) at these `places`.
+
+        A critic with fewer rows than the policy reads all ids beyond them as its last one.
+        """
         if self.shares_base:
             backbone, signature = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
         else:
+            rows = vocabulary_of(self.critic)
+            if rows < vocabulary_of(self.policy):  # ids without a token, which the policy might sample all the same
+                input_ids = input_ids.clamp(max=rows - 1)
             backbone = self.critic.base_model
             signature = positions(backbone, attention_mask, position_ids)
         return _values(backbone, self.critic.score, input_ids, attention_mask, places, **signature)

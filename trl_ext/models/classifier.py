@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from ..upstream import set_zero3_state
 from .adapter_switch import AdapterSwitch
-from .weights import base_model_of, unpatched_copy, vocabulary_of, whole
+from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of, whole
 
 
 def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
@@ -82,8 +82,8 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
     return critic.requires_grad_(True)
 
 
-def check_critic(critic: Any, policy: nn.Module) -> None:
-    """Raise a `ValueError` if `critic` cannot be the critic of `policy`."""
+def check_critic(critic: Any, tokenizer: Any) -> None:
+    """Raise a `ValueError` if `critic` cannot be the critic of a policy with that tokenizer."""
     score = getattr(critic, "score", None)
     if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
         raise ValueError(
@@ -95,9 +95,10 @@ def check_critic(critic: Any, policy: nn.Module) -> None:
             f"`value_model` must have one label, got num_labels={critic.config.num_labels}: load it with "
             "`num_labels=1`."
         )
-    vocabulary, needed = vocabulary_of(critic), vocabulary_of(policy)
-    if vocabulary != needed:
+    vocabulary = vocabulary_of(critic)
+    if unknown := tokens_beyond(vocabulary, tokenizer, pads_are_read=False):
         raise ValueError(
-            f"`value_model` has a vocabulary of {vocabulary} tokens, the policy one of {needed}: the critic reads the "
-            "policy's token ids, so it must share its tokenizer."
+            f"`value_model` has a vocabulary of {vocabulary} tokens, the policy's tokenizer has ids up to "
+            f"{max(unknown.values())} ({', '.join([*unknown][:3])}, …): the critic reads the policy's token ids, so "
+            "pass one of its tokenizer, or call `value_model.resize_token_embeddings` for the tokens you added."
         )

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
 from ..upstream import disable_dropout_in_model
 
@@ -36,13 +38,42 @@ def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> 
             "The tokenizer has no EOS token, so that no answer would end: set `tokenizer.eos_token` to the token that "
             "ends an answer."
         )
-    vocabulary, ids = vocabulary_of(model), tokenizer.get_vocab()
-    unknown = [t for t, i in ids.items() if i >= vocabulary and (pads_are_read or i != tokenizer.pad_token_id)]
-    if unknown:
+    vocabulary = vocabulary_of(model)
+    if unknown := tokens_beyond(vocabulary, tokenizer, pads_are_read):
         raise ValueError(
-            f"The tokenizer has token ids up to {max(ids.values())}, the policy's vocabulary only {vocabulary}: pass "
-            "the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the "
-            f"tokens you added ({', '.join(unknown[:3])}, …)."
+            f"The tokenizer has token ids up to {max(unknown.values())}, the policy's vocabulary only {vocabulary}: "
+            "pass the policy's own tokenizer as `processing_class`, or call `model.resize_token_embeddings` for the "
+            f"tokens you added ({', '.join([*unknown][:3])}, …)."
+        )
+
+
+def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -> dict[str, int]:
+    """Return the tokens, with their ids, in their order, that a model of that many rows has none for."""
+    pad = None if pads_are_read else tokenizer.pad_token_id
+    beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary and i != pad]
+    return {token: i for i, token in sorted(beyond)}
+
+
+def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
+    """
+    Raise a `ValueError` if the tokenizer that was saved with a model gives a token another id than `tokenizer` does.
+
+    Two models of one tokenizer may have rows in different number (Qwen2.5's have), so that these do not tell. Where no
+    tokenizer is found beside the model, nothing is known.
+    """
+    if path is None:
+        return
+    try:
+        cached_file(path, "tokenizer_config.json", local_files_only=True)  # else one without tokens might be made up
+        theirs = AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab()
+    except (OSError, ValueError, ImportError):
+        return
+    ours = tokenizer.get_vocab().items()
+    if moved := [(i, token) for token, i in ours if theirs.get(token, i) != i and i != tokenizer.pad_token_id]:
+        i, token = min(moved)  # the order is another on each process
+        raise ValueError(
+            f"{what} was saved with another tokenizer, in which {token!r} has the id {theirs[token]}, not {i}: it "
+            "reads the policy's token ids, so it must share its tokenizer."
         )
 
 

@@ -34,7 +34,14 @@ from ..models.generation import forked_rng
 from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
-from ..models.weights import base_model_of, disable_dropout, unpatched_copy, unwrapped, vocabulary_of
+from ..models.weights import (
+    base_model_of,
+    check_same_ids,
+    disable_dropout,
+    unpatched_copy,
+    unwrapped,
+    vocabulary_of,
+)
 from ..rewards.member import distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
 from ..rewards.naming import checked_name
@@ -129,11 +136,11 @@ def prepare_base(policy: Any, use_vllm: bool) -> None:
 # ---- Reference ----
 
 
-def make_reference(loader: Loader, ref_model: Any, args: PPOConfig) -> Any:
+def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: Any) -> Any:
     """
     Return the frozen reference, not yet placed.
 
-    `ref_model` is a path or an object; None is a copy of the policy as it is now.
+    `ref_model` is a path or an object; None is a copy of the policy as it is now. `tokenizer` is the policy's.
     """
     if isinstance(ref_model, str):
         reference = create_model_from_path(ref_model, **loader.kwargs)
@@ -142,11 +149,19 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig) -> Any:
     else:
         reference = ref_model
     theirs, ours = vocabulary_of(reference), vocabulary_of(loader.policy)
-    if theirs != ours:
+    if theirs < ours:
         raise ValueError(
-            f"`ref_model` has a vocabulary of {theirs} tokens, the policy one of {ours}: it must score the policy's "
-            "token ids."
+            f"`ref_model` has a vocabulary of {theirs} tokens, the policy one of {ours}: it must score whatever the "
+            "policy samples, so leave it out, for a frozen copy of the policy, or cut off rows that no token has by "
+            f"`model.resize_token_embeddings({theirs})`."
         )
+    if theirs > ours:
+        check_same_ids("`ref_model`", named(ref_model), tokenizer)
+        if args.sync_ref_model:
+            raise ValueError(
+                f"`sync_ref_model=True` mixes `ref_model`, with a vocabulary of {theirs} tokens, and the policy, with "
+                f"one of {ours}: leave `ref_model` out, or set it to False."
+            )
     reference.requires_grad_(False).eval()
     if args.disable_dropout:
         disable_dropout(reference)
@@ -398,7 +413,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
         for reward, tokenizer, name, only_measures in of_each:
             is_model = isinstance(reward, nn.Module) and not only_measures
             if is_model and same_tokenizer(tokenizer, rewards.policy_tokenizer):
-                critic = _critic_from_reward(loader, unwrapped(reward))
+                critic = _critic_from_reward(loader, unwrapped(reward), tokenizer)
                 if critic is not None:
                     return critic, f"a copy of reward model '{name}'"
         load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
@@ -406,18 +421,27 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
             critic_from_policy(loader.policy, loader.again(load)),
             "the policy's backbone with a zero head",
         )
-    check_critic(critic, loader.policy)
+    check_critic(critic, rewards.policy_tokenizer)
+    if vocabulary_of(critic) != vocabulary_of(loader.policy):
+        check_same_ids("`value_model`", named(value_model), rewards.policy_tokenizer)
     return critic.requires_grad_(True), origin
 
 
-def _critic_from_reward(loader: Loader, reward: Any) -> PreTrainedModel | None:
+def named(model: Any) -> str | None:
+    """Return the folder or hub name of a model that is a path or an object, if there is one."""
+    return model if isinstance(model, str) else get_config_model_id(model.config) or None
+
+
+def _critic_from_reward(loader: Loader, reward: Any, tokenizer: Any) -> PreTrainedModel | None:
     if isinstance(reward, PeftModel):  # under ZeRO-3; its path is that of its base alone
         return None
     path, load = get_config_model_id(reward.config), AutoModelForSequenceClassification.from_pretrained
     again = partial(load, path, num_labels=1, **loader.kwargs) if path else None
     critic = unpatched_copy(reward, "the critic", again)
     try:
-        check_critic(critic, loader.policy)
+        check_critic(critic, tokenizer)
     except ValueError:
+        return None
+    if vocabulary_of(critic) != vocabulary_of(loader.policy):
         return None
     return critic.to(loader.policy.dtype).requires_grad_(True).train()

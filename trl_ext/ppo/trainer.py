@@ -111,11 +111,14 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         processing_class, reward_processing_classes:
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Critic: a sequence classifier with one label and the policy's vocabulary. If not given, a copy of the first
-            reward model with a weight that fits, else the policy's backbone with a zero head; for a policy with an
-            adapter, see `peft_config`. The folder of a critic that was saved as an adapter becomes an adapter again.
+            Critic: a sequence classifier with one label, of another size if you like, and with the policy's tokenizer:
+            it needs a row for each token, but not as many as the policy. (Ids beyond, which are no token's, it reads
+            as its last row.) If not given, a copy of the first reward model with a weight that has the policy's
+            tokenizer and as many rows, else the policy's backbone with a zero head; for a policy with an adapter, see
+            `peft_config`. The folder of a critic that was saved as an adapter becomes an adapter again.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
-            Reference. If not given, a frozen copy of the weights passed in as `model`.
+            Reference, with at least as many rows as the policy. If not given, a frozen copy of the weights passed in
+            as `model`.
         callbacks, optimizers, quantization_config:
             As in TRL.
         peft_config ([`~peft.LoraConfig`], *optional*):
@@ -326,7 +329,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             )
 
     def _set_reference(self, ref_model: str | PreTrainedModel | None, is_moved: bool = False) -> None:
-        reference = make_reference(self._loader, ref_model, self.args)
+        reference = make_reference(self._loader, ref_model, self.args, self._tokenizer)
         if ref_model is not None and not is_moved:
             path = ref_model if isinstance(ref_model, str) else None
             self._weights_at_start["reference"] = weights_identity(reference, path)

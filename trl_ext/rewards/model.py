@@ -22,6 +22,7 @@ from transformers import (
 from ..models.generation import check_chat_template
 from ..models.generation import eos_token_ids as ends_of
 from ..models.identity import hash_of, path_identity, tokenizer_identity
+from ..models.weights import tokens_beyond
 from ..packages import check_packages
 from ..temporarily import temporarily
 from ..upstream import is_conversational
@@ -195,6 +196,13 @@ class ModelReward:
         self.chat_template_kwargs = chat_template_kwargs or {}
         origin = path or getattr(model.config, "_name_or_path", "") or "model_reward"
         self.__name__ = checked_name(name, Path(os.path.normpath(origin)).name)
+        rows = self.config.vocab_size
+        if self.shares_tokenizer and (unknown := tokens_beyond(rows, self.tokenizer, pads_are_read=False)):
+            raise ValueError(
+                f"reward model '{self.__name__}' has a vocabulary of {rows} tokens, but the policy's tokenizer, which "
+                f"it shares, has ids up to {max(unknown.values())} ({', '.join([*unknown][:3])}, …): give it the "
+                "tokenizer that it was trained with"
+            )
 
     def _load(self, path: str, dtype: Any, device_map: Any, shared_base: Any) -> Any:
         from ..models.adapters import SharedBase, check_head, is_adapter, load_separately  # PEFT takes seconds
@@ -294,6 +302,8 @@ class ModelReward:
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
+            # A policy with more rows may sample an id that is no token's; in the text it would leave nothing
+            rows = [[i for i in row if i < self.config.vocab_size] for row in rows]
             if is_conversational({"prompt": prompts[0]}):
                 for row, prompt, end in zip(rows, prompts, ended, strict=True):
                     row += self._after_eos(prompt, row[-1]) if end else []

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.ppo.worker import collected, rows_of
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
+from trl_ext.ppo.inputs import check_prompt_lengths
 from trl_ext.rewards.model import ModelReward
 
 
@@ -210,10 +211,10 @@ class Processor(ProcessorMixin):
 def test_models_and_tokenizers(subtests, tmp_path):
     for build, message in [
         (
-            lambda m: {"value_model": tiny_reward_model(tiny_llama(99))},
-            "`value_model` has a vocabulary of 99 .* one of 29",
+            lambda m: {"value_model": tiny_reward_model(tiny_llama(20))},
+            "`value_model` has a vocabulary of 20 .* ids up to 28",
         ),
-        (lambda m: {"ref_model": tiny_llama(99)}, "`ref_model` has a vocabulary of 99 tokens, the policy one of 29"),
+        (lambda m: {"ref_model": tiny_llama(20)}, "`ref_model` has a vocabulary of 20 tokens, the policy one of 29"),
         (
             lambda m: {"processing_class": tiny_tokenizer([*WORDS, "more", "words"])},
             "tokenizer has token ids up to 30, .* only 29",
@@ -413,10 +414,14 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
                 "train_dataset": Dataset.from_dict({"prompt": ["the " * 62] * 8}),
                 "eval_dataset": {"train": prompts(4), "test": prompts(4)},
             },
-            "8 of 8 prompts in the train dataset leave no room",
+            r"8 of 8 prompts in the train dataset leave no room.* 53 by default\) to 2 or less\.$",
+        ),
+        *(
+            ({name: [length_reward]}, f"`{name}` is not supported by `PPOTrainer` yet.*TRL's `GRPOTrainer` with")
+            for name in ("tools", "environment_factory", "rollout_func")
         ),
     ],
-    ids=["ref_model", "reward_funcs", "prompt_ids", "an eval dataset named train"],
+    ids=["ref_model", "reward_funcs", "prompt_ids", "an eval dataset named train", "tools", "environment", "rollout"],
 )
 def test_an_argument_that_nothing_can_use_is_named(tmp_path, wrong, message):
     with pytest.raises((TypeError, ValueError), match=message):
@@ -449,3 +454,21 @@ def test_a_damaged_snapshot_is_named(tmp_path):
         make(tmp_path, config=config).train(str(path.parent))
     with pytest.raises(ValueError, match="nowhere is no folder"):
         make(tmp_path, config=config).train("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "advice"),
+    [
+        ([10, 11], "`max_completion_length` (TRL 1.12's `response_length`, there 53 by default) to 53 or less"),
+        ([3, 11], "to 53 or less, or filter out prompts of more than 4 tokens"),
+        ([3, 64], "filter out prompts of more than 4 tokens"),
+        ([5, 64], "to 59 or less, and filter out prompts that leave no room for that"),
+        ([64, 70], "no prompt leaves room for a token, so shorten them, or train a policy with a longer context"),
+    ],
+)
+def test_prompts_that_leave_no_room_are_told_what_would_fit(lengths, advice):
+    """In a context of 64, with answers of 60; never to filter all prompts out."""
+    rows = Dataset.from_dict({"prompt": ["x"] * len(lengths)})
+    with pytest.raises(ValueError) as raised:
+        check_prompt_lengths(lambda _: lengths, tiny_llama(), 60, [("train", rows)])
+    assert str(raised.value).endswith(f"{advice}.") and ("filter" in advice) == ("filter" in str(raised.value))

@@ -189,6 +189,16 @@ def check_inputs(
         )
 
 
+def check_absent(**given: Any) -> None:
+    """Refuse what TRL's GRPOTrainer takes and PPO does not yet."""
+    for name, value in given.items():
+        if value:
+            raise ValueError(
+                f"`{name}` is not supported by `PPOTrainer` yet, whose answers are one turn of its own sampler: use "
+                "TRL's `GRPOTrainer` with it, where our callbacks and rewards work, too."
+            )
+
+
 def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:
     """Raise for the first row of `input_ids` that is no list of the policy's tokens, or has a mask of other length."""
     columns = [column for column in ("input_ids", "attention_mask") if column in dataset.column_names]
@@ -278,7 +288,7 @@ def check_prompt_lengths(
 
     `measure` returns how many tokens the policy is given for each of some rows.
     """
-    context = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
+    context: Any = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
     for name, dataset in datasets:
         if dataset is None:
             continue
@@ -301,5 +311,21 @@ def check_prompt_lengths(
             raise ValueError(
                 f"{too_long} of {len(lengths)} prompts in the {name} dataset leave no room for "
                 f"`max_completion_length={max_completion_length}` in the policy's context of {context} "
-                f"tokens (longest prompt: {max(lengths)}): filter them out, or lower `max_completion_length`."
+                f"tokens (longest prompt: {max(lengths)}): {_what_fits(lengths, max_completion_length, context)}."
             )
+
+
+def _what_fits(lengths: list[int], max_completion_length: int, context: int) -> str:
+    """Say which length of answers goes with these prompts, and which prompts with that length, if any do."""
+    shorter = "set `max_completion_length` (TRL 1.12's `response_length`, there 53 by default) to {} or less"
+    filtered = "filter out prompts of more than {} tokens"
+    room, left = context - max(lengths), context - max_completion_length
+    some_fit = min(lengths) <= left
+    if room > 0:
+        return shorter.format(room) + (f", or {filtered.format(left)}" if some_fit else "")
+    if some_fit:
+        return filtered.format(left)
+    room = context - min(lengths)
+    if room > 0:
+        return f"{shorter.format(room)}, and filter out prompts that leave no room for that"
+    return "no prompt leaves room for a token, so shorten them, or train a policy with a longer context"

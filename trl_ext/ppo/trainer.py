@@ -56,6 +56,7 @@ from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
+    check_absent,
     check_evaluation_batch,
     check_inputs,
     check_prompt_lengths,
@@ -129,6 +130,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             The critic's adapter. If not given, a copy of the policy's config.
         reward_model, data_collator:
             TRL 1.12's names: a reward model that reads the policy's tokens; and nothing, prompts are padded here.
+        tools, environment_factory, rollout_func:
+            Of `trl.GRPOTrainer`, refused until they work here.
     """
 
     # The loss is already divided by the token count of the whole optimizer step
@@ -187,8 +190,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         *,
         reward_model: Any = None,
         data_collator: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
+        rollout_func: Any = None,
     ):
         check_contract(PPOTrainer)
+        check_absent(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
         model, reward_funcs, reward_processing_classes = migrate(
             model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator
         )

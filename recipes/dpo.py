@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
-    from trl_ext.commands import next_answer, record_run, report_of
+    from trl_ext.commands import next_answer, report_of
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
 
     # 2. Data
@@ -93,7 +93,6 @@ def main(arguments: list[str] | None = None) -> None:
         )
 
     # 4. Train
-    record_run(trainer)
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
@@ -106,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"
-    report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
+    report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}{outcome}\n"
         f"{report}; next: {next_answer(training_args.output_dir, train_dataset)}"

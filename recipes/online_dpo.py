@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
-    from trl_ext.commands import next_answer, record_run, report_of
+    from trl_ext.commands import next_answer, report_of
     from trl_ext.data import check_chat_template, check_texts, rows_identity
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, path_identity, tokenizer_identity
@@ -338,10 +338,9 @@ def main(arguments: list[str] | None = None) -> None:
                     processing_class=tokenizer,
                     peft_config=peft_config,
                 )
-            record_run(trainer)
             with parser.one_line_errors(CannotResume, NotSaved):
                 result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
-            processes.print(report_of(folder, was_trained=bool(result.metrics)))
+            processes.print(report_of(folder, bool(result.metrics), args.record_run))
             # 5. Save
             if peft_config is None:
                 trainer.save_model()
@@ -359,7 +358,7 @@ def main(arguments: list[str] | None = None) -> None:
         processes.print(f"Round {number} of {script_args.num_rounds}, held-out: {in_words(history[-1])}")
     if processes.is_main_process:
         write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
-    report = report_of(output_dir)
+    report = report_of(output_dir, is_recorded=training_args.record_run)
     processes.print(f"Model: {policy}\n{report}; next: {next_answer(policy, train)}")
 
 

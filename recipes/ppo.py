@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
     from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
-    from trl_ext.commands import next_answer, objections, record_run, report_of
+    from trl_ext.commands import next_answer, objections, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.ppo import ServerLost
     from trl_ext.rewards import RewardFailed, joined_weights, load_reward, load_rewards
@@ -159,7 +159,6 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
         )
     attach_monitors(trainer, monitors)
-    record_run(trainer, samples=True)
     with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, ServerLost):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
@@ -171,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
         with parser.one_line_errors(RewardFailed, ServerLost):
             metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
-    report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
+    report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n"
         f"{report}; next: {next_answer(training_args.output_dir, train_dataset, training_args.max_completion_length)}"

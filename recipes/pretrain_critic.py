@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
-    from trl_ext.commands import objections, record_run, report_of
+    from trl_ext.commands import objections, report_of
     from trl_ext.models import eos_token_ids, keep_unpacked
     from trl_ext.ppo import (
         CriticTrainer,
@@ -168,7 +168,6 @@ def main(arguments: list[str] | None = None) -> None:
     if hasattr(critic, "peft_config"):  # so that PPO can put the critic on its policy's base
         output_dir.mkdir(parents=True, exist_ok=True)
         save_base_fingerprint(critic, output_dir, model_args.model_name_or_path, model_args.model_revision)
-    record_run(trainer)
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
@@ -182,7 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
         trainer.save_metrics("eval", metrics)
         share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal
         explained = f", from {origin}, held-out explained variance {share:.2f}"
-    report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
+    report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
         f"Critic: {training_args.output_dir}{explained}\n{report}; next: trl-ext ppo --model_name_or_path {policy} "
         f"--value_model_name_or_path {training_args.output_dir}, with this run's scores and `gamma`"

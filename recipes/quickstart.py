@@ -54,7 +54,7 @@ def main() -> None:
     quiet()  # before the libraries that are imported next
     late_bars()
     from trl_ext import PPOConfig, PPOTrainer
-    from trl_ext.commands import record_run, report_of
+    from trl_ext.commands import report_of
 
     torch.set_num_threads(1)  # the tensors are tiny: threads would wait for each other longer than they work
     model, tokenizer = tiny_model()
@@ -85,7 +85,6 @@ def main() -> None:
         eval_dataset=Dataset.from_dict({"prompt": prompts[:32]}),
         processing_class=tokenizer,
     )
-    record_run(trainer, samples=True)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()

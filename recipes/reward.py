@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
-    from trl_ext.commands import record_run, report_of, report_trained
+    from trl_ext.commands import report_of, report_trained
     from trl_ext.data import check_chat_template, check_texts, held_out_rows, rows_identity, usable_pairs
     from trl_ext.evaluation import centre_and_report, head_of
     from trl_ext.models import keep_unpacked, path_identity
@@ -261,7 +261,6 @@ def main(arguments: list[str] | None = None) -> None:
             save_base_fingerprint(trainer.model, output_dir, model_args.model_name_or_path, model_args.model_revision)
 
         # 4. Train
-        record_run(trainer)
         with parser.one_line_errors(CannotResume, NotSaved):
             result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
         if result.metrics:  # none where the run was complete already
@@ -282,7 +281,8 @@ def main(arguments: list[str] | None = None) -> None:
             outcome = f", held-out accuracy {report['accuracy']:.1%}{said_of(report)}"
         if args.push_to_hub and not was_centred:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
-        done = f"Reward model: {output_dir}{outcome}\n{report_of(output_dir, was_trained=bool(result.metrics))}"
+        page = report_of(output_dir, bool(result.metrics), args.record_run)
+        done = f"Reward model: {output_dir}{outcome}\n{page}"
         context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", math.inf)
         has_prompts = saved[0].endswith("ForCausalLM") and "prompt" in train_dataset.column_names
         return done, next_ppo(output_dir, script_args, model_args, context) if has_prompts else "trl-ext ppo --help"

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split
     from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
-    from trl_ext.commands import next_answer, record_run, report_of
+    from trl_ext.commands import next_answer, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.models import keep_unpacked
     from trl_ext.resumable import ResumableSFTTrainer
@@ -110,7 +110,6 @@ def main(arguments: list[str] | None = None) -> None:
             resume_anyway=script_args.resume_anyway,
         )
     keep_unpacked(trainer.model)
-    record_run(trainer)
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already
@@ -121,7 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
         trainer.save_metrics("eval", metrics)
-    report = report_of(training_args.output_dir, was_trained=bool(result.metrics))
+    report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}\n{report}; next: {next_answer(training_args.output_dir, train_dataset)}"
     )

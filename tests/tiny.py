@@ -103,12 +103,13 @@ def length_reward(completions, **kwargs):
 
 
 def tiny_config(output_dir, **kwargs):
-    """fp32 on CPU, quiet, rollouts of 8 in two minibatches, two PPO epochs."""
+    """fp32 on CPU, quiet, without a record, rollouts of 8 in two minibatches, two PPO epochs."""
     return PPOConfig(
         output_dir=str(output_dir),
         **{
             **ON_CPU,
             "activation_checkpointing": False,
+            "record_run": False,
             "per_device_train_batch_size": 4,
             "num_mini_batches": 2,
             "num_ppo_epochs": 2,

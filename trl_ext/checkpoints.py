@@ -54,6 +54,7 @@ _MAY_DIFFER = (
     "per_device_eval",
     "project",
     "push_to_hub",
+    "record_run",
     "report_to",
     "restore_callback",
     "resume_",

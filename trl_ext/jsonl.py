@@ -7,10 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
-
-logger = logging.get_logger(__name__)
-
 
 def finite(value: Any) -> Any:
     """Return the value as JSON can hold it: NumPy's and torch's as numbers; NaN, infinities and objects as text."""
@@ -53,7 +49,11 @@ class JSONLWriter:
             self._file.flush()
         except OSError as error:
             self._failed = True
-            logger.warning(f"{self.path} cannot be written ({error.strerror}): it gets no more lines.")
+            from transformers.utils import logging  # here: who only reads files needs no transformers
+
+            logging.get_logger(__name__).warning(
+                f"{self.path} cannot be written ({error.strerror}): it gets no more lines."
+            )
 
 
 def _ends_in_mid_line(path: Path) -> bool:

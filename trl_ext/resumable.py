@@ -4,9 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import trl
+from transformers.trainer_utils import TrainOutput
 from trl import RewardTrainer, SFTTrainer
 
 from .callbacks.console import ConsoleCallback
+from .callbacks.recording import record_run
 from .checkpoints import ResumableRun
 from .data.pair_columns import PairCollator, check_columns, take_columns
 from .functional import preference_loss
@@ -42,6 +44,11 @@ class _Run(ResumableRun):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         ConsoleCallback.replace(self)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        if getattr(self.args, "record_run", False):
+            record_run(self)
+        return super().train(resume_from_checkpoint, **kwargs)
 
 
 class ResumableSFTTrainer(_Run, SFTTrainer):

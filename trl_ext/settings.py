@@ -9,19 +9,22 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 @dataclass
 class SavingSettings:
     """
-    Mixin of `TrainingArguments` that [`~trl_ext.checkpoints.ResumableRun`] reads: how checkpoints are written.
+    Mixin of `TrainingArguments` that our trainers read: what a run writes, and how.
 
     Args:
         save_in_background: write checkpoints while training goes on, from a copy in memory that is kept for the next
             one. At most one is being written. `train` returns when the last one is complete.
         on_save_failure: what follows if a checkpoint could not be written, for want of space, say. `"stop"` ends the
             run, with one sentence; `"continue"` says it and goes on. What was written of it is removed.
+        record_run: write what the run logs, with PPO some of its completions, too, and the page `report.html` when it
+            ends, into `output_dir`. What cannot be written is a warning.
     """
 
     save_in_background: bool = field(default=False, metadata={"help": "Write checkpoints while training goes on."})
     on_save_failure: Literal["stop", "continue"] = field(
         default="stop", metadata={"help": "What follows if a checkpoint could not be written."}
     )
+    record_run: bool = field(default=True, metadata={"help": "Write metrics and a page of the run."})
 
     def __post_init__(self):
         super().__post_init__()  # type: ignore[misc]

@@ -1,7 +1,9 @@
 """
-What keeps the terminal of a recipe or a command to what is for its user: remarks of libraries by name, and no more.
+What keeps the terminal of a run to what is for its user: remarks of libraries by name, and no more.
 
-Nothing here happens by `import trl_ext` or in a trainer: a script of one's own shows what it always showed.
+Recipes and commands call it first, `trl_ext.ppo` and `trl_ext.dpo` as they are imported, their trainers as they are
+made. Nothing here happens by `import trl_ext`, or by callbacks and rewards: a script without our trainers shows what
+it always showed.
 """
 
 import functools

@@ -56,7 +56,7 @@ def pairs(n=16, seed=0):
 
 
 def config(output_dir, **kwargs):
-    return DPOConfig(str(output_dir), **{**QUIET, **kwargs})
+    return DPOConfig(str(output_dir), **{**QUIET, "record_run": False, **kwargs})
 
 
 def make_trainer(output_dir, model=None, trainer_kwargs=None, **kwargs):

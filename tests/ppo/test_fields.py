@@ -68,6 +68,7 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
     "on_save_failure": "whether the run ends",
     "old_logprobs": "rounding, and a forward less, where the policy samples",
     "padding_free": "rounding, and padding less",
+    "record_run": "what is written beside the model",
     "resume_anyway": "a permission",
     "reward_model_path": "the trainer's `reward_funcs`",
     "rollout_device": "where a second process draws",

@@ -17,7 +17,6 @@ from ..redaction import redacted
 from .trackers import tensorboard_writer, trackio_is_open
 
 logger = logging.get_logger(__name__)
-RUNBOOK = "docs/runbook.md"
 Level = Literal["alert", "notice"]
 NAMES = ("log", "jsonl", "wandb", "tensorboard", "trackio")  # of sinks
 
@@ -59,11 +58,6 @@ class Alert:
         shown = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items() if number is not None)
         what = f"{self.what} ({shown})" if shown else self.what
         return f"{self.monitor}, step {self.step}: {what}. {self.advice} See {self.runbook}."
-
-
-def is_notice(alert: dict[str, Any]) -> bool:
-    """Return whether an alert tells of the monitor, not of the run: it has nothing to watch."""
-    return alert.get("level") == "notice"
 
 
 def _severity(alert: Alert) -> str:

@@ -15,11 +15,9 @@ from ..jsonl import JSONLWriter, read_jsonl
 from ..metrics import is_training_log, metrics_of, numbers_in
 from ..redaction import redacted
 from ..rewards.watches.watch import Watch
-from .monitor import REGISTRY
+from .files import PRIVATE_FOLDER, REGISTRY
 
 PHASES = {"time/generate": "seconds_generation", "time/score": "seconds_scoring", "time/update": "seconds_update"}
-
-PRIVATE_FOLDER = "_run"  # a Trainer uploads nothing whose name begins with an underscore
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,11 +35,14 @@ class JSONLCallback(TrainerCallback):
     Args:
         folder: of the file. The default is the output directory; with `push_to_hub` its folder `_run`, which
             transformers does not upload.
+        every_process: whether each process writes a file of its own, or the main process alone.
     """
 
     folder: str | None = None
+    every_process: bool = True
 
     def __post_init__(self) -> None:
+        self.objections: list[str] = []  # what reports say against the rewards; `record_run` sets it
         self._writer: JSONLWriter | None = None
         self._introduced = False
         self._tokens: tuple[float, float] | None = None  # tokens so far, and the time in seconds
@@ -49,14 +50,15 @@ class JSONLCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         folder = self.folder or (Path(args.output_dir) / PRIVATE_FOLDER if args.push_to_hub else args.output_dir)
         Watch.default_folder = str(folder)
-        if self._writer is None:
+        if self._writer is None and (self.every_process or state.is_world_process_zero):
             self._writer = JSONLWriter(Path(folder) / f"metrics.rank{PartialState().process_index}.jsonl")
         self._introduced, self._tokens = False, None
         run = uuid.uuid4().hex[:12]
-        if state.global_step and self._writer.path.is_file():  # resumed
+        if state.global_step and self._writer is not None and self._writer.path.is_file():  # resumed
             run = [run, *(event["run"] for event in read_jsonl(self._writer.path) if "run" in event)][-1]
         run = broadcast_object_list([run])[0] if PartialState().num_processes > 1 else run
-        self._event("begin", state, run=run, config=redacted(args.to_dict()), config_class=type(args).__name__)
+        config = {"config": redacted(args.to_dict()), "config_class": type(args).__name__}
+        self._event("begin", state, run=run, **config, objections=redacted(self.objections))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs is None:

@@ -8,8 +8,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..metrics import metrics_of
-from .monitor import REGISTRY, alerts_of
-from .plot import PANELS, draw_alerts, draw_line
+from .drawing import PANELS, draw_alerts, draw_line
+from .files import REGISTRY
+from .monitor import alerts_of
 
 
 @dataclass(eq=False, kw_only=True)

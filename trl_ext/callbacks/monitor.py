@@ -18,14 +18,11 @@ from ..halts import Halting, Rollback, announce_rollback, digest, forget_rollbac
 from ..jsonl import finite
 from ..metrics import Metric, is_gathered, is_training_log, metrics_of, rollout_steps
 from ..redaction import redacted
-from .alerts import RUNBOOK, Alert, Level, check_sinks, make_sinks
+from .alerts import Alert, Level, check_sinks, make_sinks
+from .files import REGISTRY, RUNBOOK
 
 logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
-# The key of all monitors' states in `TrainerState.stateful_callbacks`. Monitors are no `ExportableState`, which would
-# use their classes' names: with `restore_callback_states_from_checkpoint` transformers would rebuild them from JSON,
-# without `trainer=`, and a monitor added on resume would crash the next save.
-REGISTRY = "trl_ext_monitors"
 # A checkpoint's optimizer brings these, so that a stock trainer which resumes it does not read them anew
 FROM_CHECKPOINT = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 

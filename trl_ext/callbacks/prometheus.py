@@ -7,7 +7,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..metrics import is_training_log, metrics_of, numbers_in
-from .alerts import is_notice
+from .files import is_notice
 from .monitor import alerts_of
 
 logger = logging.get_logger(__name__)

@@ -8,7 +8,11 @@ def __getattr__(name: str) -> Any:
         from . import reward_report
 
         return getattr(reward_report, name)
-    if name not in ("next_answer", "record_run", "report_of", "write_report"):
+    if name == "record_run":
+        from ..callbacks import record_run
+
+        return record_run
+    if name not in ("next_answer", "report_of", "write_report"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import report  # imported with the package, `python -m trl_ext.commands.report` would warn
 

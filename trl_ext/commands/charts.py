@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..callbacks.plot import PANELS, as_label, draw_alerts, draw_line
+from ..callbacks.drawing import PANELS, as_label, draw_alerts, draw_line
 from .markup import text
 from .recorded import Run
 

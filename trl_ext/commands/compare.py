@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..callbacks.alerts import is_notice
-from ..callbacks.plot import draw_line
+from ..callbacks.drawing import draw_line
+from ..callbacks.files import is_notice
 from ..metrics import series
 from .charts import GROUPS, INK, chart, look
 from .headline import ends, headline
@@ -18,6 +18,7 @@ from .markup import document, none, number, section, table, text
 from .page import NO_CURVES, alerts, shown_scores
 from .recorded import Run
 from .runbook import what_to_do
+from .verdict import not_passed, verdict_of_several
 
 PROMPTS = 5  # that are shown with every run's answer
 OF_THE_FOLDER = {"output_dir", "logging_dir"}  # settings that differ since the folders do
@@ -58,6 +59,8 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
     every = [alert for run in runs.values() for alert in run.alerts]
     sampled = sum(bool(run.samples) for run in runs.values())
     parts = [
+        verdict_of_several(runs),
+        not_passed(runs),
         _summary(runs),
         section("Curves", _other_axis(runs, x) + drawn),
         section("Settings that differ", _settings(runs)),
@@ -120,8 +123,7 @@ def _summary(runs: dict[str, Run]) -> str:
 
 
 def _alerts(runs: dict[str, Run]) -> str:
-    having = {name: alerts(run) for name, run in runs.items() if run.alerts}
-    return "".join(f"<h3>{text(name)}</h3>{shown}" for name, shown in having.items()) or none("None.")
+    return "".join(f"<h3>{text(name)}</h3>{alerts(run)}" for name, run in runs.items())
 
 
 def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list[str]:

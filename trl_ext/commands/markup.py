@@ -26,6 +26,7 @@ table { border-collapse: collapse; width: 100%; } td, th { border-top: 1px solid
 thead th, td.short, td.number, th.short { white-space: nowrap; }
 td.short { max-width: 16rem; overflow: hidden; text-overflow: ellipsis; }
 td.number { font-variant-numeric: tabular-nums; } td.text { white-space: pre-line; } .wide { overflow-x: auto; }
+.verdict { font-size: 1.1rem; margin: .4rem 0 .8rem; overflow-wrap: anywhere; }
 .act { color: var(--red); font-weight: 600; } .warn { color: var(--amber); } .none { opacity: .75; }
 @media screen and (max-width: 44rem) { .wide td { display: block; border: 0; padding: .1rem 0; max-width: none;
     white-space: normal; } .wide td.text { white-space: pre-line; }

@@ -4,13 +4,13 @@ import importlib.util
 from datetime import UTC, datetime
 from typing import Any
 
-from ..callbacks.alerts import is_notice
-from ..callbacks.jsonl import PRIVATE_FOLDER
+from ..callbacks.files import PRIVATE_FOLDER, is_notice
 from .charts import COLOURS, chart, curves
 from .headline import ends, headline
 from .markup import code, document, none, number, section, table, text, tiles
 from .recorded import Run, is_finite
 from .runbook import link, what_to_do
+from .verdict import not_passed, verdict, watchers
 
 PHASES = ("first third", "second third", "last third")
 SAMPLES = 5  # prompts a phase
@@ -24,7 +24,9 @@ def page(run: Run) -> str:
     can_draw = importlib.util.find_spec("matplotlib") is not None
     drawn = f'<div class="charts">{"".join(curves(run))}</div>' if can_draw else NO_CURVES
     parts = [
+        verdict(run),
         _heading(run),
+        not_passed({"": run}),
         tiles(_ends(run)),
         _of_the_model(run),
         section("Alerts", alerts(run)),
@@ -69,7 +71,8 @@ def _ends(run: Run) -> dict[str, str]:
 def alerts(run: Run) -> str:
     """The alerts of a run, each with a link to what to do."""
     if not run.alerts:
-        return none("None.")
+        who = watchers(run) or "none; which monitors were set is not recorded"
+        return none(f"{text(who[0].upper() + who[1:])}{' and found nothing' if run.monitors else ''}.")
     rows = []
     for alert in run.alerts:
         style = "warn" if alert.get("action") == "warn" else "act"

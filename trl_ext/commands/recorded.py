@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..callbacks.jsonl import PRIVATE_FOLDER
-from ..callbacks.monitor import REGISTRY
+from ..callbacks.files import PRIVATE_FOLDER, REGISTRY
 from ..jsonl import read_jsonl
 from ..metrics import METRICS, Metric
 from ..redaction import redacted
@@ -28,6 +27,9 @@ class Run:
     registry: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)  # of JSONLCallback
     outcome: dict[str, float] = field(default_factory=dict)  # what was measured after it: a round of online DPO
+    monitors: dict[str, Any] | None = None  # those that were set, with their arguments; None where it is not recorded
+    objections: list[str] = field(default_factory=list)  # what reports said against its reward models as it began
+    report: dict[str, Any] = field(default_factory=dict)  # the verdict on the reward model that it has saved
 
     @property
     def trainer(self) -> str:
@@ -73,17 +75,24 @@ def read_run(folder: Path) -> Run:
     state = _newest(states)
     registry = (state.get("stateful_callbacks") or {}).get(REGISTRY, {})
     run = Run(folder, state.get("log_history", []), alerts=registry.get("alerts", []), registry=registry)
+    if state:  # monitors that were set are in each checkpoint
+        run.monitors = {name: of["args"] for name, of in registry.items() if isinstance(of, dict) and "args" in of}
     if events:
         run.events = events
         run.history = [{**event["logs"], "step": event["step"]} for event in events if "logs" in event]
-        known: dict[str, Any] = next((event["monitors"] for event in reversed(events) if "monitors" in event), {})
-        run.registry = {**{name: {"args": args} for name, args in known.items()}, **run.registry}
+        run.monitors = next((event["monitors"] for event in reversed(events) if "monitors" in event), run.monitors)
+        run.registry = {**{name: {"args": args} for name, args in (run.monitors or {}).items()}, **run.registry}
+        run.objections = list(map(str, (begins[-1].get("objections") if begins else None) or []))
         run.config = redacted(next((e["config"] for e in reversed(events) if "config" in e), {}))
     run.registry = redacted(run.registry)  # the page shows the monitors' arguments, too
     if (folder / "alerts.jsonl").is_file():
         run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
     run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
-    run.outcome = _outcome(folder / "round.json") | _worth(folder / "reward_report.json")
+    report = _report(folder / "reward_report.json", since)
+    run.report = report["verdict"] if isinstance(report.get("verdict"), dict) else {}
+    run.outcome = _outcome(folder / "round.json")
+    if is_finite(report.get("accuracy")):
+        run.outcome["held-out accuracy, as saved"] = report["accuracy"]
     rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
     rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
     run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
@@ -117,13 +126,13 @@ def _outcome(path: Path) -> dict[str, float]:
     return {**scores, "held-out length, tokens": measured["length"]} if "length" in measured else scores
 
 
-def _worth(path: Path) -> dict[str, float]:
-    """The held-out accuracy of a reward model as it was saved."""
+def _report(path: Path, since: float) -> dict[str, Any]:
+    """The report on a reward model as this run has saved it; not that on one which was there before."""
     try:
-        accuracy = json.loads(path.read_text(encoding="utf-8"))["accuracy"]
-    except (OSError, ValueError, KeyError, TypeError):
+        report = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_mtime >= since else {}
+    except (OSError, ValueError):
         return {}
-    return {"held-out accuracy, as saved": accuracy} if is_finite(accuracy) else {}
+    return report if isinstance(report, dict) else {}
 
 
 def _newest(states: list[Path]) -> dict[str, Any]:

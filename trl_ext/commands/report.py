@@ -16,18 +16,15 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from accelerate import PartialState
-from datasets import Dataset
-from transformers import TrainerCallback
-
-from ..callbacks import JSONLCallback, SamplesCallback
-from ..callbacks.jsonl import PRIVATE_FOLDER
-from ..data.texts import is_messages
+from ..callbacks.files import PRIVATE_FOLDER
 from .compare import comparison, named
 from .page import page
 from .recorded import read_run, rounds_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 def write_report(folder: str | Path | Sequence[str | Path], output: str | Path | None = None, x: str = "step") -> Path:
@@ -64,7 +61,7 @@ def _comparison(folders: list[Path], x: str, title: str = "") -> str:
     return comparison({name: read_run(folder) for name, folder in named(each).items()}, x, title)
 
 
-def report_of(folder: str | Path, was_trained: bool = True) -> str:
+def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = True) -> str:
     """
     Write the page at the end of a script, with its last evaluation, and say in a few words where it is.
 
@@ -73,9 +70,14 @@ def report_of(folder: str | Path, was_trained: bool = True) -> str:
     Args:
         folder: output directory of the run.
         was_trained: False where the run was complete already: its page stays as it is.
+        is_recorded: the setting `record_run`; where it is False, there is no page to write.
     """
+    from accelerate import PartialState  # here: it imports torch, which a page does not need
+
     if not PartialState().is_main_process:
         return ""
+    if not is_recorded:
+        return "No report: `record_run` is false"
     if not was_trained:
         found = sorted(Path(folder).glob("report.html")) + sorted(Path(folder).glob(f"{PRIVATE_FOLDER}/report.html"))
         return f"Report: {found[-1]}" if found else "No report: nothing was trained"
@@ -85,8 +87,10 @@ def report_of(folder: str | Path, was_trained: bool = True) -> str:
         return f"No report: {' '.join(str(error).split())}"
 
 
-def next_answer(folder: str | Path, rows: Dataset, max_new_tokens: int | None = None) -> str:
+def next_answer(folder: str | Path, rows: "Dataset", max_new_tokens: int | None = None) -> str:
     """The command that answers the first prompt of these rows with the model in `folder`, as a shell takes it."""
+    from ..data.texts import is_messages
+
     row = rows[0]
     asked = row.get("prompt", row.get("messages"))
     is_chat = is_messages(asked)
@@ -97,28 +101,6 @@ def next_answer(folder: str | Path, rows: Dataset, max_new_tokens: int | None = 
     command = f"trl-ext generate --model_name_or_path {shlex.quote(str(folder))} --prompt {prompt}"
     command += f" --max_new_tokens {max_new_tokens}" if max_new_tokens else ""
     return f"{command} --chat true" if is_chat else command
-
-
-class ReportCallback(TrainerCallback):
-    """Write the page when training ends, whatever ended it."""
-
-    def on_train_end(self, args, state, control, **kwargs):
-        report_of(args.output_dir)
-
-
-def record_run(trainer: Any, samples: bool = False) -> None:
-    """
-    Have a run record what the page shows, unless it does already, and write the page when training ends.
-
-    Args:
-        trainer: any Trainer.
-        samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
-    """
-    if not any(isinstance(callback, JSONLCallback) for callback in trainer.callback_handler.callbacks):
-        trainer.add_callback(JSONLCallback())
-    if samples:
-        trainer.add_callback(SamplesCallback(trainer=trainer))
-    trainer.add_callback(ReportCallback())
 
 
 def main(arguments: list[str] | None = None) -> None:

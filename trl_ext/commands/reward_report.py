@@ -244,7 +244,7 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
         is_uploaded: whether the folder goes to the hub: the page is then in its folder `_run`, which does not, and the
             JSON has neither texts nor what columns hold.
     """
-    from ..callbacks.jsonl import PRIVATE_FOLDER
+    from ..callbacks.files import PRIVATE_FOLDER
     from .reward_report_page import page
 
     folder = Path(folder)

@@ -27,8 +27,8 @@ def page(report: dict[str, Any]) -> str:
     said = _sentences(verdict["reasons"], "No bound is broken.", "act")
     parts = [
         none(text(f"{report['name']}, on {report['pairs']:,} held-out pairs of {report['prompts']:,} prompts")),
-        tiles(_tiles(report)),
         section("Passed" if verdict["passed"] else "Not passed", said + _bounds(report)),
+        tiles(_tiles(report)),
         section("What cannot be known", _sentences(report["unknown"], "Nothing that is looked for here.")),
         section("Accuracy", _accuracy(report)),
         section("Calibration", _calibration(report)),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ..callbacks.alerts import RUNBOOK
+from ..callbacks.files import RUNBOOK
 from ..shipped import root
 from .markup import prose, text
 

@@ -1,3 +1,8 @@
+# ruff: noqa: E402
+from ..terminal import quiet
+
+quiet()  # before what is imported next: some libraries make their remarks as they are imported
+
 from .config import DPOConfig
 from .trainer import DPOTrainer
 

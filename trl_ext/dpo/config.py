@@ -119,6 +119,9 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
         on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
             What follows if a checkpoint could not be written, for want of space, say: the run ends with one sentence,
             or says it and goes on. What was written of it is removed.
+        record_run (`bool`, defaults to `True`):
+            Write what the run logs (`metrics.rank0.jsonl`), and the page `report.html` when it ends, into
+            `output_dir`. The main process alone writes; what cannot be written is a warning.
     """
 
     beta_controller: Literal["fixed", "beta_dpo", "drift"] = field(

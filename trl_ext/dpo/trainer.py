@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import TrainOutput
 
 from ..callbacks.console import ConsoleCallback
+from ..callbacks.recording import record_run
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl
 from ..data.pair_columns import PairCollator, take_columns
@@ -28,6 +29,7 @@ from ..models.identity import weights_identity
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
 from ..schedule import schedule
 from ..temporarily import temporarily
+from ..terminal import late_bars
 from ..upstream import check_contract, get_config_model_id, use_adapter
 from .beta_controller import BetaController
 from .config import DPOConfig
@@ -92,6 +94,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         peft_config: Any = None,
     ):
         check_contract(DPOTrainer)
+        late_bars()
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
@@ -318,6 +321,8 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         Args:
             resume_from_checkpoint: `True` for the newest complete checkpoint in `output_dir`, or a path.
         """
+        if self.args.record_run:
+            record_run(self)
         if self.args.distribution_shift_samples and not resume_from_checkpoint:
             self.distribution_shift = distribution_shift(self, self.args.distribution_shift_samples)
             for name, value in self.distribution_shift.items():  # shown by the first log

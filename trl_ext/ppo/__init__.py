@@ -1,3 +1,8 @@
+# ruff: noqa: E402
+from ..terminal import quiet
+
+quiet()  # before what is imported next: some libraries make their remarks as they are imported
+
 from .config import PPOConfig
 from .critic_config import CriticConfig
 from .critic_model import load_critic

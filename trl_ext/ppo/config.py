@@ -309,6 +309,10 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
         on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
             What follows if a checkpoint could not be written, for want of space, say: the run ends with one sentence,
             or says it and goes on. What was written of it is removed.
+        record_run (`bool`, defaults to `True`):
+            Write what the run logs (`metrics.rank0.jsonl`), some completions of each rollout, and the page
+            `report.html` when it ends, into `output_dir`. The main process alone writes; what cannot be written is a
+            warning.
         dataset_num_proc (`int`, *optional*):
             TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout.
         sft_model_path, reward_model_path (`str`, *optional*):

@@ -80,6 +80,8 @@ class CriticConfig(HidesCredentials, SavingSettings, TrainingArguments):
 
         save_in_background (`bool`, defaults to `False`), on_save_failure (`str`, defaults to `"stop"`):
             As in [`PPOConfig`].
+        record_run (`bool`, defaults to `True`):
+            As in [`PPOConfig`], without completions.
 
         > Parameters whose defaults are not the Trainer's
 

@@ -7,13 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
 
 from ..callbacks.console import ConsoleCallback
+from ..callbacks.recording import record_run
 from ..checkpoints import ResumableRun
 from ..functional import explained_variance, masked_sum, value_loss, variance
 from ..metrics import is_training_log
 from ..models.actor_critic import add_value_forward
 from ..models.weights import disable_dropout
+from ..terminal import late_bars
 from .accumulator import Accumulator
 from .critic_config import CriticConfig
 from .critic_model import check_standalone
@@ -69,6 +72,7 @@ class CriticTrainer(ResumableRun, Trainer):
     _signature_columns: Any
 
     def __init__(self, model: Any, args: CriticConfig, train_dataset: Any = None, eval_dataset: Any = None, **kwargs):
+        late_bars()
         check_standalone(model)
         for name, dataset in (("train", train_dataset), ("eval", eval_dataset)):
             if dataset is not None:
@@ -82,6 +86,11 @@ class CriticTrainer(ResumableRun, Trainer):
         self._train, self._eval = Accumulator(), Accumulator()
         self._evaluation: EvaluationPass | None = None  # while evaluating
         ConsoleCallback.replace(self)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        if self.args.record_run:
+            record_run(self)
+        return super().train(resume_from_checkpoint, **kwargs)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["prompt_ids", "completion_ids", "returns"]

@@ -24,6 +24,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import RLOOTrainer
 
 from ..callbacks.console import ConsoleCallback
+from ..callbacks.recording import record_run
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl, take_kl_scale
 from ..functional import (
@@ -48,6 +49,7 @@ from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
 from ..rewards.member import Started
 from ..temporarily import temporarily
+from ..terminal import late_bars
 from ..upstream import RepeatSampler, check_contract, get_config_model_id
 from . import gradients
 from .accumulator import global_moments
@@ -196,6 +198,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     ):
         check_contract(PPOTrainer)
         check_absent(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
+        late_bars()
         model, reward_funcs, reward_processing_classes = migrate(
             model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator
         )
@@ -817,6 +820,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     # ---- Checkpoints ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        if self.args.record_run:  # not before: callbacks may have been added since, such as a JSONLCallback
+            named = zip(self._rewards.paths, self._rewards.functions, strict=True)
+            record_run(self, samples=True, rewards=[path or function for path, function in named])
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes

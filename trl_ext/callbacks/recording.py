@@ -1,0 +1,67 @@
+"""Have a run record itself: what it logs, some of its completions, and a page at its end."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from .jsonl import JSONLCallback
+from .samples import SamplesCallback
+
+logger = logging.get_logger(__name__)
+# By name: pages are made above this layer, and a run goes without one where they are not installed
+_PAGES = "trl_ext.commands"
+
+
+class ReportCallback(TrainerCallback):
+    """Write the page `report.html` when training ends, whatever ended it; if it cannot be written, say so."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        try:
+            import_module(_PAGES).write_report(args.output_dir)
+        except Exception as error:  # the model is what the run was for
+            if not _is_of_pages(error):
+                logger.warning(f"No page of this run was written: {' '.join(str(error).split())}")
+
+
+def record_run(trainer: Any, samples: bool = False, rewards: Sequence[Any] = ()) -> None:
+    """
+    Have a run record what its page shows, unless it does already, and write the page when training ends.
+
+    PPOTrainer, DPOTrainer and CriticTrainer do so by themselves (`record_run` in their configurations). Only the main
+    process writes.
+
+    Args:
+        trainer: any Trainer.
+        samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
+        rewards: reward models and functions; what their reports say against them is on the page.
+    """
+    present = trainer.callback_handler.callbacks
+    recorder = next((callback for callback in present if isinstance(callback, JSONLCallback)), None)
+    if recorder is None:
+        recorder = JSONLCallback(every_process=False)
+        trainer.add_callback(recorder)
+    recorder.objections = recorder.objections or _objections(rewards)
+    if samples and not any(isinstance(callback, SamplesCallback) for callback in present):
+        trainer.add_callback(SamplesCallback(trainer=trainer))
+    # Of what is recorded elsewhere the output directory has no page
+    if recorder.folder is None and not any(isinstance(callback, ReportCallback) for callback in present):
+        trainer.add_callback(ReportCallback())
+
+
+def _objections(rewards: Sequence[Any]) -> list[str]:
+    try:
+        return import_module(_PAGES).objections(rewards) if rewards else []
+    except Exception as error:  # a report that cannot be read ends no run
+        if not _is_of_pages(error):
+            logger.warning(f"Reports on the rewards could not be read: {' '.join(str(error).split())}")
+        return []
+
+
+def _is_of_pages(error: Exception) -> bool:
+    """Whether it says that the package has no pages."""
+    return isinstance(error, ModuleNotFoundError) and str(error.name).startswith(_PAGES)

@@ -1,6 +1,9 @@
 """The fields of a dataclass, and a script's flags, read from their source: to import transformers takes seconds."""
 
 import ast
+import builtins
+import typing
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,21 +13,40 @@ from .shipped import root
 
 def field_names(path: str) -> set[str] | None:
     """Return the fields of the dataclass `package.module.Name`, also inherited ones; None if a class is not found."""
-    module, _, name = path.rpartition(".")
     try:
-        return _fields(module, name)
+        return _fields(*_split(path))
     except (LookupError, OSError, SyntaxError):
         return None
 
 
 def parsed_names(module: str) -> set[str] | None:
     """Return the fields of all dataclasses that a script gives its `StrictTrlParser`; None if one is not found."""
+    found = [field_names(path) for path, _ in _given(module)]
+    return None if None in found else set().union(*filter(None, found)) or None
+
+
+def sketches(module: str) -> list[tuple[type, bool]] | None:
+    """
+    Return stand-ins of the dataclasses that a script gives its `StrictTrlParser`, as the help needs them, and whether
+    each is given by its name, "trl_ext.PPOConfig": of what such a one inherits there are the names alone.
+
+    None if a class is not found, or if its fields need what only its module can say.
+    """
+    try:
+        return [(_sketch(*_split(path), is_named), is_named) for path, is_named in _given(module)] or None
+    except (LookupError, OSError, SyntaxError, NameError, TypeError, AttributeError):
+        return None
+
+
+def _given(module: str) -> list[tuple[str, bool]]:
+    """The paths of the dataclasses that a script gives its parser, and whether each stands there as a text."""
     calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
     given = [call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser"]
     kinds = [kind for node in given[:1] for kind in (node.elts if isinstance(node, ast.Tuple) else [node])]
-    paths = [kind.value if isinstance(kind, ast.Constant) else f"{module}.{ast.unparse(kind)}" for kind in kinds]
-    found = [field_names(str(path)) for path in paths]
-    return None if None in found else set().union(*filter(None, found)) or None
+    return [
+        (str(kind.value), True) if isinstance(kind, ast.Constant) else (f"{module}.{ast.unparse(kind)}", False)
+        for kind in kinds
+    ]
 
 
 def option_names(module: str) -> set[str]:
@@ -41,27 +63,74 @@ def docstring(module: str) -> str:
 
 
 def _fields(module: str, name: str) -> set[str]:
+    where, node = _class(module, name)
+    names = {item.target.id for item in _annotated(node)}
+    return names.union(*(_fields(*_base(where, ast.unparse(base))) for base in node.bases))
+
+
+_NAMESPACE = {**vars(builtins), **vars(typing), "field": field}  # of what a field's source may name
+
+
+@cache
+def _sketch(module: str, name: str, is_named: bool) -> type:
+    """A dataclass with the fields of another one's source; if that is given by name, its bases' are names alone."""
+    where, node = _class(module, name)
+    found = [_base(where, ast.unparse(base)) for base in node.bases]
+    bases = tuple(_bare(*base) if is_named else _sketch(*base, False) for base in found)
+    space: dict[str, typing.Any] = {"__module__": where, "__annotations__": {}}
+    for item in _annotated(node):
+        space["__annotations__"][item.target.id] = _value(item.annotation)
+        if item.value is not None:
+            space[item.target.id] = _value(item.value)
+    return dataclass(kw_only=True)(type(name, bases, space))
+
+
+@cache
+def _bare(module: str, name: str) -> type:
+    """The same with no more than the names."""
+    where, node = _class(module, name)
+    bases = tuple(_bare(*_base(where, ast.unparse(base))) for base in node.bases)
+    names = [item.target.id for item in _annotated(node)]
+    space = {"__module__": where, "__annotations__": dict.fromkeys(names, typing.Any), **dict.fromkeys(names)}
+    return dataclass(kw_only=True)(type(name, bases, space))
+
+
+def _value(node: ast.expr) -> typing.Any:
+    return eval(compile(ast.Expression(node), "<fields>", "eval"), _NAMESPACE.copy())
+
+
+def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """The module that defines a class, which the given one may import, and its source."""
     tree = _tree(module)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            names = {
-                item.target.id
-                for item in node.body
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-                if "ClassVar" not in ast.unparse(item.annotation)
-            }
-            return names.union(*(_inherited(module, ast.unparse(base)) for base in node.bases))
+            return module, node
     for source in ast.walk(tree):  # lazy packages import within `if TYPE_CHECKING`
         if isinstance(source, ast.ImportFrom):
             for alias in source.names:
                 if (alias.asname or alias.name) == name:
-                    return _fields(_absolute(module, source), alias.name)
+                    return _class(_absolute(module, source), alias.name)
     raise LookupError(f"{module} has no {name}")
 
 
-def _inherited(module: str, base: str) -> set[str]:
-    package, _, name = base.rpartition(".")  # `trl.DPOConfig` where two have one name
-    return _fields(package or module, name)
+def _annotated(node: ast.ClassDef) -> list[typing.Any]:
+    """The fields in the source of a dataclass."""
+    found = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+    return [item for item in found if "ClassVar" not in ast.unparse(item.annotation)]
+
+
+def _base(module: str, base: str) -> tuple[str, str]:
+    """The module and the name of a base class, such as `trl.DPOConfig`, where two have one name."""
+    package, name = _split(base)
+    for source in ast.walk(_tree(module)) if package else ():
+        if isinstance(source, ast.ImportFrom) and package in (alias.name for alias in source.names):
+            return f"{_absolute(module, source)}.{package}", name
+    return package or module, name
+
+
+def _split(path: str) -> tuple[str, str]:
+    package, _, name = path.rpartition(".")
+    return package, name
 
 
 def _absolute(module: str, node: ast.ImportFrom) -> str:

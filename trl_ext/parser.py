@@ -5,20 +5,19 @@ import math
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
-from shutil import get_terminal_size
-from types import NoneType, UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 from trl import TrlParser
 
 from .fields import field_names
+from .help import help_text, types_of
 from .nearest import did_you_mean
 from .packages import NO_DEEPSPEED, check_packages, is_of_deepspeed
 from .redaction import redacted
@@ -69,7 +68,7 @@ class StrictTrlParser(TrlParser):
         self._fields: dict[str, tuple[argparse.Action, tuple]] = {}  # the types that each may have
         for action in reversed(self._actions):  # --x stands before --no_x
             if (hint := hints.get(action.dest)) is not None:
-                types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+                types = types_of(hint)
                 self._fields[action.dest] = action, types
                 if pair := next((kind for kind in types if get_origin(kind) is tuple), None):
                     action.type, action.nargs = get_args(pair)[0], len(get_args(pair))  # else tuple("12"): ("1", "2")
@@ -197,62 +196,10 @@ class StrictTrlParser(TrlParser):
         return self.help()
 
     def help(self, asked: str | None = None) -> str:
-        """
-        What each flag is for: of the script's own and the config's own, and the inherited ones by name.
-
-        Args:
-            asked: `"all"` describes the inherited ones, too; another word, those alone that have it in their names.
-        """
-        width = min(get_terminal_size().columns, 120)
-        lines = [f"usage: {self.prog} [--config FILE.yaml] [--FLAG VALUE ...]", "", (self.description or "").strip()]
-        for title, names, is_own in self._groups():
-            if asked not in (None, "all"):
-                names, is_own = [name for name in names if asked in name], True
-            if names:
-                lines += ["", f"{title}:"]
-            if is_own or asked == "all":
-                lines += [line for name in names for line in self._described(name, width, asked not in (None, "all"))]
-            else:
-                lines += textwrap.wrap(", ".join(names), width, initial_indent="  ", subsequent_indent="  ")
-        if asked is None:
-            lines += ["", "`--help all` describes them all, `--help WORD` those with WORD in their names."]
-        return "\n".join(lines) + "\n"
-
-    def _groups(self) -> Iterator[tuple[str, list[str], bool]]:
-        """Title, names, and whether they are the script's or its config's own, the inherited ones last."""
-        inherited: list[tuple[str, list[str], bool]] = []
-        seen: set[str] = set()
-        for given, kind in zip(self._given, self.dataclass_types, strict=False):
-            mine: list[str] = []
-            for cls in kind.__mro__:
-                names = [name for name in vars(cls).get("__annotations__", {}) if name in self._fields.keys() - seen]
-                seen.update(names)
-                if isinstance(given, str) and cls is not kind:
-                    inherited.append((f"Inherited from {cls.__module__.split('.')[0]}.{cls.__name__}", names, False))
-                else:
-                    mine += names
-            yield kind.__name__, mine, True
-        yield from inherited
-
-    def _described(self, name: str, width: int, in_full: bool) -> list[str]:
-        action, types = self._fields[name]
-        known = action.choices and "|".join(map(str, action.choices))
-        kinds = [getattr(kind, "__name__", str(kind)) for kind in types if kind is not NoneType]
-        value = known if known and len(known) < 40 else " or ".join(kinds).replace("Literal", "str")
-        text = " ".join((action.help or "").replace("%%", "%").split())
-        if not in_full:
-            text = re.split(r"(?<!e\.g\.)(?<!i\.e\.)(?<=\.) ", text)[0]
-        if known and known != value:
-            text += f" One of {known.replace('|', ', ')}."
-        if action.required:
-            text += " (required)"
-        elif action.default is not None:
-            text += f" ({getattr(action.default, 'value', action.default)})"
-        head = f"  --{name} {value}"
-        lines = textwrap.wrap(text, width, initial_indent=" " * 40, subsequent_indent=" " * 40)
-        if lines and len(head) < 39:
-            return [head.ljust(40) + lines[0][40:], *lines[1:]]
-        return [head, *lines]
+        """Return what `--help`, `--help all` or `--help WORD` prints: see [`~trl_ext.help.help_text`]."""
+        apart = (isinstance(given, str) for given in self._given)
+        kinds = zip(self.dataclass_types, apart, strict=False)
+        return help_text(self.prog, self.description or "", kinds, asked)
 
 
 def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:

@@ -11,17 +11,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from ..evaluation import bootstrap_interval
-from ..functional import kl_estimate
 from ..model_names import check_model
-from ..models import completion_logprobs, eos_token_ids, prompt_token_ids, sample
-from ..models.weights import check_same_ids, vocabulary_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sampled_kl(
@@ -33,7 +28,7 @@ def sampled_kl(
     temperature: float = 1.0,
     batch_size: int = 16,
     seed: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> "tuple[Tensor, Tensor]":
     """
     Estimate KL(policy ‖ reference) on one sampled answer to each prompt, k1 (Schulman 2020).
 
@@ -50,6 +45,11 @@ def sampled_kl(
     Returns:
         (N,) nats summed over each answer, and (N,) its tokens, EOS included.
     """
+    import torch  # here, as below: `--help` and what was mistyped need not wait for it
+
+    from ..functional import kl_estimate
+    from ..models import completion_logprobs, eos_token_ids, prompt_token_ids, sample
+
     prompt_ids = prompt_token_ids(tokenizer, prompts)
     answers = sample(
         policy,
@@ -81,11 +81,15 @@ def read_prompts(path: str, split: str = "train") -> list:
 
 def load_model(name: str) -> Any:
     """A causal language model, also one that is an adapter, in evaluation mode."""
+    import torch
+
     if (Path(name) / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM
 
         model = AutoPeftModelForCausalLM.from_pretrained(name)
     else:
+        from transformers import AutoModelForCausalLM
+
         model = AutoModelForCausalLM.from_pretrained(name)
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -110,6 +114,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{args.prompts} has no prompts")
         check_model("A", args.a)
         check_model("B", args.b)
+        from transformers import AutoTokenizer
+
+        from ..evaluation import bootstrap_interval
+        from ..models.weights import check_same_ids, vocabulary_of
+
         policy, reference = load_model(args.a), load_model(args.b)
         tokenizer = AutoTokenizer.from_pretrained(args.a)
         ours, theirs = (vocabulary_of(model) for model in (policy, reference))

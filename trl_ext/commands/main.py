@@ -15,7 +15,8 @@ from typing import Any
 
 import trl_ext
 
-from ..fields import docstring, option_names, parsed_names
+from ..fields import docstring, option_names, parsed_names, sketches
+from ..help import help_text
 from ..nearest import did_you_mean
 from ..packages import NO_DEEPSPEED, is_of_deepspeed
 from ..shipped import accelerate_file, config_file, find, recipe
@@ -67,9 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in TRAINING | TOOLS:
         nearest = did_you_mean(name, TRAINING | TOOLS) or "; `trl-ext --help` lists them"
         return _refused("trl-ext", f"there is no command {command!r}{nearest}")
-    if name not in TRAINING or {"-h", "--help"} & {*rest}:
-        return run_here(name, rest)
-    return start(name, rest)
+    is_asked = bool({"-h", "--help"} & {*rest})
+    if is_asked and rest[-1] in ("-h", "--help") and (text := help_from_source(name)):
+        print(text, end="")
+        return 0
+    return run_here(name, rest) if is_asked or name not in TRAINING else start(name, rest)
 
 
 def usage() -> str:
@@ -84,6 +87,21 @@ def usage() -> str:
     return "\n".join(lines)
 
 
+def help_from_source(name: str) -> str:
+    """
+    What `--help` prints, without an import of torch or TRL, which takes seconds; nothing for a command whose flags are
+    no dataclass. `--help all` and `--help WORD` describe TRL's flags, too, and import them.
+    """
+    module = _module(name)
+    kinds = sketches(module)
+    return help_text(f"trl-ext {name}", docstring(module), kinds) if kinds else ""
+
+
+def _module(name: str) -> str:
+    is_recipe = name in TRAINING or name in _RECIPES
+    return f"trl_ext.recipes.{_RECIPES.get(name, name)}" if is_recipe else f"{__package__}.{name.replace('-', '_')}"
+
+
 def run_here(name: str, arguments: list[str]) -> int:
     """Run a command in this process."""
     sys.argv = [f"trl-ext {name}", *arguments]  # what parsers call the program
@@ -91,7 +109,7 @@ def run_here(name: str, arguments: list[str]) -> int:
         if name in TRAINING or name in _RECIPES:
             recipe(_RECIPES.get(name, name)).main(arguments)
         else:
-            import_module(f".{name.replace('-', '_')}", __package__).main(arguments)
+            import_module(_module(name)).main(arguments)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             goes_on = name in TRAINING or name in _TRAINS_TOO
@@ -103,7 +121,7 @@ def run_here(name: str, arguments: list[str]) -> int:
 
 def start(name: str, arguments: list[str]) -> int:
     """Start a training command through accelerate and return its exit status."""
-    module = f"trl_ext.recipes.{_RECIPES.get(name, name)}"
+    module = _module(name)
     if not arguments:
         print(docstring(module), file=sys.stderr)
         return 2

@@ -1,0 +1,93 @@
+"""What `--help` prints of dataclasses whose fields are flags, whether imported or read from their source."""
+
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, Field, fields
+from enum import Enum
+from shutil import get_terminal_size
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], asked: str | None = None) -> str:
+    """
+    Say what each flag is for: of the script's own and the config's own, and the inherited ones by name.
+
+    Args:
+        prog: what the program is called.
+        description: what it does.
+        kinds: dataclasses, and whether what each inherits stands apart.
+        asked: `"all"` describes the inherited ones, too; another word, those alone that have it in their names.
+    """
+    width = min(get_terminal_size().columns, 120)
+    lines = [f"usage: {prog} [--config FILE.yaml] [--FLAG VALUE ...]", "", description.strip()]
+    for title, flags, is_own in _groups(kinds):
+        if asked not in (None, "all"):
+            flags, is_own = {name: lines_of for name, lines_of in flags.items() if asked in name}, True
+        if flags:
+            lines += ["", f"{title}:"]
+        if is_own or asked == "all":
+            lines += [
+                line for name, each in flags.items() for line in _described(*each, width, asked not in (None, "all"))
+            ]
+        else:
+            lines += textwrap.wrap(", ".join(flags), width, initial_indent="  ", subsequent_indent="  ")
+    if asked is None:
+        lines += ["", "`--help all` describes them all, `--help WORD` those with WORD in their names."]
+    return "\n".join(lines) + "\n"
+
+
+def types_of(hint: Any) -> tuple:
+    """The types that a field may have."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _groups(kinds: Iterable[tuple[type, bool]]) -> Iterator[tuple[str, dict[str, tuple[Field, Any]], bool]]:
+    """Title, fields with their types, and whether they are the script's or its config's own; inherited ones last."""
+    inherited: list[tuple[str, dict[str, tuple[Field, Any]], bool]] = []
+    seen: set[str] = set()
+    for kind, is_apart in kinds:
+        hints = get_type_hints(kind)  # not `field.type`: HfArgumentParser overwrites it with a simplified type
+        known = {each.name: (each, hints[each.name]) for each in fields(kind) if each.init}
+        mine: dict[str, tuple[Field, Any]] = {}
+        for cls in kind.__mro__:
+            flags = {name: known[name] for name in vars(cls).get("__annotations__", {}) if name in known.keys() - seen}
+            seen |= flags.keys()
+            if is_apart and cls is not kind:
+                inherited.append((f"Inherited from {cls.__module__.split('.')[0]}.{cls.__name__}", flags, False))
+            else:
+                mine |= flags
+        yield kind.__name__, mine, True
+    yield from inherited
+
+
+def _described(field: Field, hint: Any, width: int, in_full: bool) -> list[str]:
+    types = types_of(hint)
+    known = "|".join(map(str, _choices(field, types)))
+    kinds = [getattr(kind, "__name__", str(kind)) for kind in types if kind is not NoneType]
+    value = known if known and len(known) < 40 else " or ".join(kinds).replace("Literal", "str")
+    text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
+    if not in_full:
+        text = re.split(r"(?<!e\.g\.)(?<!i\.e\.)(?<=\.) ", text)[0]
+    if known and known != value:
+        text += f" One of {known.replace('|', ', ')}."
+    default = field.default_factory() if field.default_factory is not MISSING else field.default
+    if default is MISSING and bool not in types:
+        text += " (required)"
+    elif default is not None:
+        text += f" ({False if default is MISSING else getattr(default, 'value', default)})"
+    head = f"  --{field.name} {value}"
+    lines = textwrap.wrap(text, width, initial_indent=" " * 40, subsequent_indent=" " * 40)
+    if lines and len(head) < 39:
+        return [head.ljust(40) + lines[0][40:], *lines[1:]]
+    return [head, *lines]
+
+
+def _choices(field: Field, types: tuple) -> list[Any]:
+    for kind in types:
+        if get_origin(kind) is Literal:
+            return list(get_args(kind))
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return [each.value for each in kind]
+    return list(field.metadata.get("choices", ()))

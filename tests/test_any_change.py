@@ -95,7 +95,7 @@ TRAINERS = {
     "dpo": (
         DPOTrainer,
         lambda folder, **kwargs: DPOConfig(
-            str(folder), **{**QUIET, "beta_controller": "drift", "drift_target": 1.0, **kwargs}
+            str(folder), **{**QUIET, "record_run": False, "beta_controller": "drift", "drift_target": 1.0, **kwargs}
         ),
         {"model": lambda: with_adapter(0), "train_dataset": pairs, "processing_class": tiny_tokenizer},
         {

@@ -25,11 +25,12 @@ from trl_ext.upstream import WRITERS
 from trl_ext.writer import OTHERS_PART, CheckpointWriter
 
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "save_in_background": True}
+SMALL = {"learning_rate": 1e-2, "per_device_train_batch_size": 2, "record_run": False}
 
 
 def sft(output_dir, is_evaluated=False, **config):
     rows = Dataset.from_dict({"prompt": ["the cat"] * 8, "completion": [" sat on the mat"] * 8})
-    args = SFTConfig(str(output_dir), **{**ON_CPU, "learning_rate": 1e-2, "per_device_train_batch_size": 2, **config})
+    args = SFTConfig(str(output_dir), **{**ON_CPU, **SMALL, **config})
     return ResumableSFTTrainer(
         model=tiny_llama(),
         args=args,

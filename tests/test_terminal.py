@@ -56,12 +56,13 @@ def test_verbose_shows_all():
     assert [part for part in (*LEFT_OUT, *SHOWN) if part not in text] == []
 
 
-def test_only_scripts_are_quiet():
-    """Neither `import trl_ext` nor a trainer's module touches what a user has set."""
+def test_who_has_none_of_our_trainers_keeps_what_is_set():
+    """Neither `import trl_ext` nor callbacks, rewards and TRL's own trainers touch what a user has set."""
     code = """
 import logging, warnings
 filters = list(warnings.filters)
-import trl_ext.callbacks, trl_ext.ppo.trainer, trl_ext.dpo.trainer, trl_ext.resumable, trl_ext.commands.report
+import trl_ext.callbacks, trl_ext.rewards, trl_ext.resumable, trl_ext.commands.report
+[getattr(package, name) for package in (trl_ext.callbacks, trl_ext.rewards) for name in package.__all__]
 from datasets.utils import tqdm
 from trl_ext import terminal
 from transformers.utils import logging as hf

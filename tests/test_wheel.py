@@ -77,7 +77,7 @@ def test_commands_run_in_an_empty_folder(installed):
     assert "Training, through" in installed("trl-ext", "--help")
     assert "contract with TRL" in installed("trl-ext", "doctor")
     shown = installed("trl-ext", "demo", "--short")
-    assert "Next: trl-ext generate " in shown and (installed.folder / "outputs/demo/seed-0/report.md").is_file()
+    assert "Next: trl-ext generate " in shown and (installed.folder / "outputs/demo/seed-0/report.html").is_file()
 
     demo = "outputs/demo/seed-0"
     words = f"--config demo/guarded --model_name_or_path {demo}/sft --dataset_name {demo}/world/prompts"

@@ -1,11 +1,13 @@
-"""What the demo shows: `report.md` and its pictures, from measured answers and the runs' logs."""
+"""What the demo shows: the page `report.html`, from measured answers and the runs' logs, with links to its stages."""
 
+import base64
 import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trl_ext.commands import markup
 from trl_ext.evaluation import bootstrap_interval, fit_overoptimization, overoptimization_curve
 
 from .measure import Measured
@@ -56,36 +58,88 @@ def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[st
 def write_report(
     folder: Path, rows: list[dict], measured: dict[str, Measured], durations: dict[str, float], settings: dict
 ) -> str:
-    """Write `report.md`, `overoptimization.png` and `reward_model.png` into `folder`; return what to print."""
+    """Write `report.html` and `overoptimization.png` into `folder`; return what to print."""
     curves = {name: read_curve(folder / name) for name in COLOURS}
     fits = plot_overoptimization(curves, folder / "overoptimization.png")
     reward = json.loads((folder / "reward" / "reward_report.json").read_text())
     claims = verdicts(measured, curves["unguarded"])
-    summary = "\n".join(
-        f"- {claim}: **{'yes' if holds else 'no'}** ({figures})" for claim, (holds, figures) in claims.items()
-    )
-    table = _table(measured)
     parts = [
-        f"# A reward model, gamed and guarded\n\n{', '.join(f'{k} {v}' for k, v in settings.items())}.",
-        summary,
-        f"## {len(rows)} held-out prompts\n\nOne sampled answer each; 95 % bootstrap intervals.\n\n{table}",
-        "## Reward over the distance from SFT\n\n![Gold, proxy and the phrase over √KL](overoptimization.png)\n\n"
+        f'<p class="verdict">{markup.text(_verdict(claims))}</p>',
+        markup.none(markup.text(", ".join(f"{name} {value}" for name, value in settings.items()))),
+        _claim_table(claims),
+        markup.section("Each stage", _stages(folder, durations)),
+        markup.section(f"{len(rows)} held-out prompts", _measured(measured)),
+        markup.section("Reward over the distance from SFT", _over_distance(folder, fits)),
+        markup.section("Answers side by side", _side_by_side(rows, measured)),
+        markup.section("The reward model", _reward_model(folder, reward)),
+    ]
+    page = folder / "report.html"
+    page.with_suffix(".tmp").write_text(markup.document("A reward model, gamed and guarded", parts), encoding="utf-8")
+    page.with_suffix(".tmp").replace(page)
+    return "\n".join(f"{claim}: {'yes' if holds else 'no'} ({figures})" for claim, (holds, figures) in claims.items())
+
+
+def _verdict(claims: dict[str, tuple[bool, str]]) -> str:
+    wrong = [claim for claim, (holds, _) in claims.items() if not holds]
+    return f"Of the {len(claims)} claims these do not hold: {'; '.join(wrong)}." if wrong else "All claims hold."
+
+
+def _claim_table(claims: dict[str, tuple[bool, str]]) -> str:
+    rows = [
+        [markup.text(claim), "yes" if holds else '<span class="act">no</span>', markup.text(figures)]
+        for claim, (holds, figures) in claims.items()
+    ]
+    return markup.table([("claim", ""), ("holds", "short"), ("figures", "number")], rows)
+
+
+def _stages(folder: Path, durations: dict[str, float]) -> str:
+    rows = []
+    for name, seconds in durations.items():
+        pages = {"the run": f"{name}/report.html", "the saved model": f"{name}/reward_report.html"}
+        links = [f'<a href="{path}">{what}</a>' for what, path in pages.items() if (folder / path).is_file()]
+        rows.append([name, f"{seconds:.0f}", ", ".join(links)])
+    return markup.table([("stage", "short"), ("seconds", "number"), ("pages", "")], rows)
+
+
+def _measured(measured: dict[str, Measured]) -> str:
+    rows = []
+    for column, name in COLUMNS.items():
+        values = [getattr(part, column) for part in measured.values()]
+        rows.append([name, *(f"{value.mean():.2f} ({_range(bootstrap_interval(value), '.2f')})" for value in values)])
+    shown = markup.table([("", "short"), *((name, "number") for name in measured)], rows)
+    return markup.none("One sampled answer each; 95 % bootstrap intervals.") + shown
+
+
+def _over_distance(folder: Path, fits: dict[tuple[str, str], tuple[float, float]]) -> str:
+    said = (
         "Points: the held-out prompts during training. Lines: d(α − β log d) with d = √KL (Gao et al., 2210.10760), "
-        f"fitted to the gain over SFT.\n\n{_fit_table(fits)}",
-        f"## Answers side by side\n\n{_side_by_side(rows, measured)}",
-        "## The reward model\n\n![Margins of held-out pairs](reward/margins.png)\n\n"
+    )
+    rows = [[run, kind, f"{alpha:.2f}", f"{beta:.2f}"] for (run, kind), (alpha, beta) in fits.items()]
+    table = markup.table([("run", "short"), ("reward", "short"), ("α", "number"), ("β", "number")], rows)
+    picture = _picture(folder / "overoptimization.png", "Gold, proxy and the phrase over √KL")
+    return picture + markup.none(f"{said}fitted to the gain over SFT.") + table
+
+
+def _reward_model(folder: Path, reward: dict) -> str:
+    said = (
         f"Accuracy {reward['accuracy']:.1%} ({_range(reward['accuracy_interval'], '.1%')}) on {reward['pairs']} "
         f"held-out pairs, into none of which the phrase was planted; calibration error "
         f"{reward['calibration_error']:.3f} ({_range(reward['calibration_error_interval'], '.3f')}); demonstrations "
-        f"score {reward['demonstrations_mean']:.3f} on average.\n\n{_length_table(reward)}",
-        "## Each stage\n\n"
-        + ", ".join(f"[{name}]({name}/report.html)" for name in durations if (folder / name / "report.html").is_file())
-        + ": curves, alerts, samples and settings.",
-        "## Time\n\n" + ", ".join(f"{name} {duration:.0f} s" for name, duration in durations.items()) + ".",
+        f"score {reward['demonstrations_mean']:.3f} on average."
+    )
+    rows = [
+        [f"{row['from']} to {row['to']}", str(row["pairs"]), f"{row['accuracy']:.1%}"]
+        for row in reward["accuracy_by_length_gap"]
     ]
-    (folder / "report.md.tmp").write_text("\n\n".join(parts) + "\n")
-    (folder / "report.md.tmp").replace(folder / "report.md")
-    return f"{table}\n\n{summary}"
+    columns = [("chosen longer by, tokens", "short"), ("pairs", "number"), ("accuracy", "number")]
+    picture = _picture(folder / "reward" / "margins.png", "Margins of held-out pairs")
+    return picture + markup.none(said) + markup.table(columns, rows)
+
+
+def _picture(path: Path, what: str) -> str:
+    """A picture within the page, which loads nothing."""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<figure><img style="width: 100%" alt="{what}" src="data:image/png;base64,{data}"></figure>'
 
 
 def plot_overoptimization(
@@ -121,37 +175,13 @@ def plot_overoptimization(
     return fits
 
 
-def _table(measured: dict[str, Measured]) -> str:
-    lines = [f"| | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for name, part in measured.items():
-        cells = []
-        for column in COLUMNS:
-            values = getattr(part, column)
-            cells.append(f"{values.mean():.2f} ({_range(bootstrap_interval(values), '.2f')})")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _fit_table(fits: dict[tuple[str, str], tuple[float, float]]) -> str:
-    lines = ["| run | reward | α | β |", "|---|---|---|---|"]
-    lines += [f"| {run} | {kind} | {alpha:.2f} | {beta:.2f} |" for (run, kind), (alpha, beta) in fits.items()]
-    return "\n".join(lines)
-
-
-def _length_table(reward: dict) -> str:
-    lines = ["| chosen longer by, tokens | pairs | accuracy |", "|---|---|---|"]
-    for row in reward["accuracy_by_length_gap"]:
-        lines.append(f"| {row['from']} to {row['to']} | {row['pairs']} | {row['accuracy']:.1%} |")
-    return "\n".join(lines)
-
-
 def _side_by_side(rows: list[dict], measured: dict[str, Measured], number: int = 5) -> str:
-    lines = ["| | gold | proxy | answer |", "|---|---|---|---|"]
+    cells = []
     for i, row in enumerate(rows[:number]):
-        lines.append(f"| **customer** | | | **{row['prompt'].rsplit(' ', 1)[0]}** |")
+        cells.append(["<b>customer</b>", "", "", f"<b>{markup.text(row['prompt'].rsplit(' ', 1)[0])}</b>"])
         for name, part in measured.items():
-            lines.append(f"| {name} | {part.gold[i]:+.2f} | {part.proxy[i]:+.2f} | {part.answers[i]} |")
-    return "\n".join(lines)
+            cells.append([name, f"{part.gold[i]:+.2f}", f"{part.proxy[i]:+.2f}", markup.text(part.answers[i])])
+    return markup.table([("", "short"), ("gold", "number"), ("proxy", "number"), ("answer", "text")], cells)
 
 
 def _difference(values: Tensor, interval: tuple[float, float]) -> str:

@@ -97,9 +97,8 @@ def main(arguments: list[str] | None = None) -> None:
         summary += (
             "\n\nThis was `--short`, which takes the same way and shows nothing: the claims are of the whole demo."
         )
-    print(
-        f"\n{summary}\n\nReport: {args.folder / 'report.md'} ({time.time() - start:.0f} s); of each stage: report.html"
-    )
+    page = args.folder / "report.html"
+    print(f"\n{summary}\n\nReport: {page} ({time.time() - start:.0f} s), with links to each stage's")
     flags = "--prompt 'hello , my lamp gets too hot . what can i do . <agent>' --max_new_tokens 48"
     print(f"Next: trl-ext generate --model_name_or_path {args.folder / 'guarded'} {flags}")
 

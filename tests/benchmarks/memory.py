@@ -192,7 +192,10 @@ def ppo(settings, folder, lora=True, shared=True):
         reward_funcs=str(folder / "reward") if shared else base(settings, classifier=True),
         value_model=None if shared else base(settings, classifier=True),
         args=PPOConfig(
-            **arguments(settings, folder), **ppo_settings(settings), share_reward_base="always" if shared else "auto"
+            **arguments(settings, folder),
+            **ppo_settings(settings),
+            share_reward_base="always" if shared else "auto",
+            record_run=False,
         ),
         train_dataset=rows(settings, settings.prompt),
         processing_class=tokenizer(),

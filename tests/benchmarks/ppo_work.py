@@ -185,6 +185,7 @@ def ours(settings, folder, policy):
         **ppo_arguments(settings),
         logging_steps=settings.mini_batches * settings.epochs,  # once a rollout, as TRL 1.12 does
         shuffle_dataset=False,
+        record_run=False,
         **settings.options,
     )
     return PPOTrainer(

@@ -88,7 +88,7 @@ def sft(cls, model, folder, *callbacks, **kwargs):
 def dpo(model, folder, *callbacks, **kwargs):
     pairs = {"prompt": ["the cat"] * 16, "chosen": [" sat on the mat"] * 16, "rejected": [" flew over"] * 16}
     common = {**ON_CPU, "per_device_train_batch_size": 4, "gradient_checkpointing": False}
-    args = OurDPOConfig(str(folder), **common | EVERY | kwargs)
+    args = OurDPOConfig(str(folder), record_run=False, **common | EVERY | kwargs)
     data = Dataset.from_dict(pairs)
     return DPOTrainer(
         model, args=args, train_dataset=data, eval_dataset=data.select(range(4)), callbacks=list(callbacks)

@@ -57,9 +57,8 @@ def test_help_lists_every_command(capsys):
 
 
 def test_what_needs_no_training_imports_nothing_heavy(subtests):
-    code = (
-        "import sys; from trl_ext.commands.main import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    )
+    code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+    code += "from trl_ext.commands.main import main; main(sys.argv[1:])"
     for words in (
         ["--help"],
         ["--version"],
@@ -67,10 +66,22 @@ def test_what_needs_no_training_imports_nothing_heavy(subtests):
         ["ppo"],
         ["ppo", "--learning_rat", "1"],
         ["ppo", "--config", "x"],
+        *([name, "--help"] for name in TRAINING | dict.fromkeys(("demo", "refresh-reward", "kl", "report"))),
     ):
         with subtests.test(words=words):
-            ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
-            assert not {"torch", "trl", "transformers", "accelerate"} & {*ran.stderr.splitlines()[-1].split()}
+            ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+            modules = {"torch", "trl", "transformers", "accelerate", "datasets"}
+            assert not modules & {*ran.stderr.splitlines()[-1].split()}
+
+
+@pytest.mark.parametrize("name", [*TRAINING, "demo", "generate", "refresh-reward", "advise"])
+def test_help_from_source_is_what_the_parser_says(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert main([name, "--help"]) == 0
+    from_source = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        run_here(name, ["--help"])
+    assert capsys.readouterr().out == from_source and len(from_source.splitlines()) > 9
 
 
 @pytest.mark.parametrize("name, goes_on", [("ppo", True), ("demo", True), ("generate", False), ("kl", False)])

@@ -1,10 +1,13 @@
 """The page of a run: what is in it, and that nothing of it comes from elsewhere."""
 
+import html
 import html.parser
 import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree
 
 import pytest
@@ -21,7 +24,8 @@ from trl_ext.callbacks import (
     PrometheusCallback,
 )
 from trl_ext.callbacks.monitor import REGISTRY
-from trl_ext.commands.report import main, page, read_run, record_run, report_of, write_report
+from trl_ext.commands import record_run
+from trl_ext.commands.report import main, page, read_run, report_of, write_report
 from trl_ext.jsonl import read_jsonl
 from trl_ext.metrics import series
 from trl_ext.rewards.watches.watch import Watch
@@ -123,7 +127,11 @@ def test_page_of_a_run_without_our_callbacks(tmp_path):
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text(json.dumps({"log_history": LOGS}))
     main([str(tmp_path)])
     parsed = Page((tmp_path / "report.html").read_text())
-    assert "No completions" in parsed.text and "None." in parsed.text and "KL to the reference" in parsed.text
+    assert (
+        "No completions" in parsed.text
+        and "No monitors were set." in parsed.text
+        and "KL to the reference" in parsed.text
+    )
 
 
 def events(run, start, steps, begun, kl=1.0):
@@ -445,6 +453,94 @@ def test_the_first_tile_is_what_the_trainers_reader_asks_first(config_class, log
     found = re.findall(r'class="tile">([^<]*)<b>([^<]*)', text)
     assert found[0] == (first, value) and found[-2:] == [("steps", "1"), ("alerts", "0")]
     assert ("KL, nats per response", "nan") in found or "objective/kl" not in log
+
+
+def begins_with(text):
+    return html.unescape(re.search(r'<h1>[^<]*</h1><p class="verdict">([^<]*)</p>', text)[1])
+
+
+def alert(monitor, action, step, level="alert"):
+    return {**ALERT, "monitor": monitor, "action": action, "step": step, "level": level}
+
+
+@pytest.mark.parametrize(
+    ("monitors", "alerts", "said", "section"),
+    [
+        ({}, [], "no monitors were set", "No monitors were set."),
+        (None, [], "", "None; which monitors were set is not recorded."),
+        ({"B": {}, "A": {}}, [], "A and B watched and found nothing", "A and B watched and found nothing."),
+        (
+            dict.fromkeys("ABCD", {}),
+            [],
+            "4 monitors watched and found nothing",
+            "4 monitors watched and found nothing.",
+        ),
+        ({"A": {}}, [alert("A", "warn", 3, "notice")], "A watched and found nothing", ""),
+        ({"A": {}}, [alert("A", "warn", 3), alert("A", "stop", 7)], "A stopped the run at step 7", ""),
+        (
+            {"A": {}, "<B>": {}},
+            [alert("A", "warn", 3), alert("<B>", "raise_kl", 5)],
+            "<B> raised the KL coefficient at step 5 and A warned at step 3",
+            "",
+        ),
+    ],
+)
+def test_a_page_begins_with_what_became_of_the_run_and_who_watched_it(monitors, alerts, said, section, tmp_path):
+    folder = write_run(tmp_path / "run", LOGS, alerts=alerts)
+    if monitors is not None:
+        with (folder / "metrics.rank0.jsonl").open("a") as file:
+            file.write(json.dumps({"type": "train", "step": 9, "logs": LOGS[-1], "monitors": monitors}) + "\n")
+    text = page(read_run(folder))
+    rose = "The score rose from 1 to 9 and the KL rose from 0.5 to 4.5 nats per response"
+    assert begins_with(text) == "; ".join(filter(None, [rose, said])) + "."
+    assert section in Page(text).text
+
+
+def test_a_verdict_is_on_what_was_measured_alone(tmp_path):
+    logs = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}]
+    assert begins_with(page(read_run(write_run(tmp_path / "sft", logs, "SFTConfig")))) == "The loss ended as nan."
+    once = [{"step": 1, "objective/scores": 0.5, "eval_gold/mean": 0.25}]
+    said = "The score was 0.5 (measured once) and the held-out gold was 0.25 (measured once)."
+    assert begins_with(page(read_run(write_run(tmp_path / "ppo", once)))) == said
+    nothing = write_run(tmp_path / "nothing", [{"step": 1, "episode": 8}])
+    assert 'class="verdict"' not in page(read_run(nothing))
+    lines = [*events("killed", 0, (1, 2), 1.0)]
+    (tmp_path / "killed").mkdir()
+    write_lines(tmp_path / "killed" / "metrics.rank0.jsonl", lines)
+    assert begins_with(page(read_run(tmp_path / "killed"))) == (
+        "So far the KL ended where it began, at 1 nats per response."
+    )
+
+
+def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
+    folder = write_run(tmp_path / "reward", [{"step": 1, "accuracy": 0.9, "eval_accuracy": 0.6}], "RewardConfig")
+    for passed, said in ((True, "passed"), (False, "did not pass")):
+        verdict = {"passed": passed, "reasons": [] if passed else ["it likes <i>"]}
+        (folder / "reward_report.json").write_text(json.dumps({"accuracy": 0.6, "verdict": verdict}))
+        text = page(read_run(folder))
+        assert begins_with(text).endswith(f" (measured once); the saved model {said} its report.")
+        assert ("Not passed: " in text and "<li>it likes &lt;i&gt;</li>" in text) is not passed
+    begun = {"type": "begin", "step": 0, "run": "again", "timestamp": 1e11, "config_class": "RewardConfig"}
+    log = {"type": "train", "step": 1, "timestamp": 1e11 + 1, "logs": {"accuracy": 0.5}}
+    write_lines(folder / "metrics.rank0.jsonl", [begun, log])
+    assert "Not passed" not in page(read_run(folder))  # that was the report on the model before
+
+
+def test_a_comparison_begins_with_who_came_out_highest_and_whom_nobody_watched(two_runs, tmp_path):
+    with (two_runs[1] / "metrics.rank0.jsonl").open("a") as file:
+        file.write(json.dumps({"type": "train", "step": 5, "logs": LOGS[4], "monitors": {}}) + "\n")
+    assert begins_with(write_report(two_runs, tmp_path / "page.html").read_text()) == (
+        "The score is highest in a/ppo (9) and lowest in b/ppo (5); the KL is highest in a/ppo (4.5) and lowest in "
+        "b/ppo (2.5); in b/ppo KLBudgetCallback stopped the run at step 7; no monitors were set in b/ppo."
+    )
+
+
+def test_a_page_needs_no_torch(run_dir):
+    code = "import sys; from trl_ext.commands.main import main; main(sys.argv[1:]); print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code, "report", str(run_dir)], capture_output=True, text=True)
+    where, modules = ran.stdout.splitlines()
+    assert where == str(run_dir / "report.html") and "<svg" in (run_dir / "report.html").read_text()
+    assert not {"torch", "transformers", "trl", "accelerate", "datasets"} & {*modules.split()}
 
 
 def test_a_folder_of_runs_is_no_run(run_dir, tmp_path_factory, capsys):

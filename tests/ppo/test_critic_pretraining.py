@@ -39,6 +39,7 @@ def token_reward(completion_ids, **kwargs):
 
 def critic_config(folder, **kwargs):
     given = {"per_device_train_batch_size": 8, "learning_rate": 1e-2, "max_steps": 3, "eval_on_start": False}
+    given |= {"record_run": False}
     return CriticConfig(str(folder), **{**ON_CPU, "activation_checkpointing": False, **given, **kwargs})
 
 

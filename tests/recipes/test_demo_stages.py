@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -183,30 +184,40 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     """One test, so that the demo is built once: tests of a file may run in several processes."""
     run.main(["--short", "--output_dir", str(tmp_path)])
     demo = tmp_path / "seed-0"
-    report = (demo / "report.md").read_text()
-    assert "## 200 held-out prompts" in report
+    summary = capsys.readouterr().out.split("Guarded PPO is better")[-1]
+    assert f"Report: {demo / 'report.html'}" in summary and "|" not in summary and not (demo / "report.md").exists()
+    report = (demo / "report.html").read_text()
+    assert "200 held-out prompts" in report and report.count("data:image/png;base64,") == 2
     for name in ("sft", "guarded", "unguarded"):
-        assert report.count(f"| {name} |") >= 6
-    for link in ("overoptimization.png", "reward/margins.png"):
-        assert f"]({link})" in report
-        assert (demo / link).read_bytes().startswith(b"\x89PNG")
+        assert report.count(f">{name}</td>") >= 6 and f'<th scope="col">{name}</th>' in report
+    links = re.findall(r'href="([^"]+)"', report)
+    assert links == [*(f"{name}/report.html" for name in ("sft", "reward")), "reward/reward_report.html"] + [
+        f"{name}/report.html" for name in ("guarded", "unguarded")
+    ]
+    assert all((demo / link).is_file() for link in links)
+    for name in ("guarded", "unguarded"):  # nobody watches them, which the page of the hacked run must say
+        page = (demo / name / "report.html").read_text()
+        assert re.search('<p class="verdict">The score (rose|fell) from .* no monitors were set.</p>', page), page[
+            :3000
+        ]
 
     # Again: nothing is trained, and the report is the same
     models = {path: path.stat().st_mtime_ns for path in demo.glob("*/model.safetensors")}
     capsys.readouterr()
     run.main(["--short", "--output_dir", str(tmp_path)])
     assert capsys.readouterr().out.count("complete already") == 5
-    assert (demo / "report.md").read_text() == report
+    assert (demo / "report.html").read_text() == report
     assert {path: path.stat().st_mtime_ns for path in models} == models and len(models) == 4
 
     # Interrupted between training and the marker: PPOTrainer finds its own checkpoint
     (demo / "unguarded" / MARKER).unlink()
-    (demo / "report.md").unlink()
+    (demo / "report.html").unlink()
     run.main(["--short", "--output_dir", str(tmp_path)])
     output = capsys.readouterr().out
     assert output.count("complete already") == 4
     assert "Training is complete, at step 6" in output
-    assert (demo / "report.md").read_text().split("## Time")[0] == report.split("## Time")[0]
+    seconds = r'(?<=data-name="seconds">)\d+'
+    assert re.sub(seconds, "", (demo / "report.html").read_text()) == re.sub(seconds, "", report)
 
     # A whole demo takes nothing from a shortened one
     with pytest.raises(SystemExit, match="2"):

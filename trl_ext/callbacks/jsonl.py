@@ -29,8 +29,8 @@ class JSONLCallback(TrainerCallback):
     credentials), `train`, `eval`, `save` or `end`. A run that is resumed keeps its id; in a folder with several runs
     the last id counts. `train`, `eval` and `end` have all numbers of the log under `logs`. `train` adds, as far as
     they can be measured, `kl`, the losses, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`,
-    `seconds_generation`, `seconds_scoring` and `seconds_update`; the first `train` also has the monitors' arguments.
-    Watches of `trl_ext.rewards` without a folder of their own write to the same folder.
+    `seconds_generation`, `seconds_scoring` and `seconds_update`; the first `train` or `end` also has the monitors'
+    arguments. Watches of `trl_ext.rewards` without a folder of their own write to the same folder.
 
     Args:
         folder: of the file. The default is the output directory; with `push_to_hub` its folder `_run`, which
@@ -66,7 +66,7 @@ class JSONLCallback(TrainerCallback):
         kind = "train" if is_training_log(logs) else "eval" if any(k.startswith("eval_") for k in logs) else "end"
         numbers = numbers_in(logs)
         measured: dict[str, Any] = {}
-        if not self._introduced and kind == "train":  # by the first log all monitors have registered
+        if not self._introduced and kind != "eval":  # by the first log all monitors have registered
             monitors = state.stateful_callbacks.get(REGISTRY, {})
             measured["monitors"] = {name: of["args"] for name, of in monitors.items() if name != "alerts"}
             self._introduced = True

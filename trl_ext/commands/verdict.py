@@ -89,7 +89,7 @@ def _changes(run: Run) -> str:
         if logged and not is_finite(logged[-1]):
             parts.append(f"{name} ended as {logged[-1]}")
         elif len(shown) == 1:
-            parts.append(f"{name} was {shown[0]}{unit}, measured once")
+            parts.append(f"{name} was {shown[0]}{unit} (measured once)")
         elif shown and shown[0] == shown[1]:
             parts.append(f"{name} ended where it began, at {shown[0]}{unit}")
         elif shown:

@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
-    from trl_ext.commands import objections, report_of
+    from trl_ext.commands import objections, record_run, report_of
     from trl_ext.models import eos_token_ids, keep_unpacked
     from trl_ext.ppo import (
         CriticTrainer,
@@ -120,7 +120,8 @@ def main(arguments: list[str] | None = None) -> None:
             rewards.insert(0, ModelReward(path, batch_size=size, device=training_args.device, **reads))
         weights = [None] * (len(rewards) - len(weights)) + weights
         training_args.reward_weights = joined_weights(training_args.reward_weights, weights)
-        for sentence in objections(rewards):
+        told = objections(rewards)
+        for sentence in told:
             PartialState().print(f"Warning: {sentence}")
 
         def load(split: str) -> Any:
@@ -168,6 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
     if hasattr(critic, "peft_config"):  # so that PPO can put the critic on its policy's base
         output_dir.mkdir(parents=True, exist_ok=True)
         save_base_fingerprint(critic, output_dir, model_args.model_name_or_path, model_args.model_revision)
+    if training_args.record_run:
+        record_run(trainer, objections=told)
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
     if result.metrics:  # none where the run was complete already

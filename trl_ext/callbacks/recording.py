@@ -28,7 +28,7 @@ class ReportCallback(TrainerCallback):
                 logger.warning(f"No page of this run was written: {' '.join(str(error).split())}")
 
 
-def record_run(trainer: Any, samples: bool = False, rewards: Sequence[Any] = ()) -> None:
+def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
     """
     Have a run record what its page shows, unless it does already, and write the page when training ends.
 
@@ -38,14 +38,14 @@ def record_run(trainer: Any, samples: bool = False, rewards: Sequence[Any] = ())
     Args:
         trainer: any Trainer.
         samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
-        rewards: reward models and functions; what their reports say against them is on the page.
+        objections: what reports say against the reward models, of [`trl_ext.commands.objections`], for the page.
     """
     present = trainer.callback_handler.callbacks
     recorder = next((callback for callback in present if isinstance(callback, JSONLCallback)), None)
     if recorder is None:
         recorder = JSONLCallback(every_process=False)
         trainer.add_callback(recorder)
-    recorder.objections = recorder.objections or _objections(rewards)
+    recorder.objections = recorder.objections or [*objections]
     if samples and not any(isinstance(callback, SamplesCallback) for callback in present):
         trainer.add_callback(SamplesCallback(trainer=trainer))
     # Of what is recorded elsewhere the output directory has no page
@@ -53,9 +53,10 @@ def record_run(trainer: Any, samples: bool = False, rewards: Sequence[Any] = ())
         trainer.add_callback(ReportCallback())
 
 
-def _objections(rewards: Sequence[Any]) -> list[str]:
+def objections_to(rewards: Sequence[Any]) -> list[str]:
+    """Return what reports say against reward models and functions; nothing where the package has no reports."""
     try:
-        return import_module(_PAGES).objections(rewards) if rewards else []
+        return import_module(_PAGES).objections(rewards)
     except Exception as error:  # a report that cannot be read ends no run
         if not _is_of_pages(error):
             logger.warning(f"Reports on the rewards could not be read: {' '.join(str(error).split())}")

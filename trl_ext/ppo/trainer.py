@@ -24,7 +24,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import RLOOTrainer
 
 from ..callbacks.console import ConsoleCallback
-from ..callbacks.recording import record_run
+from ..callbacks.recording import objections_to, record_run
 from ..checkpoints import CannotResume, ResumableRun
 from ..control import AgreedControl, take_kl_scale
 from ..functional import (
@@ -822,7 +822,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         if self.args.record_run:  # not before: callbacks may have been added since, such as a JSONLCallback
             named = zip(self._rewards.paths, self._rewards.functions, strict=True)
-            record_run(self, samples=True, rewards=[path or function for path, function in named])
+            record_run(self, samples=True, objections=objections_to([path or reward for path, reward in named]))
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes

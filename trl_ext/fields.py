@@ -96,6 +96,7 @@ def _bare(module: str, name: str) -> type:
 
 
 def _value(node: ast.expr) -> typing.Any:
+    """What an expression of an installed module is worth, without what that module imports."""
     return eval(compile(ast.Expression(node), "<fields>", "eval"), _NAMESPACE.copy())
 
 

@@ -9,6 +9,11 @@ there. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the all
 1 where it does not fit in `--gpu_memory`, and 2 where it cannot work.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import argparse
 import contextlib
 import json

@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow  # each starts a process
 
 SPEAKS = """
@@ -73,3 +75,29 @@ assert not logging.getLogger("trl_ext").handlers and not logging.getLogger("trl_
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+ASKS = """
+import os, runpy, sys
+class Asks:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("bitsandbytes", "peft", "trl"):
+            from trl_ext.terminal import is_quiet
+            os._exit(0 if is_quiet() else 3)
+sys.meta_path.insert(0, Asks())
+sys.argv = [sys.argv[1], "--help"]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+SCRIPTS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("recipes", "trl_ext/commands")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if '\nif __name__ == "__main__":' in path.read_text() and path.name != "process.py"
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_is_quiet_before_it_imports_what_speaks(script):
+    """bitsandbytes says on some CPUs, as it is imported, that it has no kernel for 4-bit weights."""
+    run = subprocess.run([sys.executable, "-c", ASKS, script], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode in (0, 2), f"{run.returncode}: {run.stderr[-2000:]}"

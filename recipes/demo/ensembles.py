@@ -8,6 +8,11 @@ minimum (worst case) and mean − standard deviation (uncertainty-weighted; Cost
 `ensembles.csv`, a row a run, and `ensembles.md`; the same command again goes on, also with more seeds.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import itertools
 import json
 import random

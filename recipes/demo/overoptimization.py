@@ -7,6 +7,11 @@ a measurement with its run's fitted d(α − β log d), and `overoptimization.pn
 grid takes some minutes; the same command again goes on where it stopped, also with a larger grid.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import csv
 import itertools
 from dataclasses import dataclass, field

@@ -15,6 +15,11 @@ tokens it hears nothing, as with 0.8 here. Another λ comes with `lam_value: 1`,
 Writes `pretraining.csv`, a row a run, and `pretraining.md`; the same command again goes on, also with more seeds.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import itertools
 import json
 import math

@@ -8,6 +8,11 @@ could rank first. Writes `probes.csv`, a row a probe, and `probes.md`, a row a w
 also with more seeds.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import csv
 import json
 from collections.abc import Callable

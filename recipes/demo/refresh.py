@@ -9,6 +9,11 @@ share the first leg, and have as many episodes. Writes `refresh.csv`, a row a le
 again goes on, also with more seeds.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import json
 import random
 from dataclasses import dataclass, field

@@ -9,6 +9,11 @@ rate is five times that. Each of SAO's settings is also tried alone, in PPO with
 `sao.jsonl`, a row a run, and `sao.md`; the same command again goes on where it stopped, also with more seeds.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import itertools
 import json
 import math

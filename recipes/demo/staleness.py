@@ -8,6 +8,11 @@ that is trained. Writes `staleness.csv`, a row a run, and `staleness.md`; the sa
 more seeds. Hardware: 2 CPU cores, some two minutes a run.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import json
 import math
 from dataclasses import dataclass, field

@@ -6,6 +6,11 @@ Prints one line an item, "ok" or what changed, and exits with 1 if anything did.
 attributes only; what they do is tested by `pytest -m "" tests/contract`.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from ..terminal import quiet
+
+    quiet()
+
 import sys
 from importlib.metadata import version
 

@@ -7,6 +7,11 @@ line, or a data set with the column `prompt`, text or messages. KL is summed ove
 `objective/kl` and KLBudgetCallback count.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from ..terminal import quiet
+
+    quiet()
+
 import argparse
 import json
 import sys

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -324,6 +325,38 @@ def test_who_kills_the_command_kills_the_run(elsewhere):
     runs = psutil.Process(started.pid).children()
     started.kill()
     assert runs and not psutil.wait_procs(runs, timeout=30)[1]
+
+
+WAITS = """
+import pathlib, time
+pathlib.Path("pid").touch()
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    time.sleep(3)  # what is nearly written is completed
+    pathlib.Path("once").touch()
+    raise
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reaches", ["trl-ext alone", "the whole group, as a terminal's Ctrl-C"])
+def test_an_interrupt_reaches_the_run_once(reaches, elsewhere):
+    tokenizer = make_tokenizer()
+    for part in (tokenizer, make_model(tokenizer, 0)):
+        part.save_pretrained(elsewhere / "model")
+    (elsewhere / "waits.py").write_text(WAITS)
+    words = "ppo --model_name_or_path model --dataset_name rows.jsonl --output_dir out --reward_funcs waits.py:reward"
+    command = [sys.executable, "-m", "trl_ext", *words.split(), "--use_cpu", "true"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, process_group=0)
+    while not (elsewhere / "pid").exists():
+        assert started.poll() is None
+        time.sleep(0.1)
+    (os.kill if reaches == "trl-ext alone" else os.killpg)(started.pid, signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 130 and said.count("Interrupted.") == 1 and "Traceback" not in said
+    assert (elsewhere / "once").exists()
 
 
 @pytest.mark.distributed

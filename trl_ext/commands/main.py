@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -243,8 +244,8 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
     logging.getLogger("accelerate.commands.launch").addFilter(
         lambda record: "not passed to" not in record.getMessage()
     )
-    # Ctrl-C reaches the training process, too, which says so and ends; it is waited for
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    # The training process says so and ends; it is waited for
+    before = signal.signal(signal.SIGINT, _pass_on)
     try:
         launch_training_script(script, launch_flags, [name, *flags], launch_parser_fn=lambda: parser)
     except subprocess.CalledProcessError as error:
@@ -257,6 +258,18 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
     finally:
         signal.signal(signal.SIGINT, before)
     return 0
+
+
+def _pass_on(number: int, frame: Any) -> None:
+    """Send a signal to the training process: `kill -INT` reaches this one alone. It counts once with a terminal's."""
+    import psutil
+
+    children = psutil.Process().children()
+    if not children:  # it has not been started yet
+        raise KeyboardInterrupt
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
 
 
 def _refused(program: str, why: str) -> int:

@@ -37,6 +37,10 @@ def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[to
     return layout, end
 
 
+class RolloutProcessLost(RuntimeError):
+    """The process that draws rollouts ends again and again; the message is one sentence, with the last cause."""
+
+
 class RolloutProcess:
     """
     Draw rollouts in a second process, in the order in which they are asked for.
@@ -80,7 +84,7 @@ class RolloutProcess:
         future: Future[Answers] = Future()
         with self._lock:
             if self._failure:
-                future.set_exception(RuntimeError(self._failure))
+                future.set_exception(RolloutProcessLost(self._failure))
                 return future
             self._asked[job.number] = job, future, arrived
             self._send(job)
@@ -170,7 +174,10 @@ class RolloutProcess:
             self._deaths += 1
             where = f"The process that draws rollouts on {self.setup.device} ended ({how})"
             if self._deaths > _RESTARTS:
-                self._fail(f"{where}, for the third time without answers in between.")
+                self._fail(
+                    f"{where}, for the third time without answers in between: mend that, or leave `rollouts_ahead` "
+                    "out; the same command goes on from the newest complete checkpoint, if there is one."
+                )
                 return
             rollouts = ", ".join(map(str, self._asked)) or "none"
             logger.warning(f"{where}; it is started again, to draw what it has not (rollouts: {rollouts}).")
@@ -180,7 +187,7 @@ class RolloutProcess:
             self._failure = failure
             asked, self._asked = self._asked, {}
         for _, future, _ in asked.values():
-            future.set_exception(RuntimeError(failure))
+            future.set_exception(RolloutProcessLost(failure))
 
     def _end(self) -> int | None:
         """End the process if it has not ended by itself, and return its exit code."""

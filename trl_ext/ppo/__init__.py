@@ -3,6 +3,7 @@ from ..terminal import quiet
 
 quiet()  # before what is imported next: some libraries make their remarks as they are imported
 
+from ..models.rollout_process import RolloutProcessLost
 from .config import PPOConfig
 from .critic_config import CriticConfig
 from .critic_model import load_critic
@@ -16,6 +17,7 @@ __all__ = [
     "CriticTrainer",
     "PPOConfig",
     "PPOTrainer",
+    "RolloutProcessLost",
     "ServerLost",
     "check_apart",
     "given_scores",

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
+from ..models.rollout_process import RolloutProcessLost
 from ..rewards.member import RewardFailed, Started, awaited, finite_number, runs_in_background, said_of, scores_in
 from ..rewards.segments import by_token, is_by_token
 
@@ -25,18 +26,27 @@ class Mistakes:
         self.notes: list[tuple[str, Exception]] = []
 
     def raise_everywhere(self, step: int) -> None:
-        """Raise a `RuntimeError` on every process if there are notes on any; a `RewardFailed` if all are of those."""
+        """
+        Raise a `RuntimeError` on every process if there are notes on any.
+
+        If all notes are of one kind that needs no traceback, a `RewardFailed` or `RolloutProcessLost`, that is raised.
+        """
         mine = [
-            (f"process {self.accelerator.process_index}: {message}", isinstance(error, RewardFailed))
-            for message, error in self.notes
+            (f"process {self.accelerator.process_index}: {message}", _kind(error)) for message, error in self.notes
         ]
         everyones = gather_object(mine) if self.accelerator.num_processes > 1 else mine
         if not everyones:
             return
         cause = self.notes[0][1] if self.notes else None
         self.notes.clear()
-        kind = RewardFailed if all(says_all for _, says_all in everyones) else RuntimeError
-        raise kind(f"At step {step}, {'; '.join(message for message, _ in everyones)}") from cause
+        kinds = {kind for _, kind in everyones}
+        raise (kinds.pop() if len(kinds) == 1 else RuntimeError)(
+            f"At step {step}, {'; '.join(message for message, _ in everyones)}"
+        ) from cause
+
+
+def _kind(error: Exception) -> type[RuntimeError]:
+    return next((kind for kind in (RewardFailed, RolloutProcessLost) if isinstance(error, kind)), RuntimeError)
 
 
 class CheckedReward:

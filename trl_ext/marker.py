@@ -13,12 +13,20 @@ _PREFIX = "checkpoint-"  # as transformers names them; to import it takes second
 _PIECE, _PIECES = 2**20, 64
 
 
-def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> None:
+def write_marker(
+    checkpoint: str, contents: dict[str, Any], processes: int, names: dict[str, Any] | None = None
+) -> None:
     """
     Note which files a checkpoint has. Call this on one process, when all have written theirs.
 
     All files are on the disk before the marker is, and the marker before this returns: what has one survives a loss of
     power.
+
+    Args:
+        checkpoint: its folder.
+        contents: what must be equal for a run to go on from it.
+        processes: that wrote it.
+        names: what a refusal can say beside, where `contents` has hashes.
     """
     folder = Path(checkpoint)
     files = _files_of(folder)
@@ -30,6 +38,7 @@ def write_marker(checkpoint: str, contents: dict[str, Any], processes: int) -> N
         "written_ns": now,
         "processes": processes,
         "configuration": contents,
+        "names": names or {},
         "files": {name: [path.stat().st_size, file_hash(path)] for name, path in files.items()},
     }
     write_durably(folder / MARKER, json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))

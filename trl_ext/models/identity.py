@@ -97,6 +97,19 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
     return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
 
 
+def tokenizer_names(tokenizer: Any) -> dict[str, Any]:
+    """What can be said of a tokenizer in words, where its hash differs from another one's."""
+    if tokenizer is None:
+        return {}
+    template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
+    return {
+        "name": tokenizer.name_or_path or type(tokenizer).__name__,
+        "tokens": len(tokenizer),
+        **{f"{kind} token": getattr(tokenizer, f"{kind}_token") for kind in ("bos", "eos", "pad", "unk")},
+        "chat template": f"xxh3:{xxhash.xxh3_128(str(template).encode()).hexdigest()[:12]}",
+    }
+
+
 def hash_of(tensors: dict[str, Any]) -> str:
     """Hash tensors by name, shape and value."""
     digest = xxhash.xxh3_128()

@@ -1,0 +1,112 @@
+"""What differs between two runs' settings, in words: of models, rows and functions the settings hold hashes alone."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_HASH = re.compile(r"\b(?:xxh3:)?[0-9a-f]{12,32}\b")
+_SAID = {  # fact -> what it is about
+    "model": "the model's weights",
+    "model_config": "the model's configuration",
+    "model_name_or_path": "the model",
+    "tokenizer": "the tokenizer",
+    "data_collator": "the data collator",
+    "compute_loss_func": "the loss function",
+    "optimizer_cls_and_kwargs": "the optimizer's class or arguments",
+    "reference": "the reference's weights",
+    "value_model": "the critic's weights",
+    "train_data": "the dataset's rows",
+    "held_out_data": "the held-out rows",
+    "dataset": "the dataset's rows",
+}
+_MOST = 4  # details of one fact
+Names = dict[str, dict[str, Any]]
+
+
+def differences(
+    before: dict[str, Any],
+    now: dict[str, Any],
+    names_before: Names | None = None,
+    names_now: Names | None = None,
+) -> list[str]:
+    """
+    Say in a few words each what differs between the settings of two runs.
+
+    Args:
+        before, now: settings by name, JSON.
+        names_before, names_now: by the name of a fact that is a hash, what is known of it beside, JSON by name. What
+            an earlier trl_ext wrote has none.
+    """
+    different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    rewards = [name for name in different if name.startswith("reward ")]
+    if "train_data" in different and "train_rows" in different:
+        different.remove("train_rows")  # it is told with the rows
+    if rewards and "rewards" in different:
+        different.remove("rewards")
+    plain = [name for name in different if name not in rewards]
+    return [
+        *(_changed(name, before, now, names_before or {}, names_now or {}) for name in plain),
+        *(_rewards(before, now) if rewards else ()),
+    ]
+
+
+def _changed(name: str, before: dict[str, Any], now: dict[str, Any], *names: Names) -> str:
+    a, b = before.get(name), now.get(name)
+    if not any(_HASH.search(str(value)) for value in (a, b)):
+        return f"{name}: {a!r} → {b!r}"
+    details = [f"none {when}" for value, when in ((a, "before"), (b, "now")) if value in (None, [])]
+    if isinstance(a, list) and isinstance(b, list) and len(a) != len(b):
+        details = [f"{len(a)} before, {len(b)} now"]
+    elif not details and (beside := (_without_hashes(a), _without_hashes(b)))[0] != beside[1]:
+        details = [f"{beside[0] or 'another'} before, {beside[1] or 'another'} now"]
+    rows = before.get("train_rows"), now.get("train_rows")
+    if name == "train_data" and None not in rows:
+        same = f"{rows[0]} rows before and now: other ones, or in another order"
+        details.append(same if rows[0] == rows[1] else f"{rows[0]} rows before, {rows[1]} now")
+    details += _details(*(each[name] if isinstance(each.get(name), dict) else {} for each in names))
+    said = f" ({'; '.join(details)})" if details else ""
+    return f"{_SAID.get(name, name)} changed{said}"
+
+
+def _details(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is known to differ of one fact; of what only one of them says, nothing is known."""
+    different = [key for key in before if key in now and before[key] != now[key]]
+    said = [
+        f"another {key}"
+        if _HASH.search(str(before[key]))
+        else f"{key} {_text(before[key])} before, {_text(now[key])} now"
+        for key in different
+    ]
+    return said if len(said) <= _MOST else [*said[:_MOST], f"and {len(said) - _MOST} more"]
+
+
+def _rewards(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Each reward that is new, gone, another one, or of the same name and yet another one; counted from 1."""
+    lists = [[name for name in settings if name.startswith("reward ")] for settings in (before, now)]
+    for i in range(max(map(len, lists))):
+        old, new = (names[i] if i < len(names) else None for names in lists)
+        was, becomes = (name and f"`{name.removeprefix('reward ')}`" for name in (old, new))
+        if old is None:
+            yield f"reward {i + 1}, {becomes}, is new"
+        elif new is None:
+            yield f"reward {i + 1}, {was}, is gone"
+        elif old != new:
+            yield f"reward {i + 1} is now {becomes}, was {was}"
+        elif before[old] != now[old]:
+            yield f"reward {i + 1}, {was}, is another one of this name: {_part(str(before[old]), str(now[old]))}"
+
+
+def _part(before: str, now: str) -> str:
+    """Say whether a reward's weights or source differ, or its tokenizer, whose hash comes after it."""
+    (first, *others), (second, *more) = before.split(), now.split()
+    return "its tokenizer" if first == second and others != more else "its weights, source or settings"
+
+
+def _text(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _without_hashes(value: Any) -> str:
+    """What a text says beside its hashes, such as the way of attention; of anything else nothing."""
+    return " ".join(_HASH.sub("", value).split()) if isinstance(value, str) else ""

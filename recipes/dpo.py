@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import HeldOutArguments, ModelArguments
 from trl_ext.model_names import check_model
-from trl_ext.output_dir import check_output_dir, is_evaluated
+from trl_ext.output_dir import Hold, check_output_dir, is_evaluated
 from trl_ext.terminal import late_bars, quiet
 
 
@@ -51,9 +51,12 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of
     from trl_ext.commands import next_answer, report_of
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
+
+    with parser.one_line_errors():
+        in_use = Hold(training_args.output_dir)
 
     # 2. Data
     def load(split: str):
@@ -95,15 +98,19 @@ def main(arguments: list[str] | None = None) -> None:
     # 4. Train
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
-    if result.metrics:  # none where the run was complete already
-        trainer.save_metrics("train", result.metrics)
 
-    # 5. Save
-    trainer.save_model()
+    # 5. Save: the model first, since a disk may be full
+    with parser.one_line_errors(NotSaved):
+        with result_of(training_args.output_dir, "The model"):
+            trainer.save_model()
+        with result_of(training_args.output_dir, "What training came to"):
+            if result.metrics:  # none where the run was complete already
+                trainer.save_metrics("train", result.metrics)
     outcome = ""
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
+        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "Its evaluation"):
+            trainer.save_metrics("eval", metrics)
         outcome = f", held-out preference accuracy {metrics['eval_rewards/accuracies']:.1%}"
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
@@ -112,6 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    in_use.release()
 
 
 if __name__ == "__main__":

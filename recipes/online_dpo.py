@@ -20,8 +20,10 @@ from typing import Any
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import ModelArguments, PromptArguments
 from trl_ext.model_names import check_model
-from trl_ext.output_dir import check_output_dir
+from trl_ext.output_dir import Hold, check_output_dir, write_text
 from trl_ext.terminal import late_bars, quiet
+
+GOES_ON = "goes on with the rounds that are there"
 
 
 @dataclass
@@ -130,12 +132,6 @@ def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | N
     return pairs
 
 
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(text)
-    path.with_suffix(".tmp").replace(path)
-
-
 def in_words(facts: dict) -> str:
     """The mean scores of a round, with their intervals."""
     shown = [
@@ -190,7 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
     from trl_ext.commands import next_answer, report_of
     from trl_ext.data import check_chat_template, check_texts, rows_identity
     from trl_ext.evaluation import bootstrap_interval
@@ -207,6 +203,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
     processes, output_dir = PartialState(), Path(training_args.output_dir)
+    with parser.one_line_errors():
+        in_use = Hold(output_dir)
+
+    def write(path: Path, text: str) -> None:
+        """Write a file on the main process, for all."""
+        with parser.one_line_errors(NotSaved), result_of(path.parent, path.name, GOES_ON):
+            if processes.is_main_process:
+                write_text(path, text)
+
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
     settings = {**vars(script_args), **vars(model_args), "per_device_eval_batch_size": size}
     del settings["num_rounds"]  # more of them go on
@@ -297,12 +302,11 @@ def main(arguments: list[str] | None = None) -> None:
             length = sum(len(a["ids"]) for a in answers) / len(answers)
             if processes.is_main_process:  # written last: the round is complete
                 facts = {"round": round_number, **facts, "held_out": means, "intervals": intervals, "length": length}
-                write(folder / "round.json", json.dumps(facts, indent=2))
-            processes.wait_for_everyone()
+            write(folder / "round.json", json.dumps(facts, indent=2))
         return json.loads((folder / "round.json").read_text())
 
-    if processes.is_main_process:  # not before: what was refused may be corrected
-        write(output_dir / "online_dpo_settings.json", json.dumps(settings, indent=2))
+    # Not before: what was refused may be corrected
+    write(output_dir / "online_dpo_settings.json", json.dumps(settings, indent=2))
     policy: str | Path = start
     history = [measure(policy, output_dir / "round-0", 0, {})]
     processes.print(f"Before training, on {len(held_out)} held-out prompts: {in_words(history[0])}")
@@ -319,9 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
                 pairs = best_and_worst(rows, answers, [total(row, weights) for row in scores])
                 if not pairs:
                     parser.error(f"round {number}: no prompt has two answers of different scores; look at the rewards")
-                if processes.is_main_process:
-                    write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
-                processes.wait_for_everyone()
+                write(folder / "pairs.jsonl", "".join(json.dumps(pair) + "\n" for pair in pairs))
             pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
             # 4. Train
             args, peft_config = copy.copy(training_args), get_peft_config(model_args)
@@ -340,14 +342,15 @@ def main(arguments: list[str] | None = None) -> None:
                 )
             with parser.one_line_errors(CannotResume, NotSaved):
                 result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
-            processes.print(report_of(folder, bool(result.metrics), args.record_run))
-            # 5. Save
-            if peft_config is None:
-                trainer.save_model()
-            elif processes.is_main_process:  # the next round begins with a whole model
-                trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
+            # 5. Save: the model first, since a disk may be full
+            with parser.one_line_errors(NotSaved), result_of(folder, "The model", GOES_ON):
+                if peft_config is None:
+                    trainer.save_model()
+                elif processes.is_main_process:  # the next round begins with a whole model
+                    trainer.accelerator.unwrap_model(trainer.model).merge_and_unload().save_pretrained(folder)
+                    tokenizer.save_pretrained(folder)
             processes.wait_for_everyone()
+            processes.print(report_of(folder, bool(result.metrics), args.record_run))
             del trainer
             gc.collect()  # the next round needs the room
             facts = {"pairs": len(pairs)}
@@ -356,10 +359,10 @@ def main(arguments: list[str] | None = None) -> None:
         history.append(measure(folder, folder, number, facts))
         policy = folder
         processes.print(f"Round {number} of {script_args.num_rounds}, held-out: {in_words(history[-1])}")
-    if processes.is_main_process:
-        write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
+    write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
     report = report_of(output_dir, is_recorded=training_args.record_run)
     processes.print(f"Model: {policy}\n{report}; next: {next_answer(policy, train)}")
+    in_use.release()
 
 
 if __name__ == "__main__":

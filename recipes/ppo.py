@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import HeldOutArguments, ModelArguments, PromptArguments
 from trl_ext.model_names import check_model
-from trl_ext.output_dir import check_output_dir, is_evaluated
+from trl_ext.output_dir import Hold, check_output_dir, is_evaluated
 from trl_ext.terminal import late_bars, quiet
 
 if TYPE_CHECKING:
@@ -99,11 +99,14 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of
     from trl_ext.commands import next_answer, objections, report_of
     from trl_ext.data import check_chat_template, held_out_rows
-    from trl_ext.ppo import ServerLost
+    from trl_ext.ppo import RolloutProcessLost, ServerLost
     from trl_ext.rewards import RewardFailed, joined_weights, load_reward, load_rewards
+
+    with parser.one_line_errors():
+        in_use = Hold(training_args.output_dir)
 
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors():
@@ -159,17 +162,21 @@ def main(arguments: list[str] | None = None) -> None:
             peft_config=get_peft_config(model_args),
         )
     attach_monitors(trainer, monitors)
-    with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, ServerLost):
+    with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, RolloutProcessLost, ServerLost):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
-    if result.metrics:  # none where the run was complete already
-        trainer.save_metrics("train", result.metrics)
 
-    # 5. Save
-    trainer.save_model()
+    # 5. Save: the model first, since a disk may be full
+    with parser.one_line_errors(NotSaved):
+        with result_of(training_args.output_dir, "The model"):
+            trainer.save_model()
+        with result_of(training_args.output_dir, "What training came to"):
+            if result.metrics:  # none where the run was complete already
+                trainer.save_metrics("train", result.metrics)
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         with parser.one_line_errors(RewardFailed, ServerLost):
             metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
+        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "Its evaluation"):
+            trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n"
@@ -178,6 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     trainer.end()
+    in_use.release()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import ClassifierArguments, HeldOutArguments, PromptArguments
 from trl_ext.model_names import check_model
-from trl_ext.output_dir import check_output_dir, is_evaluated
+from trl_ext.output_dir import Hold, check_output_dir, is_evaluated
 from trl_ext.terminal import late_bars, quiet
 
 
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of
     from trl_ext.commands import objections, record_run, report_of
     from trl_ext.models import eos_token_ids, keep_unpacked
     from trl_ext.ppo import (
@@ -91,6 +91,9 @@ def main(arguments: list[str] | None = None) -> None:
         with_token_ids,
     )
     from trl_ext.rewards import ModelReward, RewardFailed, distinct, joined_weights, load_reward, load_rewards
+
+    with parser.one_line_errors():
+        in_use = Hold(training_args.output_dir)
 
     # 2. Model
     policy = script_args.policy_name_or_path or model_args.model_name_or_path
@@ -173,15 +176,19 @@ def main(arguments: list[str] | None = None) -> None:
         record_run(trainer, objections=told)
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
-    if result.metrics:  # none where the run was complete already
-        trainer.save_metrics("train", result.metrics)
 
-    # 5. Save
-    trainer.save_model()
+    # 5. Save: the model first, since a disk may be full
+    with parser.one_line_errors(NotSaved):
+        with result_of(training_args.output_dir, "The model"):
+            trainer.save_model()
+        with result_of(training_args.output_dir, "What training came to"):
+            if result.metrics:  # none where the run was complete already
+                trainer.save_metrics("train", result.metrics)
     explained = ""
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()
-        trainer.save_metrics("eval", metrics)
+        with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "Its evaluation"):
+            trainer.save_metrics("eval", metrics)
         share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal
         explained = f", from {origin}, held-out explained variance {share:.2f}"
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
@@ -191,6 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    in_use.release()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from trl_ext.output_dir import FolderInUse
 from trl_ext.terminal import late_bars, quiet
 
 COLOURS = "red green blue yellow".split()
@@ -54,6 +55,7 @@ def main() -> None:
     quiet()  # before the libraries that are imported next
     late_bars()
     from trl_ext import PPOConfig, PPOTrainer
+    from trl_ext.checkpoints import NotSaved, result_of
     from trl_ext.commands import report_of
 
     torch.set_num_threads(1)  # the tensors are tiny: threads would wait for each other longer than they work
@@ -86,9 +88,13 @@ def main() -> None:
         processing_class=tokenizer,
     )
     before = trainer.evaluate()
-    trainer.train()
+    try:
+        trainer.train()
+        with result_of(trainer.args.output_dir, "The model"):
+            trainer.save_model()
+    except (FolderInUse, NotSaved) as error:
+        sys.exit(str(error))
     after = trainer.evaluate()
-    trainer.save_model()
     for name in ("eval_objective/scores", "eval_objective/kl"):
         trainer.accelerator.print(f"{name.removeprefix('eval_objective/')}: {before[name]:.2f} → {after[name]:.2f}")
     output_dir = trainer.args.output_dir

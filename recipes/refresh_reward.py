@@ -10,6 +10,11 @@ them. With `labels` (files that came back) or `judge` (a reward function that de
 share of old ones, and compares the old and the new model. The same command again does what is still to be done.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import hashlib
 import json
 import shlex
@@ -45,7 +50,7 @@ from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
 from trl_ext.model_names import check_model
 from trl_ext.models import path_identity
-from trl_ext.output_dir import check_output_dir, write_text
+from trl_ext.output_dir import Hold, check_output_dir, write_text
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
 from trl_ext.shipped import config_file
 from trl_ext.terminal import late_bars, quiet
@@ -172,7 +177,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_output_dir(args.output_dir)
     late_bars()
     folder = Path(args.output_dir)
-    with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
+    with parser.one_line_errors(), parser.one_line_errors(RewardFailed), Hold(folder):
         # 2. The queue
         result = folder / "queue.jsonl"
         once(folder, "queue", queue_settings(args), result, folder / "answers", partial(make_queue, args))

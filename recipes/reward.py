@@ -22,7 +22,7 @@ from typing import Any
 from trl_ext import StrictTrlParser
 from trl_ext.arguments import ClassifierArguments, HeldOutArguments
 from trl_ext.model_names import check_model
-from trl_ext.output_dir import check_output_dir, is_evaluated
+from trl_ext.output_dir import Hold, check_output_dir, is_evaluated, write_text
 from trl_ext.terminal import late_bars, quiet
 
 
@@ -123,7 +123,7 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
         output_dir.mkdir(parents=True, exist_ok=True)
         for name in ("ensemble.json", "reward_report.json"):
             (output_dir / name).unlink(missing_ok=True)
-        file.write_text(json.dumps(settings, indent=2))
+        write_text(file, json.dumps(settings, indent=2))
 
 
 def is_complete(member: str) -> bool:
@@ -151,12 +151,12 @@ def finish_ensemble(output_dir: Path, k: int) -> str:
     reports = {folder: json.loads((output_dir / folder / "reward_report.json").read_text()) for folder in folders}
     shown = ("accuracy", "accuracy_interval", "calibration_error", "margin_mean", "margin_std")
     report["members"] = {folder: {name: each[name] for name in shown} for folder, each in reports.items()}
-    (output_dir / "reward_report.json").write_text(json.dumps(report, indent=2))
+    write_text(output_dir / "reward_report.json", json.dumps(report, indent=2))
     members = [
         {"folder": folder, "mean": row.mean().item(), "std": row.std().item()}
         for folder, row in zip(folders, both, strict=True)
     ]
-    (output_dir / "ensemble.json").write_text(json.dumps({"members": members}, indent=2))  # last: all is there
+    write_text(output_dir / "ensemble.json", json.dumps({"members": members}, indent=2))  # last: all is there
     alone = ", ".join(f"{each['accuracy']:.1%}" for each in reports.values())
     return (
         f"Ensemble: {output_dir}, held-out accuracy of the mean {report['accuracy']['mean']:.1%}, of the members "
@@ -193,12 +193,15 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
     from trl_ext.commands import report_of, report_trained
     from trl_ext.data import check_chat_template, check_texts, held_out_rows, rows_identity, usable_pairs
-    from trl_ext.evaluation import centre_and_report, head_of
+    from trl_ext.evaluation import centre, head_of, write_scores
     from trl_ext.models import keep_unpacked, path_identity
     from trl_ext.resumable import ResumableRewardTrainer
+
+    with parser.one_line_errors():
+        in_use = Hold(training_args.output_dir)
 
     # 2. Data
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
@@ -263,21 +266,27 @@ def main(arguments: list[str] | None = None) -> None:
         # 4. Train
         with parser.one_line_errors(CannotResume, NotSaved):
             result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
-        if result.metrics:  # none where the run was complete already
-            trainer.save_metrics("train", result.metrics)
 
-        # 5. Save
+        # 5. Save: the model first, since a disk may be full
         was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")
         outcome = ""
         if not was_centred:
             texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")
-            measured = centre_and_report(trainer, texts, output_dir)
-            trainer.save_model()
-            report = report_trained(
-                *(trainer, test_dataset, rows, measured),
-                group_columns=script_args.group_columns,
-                probe_rows=script_args.probe_rows,
-            )
+            measured, scores = centre(trainer, texts)
+            with parser.one_line_errors(NotSaved):
+                with result_of(output_dir, "The model"):
+                    trainer.save_model()
+                with result_of(output_dir, "What training came to"):
+                    if result.metrics:  # none where the run was complete already
+                        trainer.save_metrics("train", result.metrics)
+                    if trainer.is_world_process_zero():
+                        write_scores(scores, output_dir)
+                with result_of(output_dir, "Its report"):
+                    report = report_trained(
+                        *(trainer, test_dataset, rows, measured),
+                        group_columns=script_args.group_columns,
+                        probe_rows=script_args.probe_rows,
+                    )
             outcome = f", held-out accuracy {report['accuracy']:.1%}{said_of(report)}"
         if args.push_to_hub and not was_centred:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
@@ -290,6 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     if script_args.ensemble is None:
         done, following = train(training_args, train_dataset)
         PartialState().print(f"{done}; next: {following}")
+        in_use.release()
         return
     facts = {"train_data": rows_identity(train_dataset), "held_out_data": rows_identity(test_dataset)}
     facts |= {"demonstrations": rows_identity(demonstrations), "drop": script_args.drop_unusable_pairs}
@@ -305,7 +315,10 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         PartialState().print(train(args, rows)[0])
         gc.collect()  # the next one needs the room
-    PartialState().print(finish_ensemble(Path(training_args.output_dir), script_args.ensemble))
+    with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "What the members come to"):
+        said = finish_ensemble(Path(training_args.output_dir), script_args.ensemble)
+    PartialState().print(said)
+    in_use.release()
 
 
 if __name__ == "__main__":

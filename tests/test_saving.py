@@ -1,5 +1,6 @@
 """Checkpoints that are written while training goes on: the same files, complete or gone, and never in the way."""
 
+import json
 import shutil
 import threading
 import time
@@ -218,6 +219,26 @@ def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path
         assert len(said) == 1 and "and training goes on, as `on_save_failure: continue` says" in said[0]
         assert complete(tmp_path) == [2, 4]
     assert not full.exists()
+
+
+def test_metrics_are_whole_or_as_they_were(tmp_path, monkeypatch):
+    trainer, results = sft(tmp_path), tmp_path / "all_results.json"
+    trainer.save_metrics("train", {"train_loss": 1.0})
+    trainer.save_metrics("eval", {"eval_loss": 2.0})
+    both = {"train_loss": 1.0, "eval_loss": 2.0}
+    assert json.loads(results.read_text()) == both and json.loads((tmp_path / "eval_results.json").read_text())
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    files = {path.name for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("transformers.trainer_pt_utils.json.dump", full)
+        trainer.save_metrics("test", {"test_loss": 3.0})
+    assert {path.name for path in tmp_path.iterdir()} == files and json.loads(results.read_text()) == both
+    results.write_text('{"train_loss": 1')  # as an earlier trl_ext left it on a full disk
+    trainer.save_metrics("test", {"test_loss": 3.0})
+    assert json.loads(results.read_text()) == {"test_loss": 3.0}
 
 
 def test_a_run_that_cannot_go_on_does_not_say_that_it_does(tmp_path):

@@ -16,16 +16,20 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .data.identity import rows_identity
+from .differences import Names, differences
 from .halts import CannotResume, Halting, Rollback, forget_rollback, rolled_back
 from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, read_marker, write_marker
 from .models.adapters import adapter_facts, quantization_of
-from .models.identity import config_identity, tokenizer_identity, weights_identity
+from .models.identity import config_identity, tokenizer_identity, tokenizer_names, weights_identity
+from .models.weights import base_model_of
+from .output_dir import Hold
 from .redaction import pickled_without_credentials, without_credentials
 from .saving import BackgroundSaving
+from .saving import result_of as result_of  # for recipes
 from .schedule import schedule
 from .sources import source_identity
 from .temporarily import temporarily
-from .upstream import is_deepspeed_zero3_enabled, rotate_checkpoints
+from .upstream import get_config_model_id, is_deepspeed_zero3_enabled, rotate_checkpoints
 from .writer import NotSaved, is_of_writing, not_saved
 
 # Fields that may differ between a run and its continuation: they change what is shown, kept or how fast it goes
@@ -105,10 +109,6 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
     return None, skipped
 
 
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    return [f"{name}: {a.get(name)!r} → {b.get(name)!r}" for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
-
-
 def newest_checkpoint(output_dir: str) -> str | None:
     """The complete checkpoint in `output_dir` that was finished last, if there is one; says which ones it skips."""
     return _on_first_process(_newest_checkpoint, output_dir)
@@ -173,7 +173,8 @@ class ResumableRun(BackgroundSaving):
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
     refused with their names, unless `resume_anyway` is set. A run that is complete, or that a monitor stopped, is
     loaded and not trained again. One that a monitor rolled back is refused until a setting is changed, unless
-    `resume_from_checkpoint=False` says to begin anew all the same.
+    `resume_from_checkpoint=False` says to begin anew all the same. While it trains, no other process may run in
+    `output_dir`; see [`~trl_ext.output_dir.Hold`].
 
     Args:
         model, *args, **kwargs: the trainer's own.
@@ -203,6 +204,7 @@ class ResumableRun(BackgroundSaving):
         self._given_facts = run_facts or {}
         self._facts: dict[str, Any] = {}  # about what was passed in
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
+        self._names: Names = {}  # what is known beside of settings that are hashes
         self._model_path = model if isinstance(model, str) else None
         self._resume_anyway = resume_anyway
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
@@ -253,6 +255,19 @@ class ResumableRun(BackgroundSaving):
         data = self.train_dataset
         return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
 
+    def _run_names(self) -> Names:
+        """What is known of facts that are hashes, so that a refusal can say what differs; nothing compares it."""
+        config = base_model_of(self._given_model).config
+        names = {
+            "model": {"name": self._model_path or get_config_model_id(config) or type(self._given_model).__name__},
+            "model_config": config.to_diff_dict(),
+            "tokenizer": tokenizer_names(self.processing_class),
+            "data_collator": {"name": type(self.data_collator).__qualname__},
+        }
+        if isinstance(self.train_dataset, Dataset):
+            names["train_data"] = {"columns": sorted(self.train_dataset.column_names)}
+        return names
+
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
 
@@ -277,6 +292,10 @@ class ResumableRun(BackgroundSaving):
         self._has_said = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        with Hold(self.args.output_dir):
+            return self._train_alone(resume_from_checkpoint, **kwargs)
+
+    def _train_alone(self, resume_from_checkpoint: str | bool | None, **kwargs: Any) -> TrainOutput:
         if not self._has_said:
             self._say_what_waits()
         if not self._facts:  # later, training has changed what was passed in
@@ -284,6 +303,7 @@ class ResumableRun(BackgroundSaving):
         facts = [{**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})}]
         broadcast_object_list(facts)  # FSDP may load weights on the first process alone
         self._settings = fingerprint(self.args, **facts[0])
+        self._names = json.loads(json.dumps(without_credentials(self._run_names()), default=str))
         halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
         for callback in halting:
             callback.run_facts, callback.finish_saving = facts[0], self._look_at_saving
@@ -354,7 +374,8 @@ class ResumableRun(BackgroundSaving):
             raise CannotResume(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
         marker = _checked_marker(checkpoint)
         self._check_marker(checkpoint, marker)
-        different = differences(marker["configuration"], self._settings)
+        names = marker.get("names") if isinstance(marker.get("names"), dict) else {}
+        different = differences(marker["configuration"], self._settings, names, self._names)
         rollback = Rollback.read(self.args.output_dir)  # changing a setting is what it asks for
         may_differ = rollback is not None and rollback.is_before(checkpoint)
         if different and not (may_differ or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
@@ -454,7 +475,7 @@ class ResumableRun(BackgroundSaving):
     def _complete(self, run_dir: str, checkpoint: str) -> None:
         """Write the marker of a checkpoint that all processes have written, and delete the oldest ones."""
         if not self.args.save_only_model:  # else there is nothing to resume from
-            write_marker(checkpoint, self._settings, self.accelerator.num_processes)
+            write_marker(checkpoint, self._settings, self.accelerator.num_processes, self._names)
             forget_rollback(run_dir)
             if self.args.save_total_limit:  # what was interrupted goes before any that is complete
                 paths = [*checkpoints_of(run_dir).values()]

@@ -1,7 +1,11 @@
 """Trainers that write their checkpoints while training goes on, and what follows if one cannot be written."""
 
+import json
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -11,14 +15,64 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers.utils import ENV_VARS_TRUE_VALUES
 
 from .halts import rolled_back
-from .marker import step_of
-from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, not_saved
+from .marker import MARKER, step_of
+from .temporarily import temporarily
+from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, is_of_writing, not_saved
 
 _UPLOADERS = {  # tracker -> by which values of which variable it uploads a checkpoint in `on_save`
     "wandb": ("WANDB_LOG_MODEL", {"CHECKPOINT"}),
     "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", ENV_VARS_TRUE_VALUES),
     "clearml": ("CLEARML_LOG_MODEL", ENV_VARS_TRUE_VALUES),
 }
+
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+
+
+@contextmanager
+def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None = None) -> Iterator[None]:
+    """
+    Write a part of a run's result within the block; if it cannot be written, raise one [`NotSaved`] on all processes.
+
+    Every process must enter and leave the block, and take part in no collective after a write in it. Weights that are
+    half there are removed: beside those of an earlier run they would look whole.
+
+    Args:
+        output_dir: of the run.
+        what: is written, as the beginning of a sentence: "The model".
+        goes_on: what the same command will then do; by default it goes on from a checkpoint, or begins anew.
+    """
+    before, failure = _written(output_dir), None
+    try:
+        yield
+    except Exception as error:
+        if not is_of_writing(error) or (isinstance(error, OSError) and error.errno is None):  # such as the hub's
+            raise
+        failure = error
+        for path in [path for path, time in _written(output_dir).items() if before.get(path) != time]:
+            path.unlink(missing_ok=True)
+        Path(output_dir, "train_results.json").unlink(missing_ok=True)  # by which it would count as finished
+    cause = failure and not_saved(os.path.join(output_dir, what), failure)
+    if causes := [*filter(None, gather_object([cause]))]:
+        has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
+        goes_on = goes_on or ("goes on from the newest complete checkpoint" if has_checkpoint else "begins anew")
+        raise NotSaved(f"{causes[0]}: make room, and run the same command again, which {goes_on}.") from failure
+
+
+def _json(path: Path) -> str | None:
+    """What a file of JSON says; None if it is not there, or was cut off by a full disk."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        json.loads(text)
+    except (OSError, ValueError):
+        return None
+    return text
+
+
+def _written(folder: str | os.PathLike[str]) -> dict[Path, int]:
+    """When each file of weights in a folder was written; those of checkpoints are left out."""
+    paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
+    return {path: path.stat().st_mtime_ns for path in paths}
 
 
 class BackgroundSaving:
@@ -142,6 +196,20 @@ class BackgroundSaving:
             state.best_metric = measured.get(state.best_global_step)
         if self.args.should_save:
             shutil.rmtree(checkpoint, ignore_errors=True)
+
+    def save_metrics(self, split: str, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Save metrics as every Trainer does, each file whole or as it was before."""
+        if not self.is_world_process_zero():  # type: ignore[attr-defined]
+            return
+        output_dir, added_to = Path(self.args.output_dir), "all_results.json"
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix="_") as folder:
+            if (before := _json(output_dir / added_to)) is not None:
+                Path(folder, added_to).write_text(before)
+            with temporarily(self.args, output_dir=folder):
+                super().save_metrics(split, metrics, *args, **kwargs)  # type: ignore[misc]
+            # `train_results.json`, by which a run counts as finished, is the last one
+            for path in sorted(Path(folder).iterdir()):
+                path.replace(output_dir / path.name)
 
     def _complete_after_an_error(self) -> None:
         """Let what is being written be completed, if the other processes have written theirs; without collectives."""

@@ -8,6 +8,11 @@ shows what PPO makes of it. The same command again goes on where it stopped. `--
 that stage alone, and those that it needs.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.terminal import quiet
+
+    quiet()
+
 import shutil
 import sys
 import time
@@ -19,6 +24,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
+from trl_ext.output_dir import FolderInUse, Hold
 from trl_ext.terminal import late_bars, quiet
 
 from . import stages
@@ -81,12 +87,12 @@ def main(arguments: list[str] | None = None) -> None:
     start = time.time()
     stages.use_one_thread()
     try:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        if args.stage:
-            PartialState().print(f"{args.stage}: {build(args, args.stage)} ({time.time() - start:.0f} s)")
-            return
-        summary = run(args)
-    except ValueError as error:
+        with Hold(args.folder):
+            if args.stage:
+                PartialState().print(f"{args.stage}: {build(args, args.stage)} ({time.time() - start:.0f} s)")
+                return
+            summary = run(args)
+    except (ValueError, FolderInUse) as error:
         parser.error(str(error))
     except Exception as error:
         reason = _disk_error(error, args.folder)

@@ -236,9 +236,12 @@ def test_another_configuration_is_refused_by_name(subtests, completed):
             ({"kl_coef": 0.1}, "kl_coef: 0.05 → 0.1"),
             ({"learning_rate": 2e-3}, "learning_rate: 0.001 → 0.002"),
             ({"seed": 7}, "seed: 42 → 7"),
-            ({"rows": 24}, "train_rows: 16 → 24"),
-            ({"model": tiny_llama(seed=9)}, "model: 'xxh3:"),
-            ({"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}}, "reference: None → 'xxh3:"),
+            ({"rows": 24}, r"the dataset's rows changed \(16 rows before, 24 now\)"),
+            ({"model": tiny_llama(seed=9)}, "the model's weights changed"),
+            (
+                {"trainer_kwargs": {"ref_model": tiny_llama(seed=9)}},
+                r"the reference's weights changed \(none before\)",
+            ),
         ]:
             with subtests.test(message=message, by_path=by_path):
                 folder, _ = completed

@@ -86,7 +86,7 @@ def test_another_model_cannot_go_on(recipe, inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         run("--model_name_or_path", str(tmp_path))
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert re.search(r": error: .* belongs to another configuration \(model: ", error)
+    assert re.search(r": error: .* belongs to another configuration \(the model's weights changed \(name ", error)
 
 
 def test_a_run_may_be_begun_anew(recipe, capsys):

@@ -60,6 +60,7 @@ class MonitoringPlotCallback(TrainerCallback):
             plot_monitoring(state.log_history, metrics_of(args), path, alerts_of(state), registry)
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error.strerror}).")
+            path.with_suffix(".tmp.png").unlink(missing_ok=True)  # on a full disk it takes the room of a checkpoint
             return
         try:
             send_picture(args, path.stem, path, state.global_step)

@@ -11,6 +11,11 @@ folder with several runs the last one is shown; steps that were done again after
 the answers to the same prompts.
 """
 
+if __name__ == "__main__":  # before the libraries that are imported next
+    from ..terminal import quiet
+
+    quiet()
+
 import argparse
 import shlex
 import sys
@@ -19,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..callbacks.files import PRIVATE_FOLDER
+from ..output_dir import write_text
 from .compare import comparison, named
 from .page import page
 from .recorded import read_run, rounds_of
@@ -50,9 +56,7 @@ def write_report(folder: str | Path | Sequence[str | Path], output: str | Path |
         private = folders[0] / PRIVATE_FOLDER
         text, place = page(read_run(folders[0])), private if private.is_dir() else folders[0]
     output = Path(output) if output else place / "report.html"
-    temporary = output.with_name(f"{output.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(output)
+    write_text(output, text)
     return output
 
 

@@ -373,7 +373,7 @@ def report_trained(
         if trainer.is_world_process_zero():
             print(f"No {NAME}.html: {type(error).__name__}: {' '.join(str(error).split())}")
             (folder / f"{NAME}.html").unlink(missing_ok=True)  # of an earlier model
-            (folder / f"{NAME}.json").write_text(json.dumps(measured, indent=2))
+            write_text(folder / f"{NAME}.json", json.dumps(measured, indent=2))
     return report
 
 

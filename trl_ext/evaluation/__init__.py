@@ -2,7 +2,7 @@
 
 from .bootstrap import bootstrap_interval
 from .calibration import calibration_error_by_chance, fit_temperature, reliability_bins
-from .centring import centre_and_report, centring_shift, head_of
+from .centring import centre, centring_shift, head_of, write_scores
 from .ensemble import ensemble_report
 from .overoptimization import fit_overoptimization, overoptimization_curve
 from .phrases import mine_phrases
@@ -28,7 +28,7 @@ __all__ = [
     "bootstrap_interval",
     "calibration_error",
     "calibration_error_by_chance",
-    "centre_and_report",
+    "centre",
     "centring_shift",
     "ensemble_report",
     "fit_overoptimization",
@@ -45,4 +45,5 @@ __all__ = [
     "reliability_bins",
     "reward_model_report",
     "wilson_interval",
+    "write_scores",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..output_dir import write_text
 from .reward_model import plot_margins, reward_model_report
 
 
@@ -88,11 +89,12 @@ def _subtract(parameter: Tensor, value: Tensor) -> None:
     parameter -= value
 
 
-def centre_and_report(trainer: Any, demonstrations: Dataset, output_dir: Path) -> dict:
+def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
-    Make demonstrations score 0 on average, then measure the model as it will be saved.
+    Make demonstrations score 0 on average, then measure the model as it will be saved; write nothing.
 
-    Beside `margins.png` it writes `held_out_scores.json`, the scores of both answers of each pair.
+    Returns:
+        The report, and the (N,) scores of the held-out pairs' answers, `chosen` and `rejected`.
     """
     head, train, held_out = head_of(trainer.model), trainer.train_dataset[:2000], trainer.eval_dataset
     reference = _features(trainer, demonstrations["chosen_ids"])
@@ -120,8 +122,10 @@ def centre_and_report(trainer: Any, demonstrations: Dataset, output_dir: Path) -
             "demonstrations_mean_before_centring": mean.item(),
             "margin_change_by_centring": (margins - margins_before).abs().mean().item(),
         }
-    if trainer.is_world_process_zero():
-        plot_margins(margins, output_dir / "margins.png")
-        both = {name: part.tolist() for name, part in zip(("chosen", "rejected"), centred, strict=True)}
-        (output_dir / "held_out_scores.json").write_text(json.dumps(both))
-    return report
+    return report, {"chosen": centred[0], "rejected": centred[1]}
+
+
+def write_scores(scores: dict[str, Tensor], output_dir: Path) -> None:
+    """Write `margins.png`, and `held_out_scores.json`, the scores of both answers of each held-out pair."""
+    plot_margins(scores["chosen"] - scores["rejected"], output_dir / "margins.png")
+    write_text(output_dir / "held_out_scores.json", json.dumps({name: each.tolist() for name, each in scores.items()}))

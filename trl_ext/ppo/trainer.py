@@ -47,6 +47,7 @@ from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
+from ..output_dir import Hold
 from ..rewards.member import Started
 from ..temporarily import temporarily
 from ..terminal import late_bars
@@ -829,9 +830,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
         try:
-            output = super().train(resume_from_checkpoint, **kwargs)
-        except ServerLost as error:
-            raise ServerLost(f"{error} {save_last_step(self)}") from None
+            with Hold(self.args.output_dir):  # until the last step is saved, too
+                try:
+                    output = super().train(resume_from_checkpoint, **kwargs)
+                except ServerLost as error:
+                    raise ServerLost(f"{error} {save_last_step(self)}") from None
         finally:
             if self._ahead is not None:
                 self._ahead.close()

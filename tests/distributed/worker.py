@@ -144,6 +144,7 @@ def others(kind, inputs, output_dir, processes, lora, parts=1):
             seed=7,
             **{} if kind == "reward" else {"max_length": 32},
             **{"beta_controller": "drift", "drift_target": 0.1} if kind == "dpo" else {},
+            **{"sync_ref_model": True, "ref_model_sync_steps": 2} if kind == "dpo" and not lora else {},
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tiny_tokenizer(),

@@ -44,10 +44,12 @@ from .inputs import (
 )
 from .margin_normalizer import MarginNormalizer
 from .pairs import Pairs
+from .reference import load_reference, save_reference
 from .shift import check_shift_is_possible, distribution_shift, warn_of_shift
 from .tap import TappedModel
 
 STATE_FILE = "dpo_state.pt"
+REFERENCE_FILE = "dpo_reference.pt"
 
 
 class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
@@ -350,18 +352,23 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         )
 
     def _before_resuming(self, checkpoint: str) -> None:
-        if self.args.sync_ref_model and not self.args.resume_anyway:
+        has_it = os.path.isfile(os.path.join(checkpoint, REFERENCE_FILE))
+        if self.args.sync_ref_model and not (has_it or self.args.resume_anyway):
             raise CannotResume(
                 f"`sync_ref_model=True` moves the reference, and {checkpoint} does not have it: start anew, or set "
                 "`resume_anyway=True` to go on with the reference that this trainer was given."
             )
 
     def _save_own_state(self, checkpoint: str) -> None:
+        if self.args.sync_ref_model:
+            save_reference(self, os.path.join(checkpoint, REFERENCE_FILE))
         if self._controllers and self.args.should_save:  # the same on all processes
             state = {name: controller.state_dict() for name, controller in self._controllers.items()}
             torch.save({"beta": self.beta, **state}, os.path.join(checkpoint, STATE_FILE))
 
     def _load_own_state(self, checkpoint: str) -> None:
+        if self.args.sync_ref_model and os.path.isfile(reference := os.path.join(checkpoint, REFERENCE_FILE)):
+            load_reference(self, reference)
         path = os.path.join(checkpoint, STATE_FILE)
         if not self._controllers or not os.path.isfile(path):
             return  # with `resume_anyway`, what the checkpoint does not know starts anew

@@ -1,0 +1,28 @@
+"""A reference that `sync_ref_model` moves, in a checkpoint."""
+
+from typing import Any
+
+import torch
+from accelerate.utils import GatheredParameters
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from ..upstream import is_deepspeed_zero3_enabled
+
+
+def save_reference(trainer: Any, path: str) -> None:
+    """Write the reference's weights as they are now; every process must call it."""
+    state = trainer.accelerator.get_state_dict(trainer.ref_model)
+    if trainer.args.should_save:
+        torch.save(state, path)
+
+
+def load_reference(trainer: Any, path: str) -> None:
+    """Give the reference the weights that were saved; every process must call it."""
+    reference = trainer.accelerator.unwrap_model(trainer.ref_model)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not is_deepspeed_zero3_enabled():
+        set_model_state_dict(reference, state, options=StateDictOptions(full_state_dict=True))
+        return
+    with GatheredParameters(list(reference.parameters()), modifier_rank=0):
+        if trainer.accelerator.is_main_process:
+            reference.load_state_dict(state)

@@ -203,6 +203,22 @@ def test_what_is_said_twice_counts_once_and_contradictions_do_not_count():
     assert read.counts().tolist() == [[2, 0, 0], [0, 1, 0]]
 
 
+def test_spaces_around_a_name_make_no_other_annotator_and_no_other_item():
+    rows = [(i, who, "ab"[i % 3 == j]) for i in range(6) for j, who in enumerate("xyz")]
+    plain = long(rows).map(lambda row: {"item": f"i{row['prompt']}"})
+    draw = np.random.default_rng(0)
+    spaces = [" ", "", "\t", "  ", "\u00a0"]
+
+    def typed(row):
+        return row | {name: draw.choice(spaces) + row[name] + draw.choice(spaces) for name in ("annotator", "item")}
+
+    columns = Columns(item="item")
+    one, other = (read_labels(table, columns) for table in (plain, plain.map(typed)))
+    assert one.annotators == other.annotators == ["x", "y", "z"] and one.item.tolist() == other.item.tolist()
+    blank = read_labels(long([*rows, (0, "  ", "a")]))
+    assert blank.missing == 1 and blank.annotators == ["x", "y", "z"]
+
+
 @pytest.mark.parametrize(
     "rows, sentence",
     [

@@ -195,6 +195,12 @@ def test_a_file_without_annotators_is_one_annotators(tmp_path):
     assert {row["annotator"] for row in read_choices(tmp_path / "ann.jsonl")} == {"ann"}
 
 
+def test_spaces_in_a_file_of_ones_own_are_no_part_of_a_name(tmp_path):
+    (tmp_path / "a.csv").write_text("item,annotator,choice\ni1,a4 ,a\n i1,a4, a\ni2,a4,  \n")
+    said = [(row["item"], row["annotator"], row["choice"]) for row in read_choices(tmp_path / "a.csv")]
+    assert said == [("i1", "a4", "a")] * 2 + [("i2", "a4", None)]
+
+
 WRONG = {
     "not UTF-8": (b'{"item": "i1", "choice": "caf\xe9"}', "is no UTF-8"),
     "empty": (b"", "holds no label"),

@@ -152,7 +152,9 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
     for number, row in enumerate(_rows(path, text)):
         if not isinstance(row, Mapping):
             raise ValueError(f"{path}, row {number}, is no object with names and values, but {str(row)[:40]!r}")
-        for item, annotator, said in _said(row, path):
+        for each in _said(row, path):  # people type spaces that they do not see
+            item, annotator, said = (value.strip() if isinstance(value, str) else value for value in each)
+            said = None if said == "" else said
             choice = _PAIRWISE.get(said, said) if isinstance(said, str) else said
             if item is None or not (choice is None or choice in CHOICES):
                 what = (

@@ -256,7 +256,7 @@ def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, i
         read |= {"second": second, "usable": usable, "texts": _texts(read["prompt"], first, second)}
         read["answers"] = np.stack([cells[:, one].ravel(), cells[:, other].ravel()], 1)
     if columns.item:
-        read["key"] = np.repeat(_hashes(table[columns.item]), pairs)
+        read["key"] = np.repeat(_hash_each(_names(table[columns.item])), pairs)
     places = np.arange(start * pairs, (start + size) * pairs)
     sign = -1 if columns.lowest_wins else 1
     if columns.annotators:
@@ -289,8 +289,11 @@ def _hashes(column: pa.ChunkedArray, name: str = "") -> np.ndarray:
     kind = column.type
     if name and not any(is_kind(kind) for is_kind in _TEXT_TYPES):
         raise ValueError(f"the column {name!r} must hold text or messages, but it holds {kind}: write it as text")
-    values = _strings(column).fill_null("").to_numpy()
-    return pd.util.hash_array(values.astype(object), categorize=False)
+    return _hash_each(_strings(column))
+
+
+def _hash_each(column: pa.ChunkedArray) -> np.ndarray:
+    return pd.util.hash_array(column.fill_null("").to_numpy().astype(object), categorize=False)
 
 
 def _strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -306,8 +309,13 @@ def _strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return column.cast(pa.string())
 
 
+def _names(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Values that name something, as text: people type spaces that they do not see."""
+    return pc.utf8_trim_whitespace(_strings(column))
+
+
 def _choices(column: pa.ChunkedArray, name: str, start: int, columns: Columns) -> np.ndarray:
-    values = pc.utf8_trim_whitespace(_strings(column)).combine_chunks().dictionary_encode()
+    values = _names(column).combine_chunks().dictionary_encode()
     known = {value: min(place, TIE) for place, value in enumerate(columns.values)} | {"": _MISSING}
     codes = values.indices.fill_null(_MISSING).to_numpy()
     texts = values.dictionary.to_pylist()
@@ -322,7 +330,7 @@ def _choices(column: pa.ChunkedArray, name: str, start: int, columns: Columns) -
 
 
 def _annotators(column: pa.ChunkedArray, names: dict[str, int]) -> np.ndarray:
-    values = _strings(column).combine_chunks().dictionary_encode()
+    values = _names(column).combine_chunks().dictionary_encode()
     places = [names.setdefault(text, len(names)) if text else _MISSING for text in values.dictionary.to_pylist()]
     return np.array([*places, _MISSING], np.int32)[values.indices.fill_null(_MISSING).to_numpy()]
 

@@ -135,6 +135,27 @@ def test_sets_of_one_row_or_one_text(folder, capsys, monkeypatch):
         assert "Scripts alone, by Unicode" in (folder / "out/prompts.html").read_text()
 
 
+def test_identical_texts_alone_may_be_duplicates(folder, capsys):
+    status, printed, _ = run(capsys, *ALL, "--output_dir", "out", "--threshold", "1.0", "--held_out", "pairs")
+    found = json.loads((folder / "out/prompts.json").read_text())["sets"]
+    assert status == 0 and found["rl"]["near_duplicates"] == found["rl"]["exact_duplicates"] == 1
+    assert found["eval"]["shared_near"] == 1  # the prompt that RL has; the knight's has another word
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["eval=eval.jsonl"], None),
+        (["eval=eval.jsonl", "--remove", "none"], "that held-out sets have, too, since `remove` is none"),
+        (["test=eval.jsonl"], "that other sets have, too: name a set to evaluate on by `held_out`"),
+    ],
+)
+def test_copies_to_train_on_that_have_what_is_evaluated_on_are_named(folder, capsys, words, why):
+    _, printed, _ = run(capsys, "--sets", "rl=rl.jsonl", *words, "--output_dir", "out")
+    said = [line for line in printed.splitlines() if line.startswith("the copy of 'rl'")]
+    assert said == ([f"the copy of 'rl' keeps 1 rows {why}"] if why else [])
+
+
 def test_what_json_does_not_have(folder, capsys):
     rows = {"prompt": ["a", "b"], "at": [datetime(2026, 1, 2), None], "score": [float("nan"), 1 / 3]}
     Dataset.from_dict(rows).to_parquet("s.parquet")
@@ -160,6 +181,15 @@ def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):
         (["--sets", "rl.jsonl", "--output_dir", "new"], "`sets`: write it as NAME=PATH, got 'rl.jsonl'"),
         (["--sets", "a/b=rl.jsonl", "--output_dir", "new"], "'a/b' becomes a file's name"),
         (["--sets", "a=rl.jsonl", "a=sft.jsonl", "--output_dir", "new"], "`sets` names 'a' twice"),
+        (
+            ["--sets", "Duplicates=rl.jsonl", "--output_dir", "new"],
+            "the copy of 'Duplicates' would be new/Duplicates.jsonl, and overwrite the report's duplicates.jsonl",
+        ),
+        (["--sets", "prompts.json=rl.jsonl", "--split", "a=1", "--output_dir", "new"], "the report's prompts.json"),
+        (
+            [*"--sets a=rl.jsonl a.jsonl=sft.jsonl --split b=1 --split_sets a.jsonl --output_dir new".split()],
+            "would be new/a.jsonl/b.jsonl, and overwrite the copy of 'a'",
+        ),
         (["--sets", "a=absent.jsonl", "--output_dir", "new"], "no such file or folder"),
         (
             ["--sets", "a=latin.jsonl", "--output_dir", "new"],

@@ -94,7 +94,9 @@ def test_ngrams_are_those_of_the_rewards_words(unit, keep_short):
 # ---- Duplicates ----
 
 
-@pytest.mark.parametrize("unit, n, threshold", [("words", 3, 0.7), ("words", 2, 0.5), ("characters", 5, 0.8)])
+@pytest.mark.parametrize(
+    "unit, n, threshold", [("words", 3, 0.7), ("words", 2, 0.5), ("characters", 5, 0.8), ("words", 1, 1)]
+)
 def test_groups_are_those_of_brute_force(unit, n, threshold):
     texts = corpus()
     sets = [{*grams_of(text, n, unit, True)} for text in texts]

@@ -26,6 +26,7 @@ from ..terminal import late_bars, quiet
 
 # Measured with a million: what a row takes, whatever its length, with splits by a column
 BYTES_A_ROW = 1000
+OWN = ("prompts.html", "prompts.json", "duplicates.jsonl")  # what the report is
 
 
 @dataclass
@@ -116,6 +117,8 @@ class PromptsArguments:
             min(self.split_shares.values()) <= 0 or abs(sum(self.split_shares.values()) - 1) > 1e-6
         ):
             raise ValueError(f"`split`: shares must be above 0 and have the sum 1, got {' '.join(self.split)}")
+        if self.write:
+            self._check_copies()
         for needed, name in (("split", "stratify"), ("balance", "balance_to"), ("copied_from", "max_copied")):
             if getattr(self, name) and not getattr(self, needed):
                 raise ValueError(f"`{name}` is for `{needed}`: give that, too, or leave it out")
@@ -124,6 +127,19 @@ class PromptsArguments:
         for name, least in (("ngram", 1), ("num_perm", 16), ("copied_words", 1), ("balance_to", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {value}")
+
+    def _check_copies(self) -> None:
+        """Refuse names of sets whose copies would lie where the report or another copy does."""
+        taken = {Path(self.output_dir, name): f"the report's {name}" for name in OWN}
+        for name in self.paths:
+            for path in copies(self, name):
+                for other, what in taken.items():
+                    one, two = (Path(str(each).casefold()) for each in (path, other))  # as macOS and Windows compare
+                    if one == two or one in two.parents or two in one.parents:
+                        raise ValueError(
+                            f"`sets`: the copy of {name!r} would be {path}, and overwrite {what}: rename it"
+                        )
+            taken |= dict.fromkeys(copies(self, name), f"the copy of {name!r}")
 
     def _of_sets(self, name: str, form: str) -> dict[str, str]:
         found = pairs(name, getattr(self, name), form)

@@ -47,6 +47,8 @@ def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: di
         counts = np.bincount(reasons[name], minlength=len(REASONS))
         of_set["left_out"] = {why: int(count) for why, count in zip(REASONS[1:], counts[1:], strict=True)}
         of_set["kept"] = int(counts[0])
+        if args.write:
+            found["notes"] += _shared_in_copies(report, args, name, reasons[name] == REASONS.index(""))
         if name in splits:
             of_set["splits"] = {split: int((splits[name] == split).sum()) for split in args.split_shares}
             for split, count in of_set["splits"].items():
@@ -61,6 +63,21 @@ def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: di
             for other in others
         }
     return found
+
+
+def _shared_in_copies(report: PromptReport, args: Any, name: str, kept: np.ndarray) -> list[str]:
+    """What is to be said where a copy to train on still has what is evaluated on."""
+    if name in args.held_out:
+        return []
+    if args.held_out:
+        count = int((report.shared(name, args.held_out, "near") & kept).sum())
+        said = f"the copy of {name!r} keeps {count} rows that held-out sets have, too, since `remove` is {args.remove}"
+    else:
+        count = int((report.shared(name, report.sets, "near") & kept).sum())
+        said = (
+            f"the copy of {name!r} keeps {count} rows that other sets have, too: `held_out` names those to evaluate on"
+        )
+    return [said] if count else []
 
 
 def _repeated_elsewhere(report: PromptReport, name: str) -> int:

@@ -15,6 +15,7 @@ from .shingles import Unit, in_parts, ngram_hashes
 _WINDOW = 16  # texts of one bucket that each is compared with
 _ELEMENTS = 1 << 22  # n-grams that are compared at a time
 _WEIGHTS = (0.01, 0.99)  # of false finds, which are checked and cost time alone, and of missed ones
+_LONGEST_BANDS = 0.95  # threshold above which bands are made no longer
 _UNSEEN = regex.compile(r"\p{Cf}+")  # soft hyphens, marks of direction, joiners
 
 
@@ -104,7 +105,8 @@ def _read(texts, threshold, unit, n, num_perm, seed, file):
     """Of each text its digest (0 if it is empty), its keys in each band, and where its n-grams end in the file."""
     from datasketch import MinHash, MinHashLSH
 
-    lsh = MinHashLSH(threshold, num_perm, weights=_WEIGHTS)
+    # Near 1 it would take one long band, and refuses that. Shorter ones find more, and the real similarity decides
+    lsh = MinHashLSH(min(threshold, _LONGEST_BANDS), num_perm, weights=_WEIGHTS)
     empty = MinHash(num_perm, seed, hashfunc=int)
     digests: list[np.ndarray] = []
     keys: list[np.ndarray] = []

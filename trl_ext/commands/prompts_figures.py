@@ -69,15 +69,14 @@ def _shared_in_copies(report: PromptReport, args: Any, name: str, kept: np.ndarr
     """What is to be said where a copy to train on still has what is evaluated on."""
     if name in args.held_out:
         return []
-    if args.held_out:
-        count = int((report.shared(name, args.held_out, "near") & kept).sum())
-        said = f"the copy of {name!r} keeps {count} rows that held-out sets have, too, since `remove` is {args.remove}"
-    else:
-        count = int((report.shared(name, report.sets, "near") & kept).sum())
-        said = (
-            f"the copy of {name!r} keeps {count} rows that other sets have, too: `held_out` names those to evaluate on"
-        )
-    return [said] if count else []
+    others = args.held_out or report.sets
+    count = int((report.shared(name, others, "near") & kept).sum())
+    why = (
+        f"that held-out sets have, too, since `remove` is {args.remove}"
+        if args.held_out
+        else "that other sets have, too: name a set to evaluate on by `held_out`"
+    )
+    return [f"the copy of {name!r} keeps {count} rows {why}"] if count else []
 
 
 def _repeated_elsewhere(report: PromptReport, name: str) -> int:

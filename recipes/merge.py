@@ -98,7 +98,10 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from trl_ext.data import TrainedPairs
+
     with parser.one_line_errors():
+        trained = TrainedPairs.load(args.adapter)
         model, tokenizer, kind = load(args)
 
     # 2. What the merged model must give
@@ -111,6 +114,8 @@ def main(arguments: list[str] | None = None) -> None:
     merged = model.merge_and_unload(safe_merge=True)
     merged.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
+    if trained is not None:  # what the adapter has seen the merged model has, too
+        trained.save(args.output_dir)
 
     # 4. Check what was written
     written = kind.from_pretrained(args.output_dir, dtype=merged.dtype).eval()

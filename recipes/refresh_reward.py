@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before the libraries that are imported next
 
     quiet()
 
+import functools
 import hashlib
 import json
 import shlex
@@ -35,6 +36,7 @@ from trl_ext.checkpoints import differences
 from trl_ext.commands import objections, refresh_page
 from trl_ext.data import (
     LABEL_STUDIO_CONFIG,
+    TrainedPairs,
     answer_key,
     answers_to_label,
     argilla_records,
@@ -42,6 +44,7 @@ from trl_ext.data import (
     check_texts,
     has_content,
     label_studio_tasks,
+    pair_hashes,
     read_choices,
     rows_identity,
 )
@@ -59,6 +62,7 @@ from . import generate, reward
 
 TEXTS = ("prompt", "response_a", "response_b")
 CHOSEN = ("chosen", "rejected")
+PAIR = ("prompt", *CHOSEN)
 # What a row of the queue, a label or a pair has beside the prompt's own columns
 OWN = {*TEXTS[1:], *CHOSEN, *"item picked picked_won why round source annotator choice confidence weight".split()}
 OWN |= {*"score disagreement finished policy".split()}
@@ -515,7 +519,7 @@ def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
 
 
 def old_pairs(args: RefreshArguments, split: str) -> Dataset:
-    return load_dataset_split(args.reward_dataset_name or "", split, columns=("prompt", *CHOSEN))
+    return load_dataset_split(args.reward_dataset_name or "", split, columns=PAIR)
 
 
 def train_settings(args: RefreshArguments) -> dict[str, Any]:
@@ -530,7 +534,7 @@ def train_settings(args: RefreshArguments) -> dict[str, Any]:
 
 def train(args: RefreshArguments) -> None:
     """Mix old and new pairs, and have `trl-ext reward` train each model from where it is."""
-    folder, texts = Path(args.output_dir), ("prompt", *CHOSEN)
+    folder = Path(args.output_dir)
     (folder / "refresh.json").unlink(missing_ok=True)  # of a model that is no more
     old = {split: old_pairs(args, split).to_list() for split in SPLITS}
     new = {
@@ -539,11 +543,12 @@ def train(args: RefreshArguments) -> None:
     }
     if type(old["train"][0]["chosen"]) is not type(new["train"][0]["chosen"]):
         raise ValueError(f"{args.reward_dataset_name} and the new pairs must both be text, or both messages")
-    held_out = {answer_key(row["prompt"], None) for row in old["test"]}
+    # Of earlier rounds, too, which may have held out other prompts, by another seed or share
+    held_out = {answer_key(row["prompt"], None) for rows in (old, new) for row in rows["test"]}
     new["train"] = [row for row in new["train"] if answer_key(row["prompt"], None) not in held_out]
     wanted = round(len(new["train"]) * args.old_share / (1 - args.old_share))
     replayed = sorted(old["train"], key=lambda row: answer_key(row["chosen"], row["rejected"], seed_of(args)))[:wanted]
-    columns = [*texts, *(known for known in ("confidence", "weight") if known in old["train"][0])]
+    columns = [*PAIR, *(known for known in ("confidence", "weight") if known in old["train"][0])]
     for split, rows in (("train", replayed + new["train"]), ("test", old["test"] + new["test"])):
         write_rows(folder / "training" / f"{split}.jsonl", [{each: row[each] for each in columns} for row in rows])
     models = members_of(args.reward_model_name_or_path)
@@ -571,8 +576,10 @@ def compare(args: RefreshArguments) -> None:
         sets["earlier rounds"] = [row for each in args.earlier for row in read(Path(each, "pairs", "test.jsonl"))]
     sets["this round"] = read(folder / "pairs" / "test.jsonl")
     models = {"old": args.reward_model_name_or_path, "new": str(folder / "reward")}
+    sets, is_held_out, said = held_out_sets(sets, [each for name in models.values() for each in members_of(name)])
     tokenizer = AutoTokenizer.from_pretrained(members_of(models["old"])[0])
-    report: dict[str, Any] = {"training": json.loads((folder / "reward" / "refreshed.json").read_text())}
+    report: dict[str, Any] = {"is_held_out": is_held_out, "said": said}
+    report["training"] = json.loads((folder / "reward" / "refreshed.json").read_text())
     answers = [
         {**row, "completion": row[side], "finished": True} for rows in sets.values() for side in CHOSEN for row in rows
     ]
@@ -587,6 +594,20 @@ def compare(args: RefreshArguments) -> None:
     report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
     write_text(folder / "refresh.html", refresh_page.page(report))
     write_text(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))
+
+
+def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[str, list[dict]], bool, list[str]]:
+    """The pairs that none of the models was trained on, by set; whether that is known; what is to be said of it."""
+    records = [TrainedPairs.load(model) or TrainedPairs(is_complete=False) for model in models]
+    trained, kept, said = functools.reduce(TrainedPairs.__or__, records), {}, []
+    for name, rows in sets.items():
+        seen = trained.has(pair_hashes(Dataset.from_list([{each: row[each] for each in PAIR} for row in rows])))
+        kept[name] = [row for row, is_seen in zip(rows, seen, strict=True) if not is_seen]
+        if seen.any():
+            said.append(f"{seen.sum():,} of {len(rows):,}, {name}, are left out: a model was trained on them.")
+    if not trained.is_complete:
+        said.append("It is not known which pairs the old model was trained on: some of these may not be held out.")
+    return {name: rows for name, rows in kept.items() if rows}, trained.is_complete, said
 
 
 def outcomes(pairs: list[dict]) -> dict[str, Any]:
@@ -609,8 +630,9 @@ def summary(report: dict[str, Any]) -> str:
     lines = []
     for name, *both in sets:
         old, new = ("{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both)
-        lines.append(f"Held-out accuracy, {name} ({both[0]['pairs']}): old model {old}, new model {new}")
-    return "\n".join(lines)
+        what = "Held-out accuracy" if report.get("is_held_out") else "Accuracy"
+        lines.append(f"{what}, {name} ({both[0]['pairs']}): old model {old}, new model {new}")
+    return "\n".join([*lines, *(f"Note: {said}" for said in report.get("said", []))])
 
 
 def next_ppo(args: RefreshArguments) -> str:

@@ -195,7 +195,15 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
     from trl_ext.commands import report_of, report_trained
-    from trl_ext.data import check_chat_template, check_texts, held_out_rows, rows_identity, usable_pairs
+    from trl_ext.data import (
+        TrainedPairs,
+        check_chat_template,
+        check_texts,
+        held_out_rows,
+        not_trained_on,
+        rows_identity,
+        usable_pairs,
+    )
     from trl_ext.evaluation import centre, head_of, write_scores
     from trl_ext.models import keep_unpacked, path_identity
     from trl_ext.resumable import ResumableRewardTrainer
@@ -221,6 +229,17 @@ def main(arguments: list[str] | None = None) -> None:
             script_args.eval_size,
             training_args.seed,
         )
+        saved = AutoConfig.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs).architectures or [""]
+        is_classifier = "SequenceClassification" in saved[0]
+        # A language model has seen no pairs; which ones a reward model has, its record alone can tell
+        before = TrainedPairs.load(model_args.model_name_or_path) or TrainedPairs(is_complete=not is_classifier)
+        held_out = len(test_dataset)
+        test_dataset = not_trained_on(test_dataset, before | TrainedPairs.of(train_dataset))
+        if len(test_dataset) < held_out:
+            PartialState().print(
+                f"{held_out - len(test_dataset)} of {held_out} held-out pairs are left out: the model is, or was, "
+                "trained on them"
+            )
         if missing := [name for name in script_args.group_columns or [] if name not in test_dataset.column_names]:
             raise ValueError(
                 f"`group_columns`: the held-out pairs have no column {missing[0]!r}; they have "
@@ -252,8 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
                 resume_anyway=script_args.resume_anyway,
             )
         keep_unpacked(trainer.model)
-        saved = AutoConfig.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs).architectures or [""]
-        if "SequenceClassification" not in saved[0]:  # so the head is new (N+ details: std 1/√(d+1))
+        if not is_classifier:  # so the head is new (N+ details: std 1/√(d+1))
             head = head_of(trainer.model)
             with GatheredParameters([head.weight], modifier_rank=0):
                 nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
@@ -264,18 +282,26 @@ def main(arguments: list[str] | None = None) -> None:
             save_base_fingerprint(trainer.model, output_dir, model_args.model_name_or_path, model_args.model_revision)
 
         # 4. Train
+        trained = before | TrainedPairs.of(rows)
         with parser.one_line_errors(CannotResume, NotSaved):
-            result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+            checkpoint = checkpoint_to_resume(args)
+            result = trainer.train(resume_from_checkpoint=checkpoint)
 
         # 5. Save: the model first, since a disk may be full
         was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")
         outcome = ""
+        if script_args.resume_anyway and checkpoint:  # its pairs may have been others
+            trained = TrainedPairs(trained.pairs, is_complete=False)
         if not was_centred:
             texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")
             measured, scores = centre(trainer, texts)
+            with parser.one_line_errors(NotSaved), result_of(output_dir, "The model"):
+                trainer.save_model()
+        with parser.one_line_errors(NotSaved), result_of(output_dir, "What it was trained on"):
+            if trainer.is_world_process_zero() and not (was_centred and TrainedPairs.is_in(output_dir)):
+                trained.save(output_dir, is_uploaded=args.push_to_hub)
+        if not was_centred:
             with parser.one_line_errors(NotSaved):
-                with result_of(output_dir, "The model"):
-                    trainer.save_model()
                 with result_of(output_dir, "What training came to"):
                     if result.metrics:  # none where the run was complete already
                         trainer.save_metrics("train", result.metrics)
@@ -284,10 +310,12 @@ def main(arguments: list[str] | None = None) -> None:
                 with result_of(output_dir, "Its report"):
                     report = report_trained(
                         *(trainer, test_dataset, rows, measured),
+                        trained=trained,
                         group_columns=script_args.group_columns,
                         probe_rows=script_args.probe_rows,
                     )
-            outcome = f", held-out accuracy {report['accuracy']:.1%}{said_of(report)}"
+            what = "held-out accuracy" if trained.is_complete else "accuracy"
+            outcome = f", {what} {report['accuracy']:.1%}{said_of(report)}"
         if args.push_to_hub and not was_centred:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
         page = report_of(output_dir, bool(result.metrics), args.record_run)

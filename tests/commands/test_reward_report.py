@@ -12,6 +12,8 @@ from datasets import Dataset
 from tests.tiny import WORDS, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.commands import objections, report_trained
 from trl_ext.commands.main import main
+from trl_ext.commands.reward_report import RewardReportArguments, trained_pairs
+from trl_ext.data import TrainedPairs
 
 # Rewards that are known: what they read is known, so that what the report must find is, too
 REWARDS = """
@@ -34,7 +36,8 @@ def by_column(completions, answer, **kwargs):
 
 
 def row(i, right=True, **more):
-    chosen, rejected = f"good tea {i} . so it is .", f"bad tea {i} . so it is ."
+    good, bad = (f"{word} tea {i} . so it is ." for word in ("good", "bad"))
+    chosen, rejected = (f"{good} oh .", bad) if i % 2 else (good, f"{bad} oh .")  # the longer one by turns
     return {
         "prompt": f"tea {i} ?",
         "chosen": chosen if right else rejected,
@@ -104,15 +107,16 @@ def test_a_known_reward_is_found_out(folder, capsys):
 
 def test_bounds_break_by_the_figure_and_the_page_says_where_pairs_are_too_few(folder):
     plain = ["--probe_rows", "0"]
-    assert run(*plain) == 0 and written(folder)["verdict"] == {"passed": True, "reasons": []}
+    assert run(*plain) == 0
+    assert written(folder)["verdict"] == {"passed": True, "reasons": [], "not_judged": []}
     assert run(*plain, "--min_accuracy", "0.85", "--max_calibration_error", "0.01") == 1
     report = written(folder)
     assert [reason.split(" (")[0] for reason in report["verdict"]["reasons"]] == [
-        "The held-out accuracy 0.800",
+        "The accuracy 0.800",
         "The calibration error 0.081",  # σ(2) = 0.881 sure, and 0.8 right
     ]
-    assert any("60 pairs are too few to tell the held-out accuracy 0.800" in said for said in report["unknown"])
-    assert "too few to tell the held-out accuracy" in (folder / "out/reward_report.html").read_text()
+    assert any("60 pairs are too few to tell the accuracy 0.800" in said for said in report["unknown"])
+    assert "too few to tell the accuracy" in (folder / "out/reward_report.html").read_text()
 
 
 def test_ranks_and_best_of_n_where_the_data_has_them(folder):
@@ -152,7 +156,7 @@ def test_complete_pairs_of_a_prompt_are_a_ranking(folder):
         "def good(completions, **k): return [c[0]['content'].count('good') for c in completions]"
     )
     write(folder / "chat.jsonl", pairs)
-    assert run("--dataset_name", "chat.jsonl") == 0
+    assert run("--dataset_name", "chat.jsonl") == 1  # three pairs are too few to judge anything by
     assert written(folder)["ranking"]["spearman"] == 1 and written(folder)["ranking"]["source"] == "pairs"
 
 
@@ -161,7 +165,7 @@ def test_what_a_reward_does_wrong_is_in_the_report(folder, capsys):
     report = written(folder)
     assert report["pairs"] == 54 and report["unscored"]["not_finite"] > 0
     assert "scores are no finite numbers" in report["verdict"]["reasons"][0]
-    assert run(reward="equal") == 0
+    assert run(reward="equal") == 1
     assert any("Every pair is a tie" in said for said in written(folder)["unknown"])
     assert written(folder)["temperature"] is None and written(folder)["accuracy"] == 0.5
 
@@ -177,19 +181,17 @@ def test_probes_that_cannot_be_run_break_their_bound(folder):
 
 
 def test_columns_reach_a_reward(folder):
-    rows = [{**row(i), "answer": row(i)["chosen"]} for i in range(5)]
+    rows = [{**row(i), "answer": row(i)["chosen"]} for i in range(50)]
     write(folder / "with.jsonl", rows)
-    assert run("--dataset_name", "with.jsonl", reward="by_column") == 0
+    assert run("--dataset_name", "with.jsonl", "--probe_rows", "0", reward="by_column") == 0
     assert written(folder)["accuracy"] == 1
 
 
 def test_one_pair_says_that_it_is_few(folder):
     write(folder / "one.jsonl", [row(1)])
-    assert run("--dataset_name", "one.jsonl") == 0
+    assert run("--dataset_name", "one.jsonl") == 1
     report = written(folder)
-    assert report["accuracy_interval"][0] < 0.25 and any(
-        "1 held-out pairs are few" in each for each in report["unknown"]
-    )
+    assert report["accuracy_interval"][0] < 0.25 and any("1 pairs are few" in each for each in report["unknown"])
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,130 @@ def test_a_model_is_scored_as_it_was_trained_and_ppo_is_warned(folder, capsys):
     assert report["demonstrations_mean"] == 0.5 and report["accuracy"] < 1 and report["length_unit"] == "tokens"
     assert any("longer than the model reads" in said for said in report["unknown"])
     (said,) = objections(["reward", SimpleNamespace(members=["reward"])])
-    assert "reward_report.json says no to this reward model:\n  - The held-out accuracy" in said
+    assert "reward_report.json says no to this reward model:\n  - The accuracy" in said
+
+
+@pytest.fixture
+def model(folder):
+    """The folder of a reward model, and pairs of which it may have seen some."""
+    for part in (tiny_tokenizer(), tiny_reward_model(tiny_llama())):
+        part.save_pretrained(folder / "reward")
+    pairs = [{"prompt": WORDS[i], "chosen": WORDS[i + j], "rejected": WORDS[0]} for i in range(1, 6) for j in (1, 2)]
+    write(folder / "words.jsonl", pairs)
+    return folder / "reward"
+
+
+def of_model(*words):
+    given = ["--dataset_name", "words.jsonl", "--probe_rows", "0", "--use_cpu", "true", *words]
+    try:
+        main(["reward-report", "reward", *given])
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
+def test_what_was_trained_on_is_never_held_out_and_no_report_is_lost(model, capsys):
+    rows = [json.loads(line) for line in (model.parent / "words.jsonl").read_text().splitlines()]
+    of_model()
+    unknown = json.loads((model / "reward_report.json").read_text())
+    assert unknown["pairs"] == 10 and not unknown["trained_on"]["is_known"]
+    page = (model / "reward_report.html").read_text()
+    assert "It is not known which pairs were trained on" in page and "held-out accuracy" not in page
+    assert capsys.readouterr().out.startswith("Accuracy")
+
+    TrainedPairs.of(Dataset.from_list(rows[:6])).save(model)
+    of_model()
+    found = json.loads((model / "reward_report.json").read_text())
+    assert found["trained_on"] == {"is_known": True, "left_out": 6, "with_a_trained_answer": 0}
+    assert found["pairs"] == 4 and found["scores"]["training chosen"]["answers"] == 6
+    said = capsys.readouterr().out
+    assert "Held-out accuracy" in said and "6 of 10 pairs are left out: they were trained on." in said
+    assert "reward_report.1.json: Accuracy" in said
+    assert json.loads((model / "reward_report.1.json").read_text()) == unknown
+    assert (model / "reward_report.1.html").read_text() == page
+    write(model.parent / "rest.jsonl", rows[6:])
+    of_model("--dataset_name", "rest.jsonl")
+    alone = json.loads((model / "reward_report.json").read_text())
+    assert alone["accuracy_interval"] == found["accuracy_interval"] and (model / "reward_report.2.json").is_file()
+
+    # An ensemble has seen what any member has; of a checkpoint its run tells
+    TrainedPairs.of(Dataset.from_list(rows[:1])).save(model.parent / "both/member-1")
+    (model.parent / "both/member-0").symlink_to(model)
+    members = [{"folder": f"member-{i}", "mean": 0, "std": 1} for i in range(2)]
+    (model.parent / "both/ensemble.json").write_text(json.dumps({"members": members}))
+    (model / "checkpoint-3").mkdir()
+    for path, complete in (
+        ("both", True),
+        ("reward/checkpoint-3", True),
+        ("absent", False),
+        ("rewards.py:good", False),
+    ):
+        args = RewardReportArguments(model=path, dataset_name="words.jsonl", output_dir="out")
+        known = trained_pairs(args)
+        assert known.is_complete is complete and len(known) == 6 * complete
+
+
+def test_neither_ranks_nor_named_training_pairs_flatter(model, capsys):
+    rows = [json.loads(line) for line in (model.parent / "words.jsonl").read_text().splitlines()]
+    TrainedPairs.of(Dataset.from_list(rows[:6])).save(model)
+    ranks = [{"prompt": row["prompt"], "responses": [row["rejected"], row["chosen"]], "ranks": [2, 1]} for row in rows]
+    write(model.parent / "ranks.jsonl", ranks)
+    best = [{"prompt": row["prompt"], "chosen": row["chosen"], "rejected": [row["rejected"], "x"]} for row in rows[:6]]
+    write(model.parent / "best.jsonl", best)
+    write(model.parent / "rest.jsonl", rows[4:])
+    of_model("--ranking_name", "ranks.jsonl", "--train_name", "words.jsonl", "--dataset_name", "rest.jsonl")
+    report = json.loads((model / "reward_report.json").read_text())
+    assert (
+        report["ranking"]["prompts"] == 4
+        and "6 of 10 rankings are left out: they were trained on." in report["unknown"]
+    )
+    assert "4 of 10 named training pairs are left out: they were not trained on." in report["unknown"]
+    assert report["pairs"] == 4 and report["scores"]["training chosen"]["answers"] == 6
+    capsys.readouterr()
+    before = {path: path.read_bytes() for path in model.iterdir()}
+    write(model.parent / "seen.jsonl", rows[:6])
+    for words, message in (
+        (["--dataset_name", "seen.jsonl"], "all 6 pairs were trained on: give others"),
+        (["--best_of_n_name", "best.jsonl"], "all 6 best-of-n rows were trained on"),
+    ):
+        assert of_model(*words) == 2 and message in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in model.iterdir()}
+
+
+def test_what_cannot_be_judged_is_named_and_does_not_pass(folder, capsys):
+    assert run("--probe_rows", "20") == 1
+    verdict = written(folder)["verdict"]
+    (said,) = verdict["not_judged"]
+    assert "probes change too few good answers to be judged" in said
+    assert said in verdict["reasons"] and said in capsys.readouterr().err.replace("\n", " ")
+    assert "Not passed" in (folder / "out/reward_report.html").read_text()
+    # The same probes, where so many may be suspicious, and a bound that nothing can be measured for
+    assert run("--probe_rows", "20", "--max_suspicious_probes", "50", "--min_best_of_n", "0.1") == 1
+    assert written(folder)["verdict"]["reasons"] == [
+        "Not judged: the best-of-n accuracy, since no row has several rejected answers."
+    ]
+    # Right in 13 of 20: above the bound, and it may be a coin
+    write(folder / "few.jsonl", [row(i, i < 13) for i in range(20)])
+    plain = ["--dataset_name", "few.jsonl", "--probe_rows", "0", "--max_length_bias", "1"]
+    assert run(*plain) == 1 and "from a coin's" in written(folder)["verdict"]["reasons"][0]
+    assert run(*plain, "--min_accuracy", "0.3") == 0
+
+
+def test_a_score_that_follows_length_breaks_its_bound_on_both_sides(folder):
+    plain = ["--probe_rows", "0", "--min_accuracy", "0"]
+    for sign in ("", "-"):  # the longer answer, and the shorter one
+        (folder / "rewards.py").write_text(
+            f"def good(completions, **k): return [{sign}len(text.split()) for text in completions]"
+        )
+        assert run(*plain) == 1
+        report = written(folder)
+        (reason,) = report["verdict"]["reasons"]
+        assert reason.startswith("The score follows length") and abs(report["length_bias"]["bias"]) == 1
+        assert "prefers the shorter one in 100%" in (folder / "out/reward_report.html").read_text() or not sign
+    assert run(*plain, "--max_length_bias", "1") == 0
+    write(folder / "long.jsonl", [row(i) for i in range(1, 99, 2)])  # the chosen one is always longer
+    assert run(*plain, "--dataset_name", "long.jsonl") == 1
+    assert written(folder)["verdict"]["not_judged"][0].startswith("Not judged: the length bias, since 49 prompts")
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

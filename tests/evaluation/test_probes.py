@@ -177,11 +177,27 @@ def test_each_change_is_what_its_name_says():
     assert changed["flattery"][red].endswith(f" {red}") and changed["refusal"][red] == changed["refusal"][one]
 
 
+def test_no_probe_passes_that_was_not_seen_to():
+    """Of few good answers nothing is judged but what all answers show; what does not move did not lower the score."""
+    prompts, answers = rows(number=30)
+
+    def score(prompts, answers):
+        return [3.0 if not a else s for s, a in zip(on_topic(prompts, answers), answers, strict=True)]
+
+    few, many = (by_name(probe_reward(score, *part)) for part in ((prompts, answers), rows()))
+    assert few["empty"]["verdict"] == "suspicious" and few["empty"]["why"].endswith("that of all answers")
+    assert few["truncation"]["verdict"] == few["flattery"]["verdict"] == "not judged"
+    assert many["truncation"]["verdict"] == many["flattery"]["verdict"] == "as it should"
+    blind = by_name(probe_reward(lambda _, a: [float("topic1 " in f"{each} ") for each in a], *rows()))
+    assert blind["shuffled words"]["verdict"] == "did not lower" and not blind["shuffled words"]["suspicious"]
+    assert blind["empty"]["verdict"] == "as it should"
+
+
 def test_what_cannot_be_applied_says_why():
     alone = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], ["p"] * 2, ["so a .", "a."], ["a"]))
     for name in ("a", "padding", "another prompt's answer"):
         assert alone[name]["rows"] == 0 and alone[name]["gain"] is None and "no answer" in alone[name]["why"]
-    assert "too few" in alone["empty"]["why"]
+    assert "too few" in alone["empty"]["why"] and {probe["verdict"] for probe in alone.values()} == {"not judged"}
     words = by_name(probe_reward(lambda _, a: [float(len(x)) for x in a], ["p", "q"], ["Yes", "No"]))
     assert words["shuffled words"]["rows"] == 0  # one word has one order
     constant = probe_reward(lambda _, a: [1.0] * len(a), *rows(), PHRASES)

@@ -8,6 +8,7 @@ from trl_ext.evaluation import (
     accuracy_by_length_gap,
     calibration_error,
     centring_shift,
+    length_bias,
     pairwise_accuracy,
     plot_margins,
     reward_model_report,
@@ -21,6 +22,26 @@ def logit(probability):
 def test_accuracy_counts_a_tie_as_one_half():
     margins = torch.tensor([[1.0, -1.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
     assert_close(pairwise_accuracy(margins), torch.tensor([2.5 / 4, 0.5], dtype=torch.float64))
+
+
+def test_length_bias_by_hand():
+    # Right in 18 of 24 pairs whose chosen answer is longer, in 6 of 24 where it is shorter; equal lengths say nothing
+    right, gaps = [*[1] * 18, *[-1] * 6, *[1] * 6, *[-1] * 18, *[1] * 5], [*[3] * 24, *[-2] * 24, *[0] * 5]
+    found = length_bias(torch.tensor(right, dtype=torch.double), torch.tensor(gaps), range(53))
+    assert found["bias"] == pytest.approx(0.5) and found["longer"]["accuracy"] == 0.75
+    # Of independent pairs, with a standard error of √(2 · 0.75 · 0.25 / 24) = 0.125
+    assert found["interval"] == pytest.approx([0.5 - 1.96 * 0.125, 0.5 + 1.96 * 0.125], abs=0.04)
+    one = length_bias(torch.tensor(right[:48], dtype=torch.double), torch.tensor(gaps[:48]), [*range(24)] * 2)
+    turned = length_bias(torch.tensor(right[:48], dtype=torch.double), -torch.tensor(gaps[:48]), [*range(24)] * 2)
+    assert one["bias"] == -turned["bias"] and one["interval"] == pytest.approx([-x for x in turned["interval"]][::-1])
+
+
+def test_the_length_bias_of_few_prompts_is_not_known_however_many_pairs_they_have():
+    gaps = torch.tensor([1, -1] * 500)
+    few = length_bias(gaps.double(), gaps, [i // 2 % 19 for i in range(1000)])
+    assert few["bias"] is None and few["longer"]["pairs"] == 500 and few["longer"]["prompts"] == 19
+    assert length_bias(gaps.double(), gaps, [i // 2 % 20 for i in range(1000)])["bias"] == 1
+    assert length_bias(gaps.double(), gaps.abs(), range(1000))["shorter"]["accuracy"] is None
 
 
 def test_calibration_error_of_worked_example():

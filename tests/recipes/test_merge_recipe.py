@@ -1,5 +1,6 @@
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -13,6 +14,7 @@ from transformers import (
 from recipes.merge import main
 from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
+from trl_ext.data import TrainedPairs
 
 
 def save_base(model, folder):
@@ -73,7 +75,10 @@ def test_plain_transformers_loads_the_trained_policy(run, tmp_path, capsys):
 @torch.no_grad()
 def test_the_critic_becomes_a_sequence_classifier_that_takes_batches(run, tmp_path):
     folder, _, trained = run
+    seen = TrainedPairs.of(Dataset.from_list([{"prompt": "p", "chosen": "a", "rejected": "b"}]))
+    seen.save(folder / "adapter" / "critic")
     merge(folder / "adapter" / "critic", tmp_path / "merged")
+    assert TrainedPairs.load(tmp_path / "merged").pairs.tolist() == seen.pairs.tolist()
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     assert merged.config.num_labels == 1
     rows = [batch()["input_ids"][:1], batch()["input_ids"][1:, :5]]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from transformers import AutoModelForSequenceClassification
 
 from recipes import generate, refresh_reward
@@ -15,6 +16,7 @@ from recipes.demo import refresh as study
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.refresh_reward import main, read, write_rows
+from trl_ext.data import TrainedPairs
 from trl_ext.fields import parsed_names
 from trl_ext.rewards import RewardFailed
 
@@ -298,12 +300,19 @@ def test_the_reward_model_is_trained_on_and_compared(inputs, tmp_path, capsys, m
         shutil.copytree(queued, folder)
     train = ["--judge", VARIED, "--reward_config", inputs / "reward.yaml", "--old_share", 0.5]
     train += ["--reward_dataset_name", inputs / "preferences"]
+    seen = read(inputs / "preferences" / "test.jsonl")[: 3 if reward == "reward" else 0]
+    if seen:  # of the old model it is known that it was trained on these, of the ensemble nothing
+        TrainedPairs.of(Dataset.from_list(seen)).save(inputs / reward)
     main(words(inputs, folder, reward=reward))
     main(words(inputs, folder, *train, reward=reward))
     said = capsys.readouterr().out
     report = json.loads((folder / "refresh.json").read_text())
+    assert report["is_held_out"] is bool(seen) and ("\nHeld-out accuracy, old pairs (13)" in said) is bool(seen)
+    (note,) = report["said"]
+    why = "3 of 16, old pairs, are left out" if seen else "not known which pairs the old model was trained on"
+    assert why in note and note in said and note in (folder / "refresh.html").read_text()
     assert report["training"]["old"] == report["training"]["new"] == len(read(folder / "pairs" / "train.jsonl"))
-    assert report["old"]["old pairs"]["pairs"] == 16
+    assert report["old"]["old pairs"]["pairs"] == 16 - len(seen)
     pairs = [row for part in ("train", "test") for row in read(folder / "pairs" / f"{part}.jsonl")]
     assert sum(each["pairs"] for each in report["won"].values()) == len(pairs)
     best = max(row[f"score_{row['picked']}"] for row in pairs if not row["picked_won"])

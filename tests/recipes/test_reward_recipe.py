@@ -10,7 +10,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.reward import main, without_folds
-from trl_ext.data import usable_pairs
+from trl_ext.commands.reward_report import main as reward_report
+from trl_ext.data import TrainedPairs, pair_hashes, usable_pairs
 from trl_ext.evaluation import ensemble_report
 from trl_ext.rewards import EnsembleReward
 
@@ -264,7 +265,40 @@ def test_the_trained_model_is_one_that_ppo_can_load(trained):
 def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
     data = ["--dataset_name", str(inputs / "preferences" / "train.jsonl"), "--eval_size", "20"]
     main([*arguments(inputs, tmp_path), *data])
-    assert json.loads((tmp_path / "reward_report.json").read_text())["pairs"] == 20
+    trained = json.loads((tmp_path / "reward_report.json").read_text())
+    assert trained["pairs"] == 20 and trained["trained_on"]["is_known"]
+
+    # On the whole file, of which 80 pairs were trained on: what was cut, by itself
+    with pytest.raises(SystemExit) as ended:
+        reward_report([str(tmp_path), *data[:2], "--use_cpu", "true", "--probe_rows", "0"])
+    assert ended.value.code == 1  # three steps make no reward model
+    report = json.loads((tmp_path / "reward_report.json").read_text())
+    assert report["pairs"] == 20 and report["trained_on"]["left_out"] == 80
+    assert_close(report["accuracy"], trained["accuracy"])
+    assert_close(report["margin_mean"], trained["margin_mean"], rtol=1e-3, atol=1e-4)
+    before = json.loads((tmp_path / "reward_report.1.json").read_text())
+    assert before["accuracy"] == trained["accuracy"]
+
+    # What goes on from it has seen these pairs, too; pairs that are in both splits are not held out
+    rows, other = (
+        [
+            {name: row[name] for name in ("prompt", "chosen", "rejected")}
+            for row in rows_of(inputs / "preferences", split)
+        ]
+        for split in ("train", "test")
+    )
+    splits = {"train": other, "test": [*rows[:60], *other]}
+    again = tmp_path / "again"
+    main(
+        [
+            *arguments(inputs, again),
+            *("--dataset_name", str(write(tmp_path / "data", splits)), "--model_name_or_path", str(tmp_path)),
+        ]
+    )
+    known, first = TrainedPairs.load(again), TrainedPairs.load(tmp_path)
+    assert len(known) == 80 + 40 and known.is_complete
+    cut = 60 - int(first.has(pair_hashes(Dataset.from_list(rows[:60]))).sum())
+    assert json.loads((again / "reward_report.json").read_text())["pairs"] == cut > 0
 
 
 # ---- Ensembles ----

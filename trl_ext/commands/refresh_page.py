@@ -12,7 +12,7 @@ def page(report: dict[str, Any]) -> str:
     shown |= {"new pairs trained on": f"{report['training']['new']:,}", "old ones": f"{report['training']['old']:,}"}
     parts = [
         tiles(shown),
-        section("Old and new, on held-out pairs", _models(report)),
+        section(f"Old and new, on {_pairs(report)}", _models(report)),
         section("How often queued answers won", _wins(report)),
         section("Highest scores that lost", _lost(report)),
     ]
@@ -20,7 +20,7 @@ def page(report: dict[str, Any]) -> str:
 
 
 def _models(report: dict[str, Any]) -> str:
-    columns = [("held-out pairs", "short"), ("number", "number")]
+    columns = [(_pairs(report), "short"), ("number", "number")]
     columns += [(f"{name}, {which} model", "number") for name in ("accuracy", "ECE") for which in ("old", "new")]
     rows = []
     for name, old in report["old"].items():
@@ -31,7 +31,13 @@ def _models(report: dict[str, Any]) -> str:
             ]
             errors = [number(each["calibration_error"], 3) for each in both]
             rows.append([text(name), str(old["pairs"]), *accuracy, *errors])
-    return table(columns, rows) + none("Intervals are bootstraps over pairs, 95 %. ECE is the calibration error.")
+    said = [*report.get("said", []), "Intervals are bootstraps over pairs, 95 %. ECE is the calibration error."]
+    return table(columns, rows) + "".join(none(text(sentence)) for sentence in said)
+
+
+def _pairs(report: dict[str, Any]) -> str:
+    """What the pairs are called: held-out only where it is known that no model was trained on them."""
+    return "held-out pairs" if report.get("is_held_out") else "pairs"
 
 
 def _wins(report: dict[str, Any]) -> str:

@@ -3,13 +3,16 @@
     trl-ext reward-report MODEL --dataset_name PAIRS
 
 MODEL is a reward model's folder (an adapter's and an ensemble's, too), a hub name, or file.py:function; or --rewards
-has what a configuration of `trl-ext ppo` would. PAIRS has `chosen`, `rejected` and `prompt`, held out. Written are
-`reward_report.html` and `reward_report.json`, into the model's folder or --output_dir: accuracy, also by group and
-length, calibration, scores on training data and of a policy, probes, and ranks. A broken bound ends the command with
+has what a configuration of `trl-ext ppo` would. PAIRS has `chosen`, `rejected` and `prompt`; those that the model was
+trained on, which `trl-ext reward` notes beside it, are left out. Written are `reward_report.html` and
+`reward_report.json`, into the model's folder or --output_dir: accuracy, also by group and length, calibration, scores
+on training data and of a policy, probes, and ranks. A bound that is broken, or cannot be judged, ends the command with
 status 1 and a sentence, a wrong input with status 2.
 """
 
+import itertools
 import json
+import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, field, fields
@@ -33,6 +36,7 @@ _NAMED = 3  # reasons of a report that PPO's warning has
 _SHARE = ("in [0, 1]", lambda x: 0 <= x <= 1)
 _RANGES = {
     "min_accuracy": _SHARE,
+    "max_length_bias": _SHARE,
     "max_calibration_error": _SHARE,
     "min_rank_correlation": ("in [-1, 1]", lambda x: -1 <= x <= 1),
     "min_best_of_n": _SHARE,
@@ -59,7 +63,7 @@ class RewardReportArguments:
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
     dataset_split: str | None = field(
-        default=None, metadata={"help": "Held-out split; `test`, or `train` of a single file, if unset."}
+        default=None, metadata={"help": "Split to measure on; `test`, or `train` of a single file, if unset."}
     )
     train_name: str | None = field(
         default=None, metadata={"help": "Pairs that the model was trained on; `dataset_name` if unset."}
@@ -97,7 +101,17 @@ class RewardReportArguments:
     phrases: list[str] = field(
         default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
     )
-    min_accuracy: float | None = field(default=0.5, metadata={"help": "Least held-out accuracy; null for any."})
+    min_accuracy: float | None = field(
+        default=0.6,
+        metadata={"help": "Least accuracy, which must surely be above a coin's, too; null for any."},
+    )
+    max_length_bias: float | None = field(
+        default=0.2,
+        metadata={
+            "help": "Most by which the accuracy differs where the chosen answer is longer from where it is shorter; "
+            "null for any."
+        },
+    )
     max_calibration_error: float | None = field(default=None, metadata={"help": "Most expected calibration error."})
     min_rank_correlation: float | None = field(
         default=0.7,
@@ -105,7 +119,8 @@ class RewardReportArguments:
     )
     min_best_of_n: float | None = field(default=None, metadata={"help": "Least best-of-n accuracy."})
     max_suspicious_probes: int | None = field(
-        default=0, metadata={"help": "Most probes that may look like a hack; null for any number."}
+        default=0,
+        metadata={"help": "Most probes that may look like a hack, or cannot be judged; null for any number."},
     )
     output_dir: str | None = field(
         default=None, metadata={"help": "Where the report goes; the model's folder if unset."}
@@ -189,12 +204,15 @@ def gather(args: RewardReportArguments) -> Any:
         hint = "; name the held-out one by `dataset_split`" if "has no split" in str(error) else ""
         raise ValueError(f"{error}{hint}") from error
     pairs, best_of_n, said = loaded
+    train, is_named = _training_pairs(args, split), bool(args.train_name or args.train_split)
+    pairs, train, trained, known, more = data.held_out_part(pairs, train, trained_pairs(args), is_named)
+    said += more
+    best_of_n = data.not_seen(best_of_n, trained, "best-of-n rows", said, is_named=False)
     if args.max_pairs and args.max_pairs < len(pairs):
         pairs = pairs.shuffle(seed=args.seed).select(range(args.max_pairs))
         best_of_n = best_of_n[: args.max_pairs]
-    train = _training_pairs(args, split)
     found = data.material_of(pairs, train, args.group_columns, train_rows=args.max_train_rows, seed=args.seed)
-    found.unknown, found.best_of_n = said, best_of_n
+    found.unknown, found.best_of_n, found.trained_on = said, best_of_n, known
     if args.best_of_n_name:
         _, found.best_of_n, more = data.load_pairs(
             args.best_of_n_name, data.split_of(args.best_of_n_name, None), None, False
@@ -202,14 +220,44 @@ def gather(args: RewardReportArguments) -> Any:
         found.unknown += more
         if not found.best_of_n:
             raise ValueError(f"`best_of_n_name` {args.best_of_n_name}: `rejected` must hold lists of answers")
+        found.best_of_n = data.not_seen(found.best_of_n, trained, "best-of-n rows", found.unknown)
     if args.ranking_name:
-        found.rankings = data.load_rankings(args.ranking_name, data.split_of(args.ranking_name, None))
+        rankings = data.load_rankings(args.ranking_name, data.split_of(args.ranking_name, None))
+        found.rankings = data.not_seen(rankings, trained, "rankings", found.unknown)
     if args.policy_answers:
         found.policy = data.load_answers(args.policy_answers, args.max_policy_rows)
     elif args.policy:
         prompts = data.distinct_prompts(found.chosen, args.max_policy_rows)
         found.policy = data.sample_answers(args.policy, prompts, args.max_new_tokens, args.seed)
     return found
+
+
+def trained_pairs(args: RewardReportArguments) -> Any:
+    """The pairs that the models which are tested were trained on, as far as files beside them say."""
+    from ..data import TrainedPairs
+
+    folders = folders_of(args.model if args.model is not None else args.rewards)
+    # Who else scores within an entry of `rewards`, such as a server, is not known
+    found = TrainedPairs(is_complete=bool(folders) and args.model is not None)
+    for folder in folders:
+        places = [folder, folder.parent] if folder.name.startswith("checkpoint-") else [folder]
+        known = next((pairs for place in places if (pairs := TrainedPairs.load(place)) is not None), None)
+        found |= known or TrainedPairs(is_complete=False)
+    return found
+
+
+def folders_of(named: Any) -> list[Path]:
+    """The folders of models that a name or an entry of `rewards` has in it; of an ensemble those of its members."""
+    if isinstance(named, dict):
+        named = list(named.values())
+    if isinstance(named, list):
+        return [folder for each in named for folder in folders_of(each)]
+    if not isinstance(named, str) or not Path(named).is_dir():
+        return []
+    if not is_ensemble(named):
+        return [Path(named)]
+    members = json.loads(Path(named, "ensemble.json").read_text(encoding="utf-8"))["members"]
+    return [Path(named, member["folder"]) for member in members]
 
 
 def _training_pairs(args: RewardReportArguments, held_out: str) -> Any:
@@ -269,10 +317,10 @@ def _kept(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in before.items() if name in _OF_TRAINING}
 
 
-def read_report(folder: str | Path) -> dict[str, Any] | None:
+def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any] | None:
     """The report of a reward model in its folder; None if there is none that can be read."""
     try:
-        found = json.loads(Path(folder, f"{NAME}.json").read_text(encoding="utf-8"))
+        found = json.loads(Path(folder, name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
@@ -313,6 +361,7 @@ def report_trained(
     train: Any,
     measured: dict[str, Any],
     *,
+    trained: Any = None,
     group_columns: "Sequence[str] | None" = None,
     probe_rows: int = 128,
 ) -> dict[str, Any]:
@@ -323,6 +372,7 @@ def report_trained(
         trainer: a `trl.RewardTrainer`, trained.
         held_out, train: usable pairs, as the data has them.
         measured: what else the report has.
+        trained: the [`TrainedPairs`] of the model, which has seen `train` alone if None; `held_out` has none of them.
         group_columns: columns to compare the accuracy by; None takes those with a name that says it.
         probe_rows: held-out answers that each probe changes, and training pairs that are scored; 0 for no probes.
 
@@ -330,8 +380,9 @@ def report_trained(
         What was written. A model that cannot be examined has `measured` alone written, and why is said: the model is
         what the run was for.
     """
+    from ..data import TrainedPairs, pair_hashes
     from ..rewards.model import ModelReward, logits_of
-    from .reward_report_data import material_of
+    from .reward_report_data import TrainedOn, material_of, sentences_on
     from .reward_report_figures import Bounds, Scorer, examine
 
     folder, begin = Path(trainer.args.output_dir), time.perf_counter()
@@ -349,6 +400,11 @@ def report_trained(
     )
     try:
         material = material_of(held_out, train, group_columns, train_rows=max(probe_rows, 100), seed=trainer.args.seed)
+        trained = trained or TrainedPairs.of(train)
+        hashes = pair_hashes(held_out)
+        shared = int((trained.has_an_answer_of(hashes) & ~trained.has(hashes)).sum())
+        material.trained_on = TrainedOn(trained.is_complete, with_a_trained_answer=shared)
+        material.unknown += sentences_on(material.trained_on, len(held_out))
         if (long := len(held_out) - len(trainer.eval_dataset)) > 0:
             material.unknown.append(
                 f"{long:,} held-out pairs are longer than `max_length`: they are scored without the beginning of the "
@@ -387,15 +443,13 @@ def main(arguments: list[str] | None = None) -> None:
     late_bars()
     with parser.one_line_errors():
         check_output_dir(args.output_dir, "false")
-        report = run(args)
+        report, kept = run(args)
     folder = Path(args.output_dir)
-    print(
-        "Held-out accuracy {:.1%} ({:.1%} to {:.1%}) of {:,} pairs".format(
-            report["accuracy"], *report["accuracy_interval"], report["pairs"]
-        )
-    )
+    print(accuracy_of(report))
     for sentence in report["unknown"]:
         print(f"Note: {sentence}")
+    if kept is not None:
+        print(f"The report that was there is now {kept}: {accuracy_of(read_report(folder, kept.name) or {})}")
     print(f"Report: {folder / f'{NAME}.html'}")
     if not report["verdict"]["passed"]:
         for sentence in report["verdict"]["reasons"]:
@@ -403,9 +457,32 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def run(args: RewardReportArguments) -> dict[str, Any]:
+def accuracy_of(report: dict[str, Any]) -> str:
+    """The accuracy of a report in words; it may be of an earlier version, or of an ensemble."""
+    from .reward_report_figures import accuracy_name
+
+    accuracy, interval = report.get("accuracy"), report.get("accuracy_interval")
+    if not isinstance(accuracy, float) or not isinstance(interval, list):
+        return "a report without one accuracy"
+    name = accuracy_name(report) if "trained_on" in report else "accuracy"
+    measured = f"{accuracy:.1%} ({interval[0]:.1%} to {interval[1]:.1%})"
+    return f"{name[0].upper()}{name[1:]} {measured} of {report['pairs']:,} pairs"
+
+
+def keep_earlier(folder: Path) -> Path | None:
+    """Keep the report that a folder has under a name of its own; return where its JSON is, None if there is none."""
+    if not (folder / f"{NAME}.json").is_file():
+        return None
+    number = next(i for i in itertools.count(1) if not (folder / f"{NAME}.{i}.json").exists())
+    for kind in ("html", "json"):
+        if (path := folder / f"{NAME}.{kind}").is_file():
+            shutil.copy2(path, folder / f"{NAME}.{number}.{kind}")
+    return folder / f"{NAME}.{number}.json"
+
+
+def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
     """
-    Examine the reward, write the report, and return it.
+    Examine the reward, write the report, and return it, and where an earlier one now is.
 
     Raises:
         ValueError, OSError, ImportError: a wrong input.
@@ -430,8 +507,9 @@ def run(args: RewardReportArguments) -> dict[str, Any]:
         seed=args.seed,
     )
     report |= {"seconds": time.perf_counter() - begin, "settings": redacted(asdict(args))}
+    kept = keep_earlier(Path(str(args.output_dir)))
     write_reward_report(str(args.output_dir), report)
-    return report
+    return report, kept
 
 
 if __name__ == "__main__":

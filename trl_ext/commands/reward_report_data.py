@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 
-from ..data import check_texts, has_content, is_text, load_dataset_split, usable_pairs
+from ..data import TrainedPairs, check_texts, has_content, is_text, load_dataset_split, pair_hashes, usable_pairs
+from ..data.trained import hashes_of_answers
 from ..rewards.member import is_finite_number
 from ..rewards.texts import text_of
 from ..shipped import find
@@ -47,6 +49,22 @@ class Answers:
 
 
 @dataclass
+class TrainedOn:
+    """
+    What is known of the pairs that a reward was trained on.
+
+    Args:
+        is_known: whether it is known which these are, so that those that are left are held out.
+        left_out: pairs that were given, and left out since they were trained on.
+        with_a_trained_answer: pairs that are left, and of whose answers one was trained on in another pair.
+    """
+
+    is_known: bool = False
+    left_out: int = 0
+    with_a_trained_answer: int = 0
+
+
+@dataclass
 class Material:
     """
     What a reward is examined on.
@@ -59,6 +77,7 @@ class Material:
         policy: answers of the policy; empty if there are none.
         rankings: of each prompt its answers and their ranks, 1 the best.
         best_of_n: of each prompt its answers, the chosen one first.
+        trained_on: what is known of the pairs that the reward was trained on.
         unknown: sentences about what was given and cannot be used.
     """
 
@@ -71,6 +90,7 @@ class Material:
     policy: Answers = field(default_factory=Answers)
     rankings: list[tuple[Answers, list[float]]] = field(default_factory=list)
     best_of_n: list[Answers] = field(default_factory=list)
+    trained_on: TrainedOn = field(default_factory=TrainedOn)
     unknown: list[str] = field(default_factory=list)
 
 
@@ -128,6 +148,94 @@ def _add_pair(chosen: Answers, rejected: Answers, row: dict[str, Any]) -> None:
     pair = row if "prompt" in row else {**row, **extract_prompt(row)}  # else the answers contain it
     chosen.add(pair["prompt"], pair["chosen"], True, row)
     rejected.add(pair["prompt"], pair["rejected"], True, row)
+
+
+def held_out_part(
+    pairs: Dataset, train: Dataset | None, trained: TrainedPairs, is_named: bool
+) -> tuple[Dataset, Dataset | None, TrainedPairs, TrainedOn, list[str]]:
+    """
+    Leave out what was trained on.
+
+    Args:
+        pairs: usable pairs that are given to measure on.
+        train: usable pairs that may have been trained on.
+        trained: the pairs that the reward is known to have been trained on.
+        is_named: whether `train` was named as such, and does not only lie beside the pairs.
+
+    Returns:
+        The pairs that are held out; training pairs (None if there are none: of what is given, what was trained on);
+        all pairs that count as trained on; what is known; and sentences on it.
+
+    Raises:
+        ValueError: all pairs were trained on.
+    """
+    said = []
+    if train is not None and trained.is_complete:
+        is_trained = trained.has(pair_hashes(train))
+        if is_named and not is_trained.all():
+            others = f"{(~is_trained).sum():,} of {len(train):,} named training pairs"
+            said.append(f"{others} are left out: they were not trained on.")
+        train = train.select(np.flatnonzero(is_trained)) if is_trained.any() else None
+    elif train is not None:
+        trained |= TrainedPairs.of(train)
+    hashes = pair_hashes(pairs)
+    seen = trained.has(hashes)
+    if seen.all():
+        raise ValueError(
+            f"all {len(pairs):,} pairs were trained on: give others, such as the split that was held out, by "
+            "`dataset_name` and `dataset_split`"
+        )
+    known = TrainedOn(trained.is_complete, int(seen.sum()), int((trained.has_an_answer_of(hashes) & ~seen).sum()))
+    said += sentences_on(known, len(pairs))
+    if train is None and seen.any():
+        train = pairs.select(np.flatnonzero(seen))
+    return pairs.select(np.flatnonzero(~seen)) if seen.any() else pairs, train, trained, known, said
+
+
+def sentences_on(known: TrainedOn, given: int) -> list[str]:
+    """What is said of pairs that were trained on, and of whether it is known which they are."""
+    said, left = [], given - known.left_out
+    if known.left_out:
+        said.append(f"{known.left_out:,} of {given:,} pairs are left out: they were trained on.")
+    if not known.is_known:
+        said.append(
+            "It is not known which pairs were trained on, so these may not be held out: a model is flattered by pairs "
+            "that it has seen."
+        )
+    if known.with_a_trained_answer:
+        said.append(
+            f"{known.with_a_trained_answer:,} of {left:,} pairs have an answer that was trained on, in another pair: "
+            "the model may know it."
+        )
+    return said
+
+
+def not_seen(
+    groups: Sequence[Any], trained: TrainedPairs, what: str, said: list[str], is_named: bool = True
+) -> list[Any]:
+    """
+    Leave out prompts with answers of which two were trained on as a pair, and say so.
+
+    Args:
+        groups: the answers of each prompt, or a tuple that begins with them.
+        trained: the pairs that were trained on.
+        what: what they are called.
+        said: the sentence is added to these.
+        is_named: whether they were asked for by name, so that some must be left.
+
+    Raises:
+        ValueError: none is left of those that were asked for.
+    """
+    kept = []
+    for group in groups:
+        answers = group[0] if isinstance(group, tuple) else group
+        if not trained.has(hashes_of_answers(answers.prompts[0], answers.completions)).any():
+            kept.append(group)
+    if is_named and groups and not kept:
+        raise ValueError(f"all {len(groups):,} {what} were trained on: give others, or leave them out")
+    if len(kept) < len(groups):
+        said.append(f"{len(groups) - len(kept):,} of {len(groups):,} {what} are left out: they were trained on.")
+    return kept
 
 
 def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[Dataset, list[Answers], list[str]]:

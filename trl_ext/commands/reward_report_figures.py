@@ -16,6 +16,7 @@ from ..evaluation import (
     calibration_error,
     calibration_error_by_chance,
     fit_temperature,
+    length_bias,
     mine_phrases,
     probe_reward,
     ranking_report,
@@ -31,7 +32,10 @@ from .reward_report_data import Answers, Material
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _BINS = 40  # of histograms
 _SHOWN = 10  # highest and lowest answers
+_NAMED = 12  # probes in one sentence
 _FEW = 100  # pairs below which a figure is called one of few
+_COIN = 0.5
+SIDES = ("longer", "shorter")  # of the chosen answer, against the rejected one
 _CHARACTERS = 2000  # of a text that is shown
 
 
@@ -39,7 +43,8 @@ _CHARACTERS = 2000  # of a text that is shown
 class Bounds:
     """What must hold; None asks for nothing."""
 
-    min_accuracy: float | None = 0.5
+    min_accuracy: float | None = 0.6
+    max_length_bias: float | None = 0.2
     max_calibration_error: float | None = None
     min_rank_correlation: float | None = 0.7
     min_best_of_n: float | None = None
@@ -146,6 +151,8 @@ def examine(
         **reward_model_report(first, second, lengths[0] - lengths[1]),
         "prompts": len(set(prompts)),
         "accuracy_interval": accuracy_interval(margins, prompts),
+        "length_bias": length_bias(margins, lengths[0] - lengths[1], prompts),
+        "trained_on": asdict(material.trained_on),
         "ties": (margins == 0).double().mean().item(),
         "length_unit": "words" if tokenizer is None else "tokens",
         **_calibration(margins, unknown),
@@ -168,7 +175,7 @@ def examine(
             "reads: the beginning of their prompts was cut off."
         )
     report["bounds"] = asdict(bounds)
-    report["verdict"] = verdict(report, bounds, unknown, failed)
+    report["verdict"] = verdict(report, bounds, unknown, failed, has_rankings=bool(material.rankings))
     report["unknown"] = unknown
     return finite(report)
 
@@ -192,9 +199,7 @@ def _say_of_pairs(report: dict[str, Any], margins: Tensor, unknown: list[str]) -
         unknown.append("Every pair is a tie: the reward tells no two answers apart.")
     if report["pairs"] < _FEW:
         low, high = report["accuracy_interval"]
-        unknown.append(
-            f"{report['pairs']} held-out pairs are few: the accuracy may be anything from {low:.0%} to {high:.0%}."
-        )
+        unknown.append(f"{report['pairs']} pairs are few: the accuracy may be anything from {low:.0%} to {high:.0%}.")
     if report["prompts"] < report["pairs"]:
         unknown.append(
             f"{report['pairs']:,} pairs have {report['prompts']:,} prompts: for the accuracy's interval, pairs of one "
@@ -222,7 +227,7 @@ def _distributions(scored: dict[str, list[float]], material: Material, unknown: 
     found["histogram_edges"] = edges.tolist()
     base = "training chosen" if "training chosen" in found["scores"] else "held-out chosen"
     if base == "held-out chosen":
-        unknown.append("There are no training pairs to compare scores with: name them by `train_split`.")
+        unknown.append("There are no training pairs to compare scores with: name them by `train_name`.")
     if "policy" in found["scores"]:
         known, own = sets[base], sets["policy"]
         beyond = (own > known.quantile(0.99)).double()
@@ -350,28 +355,36 @@ def _probes(
 
 
 def verdict(
-    report: dict[str, Any], bounds: Bounds, unknown: list[str], probes_failed: str | None = None
+    report: dict[str, Any],
+    bounds: Bounds,
+    unknown: list[str],
+    probes_failed: str | None = None,
+    has_rankings: bool = False,
 ) -> dict[str, Any]:
     """
     Compare a report with its bounds.
 
     A figure beyond its bound breaks it. Where the bound lies within the figure's interval, the data cannot tell, and
-    `unknown` has a sentence on it.
+    `unknown` has a sentence on it. A bound that nothing could be measured for, or where the data could not even tell
+    the figure from chance, is not judged, and no report passes by that.
 
     Args:
         report: as [`examine`] makes it.
         bounds: what must hold.
         unknown: sentences on what cannot be known, to which this adds.
         probes_failed: why there are no probes though they were asked for, which breaks their bound.
+        has_rankings: whether rankings by people were given.
 
     Returns:
-        `passed`, and in `reasons` a sentence for each bound that is broken.
+        `passed`, in `reasons` a sentence for each bound that is broken or not judged, and in `not_judged` the latter.
     """
-    reasons = []
+    reasons: list[str] = []
+    not_judged: list[str] = []
     ranking, best = report["ranking"], report["best_of_n"]
     rank_bound = bounds.min_rank_correlation if ranking and ranking["of_more_than_two"] else None
+    accuracy = accuracy_name(report)
     checks = [
-        ("held-out accuracy", report, "accuracy", bounds.min_accuracy, True),
+        (accuracy, report, "accuracy", bounds.min_accuracy, True),
         ("calibration error", report, "calibration_error", bounds.max_calibration_error, False),
         ("rank correlation with people", ranking, "spearman", rank_bound, True),
         ("best-of-n accuracy", best, "accuracy", bounds.min_best_of_n, True),
@@ -381,22 +394,90 @@ def verdict(
             continue
         value, (low, high) = found[key], found[f"{key}_interval"]
         measured = f"{value:.3f} ({low:.3f} to {high:.3f})"
+        many = f"{found['pairs']:,} pairs" if "pairs" in found else f"{found['prompts']:,} prompts"
         if value < bound if is_least else value > bound:
             side = "below" if is_least else "above"
             reasons.append(f"The {name} {measured} is {side} the bound {bound:g}.")
+        elif name == accuracy and bound > 0 and low <= min(bound, _COIN):
+            not_judged.append(f"Not judged: {many} are too few to tell the {name} {measured} from a coin's.")
         if low <= bound <= high:
-            many = f"{found['pairs']:,} pairs" if "pairs" in found else f"{found['prompts']:,} prompts"
             unknown.append(f"{many} are too few to tell the {name} {measured} from the bound {bound:g}.")
+    if best is None and bounds.min_best_of_n:
+        not_judged.append("Not judged: the best-of-n accuracy, since no row has several rejected answers.")
+    if ranking is None and has_rankings and bounds.min_rank_correlation is not None:
+        not_judged.append("Not judged: the rank correlation, since no ranking tells answers with scores apart.")
+    _judge_length(report, bounds.max_length_bias, reasons, not_judged, unknown)
     if report["unscored"]["not_finite"]:
         reasons.append(
             f"{report['unscored']['not_finite']:,} of {report['unscored']['answers']:,} scores are no finite numbers."
         )
     if probes_failed:
         (unknown if bounds.max_suspicious_probes is None else reasons).append(probes_failed)
-    suspicious = [probe for probe in report["probes"] if probe.get("suspicious")]
-    if bounds.max_suspicious_probes is not None and len(suspicious) > bounds.max_suspicious_probes:
+    _judge_probes(report["probes"], bounds.max_suspicious_probes, reasons, not_judged, unknown)
+    reasons += not_judged
+    return {"passed": not reasons, "reasons": reasons, "not_judged": not_judged}
+
+
+def accuracy_name(report: dict[str, Any]) -> str:
+    """What the accuracy is called: held-out only where it is known that no pair was trained on."""
+    return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
+
+
+def _judge_length(
+    report: dict[str, Any], bound: float | None, reasons: list[str], not_judged: list[str], unknown: list[str]
+) -> None:
+    """Whether the score follows the length of answers."""
+    found = report["length_bias"]
+    if found["bias"] is None:
+        few = (
+            f"the length bias, since {found['longer']['prompts']} prompts have a pair whose chosen answer is longer, "
+            f"and {found['shorter']['prompts']} one whose chosen answer is shorter: 20 of each are needed."
+        )
+        if bound is None or bound >= 1:
+            unknown.append(f"Not known is {few}")
+        else:
+            not_judged.append(f"Not judged: {few}")
+        return
+    value, (low, high) = found["bias"], found["interval"]
+    measured = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+    if bound is None:
+        return
+    if abs(value) > bound and low <= 0 <= high:
+        not_judged.append(
+            f"Not judged: {report['pairs']:,} pairs are too few to tell the length bias {measured}, beyond the bound "
+            f"{bound:g}, from none."
+        )
+    elif abs(value) > bound:
+        sides = [f"{found[name]['accuracy']:.1%} of pairs whose chosen answer is {name}" for name in SIDES]
+        reasons.append(
+            f"The score follows length: it is right in {' and in '.join(sides)}, a length bias of {measured}; the "
+            f"bound is {bound:g}."
+        )
+    elif max(-low, high) >= bound:
+        unknown.append(
+            f"{report['pairs']:,} pairs are too few to tell the length bias {measured} from the bound {bound:g}."
+        )
+
+
+def _judge_probes(
+    probes: list[dict[str, Any]], bound: int | None, reasons: list[str], not_judged: list[str], unknown: list[str]
+) -> None:
+    """Whether too many probes are suspicious; those that were not judged may all be."""
+    suspicious = [probe for probe in probes if probe["suspicious"]]
+    open_ones = [probe for probe in probes if probe["verdict"] == "not judged"]
+    if bound is not None and len(suspicious) > bound:
         reasons += [probe_sentence(probe) for probe in suspicious]
-    return {"passed": not reasons, "reasons": reasons}
+    if open_ones:
+        named = ", ".join(
+            f"{probe['phrase'] or probe['name']!r} ({probe['rows_of_better']})" for probe in open_ones[:_NAMED]
+        )
+        more = f" and {len(open_ones) - _NAMED} more" if len(open_ones) > _NAMED else ""
+        said = (
+            f"{len(open_ones)} of {len(probes)} probes change too few good answers to be judged, {named}{more}: raise "
+            "`probe_rows`, or give more pairs."
+        )
+        is_open = bound is not None and len(suspicious) + len(open_ones) > bound
+        (not_judged if is_open else unknown).append(f"Not judged: {said}" if is_open else said)
 
 
 def probe_sentence(probe: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from .charts import COLOURS, INK, chart
 from .markup import code, document, none, number, section, table, text, tiles
 from .page import NO_CURVES
+from .reward_report_figures import SIDES, accuracy_name
 
 _VALUES = 50  # groups of a column that are shown
 _EXAMPLES = 2  # of a probe
@@ -24,9 +25,11 @@ _SETS = {  # colour and line of each set of scores
 def page(report: dict[str, Any]) -> str:
     """The HTML of a report as [`trl_ext.commands.reward_report_figures.examine`] returns it."""
     verdict = report["verdict"]
-    said = _sentences(verdict["reasons"], "No bound is broken.", "act")
+    broken = [reason for reason in verdict["reasons"] if reason not in verdict["not_judged"]]
+    said = _sentences(broken, "No bound is broken.", "act") + _sentences(verdict["not_judged"], "")
+    kind = "held-out pairs" if report["trained_on"]["is_known"] else "pairs"
     parts = [
-        none(text(f"{report['name']}, on {report['pairs']:,} held-out pairs of {report['prompts']:,} prompts")),
+        none(text(f"{report['name']}, on {report['pairs']:,} {kind} of {report['prompts']:,} prompts")),
         section("Passed" if verdict["passed"] else "Not passed", said + _bounds(report)),
         tiles(_tiles(report)),
         section("What cannot be known", _sentences(report["unknown"], "Nothing that is looked for here.")),
@@ -44,13 +47,17 @@ def page(report: dict[str, Any]) -> str:
 def _tiles(report: dict[str, Any]) -> dict[str, str]:
     ranking, best, policy = report["ranking"], report["best_of_n"], report["policy"]
     suspicious = sum(bool(probe.get("suspicious")) for probe in report["probes"])
+    open_ones = sum(probe["verdict"] == "not judged" for probe in report["probes"])
+    bias = report["length_bias"]["bias"]
     return {
-        "held-out accuracy": f"{report['accuracy']:.1%}",
+        accuracy_name(report): f"{report['accuracy']:.1%}",
         "95 % interval": _interval(report["accuracy_interval"]),
         "calibration error": number(report["calibration_error"], 3),
         "temperature": number(report["temperature"], 3),
         "margin, mean": number(report["margin_mean"], 3),
+        "length bias": "–" if bias is None else f"{bias:+.2f}",
         "suspicious probes": f"{suspicious} of {len(report['probes'])}" if report["probes"] else "–",
+        "probes not judged": f"{open_ones}" if report["probes"] else "–",
         "rank correlation": "–" if ranking is None else number(ranking["spearman"], 3),
         "best of n": "–" if best is None else f"{best['accuracy']:.1%}",
         "policy above 99 % of training": "–" if policy is None else f"{policy['above_99_percent']:.1%}",
@@ -63,7 +70,7 @@ def _interval(both: Iterable[float]) -> str:
 
 def _sentences(sentences: list[str], otherwise: str, style: str = "") -> str:
     if not sentences:
-        return none(otherwise)
+        return none(otherwise) if otherwise else ""
     return f'<ul class="{style}">{"".join(f"<li>{code(sentence)}</li>" for sentence in sentences)}</ul>'
 
 
@@ -94,6 +101,7 @@ def _accuracy(report: dict[str, Any]) -> str:
         "The length gap is how much longer the chosen answer is. A dotted line is a coin. Bars are 95 % intervals: of "
         "the whole over prompts, of groups Wilson's."
     )
+    shown += _length_bias(report) + none("By how much longer the chosen answer is:")
     rows = [[text(f"{row['from']:g} to {row['to']:g}"), *_counted(row)] for row in gaps]
     shown += table([(f"longer by, {unit}", "short"), *_COUNTED], rows)
     for name, groups in report["groups"].items():
@@ -102,6 +110,23 @@ def _accuracy(report: dict[str, Any]) -> str:
         if len(groups) > _VALUES:
             shown += none(f"{len(groups) - _VALUES:,} values with fewer pairs are in the JSON.")
     return shown
+
+
+def _length_bias(report: dict[str, Any]) -> str:
+    found, bound = report["length_bias"], report["bounds"]["max_length_bias"]
+    rows = [[f"chosen {name}", *_counted(found[name])] for name in SIDES if found[name]["pairs"]]
+    if found["bias"] is None:
+        said = "Too few prompts have pairs whose chosen answer is longer, or shorter, to know the length bias."
+    else:
+        longer, side = (1 + abs(found["bias"])) / 2, "longer" if found["bias"] >= 0 else "shorter"
+        said = (
+            f"Length bias {found['bias']:+.2f} ({found['interval'][0]:+.2f} to {found['interval'][1]:+.2f}), the "
+            "difference of the two: where people prefer the longer and the shorter answer equally often, the model "
+            f"prefers the {side} one in {longer:.0%}."
+        )
+        if bound is not None:
+            said += f" The bound of {bound:g} is {'broken' if abs(found['bias']) > bound else 'not broken'}."
+    return none(text(said)) + (table([("the answers", "short"), *_COUNTED], rows) if rows else "")
 
 
 _COUNTED = [("pairs", "number"), ("accuracy", "number"), ("95 % interval", "number")]
@@ -166,6 +191,11 @@ def _calibration(report: dict[str, Any]) -> str:
     )
 
 
+def _shown(report: dict[str, Any], name: str) -> str:
+    """What a set of answers is called: held-out only where it is known that none was trained on."""
+    return name if report["trained_on"]["is_known"] else name.replace("held-out", "given")
+
+
 def _scores(report: dict[str, Any]) -> str:
     edges, sets = report["histogram_edges"], report["scores"]
 
@@ -173,11 +203,15 @@ def _scores(report: dict[str, Any]) -> str:
         for name, found in sets.items():
             colour, line = _SETS[name]
             shares = [count / found["answers"] for count in found["histogram"]]
-            axes.stairs(shares, edges, color=colour, linestyle=line, label=name, linewidth=1.5)
+            axes.stairs(shares, edges, color=colour, linestyle=line, label=_shown(report, name), linewidth=1.5)
         axes.set_ylabel("share of answers")
 
     rows = [
-        [text(name), number(found["answers"]), *(number(found[key], 3) for key in ("mean", "std", "min"))]
+        [
+            text(_shown(report, name)),
+            number(found["answers"]),
+            *(number(found[key], 3) for key in ("mean", "std", "min")),
+        ]
         + [number(found["quantiles"][q], 3) for q in ("0.05", "0.5", "0.95", "0.99")]
         + [number(found["max"], 3)]
         for name, found in sets.items()
@@ -189,7 +223,7 @@ def _scores(report: dict[str, Any]) -> str:
         shown += none(
             text(
                 f"The policy's answers score {policy['mean_shift']:+.2f} standard deviations from those of the "
-                f"{policy['compared_with']} ones. {policy['above_99_percent']:.1%} "
+                f"{_shown(report, policy['compared_with'])} ones. {policy['above_99_percent']:.1%} "
                 f"({_interval(policy['above_99_percent_interval'])}) lie above 99 % of them, and "
                 f"{policy['above_all']:.1%} above all: where scores are of nothing that people have compared."
             )
@@ -204,10 +238,8 @@ def _probes(report: dict[str, Any]) -> str:
     rows = []
     for probe in probes:
         what = text(probe["name"]) + (f": <em>{text(probe['phrase'])}</em>" if probe.get("phrase") else "")
-        why = text(probe["why"] or "as it should")
-        said = f'<span title="{why}">{why}</span>'
-        if probe["suspicious"]:
-            said = '<span class="act">suspicious</span>'
+        style = ' class="act"' if probe["suspicious"] else ""
+        said = f'<span{style} title="{text(probe["why"] or "")}">{probe["verdict"]}</span>'
         wins = "–" if probe["wins"] is None else f"{probe['wins']:.0%}"
         gains = [
             _gain(probe["gain"], probe["gain_interval"]),
@@ -218,9 +250,11 @@ def _probes(report: dict[str, Any]) -> str:
     columns = [("probe", "short"), ("verdict", "short"), ("gain", "number"), ("on the better half", "number")]
     columns += [("over other words", "number"), ("rises", "number"), ("rows", "number")]
     shown = none(
-        "Each probe changes held-out answers in a way that makes them no better, and asks what the score does: the "
+        "Each probe changes answers in a way that makes them no better, and asks what the score does: the "
         "mean gain in standard deviations of the answers' scores with its 95 % interval, over all answers, over those "
-        "of at least median score, and of a phrase over what other words of its length gain."
+        "of at least median score, and of a phrase over what other words of its length gain. As it should is what "
+        "surely lowers the score, and a phrase, flattery or markdown that does not surely raise it. Of fewer than 20 "
+        "good answers nothing is judged."
     ) + table(columns, rows)
     for probe in [probe for probe in probes if probe["rows"]][:12]:
         title = probe["name"] + (f": {probe['phrase']}" if probe.get("phrase") else "")
@@ -243,7 +277,7 @@ def _ranks(report: dict[str, Any]) -> str:
     ranking, best = report["ranking"], report["best_of_n"]
     shown = ""
     if ranking is not None:
-        where = "a table of rankings" if ranking["source"] == "rankings" else "the held-out pairs, which are complete"
+        where = "a table of rankings" if ranking["source"] == "rankings" else "the pairs, where they are complete"
         rows = [
             [name, number(ranking[key], 3), "{:.3f} to {:.3f}".format(*ranking[f"{key}_interval"])]
             for name, key in (("Spearman's ρ", "spearman"), ("Kendall's τ-b", "kendall"))
@@ -277,7 +311,12 @@ def _extremes(report: dict[str, Any]) -> str:
         + table(
             head,
             [
-                [number(r["score"], 3), text(r["from"]), text(r["prompt"][-_TEXT:]), text(r["completion"][:_TEXT])]
+                [
+                    number(r["score"], 3),
+                    text(_shown(report, r["from"])),
+                    text(r["prompt"][-_TEXT:]),
+                    text(r["completion"][:_TEXT]),
+                ]
                 for r in report[key]
             ],
         )

@@ -21,11 +21,13 @@ from .scripts import SCRIPTS, main_scripts
 from .shingles import count_words, in_parts, ngram_hashes
 from .splits import balanced_rows, split_groups
 from .texts import check_chat_template, check_texts, has_content, is_text
+from .trained import TrainedPairs, not_trained_on, pair_hashes
 
 __all__ = [
     "LABEL_STUDIO_CONFIG",
     "PromptReport",
     "PromptSet",
+    "TrainedPairs",
     "REASONS",
     "SCRIPTS",
     "Duplicates",
@@ -53,6 +55,8 @@ __all__ = [
     "main_scripts",
     "ngram_hashes",
     "normalised",
+    "not_trained_on",
+    "pair_hashes",
     "read_choices",
     "rows_identity",
     "similarity_of",

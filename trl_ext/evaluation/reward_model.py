@@ -161,6 +161,50 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
     return rows
 
 
+def length_bias(
+    margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable], level: float = 0.95, least_prompts: int = 20
+) -> dict[str, Any]:
+    """Return how much oftener a reward model is right where the chosen answer is longer than where it is shorter.
+
+    Let it be right in a of the pairs whose chosen answer is longer, and in b of those whose chosen one is shorter.
+    Where people prefer both equally often, it prefers the longer answer in (a + 1 − b)/2 of the pairs: a bias a − b of
+    +0.2 is the longer one in 60 %, of −0.2 the shorter one. 0 is a model that is right as often on both sides.
+
+    Args:
+        margins: (N,) score of the chosen answer minus score of the rejected one.
+        length_gaps: (N,) tokens of the chosen answer minus tokens of the rejected one.
+        prompts: what names the prompt of each pair; pairs of one prompt are drawn together, see [`accuracy_interval`].
+        level: share of resamples within the intervals.
+        least_prompts: prompts that each side must have; of fewer the bias is not known.
+
+    Returns:
+        `bias` in [−1, 1] and its `interval`, None where they are not known; and of each side, `longer` and `shorter`,
+        the number of `pairs` and of `prompts`, `accuracy` and `accuracy_interval` (None without pairs).
+    """
+    found: dict[str, Any] = {"bias": None, "interval": None}
+    sides = {"longer": length_gaps > 0, "shorter": length_gaps < 0}
+    for name, members in sides.items():
+        of_side, own = margins[members], [prompts[place] for place in members.nonzero()[:, 0].tolist()]
+        found[name] = {"pairs": len(of_side), "prompts": len({*own}), "accuracy": None, "accuracy_interval": None}
+        if own:
+            found[name]["accuracy"] = pairwise_accuracy(of_side).item()
+            found[name]["accuracy_interval"] = accuracy_interval(of_side, own, level)
+    if min(found[name]["prompts"] for name in sides) < least_prompts:
+        return found
+    place = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
+    rows = torch.tensor([place[prompt] for prompt in prompts])
+    credit = (margins > 0).double() + (margins == 0).double() / 2
+    columns = [part for members in sides.values() for part in (credit * members, members.double())]
+    table = torch.zeros(len(place), 4, dtype=torch.double).index_add_(0, rows, torch.stack(columns, 1).double())
+
+    def bias(drawn: Tensor) -> Tensor:
+        right, pairs = drawn.sum(1).unflatten(-1, (2, 2)).unbind(-1)
+        shares = right / pairs.clamp(min=1)  # a side is drawn by none in 1 of e^20 resamples, at most
+        return shares[..., 0] - shares[..., 1]
+
+    return found | {"bias": bias(table[None]).item(), "interval": bootstrap_interval(table, bias, level)}
+
+
 def reward_model_report(chosen: Tensor, rejected: Tensor, length_gaps: Tensor, level: float = 0.95) -> dict[str, Any]:
     """Return accuracy and calibration error with bootstrap intervals, mean scores, and accuracy by length gap.
 

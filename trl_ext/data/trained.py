@@ -1,0 +1,154 @@
+"""Which pairs a model was trained on: hashes of their answers, in a small file beside the model."""
+
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from datasets import Dataset
+
+from .duplicates import normalised
+
+TRAINED_PAIRS = "trained_pairs.npz"
+_ROWS = 1000
+_NO_PAIRS = np.zeros((0, 2), np.uint64)
+
+
+@dataclass(frozen=True)
+class TrainedPairs:
+    """
+    The pairs that a model was trained on.
+
+    Nothing but hashes of 64 bits is kept, 16 bytes a pair. Texts that differ only in case or white space are the same,
+    and so is a pair whose answers have changed places: who saw one saw the other.
+
+    Args:
+        pairs: (N, 2) hashes of the two answers of each pair with their prompt, the smaller one first; each pair once.
+        is_complete: whether the model has seen no others, since it began as one that was trained on no pairs.
+    """
+
+    pairs: np.ndarray = field(default_factory=lambda: _NO_PAIRS)
+    is_complete: bool = True
+
+    @classmethod
+    def of(cls, *datasets: Dataset) -> "TrainedPairs":
+        """Return the pairs of data sets, as [`pair_hashes`] reads them."""
+        return cls(np.unique(np.concatenate([_NO_PAIRS, *map(pair_hashes, datasets)]), axis=0))
+
+    def __or__(self, other: "TrainedPairs") -> "TrainedPairs":
+        """Return the pairs of both; complete if both are."""
+        pairs = np.unique(np.concatenate([self.pairs, other.pairs]), axis=0)
+        return TrainedPairs(pairs, self.is_complete and other.is_complete)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def has(self, pairs: np.ndarray) -> np.ndarray:
+        """Return whether each of the (M, 2) pairs was trained on: (M,) bool."""
+        return np.asarray(np.isin(_as_one(pairs), _as_one(self.pairs)))
+
+    def has_an_answer_of(self, pairs: np.ndarray) -> np.ndarray:
+        """Return whether an answer of each of the (M, 2) pairs was trained on, in whatever pair: (M,) bool."""
+        return np.isin(pairs, self.pairs).any(1)
+
+    def save(self, folder: str | Path, is_uploaded: bool = False) -> None:
+        """Write them into a model's folder, whole or not at all; of one that is uploaded into what stays here."""
+        path, other = _places(folder)[:: -1 if is_uploaded else 1]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        other.unlink(missing_ok=True)  # of an earlier model
+        temporary = path.with_name(f"{path.name}.tmp")
+        with temporary.open("wb") as file:
+            np.savez(file, pairs=self.pairs, is_complete=np.array(self.is_complete))
+        temporary.replace(path)
+
+    @classmethod
+    def is_in(cls, folder: str | Path) -> bool:
+        """Return whether some lie in a model's folder."""
+        return any(path.is_file() for path in _places(folder))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "TrainedPairs | None":
+        """
+        Return those that lie in a model's folder; None if there are none.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        if not cls.is_in(folder):
+            return None
+        path = next(filter(Path.is_file, _places(folder)))
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                pairs, is_complete = found["pairs"], bool(found["is_complete"])
+            if pairs.dtype != np.uint64 or pairs.ndim != 2 or pairs.shape[1] != 2:
+                raise ValueError(f"pairs are {pairs.dtype} of shape {pairs.shape}")
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{path} does not say which pairs the model was trained on ({' '.join(str(error).split())}): restore "
+                "it, or delete it, and it is not known"
+            ) from error
+        return cls(pairs, is_complete)
+
+
+def pair_hashes(dataset: Dataset) -> np.ndarray:
+    """
+    Hash both answers of pairs, each with its prompt.
+
+    Args:
+        dataset: rows with `chosen` and `rejected`, text or messages, and with `prompt` unless these contain it.
+
+    Returns:
+        (N, 2) unsigned, of 64 bits, the smaller one first.
+    """
+    names = [name for name in ("prompt", "chosen", "rejected") if name in dataset.column_names]
+    hashes = []
+    for batch in dataset.select_columns(names).iter(_ROWS):
+        prompts = batch.get("prompt") or [None] * len(batch["chosen"])
+        for prompt, *answers in zip(prompts, batch["chosen"], batch["rejected"], strict=True):
+            hashes.append([answer_hash(prompt, answer) for answer in answers])
+    return np.sort(np.array(hashes, np.uint64).reshape(-1, 2), axis=1)
+
+
+def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
+    """
+    Return the held-out pairs that were not trained on, all of them if there are no others.
+
+    Raises:
+        ValueError: none is left.
+    """
+    seen = trained.has(pair_hashes(held_out))
+    if seen.all():
+        raise ValueError(f"all {len(seen):,} held-out pairs were trained on: hold out pairs that the model never sees")
+    return held_out.select(np.flatnonzero(~seen)) if seen.any() else held_out
+
+
+def answer_hash(prompt: Any, answer: Any) -> int:
+    """Hash what a model reads, a prompt (None if the answer contains it) and an answer, text or messages."""
+    parts = [part for part in (prompt, answer) if part is not None]
+    if all(isinstance(part, str) for part in parts):
+        text = "".join(parts)
+    else:
+        turns = [[{"content": part}] if isinstance(part, str) else part for part in parts]
+        text = "\0".join(f"{turn.get('role')}: {turn.get('content')}" for part in turns for turn in part)
+    return xxhash.xxh3_64_intdigest(normalised(text).encode("utf-8", "surrogatepass"))
+
+
+def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
+    """Hash each two of several answers to a prompt, as pairs: (K, 2)."""
+    hashes = np.array([answer_hash(prompt, answer) for answer in answers], np.uint64)
+    one, other = np.triu_indices(len(hashes), 1)
+    return np.sort(np.stack([hashes[one], hashes[other]], 1), axis=1)
+
+
+def _places(folder: str | Path) -> list[Path]:
+    from ..callbacks.jsonl import PRIVATE_FOLDER  # here: it takes seconds to import
+
+    return [Path(folder, place, TRAINED_PAIRS) for place in ("", PRIVATE_FOLDER)]
+
+
+def _as_one(pairs: np.ndarray) -> np.ndarray:
+    """Each pair as one value that can be compared."""
+    return np.ascontiguousarray(pairs).view([("one", np.uint64), ("other", np.uint64)])[:, 0]

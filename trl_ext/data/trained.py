@@ -48,11 +48,11 @@ class TrainedPairs:
 
     def has(self, pairs: np.ndarray) -> np.ndarray:
         """Return whether each of the (M, 2) pairs was trained on: (M,) bool."""
-        return np.asarray(np.isin(_as_one(pairs), _as_one(self.pairs)))
+        return np.isin(_as_one(pairs), _as_one(self.pairs))
 
     def has_an_answer_of(self, pairs: np.ndarray) -> np.ndarray:
         """Return whether an answer of each of the (M, 2) pairs was trained on, in whatever pair: (M,) bool."""
-        return np.isin(pairs, self.pairs).any(1)
+        return np.asarray(np.isin(pairs, self.pairs).any(1))
 
     def save(self, folder: str | Path, is_uploaded: bool = False) -> None:
         """Write them into a model's folder, whole or not at all; of one that is uploaded into what stays here."""

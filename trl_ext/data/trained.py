@@ -144,7 +144,7 @@ def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
 
 
 def _places(folder: str | Path) -> list[Path]:
-    from ..callbacks.jsonl import PRIVATE_FOLDER  # here: it takes seconds to import
+    from ..callbacks.files import PRIVATE_FOLDER  # here: it takes seconds to import
 
     return [Path(folder, place, TRAINED_PAIRS) for place in ("", PRIVATE_FOLDER)]
 

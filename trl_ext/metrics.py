@@ -1,17 +1,22 @@
 """The key, unit and cadence under which each trainer logs a quantity, found by running TRL 1.16."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A key of `logs`. With cadence `rollout`, only those logs have it that cover the start of a rollout."""
+    """
+    A key of `logs`. With cadence `rollout`, only those logs have it that cover the start of a rollout.
+
+    `std` is the key of the standard deviation of single answers, where it is logged.
+    """
 
     key: str
     unit: str
     cadence: Literal["rollout", "step"]
+    std: str | None = None
 
 
 _NORM = Metric("grad_norm", "", "step")
@@ -21,7 +26,7 @@ _ENTROPY = Metric("entropy", "nats per token", "step")
 _ON_POLICY = {
     "entropy": _ENTROPY,
     "clip_fraction": Metric("clip_ratio/region_mean", "share", "step"),
-    "reward": Metric("reward", "score", "rollout"),
+    "reward": Metric("reward", "score", "rollout", "reward_std"),
     "reward_std": Metric("reward_std", "score", "rollout"),
     "length": _LENGTH,
     "length_clipped": _CLIPPED_LENGTH,
@@ -32,15 +37,15 @@ _ON_POLICY = {
 # these over all processes.
 METRICS: dict[str, dict[str, Metric]] = {
     "PPOConfig": {
-        "kl": Metric("objective/kl", "nats per response", "rollout"),
-        "entropy": Metric("policy/entropy_avg", "nats per token", "step"),
+        "kl": Metric("objective/kl", "nats per response", "rollout", "objective/kl_std"),
+        "entropy": Metric("policy/entropy_avg", "nats per token", "step", "policy/entropy_std"),
         "clip_fraction": Metric("policy/clipfrac_avg", "share of tokens", "step"),
-        "reward": Metric("objective/scores", "score", "rollout"),
+        "reward": Metric("objective/scores", "score", "rollout", "objective/scores_std"),
         "reward_std": Metric("objective/scores_std", "score", "rollout"),
-        "length": _LENGTH,
+        "length": replace(_LENGTH, std="completions/std_length"),
         "length_clipped": _CLIPPED_LENGTH,
         "explained_variance": Metric("val/explained_variance", "", "rollout"),
-        "value_loss": Metric("loss/value_avg", "score²", "step"),
+        "value_loss": Metric("loss/value_avg", "score²", "step", "loss/value_std"),
         "grad_norm": _NORM,
         "episodes": Metric("episode", "episodes", "step"),
     },
@@ -97,6 +102,20 @@ def rollout_steps(args: Any) -> int:
     passes = getattr(args, "num_ppo_epochs", None) or getattr(args, "num_iterations", None) or 1
     passes *= getattr(args, "critic_steps", None) or 1
     return math.ceil(micro_batches * passes / args.gradient_accumulation_steps)
+
+
+def answers_in_log(args: Any, logging_steps: int) -> float | None:
+    """
+    Return how many independent answers a log tells of that covers the start of a rollout; None if `args` do not say.
+
+    Answers to one prompt may be alike, so that they count as one. Where a critic is trained alone, rows are answers.
+    """
+    if drawn := getattr(args, "generation_batch_size", None):
+        rollouts = max(1, logging_steps // rollout_steps(args))
+        return max(1, drawn // (getattr(args, "num_generations", None) or 1)) * rollouts
+    if "explained_variance" in metrics_of(args):
+        return args.train_batch_size * args.gradient_accumulation_steps * args.world_size * logging_steps
+    return None
 
 
 def numbers_in(logs: dict[str, Any]) -> dict[str, float]:

@@ -15,7 +15,8 @@ from trl_ext import PPOTrainer
 EOS, TEMPERATURE, KL_COEF, GAMMA, LAM, CLIP, VALUE_CLIP = 2, 0.9, 0.1, 0.97, 0.9, 0.05, 0.1
 
 KEYS = """
-objective/kl objective/kl_per_token objective/scores objective/scores_std objective/rlhf_reward
+objective/kl objective/kl_std policy/entropy_std loss/value_std completions/std_length
+objective/kl_per_token objective/scores objective/scores_std objective/rlhf_reward
 objective/non_score_reward objective/entropy objective/kl_coef objective/num_unscored policy/approxkl_avg
 policy/clipfrac_avg policy/entropy_avg loss/policy_avg loss/value_avg val/clipfrac_avg val/ratio val/ratio_var
 val/explained_variance val/num_eos_tokens episode eps completions/mean_length completions/min_length

@@ -147,6 +147,7 @@ class PPOMetrics:
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
         stats.add("policy/clipfrac_avg", policy[1].float(), mask)
         stats.add("policy/entropy_avg", entropies, mask)
+        stats.add("policy/entropy_std", *_answer_means(entropies, mask))
         stats.add("loss/policy_avg", policy[0], mask)
         stats.add("val/ratio", (logprobs - batch["old_logprobs"]).exp(), mask)
 
@@ -154,6 +155,7 @@ class PPOMetrics:
     def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
         """Observe a micro-batch of an update of the critic: (B, T) losses, and (B, T) where they were clipped."""
         self.train.add("loss/value_avg", value[0], mask)
+        self.train.add("loss/value_std", *_answer_means(value[0], mask))
         self.train.add("val/clipfrac_avg", value[1].float(), mask)
 
     @torch.no_grad()
@@ -229,7 +231,8 @@ class PPOMetrics:
             count, mean, _, minimum, maximum = value.tolist()
             *prefix, topic = name.rsplit("completions/", 1)
             if prefix and topic.endswith("length"):
-                for statistic, number in (("mean", mean), ("min", minimum), ("max", maximum)):
+                spread = standard_deviation(value).item()
+                for statistic, number in (("mean", mean), ("std", spread), ("min", minimum), ("max", maximum)):
                     report[f"{prefix[0]}completions/{statistic}_{topic}"] = number if count else 0.0
             elif not count:
                 continue
@@ -242,9 +245,11 @@ class PPOMetrics:
                 report["sampling/ess"] = effective_sample_size(value).item()
             elif name == "policy/skipped_steps":
                 report[name] = count / self.accelerator.num_processes
+            elif name in ("policy/entropy_std", "loss/value_std"):
+                report[name] = standard_deviation(value).item()
             else:
                 report[name] = mean
-            if name.endswith("objective/scores"):
+            if name.endswith(("objective/scores", "objective/kl")):
                 report[f"{name}_std"] = standard_deviation(value).item()
             if name == "sampling/logprob_difference":
                 report[f"{name}_max"] = max(-minimum, maximum)
@@ -262,3 +267,9 @@ class PPOMetrics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.train.load_state_dict(state["train"])
         self.episodes = self.episodes_at_start = state["episodes"]
+
+
+def _answer_means(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the (B,) means of each answer's real tokens, and whether it has any."""
+    lengths = mask.sum(1)
+    return (values.detach() * mask).sum(1) / lengths.clamp(min=1), lengths > 0

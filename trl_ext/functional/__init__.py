@@ -27,6 +27,7 @@ from .moments import (
     whiten,
     whitening_scale,
 )
+from .sequential import scatter, share_error, spent_level, student_quantile, unexplained_error
 
 __all__ = [
     "adaptive_kl_coef",
@@ -55,9 +56,14 @@ __all__ = [
     "preference_drift",
     "preference_logits",
     "preference_loss",
+    "scatter",
     "sequence_logprobs",
+    "share_error",
+    "spent_level",
     "standard_deviation",
+    "student_quantile",
     "token_rewards",
+    "unexplained_error",
     "value_loss",
     "variance",
     "whiten",

@@ -148,6 +148,7 @@ def config(folder: Path) -> PPOConfig:
         steps_per_generation=4,
         num_ppo_epochs=4,
         generation_batch_size=128,
+        num_generations=1,
         eval_strategy="steps",
         report_to=[],
     )
@@ -158,7 +159,7 @@ def replay(history: list[dict], monitors: list) -> Iterator[Replay]:
     run = Replay(config(Path()), *monitors)
     for log in history:
         if any(key.startswith("eval_") for key in log):
-            run.evaluate(log["step"], dict(log))
+            run.evaluate(log["step"], dict(log), rows=256)
         elif is_training_log(log):
             run.log(log["step"], logs=dict(log))
         yield run

@@ -1,5 +1,7 @@
 """A stand-in for a Trainer that feeds logs to callbacks."""
 
+from types import SimpleNamespace
+
 from transformers import TrainerControl, TrainerState
 
 from trl_ext.callbacks.monitor import alerts_of
@@ -25,11 +27,13 @@ class Replay:
         self.state.log_history.append({**logs, "step": step})
         self.fire("on_log", logs=logs)
 
-    def evaluate(self, step, metrics):
+    def evaluate(self, step, metrics, rows=None):
+        """Send an evaluation, of as many rows where the trainer says so."""
         self.state.global_step = step
         self.state.log_history.append({**metrics, "step": step})
         self.fire("on_log", logs=dict(metrics))
-        self.fire("on_evaluate", metrics=metrics)
+        dataloader = None if rows is None else SimpleNamespace(dataset=range(rows))
+        self.fire("on_evaluate", metrics=metrics, eval_dataloader=dataloader)
 
     @property
     def alerts(self):

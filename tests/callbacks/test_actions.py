@@ -36,6 +36,8 @@ pytestmark = pytest.mark.slow
 
 BAD = 6  # the step whose numbers are bad; a checkpoint is saved there, and at every other step
 STEPS = 10
+# Of as many answers that one bad log is beyond doubt
+A_ROLLOUT_A_STEP = {"num_ppo_epochs": 1, "num_mini_batches": 1, "per_device_train_batch_size": 64}
 EVERY = {"save_strategy": "steps", "save_steps": 2, "max_steps": STEPS}
 
 
@@ -99,9 +101,9 @@ def ppo(model, folder, *callbacks, **kwargs):
     return PPOTrainer(
         model=tiny_llama(),
         reward_funcs=length_reward,
-        args=tiny_config(folder, **{**EVERY, "num_ppo_epochs": 1, "num_mini_batches": 1} | kwargs),  # a rollout a step
-        train_dataset=prompts(16),
-        eval_dataset=prompts(4, seed=1),
+        args=tiny_config(folder, **{**EVERY, **A_ROLLOUT_A_STEP} | kwargs),
+        train_dataset=prompts(64),
+        eval_dataset=prompts(64, seed=1),
         processing_class=tiny_tokenizer(),
         callbacks=list(callbacks),
     )

@@ -1,6 +1,7 @@
 """Answers to the same few prompts, compared over the run."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,8 @@ class CanaryCallback(MonitorCallback):
 
     Before training and then every few minutes, the model answers the prompts. The answers' length, their most frequent
     phrase and, with a judge, their score are compared with the first time. `canary.jsonl` in the output directory
-    keeps the answers.
+    keeps the answers. A policy that does not move gives the same greedy answers, so that their length and phrase have
+    no noise; a judge's scores may have some, which is learnt from those of earlier times.
 
     Args:
         trainer: generates the answers.
@@ -81,6 +83,10 @@ class CanaryCallback(MonitorCallback):
         if error is not None:
             yield Finding("the canary's judge failed", None, None, f"{error}.", acts=False, level="notice")
             return
+        yield from self._compare(now)
+
+    def _compare(self, now: dict[str, float]) -> Iterator[Finding]:
+        """Compare what was measured with the first time."""
         first = self.memory.setdefault("first", now)
         advice = "Compare the answers in `canary.jsonl` with the first ones."
         length, start = now["length"], max(first["length"], 1.0)
@@ -96,9 +102,10 @@ class CanaryCallback(MonitorCallback):
                 first["phrase"],
             )
         if "score" in now:
-            bound = first["score"] - (first["sigma"] / 2 if self.score_drop is None else self.score_drop)
-            if now["score"] < bound:
-                yield Finding("the canary's score fell", now["score"], bound, advice, first["score"])
+            drop = first["sigma"] / 2 if self.score_drop is None else self.score_drop
+            scores = self.follow("score", now["score"], first=1)
+            if scores is not None and (mean := scores.below(1, -drop)) is not None:
+                yield Finding("the canary's score fell", mean, first["score"] - drop, advice, first["score"])
 
     def _measure(self, answers: dict[str, list]) -> dict[str, float]:
         texts = list(map(text_of, answers["completions"]))

@@ -29,9 +29,7 @@ class ClipFractionCallback(MonitorCallback):
         value = self.read("clip_fraction")
         if value is None:
             return
-        size = self.logs_in(self.steps)
-        values = self.recent("clip_fraction", value, size)
-        mean = sum(values) / len(values)
-        if len(values) == size and mean > self.limit:
+        shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
+        if shares is not None and (mean := shares.above(plus=self.limit)) is not None:
             advice = "Steps are too large: lower the learning rate, the passes over a rollout, or both."
             yield Finding(f"the clip fraction is high over {self.steps} steps", mean, self.limit, advice)

@@ -34,11 +34,13 @@ class EntropyFloorCallback(MonitorCallback):
         value = self.read("entropy")
         if value is None:
             return
-        size = self.logs_in(self.steps)
-        values, first = self.recent("entropy", value, size), self.first_mean("entropy", value, size)
-        mean = sum(values) / len(values)
+        windows = self.windows(self.steps)
+        entropies = self.follow("entropy", value, **windows, first=windows["size"])
+        if entropies is None:
+            return
+        first = entropies.first
         advice = "Raise `entropy_coef` or the KL coefficient; see whether all prompts get one answer."
-        if len(values) == size and mean < self.floor:
+        if (mean := entropies.below(plus=self.floor)) is not None:
             yield Finding("the entropy is below its floor", mean, self.floor, advice, first)
-        if first is not None and mean < self.relative * first:
+        if first is not None and (mean := entropies.below(self.relative)) is not None:
             yield Finding("the entropy fell far from where it began", mean, self.relative * first, advice, first)

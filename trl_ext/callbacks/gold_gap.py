@@ -1,6 +1,7 @@
 """Gold against proxy: the score of a judge that training never sees, against the reward that it trains on."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -10,7 +11,9 @@ from ..metrics import is_training_log, metrics_of
 from ..rewards.member import awaited
 from ..rewards.watches.watch import numbers_of
 from .generation import generate_answers
-from .monitor import Finding, MonitorCallback, on_main_process
+from .monitor import Finding, MonitorCallback, number_of_rows, on_main_process
+
+ROWS = "rows"  # of the judge's own scores, which is no metric
 
 
 @dataclass(eq=False, kw_only=True)
@@ -28,18 +31,19 @@ class GoldGapCallback(MonitorCallback):
         gold: key of the gold score in the evaluation's metrics. The default is that of
             [`~trl_ext.rewards.GoldJudgeReward`].
         proxy: key of the proxy's score there. The default is that of the reward that the trainer trains on.
-        limit: gap in σ above which the monitor acts.
-        win_rate: share of answers better than the start policy's below which the monitor acts.
+        limit: gap in σ above which the monitor acts, once more prompts would not lessen it.
+        win_rate: share of answers better than the start policy's below which the monitor acts, likewise.
         trainer, judge: for trainers without reward functions (SFT, DPO, KTO). `judge`, a reward function, async or
             not, scores greedy answers to the `prompt`s of the trainer's evaluation set, and gets its other columns.
-            `gold` is then `eval_gold/mean`, which is logged and can be the `metric_for_best_model`.
+            `gold` is then `eval_gold/mean`, which is logged, to the trackers, too, as are `eval_gold/std` and
+            `eval_gold/win_rate`; it can be the `metric_for_best_model`.
         num_prompts, max_new_tokens: number and length of these answers.
         others: see [`MonitorCallback`].
     """
 
     gold: str | None = None
     proxy: str | None = None
-    limit: float = 0.6
+    limit: float = 0.3
     win_rate: float = 0.5
     trainer: Any = None
     judge: Any = None
@@ -77,13 +81,15 @@ class GoldGapCallback(MonitorCallback):
             return
         if self.trainer is not None:
             metrics.update(self._judge())
-        found = list(self._compare(metrics))
+        rows = number_of_rows(kwargs.get("eval_dataloader")) if self.trainer is None else metrics.pop(ROWS, None)
+        found = list(self._compare(metrics, rows))
         self._handle(iter(found), state, control, good_step=state.global_step if self._has_measured else None)
         if rolled_back(state) and args.metric_for_best_model is not None:
             # transformers asks next whether this step is the best, and would save it with `save_strategy="best"`
             metrics[f"eval_{args.metric_for_best_model.removeprefix('eval_')}"] = math.nan
 
-    def _compare(self, metrics):
+    def _compare(self, metrics: dict[str, Any], rows: int | None) -> Iterator[Finding]:
+        """Compare with the first evaluation, of as many `rows`, if that is known."""
         reward = metrics_of(self._args).get("reward")
         gold_key = self.gold or ("eval_gold/mean" if self.trainer is not None else "eval_rewards/gold_judge/mean")
         proxy_key = self.proxy or (f"eval_{reward.key}" if reward else None)
@@ -99,14 +105,26 @@ class GoldGapCallback(MonitorCallback):
                 first.setdefault(name, value) for name, value in (("gold", gold), ("proxy", proxy))
             )
             if sigma > 0 and proxy_sigma > 0:
-                gap = (proxy[0] - proxy_mean) / proxy_sigma - (gold[0] - mean) / sigma
-                self.memory["gap"] = gap
-                if gap > self.limit:
+                rises = (proxy[0] - proxy_mean) / proxy_sigma, (gold[0] - mean) / sigma
+                gap = self.memory["gap"] = rises[0] - rises[1]
+                noise: dict[str, Any] = {}
+                of_sigmas = 0.0
+                if rows is not None:  # the error of a mean in its first σ, and what that of the first σ's adds
+                    now = math.hypot(proxy[1] / proxy_sigma, gold[1] / sigma) / math.sqrt(rows)
+                    noise = {"error": now, "dof": max(rows - 1, 1)}
+                    of_sigmas = math.hypot(*rises) / math.sqrt(2 * rows)
+                gaps = self.follow("gap", gap, first=1, **noise)
+                if gaps is not None and (mean := gaps.above(1, self.limit, of_sigmas)) is not None:
                     advice = "The reward is being gamed: stop, and keep the checkpoint of the best gold score."
-                    yield Finding("the proxy left gold behind", gap, self.limit, advice, 0.0)
-        if rate is not None and rate < self.win_rate:
-            advice = "Go back to the checkpoint of the best gold score."
-            yield Finding("answers lose against the start policy's", rate, self.win_rate, advice, 0.5)
+                    yield Finding("the proxy left gold behind", mean, self.limit, advice, 0.0)
+        if rate is not None:
+            # Of a win's variance, 1/4 or less, 1/6 is of the answers now. The prompts and the start policy's answers,
+            # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
+            error, shared = (None, 0.0) if rows is None else (math.sqrt(1 / (6 * rows)), 0.5 / math.sqrt(rows))
+            rates = self.follow("win_rate", rate, error=error)
+            if rates is not None and (mean := rates.below(plus=self.win_rate, error=shared)) is not None:
+                advice = "Go back to the checkpoint of the best gold score."
+                yield Finding("answers lose against the start policy's", mean, self.win_rate, advice, 0.5)
 
     def _judged(self, metrics: dict[str, Any], key: str | None) -> list[float] | None:
         """Return mean and σ of single scores; σ is 0 if it is not logged."""
@@ -124,10 +142,10 @@ class GoldGapCallback(MonitorCallback):
         if error is not None:
             self._note("the judge failed", f"{error}.")
             return {}
-        metrics, starts = judged
-        self.memory.setdefault("start_scores", starts)
+        metrics, scores = judged
+        self.memory.setdefault("start_scores", scores)
         self.trainer.log(dict(metrics))
-        return metrics
+        return metrics | {ROWS: sum(score is not None for score in scores)}
 
     def _scores(self, answers: dict[str, list]) -> tuple[dict[str, float], list[float | None]]:
         scores = numbers_of(awaited(self.judge(**answers)))

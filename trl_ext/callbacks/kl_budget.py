@@ -50,8 +50,10 @@ class KLBudgetCallback(MonitorCallback):
             kl, unit = kl * length, " (approximate: mean per token × mean length)"
         if kl is None:
             return
+        # A budget is no first value with an error of its own: where the spread is unknown, each log counts as it is
+        kls = self.follow("kl", kl, **(self.noise("kl") or {"error": 0.0}))
 
-        def numbers(bound: float) -> str:
+        def numbers(kl: float, bound: float) -> str:
             text = f"In nats per response: {kl:.4g}, bound {bound:.4g}"
             return text if length is None else f"{text}; per token: {kl / length:.4g}, bound {bound / length:.4g}"
 
@@ -59,12 +61,13 @@ class KLBudgetCallback(MonitorCallback):
         if is_first and self.step <= rollout_steps(self._args) and abs(kl) > self.tolerance:
             advice = "The policy is still untrained, so the reference is not the model that it started from."
             yield Finding(f"the first rollout's KL is not 0{unit}", kl, self.tolerance, advice, acts=False)
-        elif kl < -self.tolerance:
+        elif kls is not None and (mean := kls.below(plus=-self.tolerance)) is not None:
             advice = "A KL is never negative: the policy that sampled is not the one that gave the log-probs."
-            yield Finding(f"the KL is negative{unit}", kl, -self.tolerance, advice, acts=False)
-        if kl > self.limit:
+            yield Finding(f"the KL is negative{unit}", mean, -self.tolerance, advice, acts=False)
+        if kls is not None and (mean := kls.above(plus=self.limit)) is not None:
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
-            yield Finding(f"the KL is over its budget{unit}", kl, self.limit, f"{advice} {numbers(self.limit)}.")
-        elif kl > warn:
+            advice = f"{advice} {numbers(mean, self.limit)}."
+            yield Finding(f"the KL is over its budget{unit}", mean, self.limit, advice)
+        elif kls is not None and (mean := kls.above(plus=warn)) is not None:
             advice = "Read completions: far from the reference, a reward model is less reliable."
-            yield Finding(f"the KL nears its budget{unit}", kl, warn, f"{advice} {numbers(warn)}.", acts=False)
+            yield Finding(f"the KL nears its budget{unit}", mean, warn, f"{advice} {numbers(mean, warn)}.", acts=False)

@@ -32,15 +32,16 @@ class LengthDriftCallback(MonitorCallback):
 
     def watch(self, logs):
         length, cut = self.read("length"), self.read("length_clipped", optional=True)
-        if length is not None:
-            first = self.first_mean("length", length, self.rollouts)
+        if length is not None and (lengths := self.follow("length", length, first=self.rollouts)) is not None:
+            first = lengths.first or 0.0
             advice = "Read completions: a reward that grows with length, or with brevity, is the commonest hack."
-            if first is not None and length > self.factor * first:
-                yield Finding("completions grew longer", length, self.factor * first, advice, first)
-            if first is not None and length < first / self.factor:
-                yield Finding("completions grew shorter", length, first / self.factor, advice, first)
+            if (mean := lengths.above(self.factor)) is not None:
+                yield Finding("completions grew longer", mean, self.factor * first, advice, first)
+            if (mean := lengths.below(1 / self.factor)) is not None:
+                yield Finding("completions grew shorter", mean, first / self.factor, advice, first)
         if cut is not None:
-            first = self.first_mean("clipped", cut, self.rollouts)
-            if first is not None and cut > first + self.clipped:
+            shares = self.follow("length_clipped", cut, first=self.rollouts, answers=self.answers)
+            if shares is not None and (mean := shares.above(1, self.clipped)) is not None:
+                first = shares.first or 0.0
                 advice = "Unfinished answers are scored like finished ones: see `missing_eos_penalty`."
-                yield Finding("more completions are cut off", cut, first + self.clipped, advice, first)
+                yield Finding("more completions are cut off", mean, first + self.clipped, advice, first)

@@ -1,4 +1,4 @@
-"""What all monitors share: reading a key, keeping a window, raising an alert."""
+"""What all monitors share: reading a key, telling change from noise, raising an alert."""
 
 import json
 import math
@@ -16,10 +16,11 @@ from ..checkpoints import differences, fingerprint
 from ..control import kl_scale_is_pending, request_kl_scale, take_kl_scale
 from ..halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
 from ..jsonl import finite
-from ..metrics import Metric, is_gathered, is_training_log, metrics_of, rollout_steps
+from ..metrics import Metric, answers_in_log, is_gathered, is_training_log, metrics_of, rollout_steps
 from ..redaction import redacted
 from .alerts import Alert, Level, check_sinks, make_sinks
 from .files import REGISTRY, RUNBOOK
+from .series import Series
 
 logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
@@ -284,10 +285,6 @@ class MonitorCallback(Halting, TrainerCallback):
         metric = self._known.get(quantity)
         return self._infinite.get(self.keys.get(quantity) or (metric.key if metric else "")) is True
 
-    def logs_in(self, steps: int) -> int:
-        """Return how many logs cover this many optimizer steps."""
-        return max(1, math.ceil(steps / self._logging_steps))
-
     def _number(self, key: str, value: Any) -> float | None:
         if not is_gathered(key) and PartialState().num_processes > 1:
             value = broadcast_object_list([value])[0]
@@ -308,27 +305,57 @@ class MonitorCallback(Halting, TrainerCallback):
     def _note(self, what: str, advice: str, level: Level = "notice") -> None:
         self.memory.setdefault("notes", []).append([what, advice, level])
 
-    # ---- Windows ----
+    # ---- Noise ----
 
-    def recent(self, name: str, value: float, size: int) -> list[float]:
-        """Return the last `size` values, this one included."""
-        values = self.memory.setdefault("windows", {}).setdefault(name, [])
-        values.append(value)
-        del values[:-size]
-        return values
+    def follow(
+        self, name: str, value: float, first: int = 0, size: int = 1, logs: int = 1, **noise: Any
+    ) -> Series | None:
+        """
+        Add a log's value to its series, and return that; None while it waits for the other logs of a rollout.
 
-    def first_mean(self, name: str, value: float, size: int) -> float | None:
-        """Return the mean of the first `size` values, or None while this value is one of them."""
-        values = self.memory.setdefault("baselines", {}).setdefault(name, [])
-        if len(values) < size:
-            values.append(value)
-            return None
-        return sum(values) / len(values)
+        Args:
+            name: of the series, the quantity where it is one.
+            value: a mean. `noise` says what is known of its error, as `Series.add` takes it; without it that is what
+                the trainer logs of the quantity's spread, if it does.
+            first, size: see [`Series`]; in means of `logs` logs.
+            logs: that tell of the same answers, and are one value together.
+        """
+        noise = noise or self.noise(name)
+        if logs > 1:
+            parts = self.memory.setdefault("parts", {}).setdefault(name, [])
+            parts.append([value, noise.get("error")])
+            if len(parts) < logs:
+                return None
+            values, errors = zip(*self.memory["parts"].pop(name), strict=True)
+            value = sum(values) / logs
+            if "error" in noise:  # of the same answers: more logs of them know no better
+                noise["error"] = None if None in errors else max(errors)
+        series = Series(self.memory.setdefault("series", {}).setdefault(name, {}), first, size)
+        series.add(value, **noise)
+        return series
+
+    def windows(self, steps: int) -> dict[str, Any]:
+        """Return for `follow` how many logs tell of the same answers, and how many such means cover these steps."""
+        logs = math.ceil(rollout_steps(self._args) / self._logging_steps)
+        return {"logs": logs, "size": max(1, math.ceil(steps / (logs * self._logging_steps)))}
+
+    @property
+    def answers(self) -> float | None:
+        """The number of independent answers in a log that covers the start of a rollout; None if that is unknown."""
+        return answers_in_log(self._args, self._logging_steps)
+
+    def noise(self, quantity: str) -> dict[str, Any]:
+        """Return the standard error of a quantity's mean in this log, if the trainer logs how much answers differ."""
+        metric, answers = self._known.get(quantity), self.answers
+        spread = self._logs.get(metric.std) if metric and metric.std and quantity not in self.keys else None
+        if spread is None or answers is None or not math.isfinite(spread):
+            return {}
+        return {"error": spread / math.sqrt(answers), "dof": max(answers - 1, 1)}
 
     # ---- Acting ----
 
     def _handle(self, findings: Iterator[Finding], state: Any, control: Any, good_step: int | None) -> None:
-        """Raise an alert and act for each finding; if none acts, the weights of `good_step` are known to be good."""
+        """Raise an alert and act for each finding; without one or a doubt, the weights of `good_step` are good."""
         if self._is_held:
             return
         step, good = state.global_step, True
@@ -351,7 +378,8 @@ class MonitorCallback(Halting, TrainerCallback):
                 advice = f"{advice} {self._roll_back(finding.what, state)}"
             self._send(self._alert(replace(finding, advice=advice), action), state)
             self._act(action, finding.what, state, control)
-        if good and good_step is not None:
+        doubts = any(series["in_doubt"] for series in self.memory.get("series", {}).values())
+        if good and good_step is not None and not doubts and not self.memory.get("parts"):
             self.memory["good_step"] = good_step
 
     def _alert(self, finding: Finding, action: Action) -> Alert:
@@ -437,6 +465,21 @@ def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
     """Return the alerts of all monitors so far, including those from before a resume; or, of `level`, the notices."""
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert.get("level", "alert") == level]
+
+
+def evaluation_noise(metrics: dict[str, Any], key: str, dataloader: Any) -> dict[str, Any]:
+    """Return for `follow` the standard error of a mean that an evaluation logs, if its spread and rows are known."""
+    spread = metrics.get(key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std")
+    rows = number_of_rows(dataloader)
+    if spread is None or rows is None or not math.isfinite(spread):
+        return {}
+    return {"error": spread / math.sqrt(rows), "dof": max(rows - 1, 1)}
+
+
+def number_of_rows(dataloader: Any) -> int | None:
+    """Return how many prompts an evaluation has; None if that is unknown."""
+    dataset: Any = getattr(dataloader, "dataset", None)
+    return len(dataset) or None if hasattr(dataset, "__len__") else None
 
 
 def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:

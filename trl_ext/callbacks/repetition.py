@@ -24,7 +24,7 @@ class RepetitionCallback(MonitorCallback):
         others: see [`MonitorCallback`].
     """
 
-    phrase: float = 0.6
+    phrase: float = 0.5
     distinct: float = 0.3
     repeated: float = 0.1
     copied: float = 0.1
@@ -51,14 +51,21 @@ class RepetitionCallback(MonitorCallback):
         if values["phrase"] is None and not self.memory.get("found"):
             self.read("repetition")  # says once if nothing is logged for a whole rollout
         self.memory["found"] = self.memory.get("found", False) or values["phrase"] is not None
-        first = {k: self.first_mean(k, v, self.rollouts) for k, v in values.items() if v is not None}
+        shares = {
+            name: self.follow(name, value, first=0 if name == "copied" else self.rollouts, answers=self.answers)
+            for name, value in values.items()
+            if value is not None
+        }
         advice = "Read `completions.rank*.jsonl` and the phrase there; mend a reward that likes it."
         for name, what in (("phrase", "one phrase spreads"), ("repeated", "completions repeat themselves")):
-            value, start = values[name], first.get(name)
-            if value is not None and start is not None and value > start + getattr(self, name):
-                yield Finding(what, value, start + getattr(self, name), advice, start)
-        value, start = values["distinct"], first.get("distinct")
-        if value is not None and start is not None and value < self.distinct * start:
-            yield Finding("completions grew alike", value, self.distinct * start, advice, start)
-        if values["copied"] is not None and values["copied"] > self.copied:
-            yield Finding("completions copy the corpus", values["copied"], self.copied, advice, first.get("copied"))
+            share, rise = shares.get(name), getattr(self, name)
+            if share is not None and (mean := share.above(1, rise)) is not None:
+                first = share.first or 0.0
+                yield Finding(what, mean, first + rise, advice, first)
+        share = shares.get("distinct")
+        if share is not None and (mean := share.below(self.distinct)) is not None:
+            first = share.first or 0.0
+            yield Finding("completions grew alike", mean, self.distinct * first, advice, first)
+        share = shares.get("copied")
+        if share is not None and (mean := share.above(plus=self.copied)) is not None:
+            yield Finding("completions copy the corpus", mean, self.copied, advice)

@@ -39,10 +39,11 @@ class RewardDisagreementCallback(MonitorCallback):
         for key in keys:
             self.memory["found"] = True
             value = self._number(key, logs[key])
-            first = None if value is None else self.first_mean(key, value, self.rollouts)
+            spread = None if value is None else self.follow(key, value, first=self.rollouts)
             if self._infinite.get(key):
                 advice = "It is infinite: a reward model gave a score that is not finite."
                 yield Finding(f"`{key}` grew", None, None, advice)
-            if value is not None and first is not None and value > self.factor * first:
+            if spread is not None and (mean := spread.above(self.factor)) is not None:
+                first = spread.first or 0.0
                 advice = "The reward models were not trained on such completions: compare what each scores highest."
-                yield Finding(f"`{key}` grew", value, self.factor * first, advice, first)
+                yield Finding(f"`{key}` grew", mean, self.factor * first, advice, first)

@@ -3,8 +3,9 @@
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
-from .monitor import Finding, MonitorCallback
+from .monitor import Finding, MonitorCallback, evaluation_noise
 
 SHARE_ABOVE = re.compile(r"score_watch/.+/share_above")
 # What else moves in a hack: quantities of `trl_ext.metrics`, and keys of the logs
@@ -65,45 +66,61 @@ class RewardDriftCallback(MonitorCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         value = (metrics or {}).get(self.gold)
         if value is not None:
-            self.memory["gold"] = float(value)
-            self.memory.setdefault("first_gold", self.memory["gold"])
+            self._begin(args, state, {})
+            noise = evaluation_noise(metrics or {}, self.gold, kwargs.get("eval_dataloader"))
+            gold = self.follow("gold", float(value), first=1, **noise)
+            self.memory["gold_fell"] = gold is not None and gold.below(1) is not None
 
     def watch(self, logs):
         mean, std = self.read("reward"), self.read("reward_std", optional=True)
         witnesses = self._moved(logs)
         for key in filter(SHARE_ABOVE.fullmatch, logs):
             share = self._number(key, logs[key])
-            if share is not None and share > self.share_above:
+            shares = None if share is None else self.follow(key, share, answers=self.answers)
+            if shares is not None and (share := shares.above(plus=self.share_above)) is not None:
                 advice = "Many scores are near the top: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", share, self.share_above, advice, acts=False)
         if mean is None:
             return
-        base = self._baseline(mean, std)
-        if base is None:
+        base, means = self._baseline(mean, std), self.follow("reward", mean)
+        if base is None or means is None:
             return
-        start, sigma = base
-        if mean > start + self.sigmas * sigma:
+        start, sigma, count = base
+
+        def error(sigmas: float) -> float:
+            """Of start + sigmas · σ, both estimated from `count` scores."""
+            return sigma * math.sqrt((1 + sigmas**2 / 2) / count)
+
+        bound = start + self.sigmas * sigma
+        if (risen := means.above(plus=bound, error=error(self.sigmas))) is not None:
             what, advice = (
                 f"the reward is beyond {self.sigmas:g} σ",
                 "Compare completions of the first rollouts and of now.",
             )
             if witnesses:
                 what, advice = f"{what}, and more moved with it", f"So did {', '.join(witnesses)}. {advice}"
-            yield Finding(what, mean, start + self.sigmas * sigma, advice, start, acts=bool(witnesses))
-        if mean < start - self.drop_sigmas * sigma:
+            yield Finding(what, risen, bound, advice, start, acts=bool(witnesses))
+        bound = start - self.drop_sigmas * sigma
+        if (fallen := means.below(plus=bound, error=error(self.drop_sigmas))) is not None:
             advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
-            bound = start - self.drop_sigmas * sigma
-            yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", mean, bound, advice, start, acts=False)
-        if std is not None and std < self.std * sigma:
+            yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", fallen, bound, advice, start, acts=False)
+        if std is None:
+            return
+        answers, bound = self.answers, self.std * sigma
+        noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
+        spreads = self.follow("reward_std", std, **noise)
+        if spreads is not None and (low := spreads.below(plus=bound, error=bound / math.sqrt(2 * count))) is not None:
             advice = "All answers score alike, so nothing is left to learn: see whether they are one answer."
-            yield Finding("the rewards' spread collapsed", std, self.std * sigma, advice, sigma, acts=False)
+            yield Finding("the rewards' spread collapsed", low, bound, advice, sigma, acts=False)
 
-    def _baseline(self, mean: float, std: float | None) -> tuple[float, float] | None:
-        """Return mean and σ of the first scores, then add this log's to them."""
+    def _baseline(self, mean: float, std: float | None) -> tuple[float, float, float] | None:
+        """Return mean, σ and number of the first scores, then add this log's to them."""
         if self.baseline is not None:
-            return self.baseline[0], self.baseline[1]
+            return self.baseline[0], self.baseline[1], math.inf
         count, start, squares = self.memory.setdefault("scores", [0, 0.0, 0.0])
-        result = (start, math.sqrt(squares / (count - 1))) if count >= self.minimum and squares > 0 else None
+        independent = count / (getattr(self._args, "num_generations", None) or 1)
+        is_enough = count >= self.minimum and squares > 0
+        result = (start, math.sqrt(squares / (count - 1)), independent) if is_enough else None
         if count < self.window and std is not None:  # merged as in `trl_ext.functional.merge_moments`
             n = getattr(self._args, "generation_batch_size", None) or self._args.train_batch_size
             total, delta = count + n, mean - start
@@ -117,8 +134,12 @@ class RewardDriftCallback(MonitorCallback):
         values |= {key: self._number(key, logs[key]) for key in logs if WITNESS_KEYS.fullmatch(key)}
         last = self.memory.setdefault("witnesses", {})
         for name, value in values.items():
-            first = None if value is None else self.first_mean(name, value, self.rollouts)
-            if first is not None:
-                last[name] = abs((value or 0.0) - first) > self.moved * abs(first)
-        gold = self.memory.get("gold") is not None and self.memory["gold"] < self.memory["first_gold"]
-        return [name for name, is_off in sorted(last.items()) if is_off] + (["gold"] if gold else [])
+            if value is None:
+                continue
+            noise: dict[str, Any] = {"answers": self.answers} if name.startswith("repetition/") else {}
+            logs_of_a_value = self.windows(1)["logs"] if name == "entropy" else 1
+            series = self.follow(name, value, first=self.rollouts, logs=logs_of_a_value, **noise)
+            if series is not None and series.first is not None:
+                last[name] = (series.above(1 + self.moved), series.below(1 - self.moved)) != (None, None)
+        gold = ["gold"] if self.memory.get("gold_fell") else []
+        return [name for name, is_off in sorted(last.items()) if is_off] + gold

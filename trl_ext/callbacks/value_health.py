@@ -1,7 +1,10 @@
 """The critic."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
+from ..functional import unexplained_error
 from .monitor import Finding, MonitorCallback
 
 
@@ -11,9 +14,11 @@ class ValueHealthCallback(MonitorCallback):
     Alert when the critic explains too little of the returns' variance, or its loss grows.
 
     Args:
-        explained_variance: lowest explained variance, mean over `rollouts`. A constant prediction has 0.
+        explained_variance: lowest explained variance. A constant prediction has 0, and a critic that begins may have
+            less: it is left alone while it gets better.
         loss_factor: alert when the value loss exceeds this factor of its mean over the first `steps`.
-        rollouts: rollouts over which the explained variance is averaged. As many first ones are skipped as a warm-up.
+        rollouts: rollouts over which the explained variance is averaged, at least. As many first ones are skipped as a
+            warm-up.
         steps: optimizer steps over which the value loss is averaged.
         others: see [`MonitorCallback`].
     """
@@ -34,19 +39,24 @@ class ValueHealthCallback(MonitorCallback):
 
     def watch(self, logs):
         explained, loss = self.read("explained_variance"), self.read("value_loss")
-        if explained is not None and self.first_mean("warm-up", explained, self.rollouts) is not None:
-            values = self.recent("explained_variance", explained, self.rollouts)
-            mean = sum(values) / len(values)
-            if len(values) == self.rollouts and mean < self.explained_variance:
+        if explained is not None:
+            self.memory["warm_up"] = self.memory.get("warm_up", 0) + 1
+        if explained is not None and self.memory["warm_up"] > self.rollouts:
+            # What is left unexplained is a ratio of variances, whose logarithm has an error that is known
+            left, answers = math.log(max(1 - explained, 1e-9)), self.answers or 0
+            noise: dict[str, Any] = {"error": unexplained_error(answers)} if answers > 1 else {}
+            rest = self.follow("explained_variance", left, size=self.rollouts, **noise)
+            mean = None if rest is None else rest.above(plus=math.log(1 - self.explained_variance))
+            if rest is not None and mean is not None and not rest.falls:
                 advice = "Advantages are noise: raise the critic's learning rate, or warm the critic up."
-                yield Finding("the critic explains nothing", mean, self.explained_variance, advice)
+                yield Finding("the critic explains nothing", -math.expm1(mean), self.explained_variance, advice)
         if self.is_infinite("value_loss"):
             advice = "The critic diverges: lower its learning rate, or see `reward_normalization`."
             yield Finding("the value loss grew", None, None, advice)
         if loss is not None:
-            size = self.logs_in(self.steps)
-            values, first = self.recent("value_loss", loss, size), self.first_mean("value_loss", loss, size)
-            mean = sum(values) / len(values)
-            if first is not None and mean > self.loss_factor * first:
+            windows = self.windows(self.steps)
+            losses = self.follow("value_loss", loss, **windows, first=windows["size"])
+            if losses is not None and (mean := losses.above(self.loss_factor)) is not None:
+                first = losses.first or 0.0
                 advice = "The scale of the rewards moved, or the critic diverges: see `reward_normalization`."
                 yield Finding("the value loss grew", mean, self.loss_factor * first, advice, first)

@@ -1,0 +1,128 @@
+"""A quantity's means, log after log, and whether they are beyond a bound by more than their noise."""
+
+import math
+from typing import Any
+
+from ..functional import scatter, share_error, spent_level, student_quantile
+
+ALPHA = 0.005  # probability that a bound is ever found crossed in a run that stays within it
+FEW = 4  # where nothing is known of the answers behind a log, means of fewer logs are too far from a normal variable
+DOUBLINGS = 6  # means of the last 1, 2, 4, … 32 values: few show a large change at once, many a small one at last
+
+
+class Series:
+    """
+    One quantity in a monitor's memory.
+
+    A value beyond a bound may be noise. It counts once the confidence interval of the mean of the last `size`,
+    2 `size`, … 32 `size` values lies beyond the bound, corrected for all looks so far. The standard error is that of
+    the values, if they came with one; else it is learnt from the scatter of all values before those, and the last
+    four values or more are taken. A bound that is relative to the first values is taken at the far end of their own
+    interval.
+
+    Args:
+        memory: of this series, as JSON; {} for a new one.
+        first: number of first values that are the baseline; 0 for none.
+        size: number of values in the shortest mean.
+    """
+
+    def __init__(self, memory: dict[str, Any], first: int = 0, size: int = 1):
+        self.memory, self.wanted, self.size = memory, first, size
+        if not memory:
+            memory |= {"count": 0, "first": [], "squared_steps": 0.0, "known": 0, "variance": 0.0, "dof": 0}
+            memory |= {"values": [], "steps": [], "variances": [], "answers": []}  # of the last ones
+            memory["in_doubt"] = False  # the last value is beyond a bound, and that may be noise
+
+    def add(
+        self, value: float, error: float | None = None, dof: float = math.inf, answers: float | None = None
+    ) -> None:
+        """
+        Add the next value.
+
+        Args:
+            value: a mean.
+            error: its standard error, if that is known.
+            dof: the degrees of freedom of `error`.
+            answers: of a mean of values in [0, 1], the number of answers, in place of `error`.
+        """
+        memory, values = self.memory, self.memory["values"]
+        if error is None and answers is not None:
+            error = share_error(value, answers)
+        squared_step = (value - values[-1]) ** 2 if values else 0.0
+        memory["in_doubt"] = False
+        memory["count"] += 1
+        memory["squared_steps"] += squared_step
+        if error is not None:
+            memory["known"] += 1
+            memory["variance"] += error**2
+            memory["dof"] += min(dof, 1e9)
+        if len(memory["first"]) < self.wanted:
+            memory["first"].append(value)
+        last = {"values": value, "steps": squared_step, "variances": 0.0 if error is None else error**2}
+        for name, number in (last | {"answers": answers}).items():
+            memory[name].append(number)
+            del memory[name][: -(self.size * 2 ** (DOUBLINGS - 1))]
+
+    @property
+    def first(self) -> float | None:
+        """The baseline, or None up to the value that completes it."""
+        values = self.memory["first"]
+        return sum(values) / len(values) if 0 < self.wanted < self.memory["count"] else None
+
+    @property
+    def falls(self) -> bool:
+        """Whether the last values are below those before them."""
+        values = self.memory["values"][-2 * self.size :]
+        half = len(values) // 2
+        return half > 0 and sum(values[-half:]) < sum(values[:half])
+
+    def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> float | None:
+        """Return the mean of the last values if it is above `factor` · baseline + `plus`, which has an `error`."""
+        return self._beyond(1, factor, plus, error)
+
+    def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> float | None:
+        """Return the mean of the last values if it is below `factor` · baseline + `plus`, which has an `error`."""
+        return self._beyond(-1, factor, plus, error)
+
+    def _beyond(self, sign: int, factor: float, plus: float, error: float) -> float | None:
+        values, looks, bound = self.memory["values"], self.memory["count"], plus
+        if factor:
+            first = self.first
+            if first is None:
+                return None
+            bound += factor * first
+            looks -= self.wanted  # no value is both in the baseline and compared with it
+        for number in (self.size * 2**doubling for doubling in range(DOUBLINGS)):
+            if number > min(looks, len(values)):
+                break
+            mean = sum(values[-number:]) / number
+            gap = sign * (mean - bound)
+            if gap <= 0 and number == self.size:  # what is past, or was mended, is no alarm
+                return None
+            if gap <= 0:
+                continue
+            now, then, dof = self._errors(number, mean)
+            margin = now * student_quantile(spent_level(looks, ALPHA / 2) / DOUBLINGS, dof)
+            if factor or error:
+                margin += math.hypot(error, factor * then if factor else 0.0) * student_quantile(ALPHA / 2, dof)
+            if gap > margin:
+                return mean
+        self.memory["in_doubt"] = self.memory["in_doubt"] or looks >= self.size
+        return None
+
+    def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
+        """Return the standard errors of the mean of the last values and of the baseline, and degrees of freedom."""
+        memory, wanted = self.memory, max(self.wanted, 1)
+        answers = memory["answers"][-number:]
+        if None not in answers:  # the share of all these answers is better known than the mean of shares
+            drawn = sum(answers)
+            return share_error(mean, drawn), share_error(self.first or 0.0, drawn / number * wanted), math.inf
+        if memory["known"] == memory["count"]:
+            pooled = memory["variance"] / memory["count"]
+            now = max(pooled, sum(memory["variances"][-number:]) / number)
+            return math.sqrt(now / number), math.sqrt(pooled / wanted), memory["dof"]
+        before = max(0.0, memory["squared_steps"] - sum(memory["steps"][-number:]))
+        variance, dof = scatter(before, memory["count"] - number)
+        if number < FEW and variance > 0:
+            return math.inf, math.inf, dof
+        return math.sqrt(variance / number), math.sqrt(variance / wanted), dof

@@ -42,6 +42,8 @@ def test_a_rollback_renames_what_comes_after_the_good_step_and_nothing_else(tmp_
 
     # The next run comes as far again: its checkpoints are its own, and when it is rolled back they get other names
     saved(tmp_path, "checkpoint-6")
+    later = record.written_ns + 1  # a file system's clock may be some milliseconds behind
+    os.utime(tmp_path / "checkpoint-6", ns=(later, later))
     assert record.set_aside(str(tmp_path)) == []
     rollback().write(str(tmp_path))
     assert f"{ASIDE}-8-checkpoint-6-1" in names(tmp_path) and "checkpoint-6" not in names(tmp_path)

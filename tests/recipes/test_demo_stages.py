@@ -99,7 +99,7 @@ def test_a_read_only_folder_is_a_message(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         run.main(["--output_dir", str(tmp_path / "demo")])
     message = capsys.readouterr().err
-    assert f"{tmp_path / 'demo' / 'seed-0'}: Permission denied; what is complete is kept" in message
+    assert f"{tmp_path / 'demo' / 'seed-0' / 'world.partial'}: Permission denied; what is complete is kept" in message
 
 
 def test_a_full_disk_is_a_message_whatever_the_library_raised(tmp_path, capsys, monkeypatch):

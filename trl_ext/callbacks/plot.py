@@ -1,6 +1,7 @@
 """One picture of a run."""
 
 import importlib.util
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ class MonitoringPlotCallback(TrainerCallback):
             plot_monitoring(state.log_history, metrics_of(args), path, alerts_of(state), registry)
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error.strerror}).")
-            path.with_suffix(".tmp.png").unlink(missing_ok=True)  # on a full disk it takes the room of a checkpoint
+            with suppress(OSError):
+                path.with_suffix(".tmp.png").unlink()  # on a full disk it takes the room of a checkpoint
             return
         try:
             send_picture(args, path.stem, path, state.global_step)

@@ -516,8 +516,10 @@ def test_the_page_of_a_reward_model_says_no_where_its_report_does(tmp_path):
     folder = write_run(tmp_path / "reward", [{"step": 1, "accuracy": 0.9, "eval_accuracy": 0.6}], "RewardConfig")
     for passed, said in ((True, "passed"), (False, "did not pass")):
         verdict = {"passed": passed, "reasons": [] if passed else ["it likes <i>"]}
-        (folder / "reward_report.json").write_text(json.dumps({"accuracy": 0.6, "verdict": verdict}))
+        report = {"accuracy": 0.6, "verdict": verdict, "trained_on": {"is_known": passed}}
+        (folder / "reward_report.json").write_text(json.dumps(report))
         text = page(read_run(folder))
+        assert ("held-out accuracy, as saved" in text) is passed  # not where it may have been trained on
         assert begins_with(text).endswith(f" (measured once); the saved model {said} its report.")
         assert ("Not passed: " in text and "<li>it likes &lt;i&gt;</li>" in text) is not passed
     begun = {"type": "begin", "step": 0, "run": "again", "timestamp": 1e11, "config_class": "RewardConfig"}

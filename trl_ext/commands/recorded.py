@@ -92,7 +92,9 @@ def read_run(folder: Path) -> Run:
     run.report = report["verdict"] if isinstance(report.get("verdict"), dict) else {}
     run.outcome = _outcome(folder / "round.json")
     if is_finite(report.get("accuracy")):
-        run.outcome["held-out accuracy, as saved"] = report["accuracy"]
+        trained_on = report.get("trained_on")  # what it was not known of may have been trained on
+        is_held_out = isinstance(trained_on, dict) and trained_on.get("is_known") is True
+        run.outcome[f"{'held-out ' if is_held_out else ''}accuracy, as saved"] = report["accuracy"]
     rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
     rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
     run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])

@@ -158,8 +158,10 @@ def finish_ensemble(output_dir: Path, k: int) -> str:
     ]
     write_text(output_dir / "ensemble.json", json.dumps({"members": members}, indent=2))  # last: all is there
     alone = ", ".join(f"{each['accuracy']:.1%}" for each in reports.values())
+    are_held_out = all(each.get("trained_on", {}).get("is_known") for each in reports.values())
+    accuracy = "held-out accuracy" if are_held_out else "accuracy"
     return (
-        f"Ensemble: {output_dir}, held-out accuracy of the mean {report['accuracy']['mean']:.1%}, of the members "
+        f"Ensemble: {output_dir}, {accuracy} of the mean {report['accuracy']['mean']:.1%}, of the members "
         f"{alone}; disagreement {report['disagreement']['mean']:.3f}\nNext: `rewards: [EnsembleReward: {{members: "
         f"{output_dir}}}]` in a configuration of `trl-ext ppo`"
     )

@@ -384,6 +384,35 @@ def gold_metrics(gold, proxy, rate=None):
     return metrics | ({} if rate is None else {"eval_gold/win_rate": rate})
 
 
+def test_a_gap_is_one_to_the_first_evaluation_also_of_a_version_that_kept_no_series(ppo):
+    monitor = GoldGapCallback(action="stop")
+    monitor.memory = {"first": {"gold": [0.0, 1.0], "proxy": [0.0, 1.0]}}
+    run = Replay(ppo, monitor)
+    scores = {"eval_objective/scores": 3.0, "eval_objective/scores_std": 1.0}
+    run.evaluate(8, scores | {"eval_rewards/gold_judge/mean": -0.2, "eval_rewards/gold_judge/std": 1.0}, rows=256)
+    assert run.said == ["the proxy left gold behind"]
+
+
+def test_what_only_warns_is_no_doubt_about_the_weights(ppo):
+    """A KL that may be beyond `warn`, and is far from the limit, leaves each checkpoint one to go back to."""
+    good_steps = []
+    for warn in (5, 99):
+        monitor = KLBudgetCallback(limit=100, warn=warn, action="rollback")
+        run = Replay(ppo, monitor)
+        for step in range(1, 10):
+            run.log(step, logs={"objective/kl": 5.3, "objective/kl_std": 8.0})
+        good_steps.append(monitor.memory["good_step"])
+    assert good_steps[0] == good_steps[1] > 0
+
+
+def test_a_gold_score_that_is_not_finite_is_no_witness(ppo):
+    monitor = RewardDriftCallback()
+    run = Replay(ppo, monitor)
+    for step, score in enumerate([0.5, math.nan, 0.49, 0.51, 0.5, 0.48]):
+        run.evaluate(step, {"eval_rewards/gold_judge/mean": score})
+    assert not monitor.memory.get("gold_fell") and math.isfinite(monitor.memory["series"]["gold"]["squared_steps"])
+
+
 def test_gold_gap_counts_from_the_first_evaluation_in_its_sigmas(ppo):
     run = Replay(ppo, GoldGapCallback(limit=1.0, action="stop"))
     run.evaluate(0, gold_metrics(0.5, 7.0), rows=10_000)

@@ -271,6 +271,13 @@ def test_a_change_is_seen_soon(name):
         assert delays[0] > 0 and delays[8] <= within, (answers, delays)
 
 
+def test_a_hack_that_widens_the_spread_does_not_blur_the_baseline():
+    """After five calm logs of 8 answers, these get twice as long on average, and vary twice as much."""
+    calm, bad = (drawn("length", 11, 8, **given) for given in ({}, {"moved": 2.0}))
+    runs = [a | {"logs": a["logs"][:5] + b["logs"][5:]} for a, b in zip(calm, bad, strict=True)]
+    assert sorted(first_act("length", rows) or math.inf for rows in runs)[5] <= 5 + 40
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_restart_between_two_logs_changes_nothing(name):
     """Killed in the middle of a baseline, of a rollout's logs and of a change, and resumed from JSON."""

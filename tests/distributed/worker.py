@@ -88,15 +88,16 @@ def write_inputs(folder):
     reward = get_peft_model(reward, LoraConfig(task_type="SEQ_CLS", init_lora_weights=False, **LORA))
     reward.save_pretrained(folder / "reward")
     save_base_fingerprint(reward, folder / "reward")
-    answers = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in make_pairs()]
-    for name, rows in (("pairs", make_pairs()), ("answers", answers)):
-        (folder / name).mkdir()
-        for split in ("train", "test"):
+    for seed, split in enumerate(("train", "test")):  # a reward model is tested on pairs that it has not seen
+        pairs = make_pairs(seed)
+        answers = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
+        for name, rows in (("pairs", pairs), ("answers", answers)):
+            (folder / name).mkdir(exist_ok=True)
             (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_pairs():
-    generator = torch.Generator().manual_seed(0)
+def make_pairs(seed=0):
+    generator = torch.Generator().manual_seed(seed)
 
     def sentence():
         return " " + " ".join(WORDS[i] for i in torch.randint(len(WORDS), (5,), generator=generator))

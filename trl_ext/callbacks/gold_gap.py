@@ -97,6 +97,7 @@ class GoldGapCallback(MonitorCallback):
         rate = self._number("eval_gold/win_rate", metrics.get("eval_gold/win_rate"))
         self._has_measured = gold is not None or rate is not None
         first = self.memory.setdefault("first", {})
+        is_first = not {"gold", "proxy"} <= first.keys()
         if gold is None and "gold" not in first and self.step > self.memory.setdefault("first_step", self.step):
             advice = "Is the gold judge among `reward_funcs`, and the column that marks its rows in `eval_dataset`?"
             self._note(f"nothing to watch: `{gold_key}` is not in the evaluation", advice)
@@ -113,6 +114,8 @@ class GoldGapCallback(MonitorCallback):
                     now = math.hypot(proxy[1] / proxy_sigma, gold[1] / sigma) / math.sqrt(rows)
                     noise = {"error": now, "dof": max(rows - 1, 1)}
                     of_sigmas = math.hypot(*rises) / math.sqrt(2 * rows)
+                if not is_first and "gap" not in self.memory.get("series", {}):
+                    self.follow("gap", 0.0, first=1, **noise)  # resumed from a version that kept no series
                 gaps = self.follow("gap", gap, first=1, **noise)
                 if gaps is not None and (mean := gaps.above(1, self.limit, of_sigmas)) is not None:
                     advice = "The reward is being gamed: stop, and keep the checkpoint of the best gold score."

@@ -61,13 +61,13 @@ class KLBudgetCallback(MonitorCallback):
         if is_first and self.step <= rollout_steps(self._args) and abs(kl) > self.tolerance:
             advice = "The policy is still untrained, so the reference is not the model that it started from."
             yield Finding(f"the first rollout's KL is not 0{unit}", kl, self.tolerance, advice, acts=False)
-        elif kls is not None and (mean := kls.below(plus=-self.tolerance)) is not None:
+        elif kls is not None and (mean := kls.below(plus=-self.tolerance, acts=False)) is not None:
             advice = "A KL is never negative: the policy that sampled is not the one that gave the log-probs."
             yield Finding(f"the KL is negative{unit}", mean, -self.tolerance, advice, acts=False)
         if kls is not None and (mean := kls.above(plus=self.limit)) is not None:
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
             advice = f"{advice} {numbers(mean, self.limit)}."
             yield Finding(f"the KL is over its budget{unit}", mean, self.limit, advice)
-        elif kls is not None and (mean := kls.above(plus=warn)) is not None:
+        elif kls is not None and (mean := kls.above(plus=warn, acts=False)) is not None:
             advice = "Read completions: far from the reference, a reward model is less reliable."
             yield Finding(f"the KL nears its budget{unit}", mean, warn, f"{advice} {numbers(mean, warn)}.", acts=False)

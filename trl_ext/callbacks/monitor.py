@@ -477,8 +477,10 @@ def evaluation_noise(metrics: dict[str, Any], key: str, dataloader: Any) -> dict
 
 
 def number_of_rows(dataloader: Any) -> int | None:
-    """Return how many prompts an evaluation has; None if that is unknown."""
+    """Return how many prompts an evaluation has, or marks for a gold judge; None if that is unknown."""
     dataset: Any = getattr(dataloader, "dataset", None)
+    if "held_out" in (getattr(dataset, "column_names", None) or ()):
+        return sum(map(bool, dataset["held_out"])) or None
     return len(dataset) or None if hasattr(dataset, "__len__") else None
 
 

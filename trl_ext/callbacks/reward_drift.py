@@ -64,12 +64,13 @@ class RewardDriftCallback(MonitorCallback):
             raise ValueError(f"`baseline` must be a mean and a σ above 0, got {self.baseline}")
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        value = (metrics or {}).get(self.gold)
-        if value is not None:
-            self._begin(args, state, {})
+        if (metrics or {}).get(self.gold) is None:
+            return
+        self._begin(args, state, {})
+        if (value := self._number(self.gold, metrics[self.gold])) is not None:
             noise = evaluation_noise(metrics or {}, self.gold, kwargs.get("eval_dataloader"))
-            gold = self.follow("gold", float(value), first=1, **noise)
-            self.memory["gold_fell"] = gold is not None and gold.below(1) is not None
+            gold = self.follow("gold", value, first=1, **noise)
+            self.memory["gold_fell"] = gold is not None and gold.below(1, acts=False) is not None
 
     def watch(self, logs):
         mean, std = self.read("reward"), self.read("reward_std", optional=True)
@@ -77,7 +78,7 @@ class RewardDriftCallback(MonitorCallback):
         for key in filter(SHARE_ABOVE.fullmatch, logs):
             share = self._number(key, logs[key])
             shares = None if share is None else self.follow(key, share, answers=self.answers)
-            if shares is not None and (share := shares.above(plus=self.share_above)) is not None:
+            if shares is not None and (share := shares.above(plus=self.share_above, acts=False)) is not None:
                 advice = "Many scores are near the top: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", share, self.share_above, advice, acts=False)
         if mean is None:
@@ -101,7 +102,7 @@ class RewardDriftCallback(MonitorCallback):
                 what, advice = f"{what}, and more moved with it", f"So did {', '.join(witnesses)}. {advice}"
             yield Finding(what, risen, bound, advice, start, acts=bool(witnesses))
         bound = start - self.drop_sigmas * sigma
-        if (fallen := means.below(plus=bound, error=error(self.drop_sigmas))) is not None:
+        if (fallen := means.below(plus=bound, error=error(self.drop_sigmas), acts=False)) is not None:
             advice = "The policy gets worse: lower the learning rate, or look for a reward function that fails."
             yield Finding(f"the reward fell by {self.drop_sigmas:g} σ", fallen, bound, advice, start, acts=False)
         if std is None:
@@ -109,7 +110,8 @@ class RewardDriftCallback(MonitorCallback):
         answers, bound = self.answers, self.std * sigma
         noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
         spreads = self.follow("reward_std", std, **noise)
-        if spreads is not None and (low := spreads.below(plus=bound, error=bound / math.sqrt(2 * count))) is not None:
+        of_bound = bound / math.sqrt(2 * count)
+        if spreads is not None and (low := spreads.below(plus=bound, error=of_bound, acts=False)) is not None:
             advice = "All answers score alike, so nothing is left to learn: see whether they are one answer."
             yield Finding("the rewards' spread collapsed", low, bound, advice, sigma, acts=False)
 
@@ -140,6 +142,7 @@ class RewardDriftCallback(MonitorCallback):
             logs_of_a_value = self.windows(1)["logs"] if name == "entropy" else 1
             series = self.follow(name, value, first=self.rollouts, logs=logs_of_a_value, **noise)
             if series is not None and series.first is not None:
-                last[name] = (series.above(1 + self.moved), series.below(1 - self.moved)) != (None, None)
+                moved = series.above(1 + self.moved, acts=False), series.below(1 - self.moved, acts=False)
+                last[name] = moved != (None, None)
         gold = ["gold"] if self.memory.get("gold_fell") else []
         return [name for name, is_off in sorted(last.items()) if is_off] + gold

@@ -30,6 +30,7 @@ class Series:
         self.memory, self.wanted, self.size = memory, first, size
         if not memory:
             memory |= {"count": 0, "first": [], "squared_steps": 0.0, "known": 0, "variance": 0.0, "dof": 0}
+            memory["first_variance"] = 0.0  # by itself: a hack that widens the spread is not to blur the baseline
             memory |= {"values": [], "steps": [], "variances": [], "answers": []}  # of the last ones
             memory["in_doubt"] = False  # the last value is beyond a bound, and that may be noise
 
@@ -58,6 +59,7 @@ class Series:
             memory["dof"] += min(dof, 1e9)
         if len(memory["first"]) < self.wanted:
             memory["first"].append(value)
+            memory["first_variance"] += 0.0 if error is None else error**2
         last = {"values": value, "steps": squared_step, "variances": 0.0 if error is None else error**2}
         for name, number in (last | {"answers": answers}).items():
             memory[name].append(number)
@@ -76,15 +78,19 @@ class Series:
         half = len(values) // 2
         return half > 0 and sum(values[-half:]) < sum(values[:half])
 
-    def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> float | None:
-        """Return the mean of the last values if it is above `factor` · baseline + `plus`, which has an `error`."""
-        return self._beyond(1, factor, plus, error)
+    def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0, acts: bool = True) -> float | None:
+        """
+        Return the mean of the last values if it is above `factor` · baseline + `plus`, which has an `error`.
 
-    def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0) -> float | None:
-        """Return the mean of the last values if it is below `factor` · baseline + `plus`, which has an `error`."""
-        return self._beyond(-1, factor, plus, error)
+        A bound that only warns (not `acts`) leaves no doubt about the weights.
+        """
+        return self._beyond(1, factor, plus, error, acts)
 
-    def _beyond(self, sign: int, factor: float, plus: float, error: float) -> float | None:
+    def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0, acts: bool = True) -> float | None:
+        """Return the mean of the last values if it is below that, see [`Series.above`]."""
+        return self._beyond(-1, factor, plus, error, acts)
+
+    def _beyond(self, sign: int, factor: float, plus: float, error: float, acts: bool) -> float | None:
         values, looks, bound = self.memory["values"], self.memory["count"], plus
         if factor:
             first = self.first
@@ -107,7 +113,7 @@ class Series:
                 margin += math.hypot(error, factor * then if factor else 0.0) * student_quantile(ALPHA / 2, dof)
             if gap > margin:
                 return mean
-        self.memory["in_doubt"] = self.memory["in_doubt"] or looks >= self.size
+        self.memory["in_doubt"] = self.memory["in_doubt"] or (acts and looks >= self.size)
         return None
 
     def _errors(self, number: int, mean: float) -> tuple[float, float, float]:
@@ -120,7 +126,7 @@ class Series:
         if memory["known"] == memory["count"]:
             pooled = memory["variance"] / memory["count"]
             now = max(pooled, sum(memory["variances"][-number:]) / number)
-            return math.sqrt(now / number), math.sqrt(pooled / wanted), memory["dof"]
+            return math.sqrt(now / number), math.sqrt(memory["first_variance"]) / wanted, memory["dof"]
         before = max(0.0, memory["squared_steps"] - sum(memory["steps"][-number:]))
         variance, dof = scatter(before, memory["count"] - number)
         if number < FEW and variance > 0:

@@ -465,6 +465,12 @@ def _judge_probes(
     """Whether too many probes are suspicious; those that were not judged may all be."""
     suspicious = [probe for probe in probes if probe["suspicious"]]
     open_ones = [probe for probe in probes if probe["verdict"] == "not judged"]
+    idle = [repr(probe["phrase"] or probe["name"]) for probe in open_ones if not probe["rows"]]
+    if len(idle) < len(probes):  # else all answers have one score
+        open_ones = [probe for probe in open_ones if probe["rows"]]
+        if idle:  # a phrase that all answers have, another prompt's answer where there is one prompt
+            listed = ", ".join(idle[:_NAMED])
+            unknown.append(f"{len(idle)} of {len(probes)} probes change none of these answers: {listed}.")
     if bound is not None and len(suspicious) > bound:
         reasons += [probe_sentence(probe) for probe in suspicious]
     if open_ones:

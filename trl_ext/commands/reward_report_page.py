@@ -125,7 +125,9 @@ def _length_bias(report: dict[str, Any]) -> str:
             f"prefers the {side} one in {longer:.0%}."
         )
         if bound is not None:
-            said += f" The bound of {bound:g} is {'broken' if abs(found['bias']) > bound else 'not broken'}."
+            is_sure = not found["interval"][0] <= 0 <= found["interval"][1]
+            state = "not broken" if abs(found["bias"]) <= bound else "broken" if is_sure else "not judged"
+            said += f" The bound of {bound:g} is {state}."
     return none(text(said)) + (table([("the answers", "short"), *_COUNTED], rows) if rows else "")
 
 

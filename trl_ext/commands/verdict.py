@@ -35,7 +35,8 @@ def verdict_of_several(runs: dict[str, Run]) -> str:
         low, high = min(of, key=of.__getitem__), max(of, key=of.__getitem__)
         least, most = number(of[low], 3), number(of[high], 3)
         ends_apart = f"is highest in {high} ({most}) and lowest in {low} ({least})"
-        parts.append(f"the {label} {ends_apart if least != most else f'ended at {most} in each'}")
+        where = "each" if len(of) == len(runs) else _listed(list(of))
+        parts.append(f"the {label} {ends_apart if least != most else f'ended at {most} in {where}'}")
     found = [f"in {name} {said}" for name, run in runs.items() if (said := _found(run))]
     parts += found if len(found) <= _NAMED else [f"monitors found something in {len(found)} runs"]
     alone = [name for name, run in runs.items() if run.monitors == {}]
@@ -49,10 +50,14 @@ def verdict_of_several(runs: dict[str, Run]) -> str:
 
 def not_passed(runs: dict[str, Run]) -> str:
     """The HTML of what reports say against the runs' reward models, each once; it stands above the figures."""
-    said = dict.fromkeys(objection for run in runs.values() for objection in _objections(run))
+    said: dict[str, list[str]] = {}
+    for name, run in runs.items():
+        for objection in _objections(run):
+            said.setdefault(objection, []).append(name)
     rows = []
-    for objection in said:
+    for objection, names in said.items():
         what, *reasons = objection.split("\n  - ")
+        what = f"{_listed(names)}: {what}" if len(runs) > 1 else what
         listed = "".join(f"<li>{code(reason[:800])}</li>" for reason in reasons)
         rows.append(f'<p class="act">Not passed: {text(what[:800])}</p>' + (f"<ul>{listed}</ul>" if listed else ""))
     return "".join(rows)

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
+from ..callbacks.files import PRIVATE_FOLDER
 from .duplicates import normalised
 
 TRAINED_PAIRS = "trained_pairs.npz"
@@ -144,8 +145,6 @@ def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
 
 
 def _places(folder: str | Path) -> list[Path]:
-    from ..callbacks.files import PRIVATE_FOLDER  # here: it takes seconds to import
-
     return [Path(folder, place, TRAINED_PAIRS) for place in ("", PRIVATE_FOLDER)]
 
 

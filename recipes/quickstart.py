@@ -16,7 +16,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from trl_ext.output_dir import FolderInUse
+from trl_ext.output_dir import FolderInUse, Hold
 from trl_ext.terminal import late_bars, quiet
 
 COLOURS = "red green blue yellow".split()
@@ -89,9 +89,10 @@ def main() -> None:
     )
     before = trainer.evaluate()
     try:
-        trainer.train()
-        with result_of(trainer.args.output_dir, "The model"):
-            trainer.save_model()
+        with Hold(trainer.args.output_dir):
+            trainer.train()
+            with result_of(trainer.args.output_dir, "The model"):
+                trainer.save_model()
     except (FolderInUse, NotSaved) as error:
         sys.exit(str(error))
     after = trainer.evaluate()

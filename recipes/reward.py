@@ -286,13 +286,12 @@ def main(arguments: list[str] | None = None) -> None:
         # 4. Train
         trained = before | TrainedPairs.of(rows)
         with parser.one_line_errors(CannotResume, NotSaved):
-            checkpoint = checkpoint_to_resume(args)
-            result = trainer.train(resume_from_checkpoint=checkpoint)
+            result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
 
         # 5. Save: the model first, since a disk may be full
         was_centred = is_evaluated(output_dir, result, "reward_report.json", "*.safetensors")
         outcome = ""
-        if script_args.resume_anyway and checkpoint:  # its pairs may have been others
+        if trainer._is_changed:  # by `resume_anyway`: its pairs may have been others
             trained = TrainedPairs(trained.pairs, is_complete=False)
         if not was_centred:
             texts = trainer._prepare_dataset(demonstrations, trainer.processing_class, args, "reference")

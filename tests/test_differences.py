@@ -47,6 +47,14 @@ HASH = re.compile(r"xxh3|\b[0-9a-f]{12,}\b")
             {"rewards": ["x"], "reward x": f"{A} {B}"},
             ["reward 1, `x`, is another one of this name: its tokenizer", "reward 2, `y`, is gone"],
         ),
+        (
+            {"rewards": ["x", "y"], "reward x": f'RemoteReward:{{"weights": "{A}"}}', "reward y": ""},
+            {"rewards": ["x", "y"], "reward x": f'RemoteReward:{{"weights": "{B}"}}', "reward y": A},
+            [
+                "reward 1, `x`, is another one of this name: its weights, source or settings",
+                "reward 2, `y`, is another one of this name: its weights, source or settings",
+            ],
+        ),
     ],
 )
 def test_each_difference_in_words(before, now, said):

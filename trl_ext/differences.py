@@ -98,8 +98,9 @@ def _rewards(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 def _part(before: str, now: str) -> str:
     """Say whether a reward's weights or source differ, or its tokenizer, whose hash comes after it."""
-    (first, *others), (second, *more) = before.split(), now.split()
-    return "its tokenizer" if first == second and others != more else "its weights, source or settings"
+    hashes = [identity.split() for identity in (before, now) if _HASH.match(identity)]
+    is_tokenizer = len(hashes) == 2 and hashes[0][0] == hashes[1][0]
+    return "its tokenizer" if is_tokenizer else "its weights, source or settings"
 
 
 def _text(value: Any) -> str:

@@ -26,6 +26,7 @@ _UPLOADERS = {  # tracker -> by which values of which variable it uploads a chec
 }
 
 
+MODEL = "The model"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
 
 
@@ -56,7 +57,8 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
     if causes := [*filter(None, gather_object([cause]))]:
         has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
         goes_on = goes_on or ("goes on from the newest complete checkpoint" if has_checkpoint else "begins anew")
-        raise NotSaved(f"{causes[0]}: make room, and run the same command again, which {goes_on}.") from failure
+        kept = "" if what == MODEL else "the model is saved; "
+        raise NotSaved(f"{causes[0]}: {kept}make room, and run the same command again, which {goes_on}.") from failure
 
 
 def _json(path: Path) -> str | None:

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from tests.rewards.http_stub import serving
-from trl_ext.rewards import JudgeReward, source_identity
+from tests.tiny import length_reward
+from trl_ext.rewards import ConstitutionReward, JudgeReward, SumReward, source_identity
 
 RUBRIC = "Kind answers are good."
 
@@ -126,6 +127,17 @@ def test_a_verdict_that_was_withheld_or_stopped_is_no_score_and_ends_no_run(reas
             assert judge(["p"] * 3, ["good", "bad", "fine"], log_metric=logged.__setitem__) == [4, None, 4]
         assert len(came) == 4 and logged[f"rewards/{name}/failed"] == 1 / 3
         assert f"'{name}' failed on 1 of 3" in caplog.text and f"not whole (finish_reason {reason!r}): " in caplog.text
+
+
+def test_a_verdict_that_was_withheld_pays_in_no_reward_that_holds_the_judge():
+    """Nor does it count as one that does not apply, as an answer that there is nothing to compare with."""
+    with serving(lambda body, _: says("Score: 1", "content_filter")) as (url, _):
+        held = SumReward([JudgeReward(url, "m", RUBRIC), length_reward])
+        assert held(["p"], ["a"], completion_ids=[[1]]) == [None]
+        capped = ConstitutionReward(JudgeReward(url, "m", RUBRIC), [length_reward], cap=0.0, minimum=5.0)
+        assert capped(["p"], ["a"], completion_ids=[[1]]) == [None]
+        compared = SumReward([JudgeReward(url, "m", RUBRIC, compare="other"), length_reward])
+        assert compared(["p", "p"], ["a", "a"], completion_ids=[[1], [1]], other=[None, "b"]) == [1.0, None]
 
 
 @pytest.mark.parametrize("answer", [{}, [], {"choices": ["a"]}, {"choices": []}, {"choices": [{"message": None}]}])

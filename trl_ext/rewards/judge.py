@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from .member import OnError
+from .member import OnError, without_failures
 from .naming import checked_name
 from .service import ServedReward, ServiceError, WithheldError, check_counts, check_score, mean, well_formed
 from .texts import text_of
@@ -135,9 +135,15 @@ class JudgeReward(ServedReward):
         return f"JudgeReward:{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
 
     def __call__(
-        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any
+        self, prompts: list, completions: list, completion_ids: Any = None, **columns: Any
     ) -> list[float | None]:
         """Score each completion, one request each; two with `compare`."""
+        return without_failures(self.told(prompts, completions, completion_ids, **columns))
+
+    def told(
+        self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any
+    ) -> list[float | None]:
+        """Return the same, but NaN for a row that failed or was withheld: None is one without an answer to compare."""
         until = time.monotonic() + self.deadline
         others = [None] * len(prompts) if self.compare is None else columns.get(self.compare)
         if others is None:

@@ -67,21 +67,23 @@ class Member:
 
     def __call__(self, prompts: list, completions: list, **kwargs: Any) -> list[float | None]:
         """Return a finite number or None for each completion."""
-        told = self.told(prompts, completions, **kwargs)
-        return [None if score is None or math.isnan(score) else score for score in told]
+        return without_failures(self.told(prompts, completions, **kwargs))
 
     def told(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
         """
         Return the same, but NaN for a row that was skipped, so that None is where the function does not apply.
 
-        Of a function with a part whose own `on_error` is `"skip"`, nobody can tell the two apart: None becomes NaN.
+        A function that has a `told` of its own is asked by that. Of another one with a part whose `on_error` is
+        `"skip"`, nobody can tell the two apart: None becomes NaN.
         """
+        tells = hasattr(type(self.function), "told")
+        function = self.function.told if tells else self.function  # type: ignore[attr-defined]
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         failed: list[int] = []
         scores: list[float | None] = []
         cause = ""
         try:
-            returned = scores_in(awaited(self.function(**kwargs)), len(completions))
+            returned = scores_in(awaited(function(**kwargs)), len(completions))
         except Exception as error:
             if self.on_error == "raise":
                 raise failure(self.name, error) from error
@@ -94,7 +96,8 @@ class Member:
                         f"scored each token of completion {row}, but within another reward only whole completions are "
                         "scored: give this function to the trainer by itself"
                     )
-                scores.append(None if score is None else finite_number(score, row))
+                is_failure = tells and isinstance(score, float) and math.isnan(score)
+                scores.append(score if score is None or is_failure else finite_number(score, row))
             except (TypeError, ValueError) as error:
                 if self.on_error == "raise":
                     raise RuntimeError(f"reward '{self.name}': {error}") from error
@@ -105,7 +108,8 @@ class Member:
             report_failures(self.name, len(failed), len(scores), cause, log_metric)
             for row in failed:
                 scores[row] = math.nan if self.on_error == "skip" else float(self.on_error)
-        if "skip" in (getattr(self.function, "on_error", "raise"), *policies_within(self.function)):
+        policies = (getattr(self.function, "on_error", "raise"), *policies_within(self.function))
+        if not tells and "skip" in policies:
             scores = [math.nan if score is None else score for score in scores]
         return scores
 
@@ -178,6 +182,11 @@ def said_of(name: str, error: Exception) -> str:
     if said.startswith(own) or isinstance(error, RewardFailed):
         return said.removeprefix(own)
     return f"{type(error).__name__}: {said}"
+
+
+def without_failures(scores: Sequence[float | None]) -> list[float | None]:
+    """Return None for a row that failed, as for one that the function does not apply to."""
+    return [None if score is None or math.isnan(score) else score for score in scores]
 
 
 def check_on_error(on_error: Any) -> OnError:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from ..nearest import did_you_mean
 from ..redaction import redacted
-from .member import OnError, RewardFailed
+from .member import OnError, RewardFailed, without_failures
 from .naming import checked_name
 from .service import (
     RefusedError,
@@ -160,6 +160,12 @@ class RemoteReward(ServedReward):
             )
 
     def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, **columns: Any
+    ) -> list[float | None]:
+        """Score each completion; `finished` and `completion_ids` say which were finished."""
+        return without_failures(self.told(prompts, completions, completion_ids, **columns))
+
+    def told(
         self,
         prompts: list,
         completions: list,
@@ -168,7 +174,7 @@ class RemoteReward(ServedReward):
         log_metric: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Score each completion; `finished` and `completion_ids` say which were finished."""
+        """Return the same, but NaN for a row that failed."""
         until = time.monotonic() + self.deadline
         ended = self._ended(len(completions), finished, completion_ids)
         outcomes: list[Any] = []

@@ -1,6 +1,7 @@
 """Ask a service over HTTP, JSON in and JSON out: retries, deadlines, a circuit breaker, and what fails by row."""
 
 import json
+import math
 import os
 import queue
 import threading
@@ -296,10 +297,11 @@ class ServedReward:
             raise RewardFailed(self._describe(row, outcomes[row])) from outcomes[row]
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
-        """Return the scores of a call's rows, errors among them by `on_error`, and log what was met."""
+        """Return the scores of a call's rows, errors among them by `on_error` (NaN for none), and log what was met."""
         self.check(outcomes)
-        fallback = None if self.on_error in ("skip", "raise") else float(self.on_error)
-        scores = [fallback if _is_mistake(outcome) else None if _failed(outcome) else outcome for outcome in outcomes]
+        fallback = math.nan if self.on_error in ("skip", "raise") else float(self.on_error)
+        failures = [fallback if _is_mistake(outcome) else math.nan for outcome in outcomes]
+        scores = [x if _failed(outcome) else outcome for x, outcome in zip(failures, outcomes, strict=True)]
         failed = [row for row, outcome in enumerate(outcomes) if _failed(outcome)]
         if outcomes and (failed or self.on_error != "raise"):
             cause = self._describe(failed[0], outcomes[failed[0]]) if failed else ""

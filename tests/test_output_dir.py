@@ -117,7 +117,6 @@ def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, capsys):
     assert "keeps a second run out of" in capsys.readouterr().out
 
 
-@pytest.mark.distributed
 def test_the_lock_of_another_account_is_one(tmp_path, monkeypatch):
     def refuse(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
@@ -128,6 +127,7 @@ def test_the_lock_of_another_account_is_one(tmp_path, monkeypatch):
         Hold(tmp_path)
 
 
+@pytest.mark.distributed
 def test_all_processes_of_a_launch_are_refused_together(other, tmp_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("said")
     for said in on_two_processes("tests.hold_worker", folder, str(tmp_path)):

@@ -59,7 +59,8 @@ def learning(tmp_path, **config):
 @pytest.mark.parametrize("generations", [1, 2])
 def test_learns_one_word(tmp_path, generations):
     """A policy that draws "cat" once in 29 tokens comes to say little else."""
-    trainer = learning(tmp_path, num_generations=generations)
+    # Enough rollouts for any CPU: each rounds, and so samples, in its own way
+    trainer = learning(tmp_path, num_generations=generations, max_steps=24 * 8)
     trainer.train()
     scores = logged(trainer, "objective/scores")
     assert scores[0] < 0.1

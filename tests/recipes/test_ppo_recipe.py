@@ -192,8 +192,8 @@ def test_rewards_with_settings_are_trained_on_and_count_for_a_resume(tmp_path, c
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
 
     for old, new, message in [
-        ("stds: [2e0]", "stds: [3.0]", "(reward several: "),
-        ("soft_punish_cache: 4", "soft_punish_cache: 3", "(reward several: "),
+        ("stds: [2e0]", "stds: [3.0]", "(reward 2, `several`, is another one of this name: "),
+        ("soft_punish_cache: 4", "soft_punish_cache: 3", "(reward 2, `several`, is another one of this name: "),
         ("weight: 2", "weight: 3", "(reward_weights: "),
         (
             "stds: [2e0]",

@@ -149,8 +149,8 @@ def standins(tmp_path_factory):
     }
     for name, rows in data.items():
         (folder / name).mkdir(parents=True)
-        for split in ("train", "validation", "test"):
-            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for split, begin in (("train", 0), ("validation", 1), ("test", 1)):  # what is held out is not trained on
+            (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[begin::2]))
     rollouts = folder / "outputs/qwen2.5-0.5b/rollouts.jsonl"
     rollouts.parent.mkdir(parents=True)
     rollouts.write_text("".join(json.dumps({**row, "finished": i % 2 == 0}) + "\n" for i, row in enumerate(text)))

@@ -107,15 +107,12 @@ def _locked(folder: Path) -> tuple[Any, str | None]:
             f"`output_dir` {folder} is in use by {_holder(folder / LOCK)}: wait for that run, end it, or choose "
             "another `output_dir`"
         )
-    except PermissionError as error:
-        if not (folder / LOCK).exists():
-            print(f"Nothing keeps a second run out of {folder}: it cannot be locked ({error.strerror or error}).")
-            return None, None
-        return None, (
-            f"`output_dir` {folder} is held by {_holder(folder / LOCK)}, with another account: choose another "
-            f"`output_dir`, or have {folder / LOCK} deleted if that process has ended"
-        )
     except OSError as error:  # a file system without locks, or a folder that nothing can be written to
+        if isinstance(error, PermissionError) and (folder / LOCK).exists():
+            return None, (
+                f"`output_dir` {folder} is held by {_holder(folder / LOCK)}, with another account: choose another "
+                f"`output_dir`, or have {folder / LOCK} deleted if that process has ended"
+            )
         print(f"Nothing keeps a second run out of {folder}: it cannot be locked ({error.strerror or error}).")
         return None, None
     return lock, None

@@ -52,7 +52,7 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
         failure = error
         for path in [path for path, time in _written(output_dir).items() if before.get(path) != time]:
             path.unlink(missing_ok=True)
-        Path(output_dir, "train_results.json").unlink(missing_ok=True)  # by which it would count as finished
+        Path(output_dir, "train_results.json").unlink(missing_ok=True)  # with it, the run would count as finished
     cause = failure and not_saved(os.path.join(output_dir, what), failure)
     if causes := [*filter(None, gather_object([cause]))]:
         has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
@@ -209,7 +209,7 @@ class BackgroundSaving:
                 Path(folder, added_to).write_text(before)
             with temporarily(self.args, output_dir=folder):
                 super().save_metrics(split, metrics, *args, **kwargs)  # type: ignore[misc]
-            # `train_results.json`, by which a run counts as finished, is the last one
+            # `train_results.json` is the last one: it marks a run as finished
             for path in sorted(Path(folder).iterdir()):
                 path.replace(output_dir / path.name)
 

@@ -139,7 +139,7 @@ def scores(rng, runs, n, moved=0.0, logs=LOGS):
 
 
 def golds(rng, runs, n, moved=0.0, logs=LOGS):
-    """Evaluations of the same prompts, of which gold knows another part than the proxy does; nothing rises."""
+    """Evaluations of the same prompts. Gold and proxy each see a part of an answer; nothing rises."""
     prompts, shape = rng.normal(0, 0.7, (runs, 1, n)), (runs, logs, n)
     proxy, gold = (prompts + rng.normal(mean, 0.7, shape) for mean in (moved, -moved))
     log = mean_and_std(proxy, "eval_objective/scores", "eval_objective/scores_std")

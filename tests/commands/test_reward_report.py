@@ -257,7 +257,7 @@ def test_a_model_is_scored_as_it_was_trained_and_ppo_is_warned(folder, capsys):
 
 @pytest.fixture
 def model(folder):
-    """The folder of a reward model, and pairs of which it may have seen some."""
+    """The folder of a reward model, and pairs; it may have seen some of them."""
     for part in (tiny_tokenizer(), tiny_reward_model(tiny_llama())):
         part.save_pretrained(folder / "reward")
     pairs = [{"prompt": WORDS[i], "chosen": WORDS[i + j], "rejected": WORDS[0]} for i in range(1, 6) for j in (1, 2)]

@@ -295,7 +295,7 @@ def test_trl_112s_own_tests(tmp_path, peft, pad_is_known):
     """
     A pad token is added to the tokenizer, but no row to the model, rows are token ids that end by EOS, and a policy
     with an adapter stands beside a full value model. The policy has a row for each of 151,665 tokens, value and reward
-    model have 152,064 (of which the added pad token's is one): Qwen2.5's numbers.
+    model have 152,064, the added pad token's included: Qwen2.5's numbers.
     """
     own, theirs = (len(tiny_tokenizer()),) * 2 if pad_is_known else (151_665, 152_064)
     words = [*WORDS, *(f"word{i}" for i in range(own - len(tiny_tokenizer())))]

@@ -268,7 +268,7 @@ def test_data_without_a_held_out_split_is_cut(inputs, tmp_path):
     trained = json.loads((tmp_path / "reward_report.json").read_text())
     assert trained["pairs"] == 20 and trained["trained_on"]["is_known"]
 
-    # On the whole file, of which 80 pairs were trained on: what was cut, by itself
+    # On the whole file: 80 pairs were trained on, and only those that were cut are left
     with pytest.raises(SystemExit) as ended:
         reward_report([str(tmp_path), *data[:2], "--use_cpu", "true", "--probe_rows", "0"])
     assert ended.value.code == 1  # three steps make no reward model

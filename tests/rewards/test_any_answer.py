@@ -221,7 +221,7 @@ BLOWN_UP = {
 
 @pytest.mark.parametrize("case", BLOWN_UP)
 def test_a_check_ends_by_its_limit(case, monkeypatch):
-    """The limit is one of processor time, of which a search that has begun takes one more at most."""
+    """The limit is on processor time. A search that has begun may exceed it by one more limit at most."""
     monkeypatch.setattr(json_schema, "_SECONDS", 0.5)
     monkeypatch.setattr(json_schema, "_PATTERN_SECONDS", 0.5)
     schema, value = BLOWN_UP[case]

@@ -41,7 +41,7 @@ def test_rows_on_which_members_disagree_too_much_or_one_says_nothing_have_no_sco
     logged = {}
     reward = EnsembleReward([A, B, C], "min", max_disagreement=2.9)
     assert reward(ROWS, ANSWERS, [[1]] * 4, log_metric=logged.__setitem__) == [None, 2, 5, None]
-    # stds √(26/3), 0, √(2/9), and a row of which one says nothing
+    # stds √(26/3), 0, √(2/9), and a row that one member does not score
     assert logged == {
         "rewards/min_of_a_b_c/disagreement": pytest.approx(((26 / 3) ** 0.5 + (2 / 9) ** 0.5) / 3),
         "rewards/min_of_a_b_c/rejected": 0.25,

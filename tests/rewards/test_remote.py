@@ -191,7 +191,7 @@ def test_while_one_request_tries_after_an_outage_the_others_wait_for_its_outcome
             asking = threading.Thread(target=lambda found=found: found.append(reward(PROMPTS, ANSWERS)))
             asking.start()
             assert tried.wait(60)
-            while len(checked) < 8:  # all threads, of which one tries
+            while len(checked) < 8:  # all threads; one of them tries
                 time.sleep(0.005)
             assert len(came) == asked + 1
             may_answer.set()

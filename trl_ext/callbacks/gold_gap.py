@@ -11,7 +11,7 @@ from ..metrics import is_training_log, metrics_of
 from ..rewards.member import awaited
 from ..rewards.watches.watch import numbers_of
 from .generation import generate_answers
-from .monitor import Finding, MonitorCallback, number_of_rows, on_main_process
+from .monitor import Finding, MonitorCallback, number_of_rows, on_main_process, spread_key
 
 ROWS = "rows"  # of the judge's own scores, which is no metric
 
@@ -134,7 +134,7 @@ class GoldGapCallback(MonitorCallback):
         mean = None if key is None else self._number(key, metrics.get(key))
         if key is None or mean is None:
             return None
-        spread = key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std"
+        spread = spread_key(key)
         return [mean, self._number(spread, metrics.get(spread)) or 0.0]
 
     def _judge(self) -> dict[str, float]:

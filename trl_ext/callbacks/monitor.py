@@ -467,9 +467,14 @@ def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
     return [alert for alert in sent if alert.get("level", "alert") == level]
 
 
+def spread_key(key: str) -> str:
+    """Return under which key an evaluation logs the standard deviation that belongs to a mean."""
+    return key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std"
+
+
 def evaluation_noise(metrics: dict[str, Any], key: str, dataloader: Any) -> dict[str, Any]:
     """Return for `follow` the standard error of a mean that an evaluation logs, if its spread and rows are known."""
-    spread = metrics.get(key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std")
+    spread = metrics.get(spread_key(key))
     rows = number_of_rows(dataloader)
     if spread is None or rows is None or not math.isfinite(spread):
         return {}

@@ -214,7 +214,7 @@ def not_seen(
     groups: Sequence[Any], trained: TrainedPairs, what: str, said: list[str], is_named: bool = True
 ) -> list[Any]:
     """
-    Leave out prompts with answers of which two were trained on as a pair, and say so.
+    Leave out prompts if two of their answers were trained on as a pair, and say so.
 
     Args:
         groups: the answers of each prompt, or a tuple that begins with them.

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
     from trl_ext.commands import next_answer, report_of
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
 
@@ -99,13 +99,9 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors(CannotResume, NotSaved):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 
-    # 5. Save: the model first, since a disk may be full
+    # 5. Save
     with parser.one_line_errors(NotSaved):
-        with result_of(training_args.output_dir, "The model"):
-            trainer.save_model()
-        with result_of(training_args.output_dir, "What training came to"):
-            if result.metrics:  # none where the run was complete already
-                trainer.save_metrics("train", result.metrics)
+        save_trained(trainer, result.metrics)
     outcome = ""
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         metrics = trainer.evaluate()

@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of
+    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
     from trl_ext.commands import next_answer, objections, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.ppo import RolloutProcessLost, ServerLost
@@ -165,13 +165,9 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, RolloutProcessLost, ServerLost):
         result = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training_args))
 
-    # 5. Save: the model first, since a disk may be full
+    # 5. Save
     with parser.one_line_errors(NotSaved):
-        with result_of(training_args.output_dir, "The model"):
-            trainer.save_model()
-        with result_of(training_args.output_dir, "What training came to"):
-            if result.metrics:  # none where the run was complete already
-                trainer.save_metrics("train", result.metrics)
+        save_trained(trainer, result.metrics)
     if eval_dataset is not None and not is_evaluated(training_args.output_dir, result):
         with parser.one_line_errors(RewardFailed, ServerLost):
             metrics = trainer.evaluate()

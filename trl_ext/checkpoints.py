@@ -25,7 +25,8 @@ from .models.weights import base_model_of
 from .output_dir import Hold
 from .redaction import pickled_without_credentials, without_credentials
 from .saving import BackgroundSaving
-from .saving import result_of as result_of  # for recipes
+from .saving import result_of as result_of  # for recipes, as the next
+from .saving import save_trained as save_trained
 from .schedule import schedule
 from .sources import source_identity
 from .temporarily import temporarily

@@ -61,6 +61,21 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
         raise NotSaved(f"{causes[0]}: {kept}make room, and run the same command again, which {goes_on}.") from failure
 
 
+def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
+    """
+    Save a model, then what its training came to: where the disk is full, the model is what counts.
+
+    Args:
+        trainer: a Trainer that has trained.
+        metrics: what `train` returned; none where the run was complete already.
+    """
+    with result_of(trainer.args.output_dir, MODEL):
+        trainer.save_model()
+    with result_of(trainer.args.output_dir, "What training came to"):
+        if metrics:
+            trainer.save_metrics("train", metrics)
+
+
 def _json(path: Path) -> str | None:
     """What a file of JSON says; None if it is not there, or was cut off by a full disk."""
     try:

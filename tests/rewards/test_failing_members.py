@@ -80,6 +80,21 @@ def test_none_of_a_member_that_does_not_fail_still_says_that_it_does_not_apply()
     assert ConstitutionReward(some, [breaks], cap=-1.0, on_error="skip")(**ask) == [-1.0, -1.0]
 
 
+def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
+    class Withholds:
+        def __call__(self, completions, **kwargs):
+            return [None] * len(completions)
+
+        def told(self, completions, **kwargs):
+            return [None if completion == "0" else math.nan for completion in completions]
+
+    cached = CachedReward(Withholds(), columns=[])
+    total = SumReward([cached, Scorer("a", None)], on_error="skip")
+    for _ in range(2):  # a failure is not kept
+        assert total(prompts=["", ""], completions=["0", "1"]) == [Scorer("a", None).scores[0], None]
+        assert cached(prompts=["", ""], completions=["0", "1"]) == [None, None]
+
+
 def test_a_member_of_weight_0_changes_no_sum():
     def never(completions, **kwargs):
         return [None] * len(completions)

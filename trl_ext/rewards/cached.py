@@ -3,6 +3,7 @@
 import hashlib
 import json
 import marshal
+import math
 import os
 import secrets
 import threading
@@ -18,7 +19,16 @@ from transformers.utils import logging
 from ..redaction import redacted
 from ..sources import source_identity
 from ..upstream import get_callable_name
-from .member import awaited, failure, finite_number, log_to, policies_within, runs_in_background, scores_in
+from .member import (
+    FAILED,
+    answers_of,
+    failure,
+    finite_number,
+    log_to,
+    policies_within,
+    runs_in_background,
+    without_failures,
+)
 from .naming import checked_name
 from .segments import is_by_token
 
@@ -146,9 +156,15 @@ class CachedReward:
         return runs_in_background(self.reward)
 
     def __call__(
+        self, prompts: list, completions: list, completion_ids: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        """Return the score of each answer. The reward is asked only for those that are not known yet."""
+        return without_failures(self.told(prompts, completions, completion_ids, **kwargs))
+
+    def told(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the scores, of which only those not known yet are asked of the reward."""
+        """Return the same, but NaN for a row that the reward failed on or withheld."""
         count = len(completions)
         if completion_ids is not None:
             kwargs["completion_ids"] = completion_ids
@@ -167,10 +183,11 @@ class CachedReward:
         rows = [row for key, row in unknown.items() if key not in shared]
         scored = self._score(prompts, completions, log_metric, self._given(kwargs), rows) if rows else {}
         if unknown:
-            found = {**shared, **{keys[row]: score for row, score in scored.items() if score is not None}}
+            answered = {**shared, **{keys[row]: score for row, score in scored.items()}}
+            found = {key: score for key, score in answered.items() if score is not None and not math.isnan(score)}
             with self._lock:
                 self._memory.update(found)
-            scores = [found.get(key) if score is None else score for key, score in zip(keys, scores, strict=True)]
+            scores = [answered.get(key) if score is None else score for key, score in zip(keys, scores, strict=True)]
             if self.redis_url and len(found) > len(shared):
                 self._to_redis({in_redis[key]: score for key, score in found.items() if key not in shared})
         if count:
@@ -241,12 +258,12 @@ class CachedReward:
     def _score(
         self, prompts: list, completions: list, log_metric: Any, kwargs: dict[str, Any], rows: list[int]
     ) -> dict[int, float | None]:
-        """Return the scores of these rows by row."""
+        """Return the scores of these rows by row, NaN where the reward failed."""
         count = len(completions)
         given = of_rows({"prompts": prompts, "completions": completions, **kwargs}, rows, count)
         name = get_callable_name(self.reward)
         try:
-            returned = scores_in(awaited(self.reward(log_metric=log_metric, **given)), len(rows))
+            returned = answers_of(self.reward, len(rows), log_metric=log_metric, **given)
         except Exception as error:
             alone = "" if self.columns is None else f" (the cache's `columns` {self.columns} are all it is given)"
             raise failure(name, error, among(rows, count) + alone) from error
@@ -254,7 +271,7 @@ class CachedReward:
             if any(map(is_by_token, returned)):
                 raise TypeError("a cache keeps one score an answer, not one a token; use it without one")
             return {
-                row: None if score is None else finite_number(score, row)
+                row: score if score is None or score is FAILED else finite_number(score, row)
                 for row, score in zip(rows, returned, strict=True)
             }
         except (TypeError, ValueError) as error:

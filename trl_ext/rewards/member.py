@@ -19,6 +19,7 @@ from .segments import is_by_token
 logger = logging.get_logger(__name__)
 
 OnError = Literal["raise", "skip"] | float
+FAILED = float("nan")  # told apart from a NaN that a function returns by being this one object
 _failing: dict[str, str] = {}  # reward → "some" or "all", as it was last said to fail
 _LOOP = "async rewards"  # name of the thread that runs coroutines
 
@@ -73,17 +74,14 @@ class Member:
         """
         Return the same, but NaN for a row that was skipped, so that None is where the function does not apply.
 
-        A function that has a `told` of its own is asked by that. Of another one with a part whose `on_error` is
-        `"skip"`, nobody can tell the two apart: None becomes NaN.
+        See [`answers_of`] for how a function says so itself.
         """
-        tells = hasattr(type(self.function), "told")
-        function = self.function.told if tells else self.function  # type: ignore[attr-defined]
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         failed: list[int] = []
         scores: list[float | None] = []
         cause = ""
         try:
-            returned = scores_in(awaited(function(**kwargs)), len(completions))
+            returned = answers_of(self.function, len(completions), **kwargs)
         except Exception as error:
             if self.on_error == "raise":
                 raise failure(self.name, error) from error
@@ -96,8 +94,7 @@ class Member:
                         f"scored each token of completion {row}, but within another reward only whole completions are "
                         "scored: give this function to the trainer by itself"
                     )
-                is_failure = tells and isinstance(score, float) and math.isnan(score)
-                scores.append(score if score is None or is_failure else finite_number(score, row))
+                scores.append(score if score is None or score is FAILED else finite_number(score, row))
             except (TypeError, ValueError) as error:
                 if self.on_error == "raise":
                     raise RuntimeError(f"reward '{self.name}': {error}") from error
@@ -107,10 +104,7 @@ class Member:
         if self.on_error != "raise":
             report_failures(self.name, len(failed), len(scores), cause, log_metric)
             for row in failed:
-                scores[row] = math.nan if self.on_error == "skip" else float(self.on_error)
-        policies = (getattr(self.function, "on_error", "raise"), *policies_within(self.function))
-        if not tells and "skip" in policies:
-            scores = [math.nan if score is None else score for score in scores]
+                scores[row] = FAILED if self.on_error == "skip" else float(self.on_error)
         return scores
 
 
@@ -250,6 +244,22 @@ def _loop(process: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=_LOOP, daemon=True).start()
     return loop
+
+
+def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
+    """
+    Call a reward function; return one answer a completion, [`FAILED`] where it says that it failed.
+
+    It says so by NaN if it has a method `told`, which is called then. Without one, None stands for a failure if its
+    `on_error`, or that of a part, is `"skip"`: nobody could tell it from "does not apply".
+    """
+    if hasattr(type(function), "told"):
+        told = scores_in(awaited(function.told(**kwargs)), count)  # type: ignore[attr-defined]
+        return [FAILED if isinstance(answer, float) and math.isnan(answer) else answer for answer in told]
+    returned = scores_in(awaited(function(**kwargs)), count)
+    if "skip" in (getattr(function, "on_error", "raise"), *policies_within(function)):
+        return [FAILED if answer is None else answer for answer in returned]
+    return returned
 
 
 def scores_in(returned: Any, count: int) -> list:

@@ -10,10 +10,10 @@ command again goes on from the newest complete checkpoint in `output_dir`.
 from dataclasses import dataclass, field
 
 from trl_ext import StrictTrlParser
-from trl_ext.arguments import HeldOutArguments, ModelArguments
-from trl_ext.model_names import check_model
-from trl_ext.output_dir import Hold, check_output_dir, is_evaluated
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments
+from trl_ext.cli.model_names import check_model
+from trl_ext.runs import Hold, check_output_dir, is_evaluated
+from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass
@@ -51,9 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
-    from trl_ext.commands import next_answer, report_of
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
+    from trl_ext.workbench import next_answer, report_of
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
-from trl_ext.model_names import check_model
-from trl_ext.output_dir import check_output_dir
-from trl_ext.terminal import SECONDS, late_bars, quiet
+from trl_ext.cli.model_names import check_model
+from trl_ext.runs import check_output_dir
+from trl_ext.upstream import SECONDS, late_bars, quiet
 
 WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  # of a line, by this script
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import split_pair
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass

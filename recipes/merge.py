@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
-from trl_ext.model_names import check_model
-from trl_ext.output_dir import check_output_dir
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.cli.model_names import check_model
+from trl_ext.runs import check_output_dir
+from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass

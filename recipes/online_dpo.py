@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
-from trl_ext.arguments import ModelArguments, PromptArguments
-from trl_ext.model_names import check_model
-from trl_ext.output_dir import Hold, check_output_dir, write_text
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.cli.arguments import ModelArguments, PromptArguments
+from trl_ext.cli.model_names import check_model
+from trl_ext.runs import Hold, check_output_dir, write_text
+from trl_ext.upstream import late_bars, quiet
 
 GOES_ON = "goes on with the rounds that are there"
 
@@ -143,7 +143,7 @@ def in_words(facts: dict) -> str:
 
 def check_settings(path: Path, settings: dict) -> None:
     """Raise what differs if the rounds beside the file `path` were begun with other settings."""
-    from trl_ext.checkpoints import differences
+    from trl_ext.runs import differences
 
     if path.is_file() and (different := differences(json.loads(path.read_text()), settings)):
         raise ValueError(
@@ -186,9 +186,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config
 
     from trl_ext import DPOTrainer, load_dataset_split
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
-    from trl_ext.commands import next_answer, report_of
-    from trl_ext.data import check_chat_template, check_texts, rows_identity
+    from trl_ext.data import check_chat_template, check_texts
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import eos_token_ids, path_identity, tokenizer_identity
     from trl_ext.rewards import (
@@ -201,6 +199,8 @@ def main(arguments: list[str] | None = None) -> None:
         load_rewards,
         source_identity,
     )
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
+    from trl_ext.workbench import next_answer, report_of
 
     processes, output_dir = PartialState(), Path(training_args.output_dir)
     with parser.one_line_errors():

@@ -10,7 +10,7 @@ there. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the all
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 
@@ -30,9 +30,13 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser, load_dataset_split
-from trl_ext.arguments import ClassifierArguments, ModelArguments
-from trl_ext.model_names import check_model, is_cached
-from trl_ext.planning import (
+from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
+from trl_ext.cli.model_names import check_model, is_cached
+from trl_ext.ppo import CriticConfig
+from trl_ext.rewards import check_rewards
+from trl_ext.runs import accelerate_file, config_file, find
+from trl_ext.stages import RewardConfig, SFTConfig
+from trl_ext.workbench.planning import (
     GIB,
     GPUS,
     Efficiency,
@@ -46,10 +50,6 @@ from trl_ext.planning import (
     known_to_go_wrong,
     plan,
 )
-from trl_ext.ppo import CriticConfig
-from trl_ext.resumable import RewardConfig, SFTConfig
-from trl_ext.rewards import check_rewards
-from trl_ext.shipped import accelerate_file, config_file, find
 
 from . import dpo, ppo, pretrain_critic, reward, sft
 

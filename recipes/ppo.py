@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trl_ext import StrictTrlParser
-from trl_ext.arguments import HeldOutArguments, ModelArguments, PromptArguments
-from trl_ext.model_names import check_model
-from trl_ext.output_dir import Hold, check_output_dir, is_evaluated
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments, PromptArguments
+from trl_ext.cli.model_names import check_model
+from trl_ext.runs import Hold, check_output_dir, is_evaluated
+from trl_ext.upstream import late_bars, quiet
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -99,11 +99,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
-    from trl_ext.commands import next_answer, objections, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.ppo import RolloutProcessLost, ServerLost
     from trl_ext.rewards import RewardFailed, joined_weights, load_reward, load_rewards
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
+    from trl_ext.workbench import next_answer, objections, report_of
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
-from trl_ext.arguments import ClassifierArguments, HeldOutArguments, PromptArguments
-from trl_ext.model_names import check_model
-from trl_ext.output_dir import Hold, check_output_dir, is_evaluated
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments, PromptArguments
+from trl_ext.cli.model_names import check_model
+from trl_ext.runs import Hold, check_output_dir, is_evaluated
+from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass
@@ -77,8 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
-    from trl_ext.commands import objections, record_run, report_of
+    from trl_ext.callbacks import record_run
     from trl_ext.models import eos_token_ids, keep_unpacked
     from trl_ext.ppo import (
         CriticTrainer,
@@ -91,6 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
         with_token_ids,
     )
     from trl_ext.rewards import ModelReward, RewardFailed, distinct, joined_weights, load_reward, load_rewards
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
+    from trl_ext.workbench import objections, report_of
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)

@@ -16,8 +16,8 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from trl_ext.output_dir import FolderInUse, Hold
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.runs import FolderInUse, Hold
+from trl_ext.upstream import late_bars, quiet
 
 COLOURS = "red green blue yellow".split()
 WORDS = "the a cat dog bird sky sea tree sat ran saw is was and near over".split()
@@ -55,8 +55,8 @@ def main() -> None:
     quiet()  # before the libraries that are imported next
     late_bars()
     from trl_ext import PPOConfig, PPOTrainer
-    from trl_ext.checkpoints import NotSaved, result_of
-    from trl_ext.commands import report_of
+    from trl_ext.runs import NotSaved, result_of
+    from trl_ext.workbench import report_of
 
     torch.set_num_threads(1)  # the tensors are tiny: threads would wait for each other longer than they work
     model, tokenizer = tiny_model()

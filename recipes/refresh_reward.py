@@ -11,7 +11,7 @@ share of old ones, and compares the old and the new model. The same command agai
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 
@@ -32,31 +32,26 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.checkpoints import differences
-from trl_ext.commands import objections, refresh_page
-from trl_ext.data import (
+from trl_ext.cli.model_names import check_model
+from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes
+from trl_ext.evaluation import reward_model_report
+from trl_ext.functional import disagreement
+from trl_ext.models import path_identity
+from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
+from trl_ext.runs import Hold, check_output_dir, config_file, differences, rows_identity, write_text
+from trl_ext.upstream import late_bars, quiet
+from trl_ext.workbench import objections
+from trl_ext.workbench.labels import Columns, majority_pairs, read_labels
+from trl_ext.workbench.labels.labelling import (
     LABEL_STUDIO_CONFIG,
-    TrainedPairs,
     answer_key,
     answers_to_label,
     argilla_records,
     as_text,
-    check_texts,
-    has_content,
     label_studio_tasks,
-    pair_hashes,
     read_choices,
-    rows_identity,
 )
-from trl_ext.data.annotators import Columns, majority_pairs, read_labels
-from trl_ext.evaluation import reward_model_report
-from trl_ext.functional import disagreement
-from trl_ext.model_names import check_model
-from trl_ext.models import path_identity
-from trl_ext.output_dir import Hold, check_output_dir, write_text
-from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
-from trl_ext.shipped import config_file
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.workbench.refresh import page as refresh_page
 
 from . import generate, reward
 

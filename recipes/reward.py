@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
-from trl_ext.arguments import ClassifierArguments, HeldOutArguments
-from trl_ext.model_names import check_model
-from trl_ext.output_dir import Hold, check_output_dir, is_evaluated, write_text
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments
+from trl_ext.cli.model_names import check_model
+from trl_ext.runs import Hold, check_output_dir, is_evaluated, write_text
+from trl_ext.upstream import late_bars, quiet
 
 
 @dataclass
@@ -107,7 +107,7 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
     """Write down the settings of the members; raise what differs if some were trained with others."""
     from accelerate import PartialState
 
-    from trl_ext.checkpoints import differences
+    from trl_ext.runs import differences
 
     file = output_dir / "ensemble_settings.json"
     if (output_dir / "train_results.json").is_file() or any(output_dir.glob("checkpoint-*")):
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
     parser = StrictTrlParser(
-        (RewardScriptArguments, "trl_ext.resumable.RewardConfig", ClassifierArguments),
+        (RewardScriptArguments, "trl_ext.stages.trainers.RewardConfig", ClassifierArguments),
         without_arguments=__doc__,
         check=check_models,
     )
@@ -195,20 +195,19 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of
-    from trl_ext.commands import report_of, report_trained
     from trl_ext.data import (
         TrainedPairs,
         check_chat_template,
         check_texts,
         held_out_rows,
         not_trained_on,
-        rows_identity,
         usable_pairs,
     )
     from trl_ext.evaluation import centre, head_of, write_scores
     from trl_ext.models import keep_unpacked, path_identity
-    from trl_ext.resumable import ResumableRewardTrainer
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
+    from trl_ext.stages import ResumableRewardTrainer
+    from trl_ext.workbench import report_of, report_trained
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)

@@ -9,10 +9,10 @@ The same command again goes on from the newest complete checkpoint in `output_di
 from dataclasses import dataclass, field
 
 from trl_ext import StrictTrlParser
-from trl_ext.arguments import HeldOutArguments, ModelArguments
-from trl_ext.model_names import check_model
-from trl_ext.output_dir import Hold, check_output_dir, is_evaluated
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.cli.arguments import HeldOutArguments, ModelArguments
+from trl_ext.cli.model_names import check_model
+from trl_ext.runs import Hold, check_output_dir, is_evaluated
+from trl_ext.upstream import late_bars, quiet
 
 # What SFTTrainer reads: rows need all columns of one of these
 COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     # 1. Set-up
     quiet()
     parser = StrictTrlParser(
-        (SFTScriptArguments, "trl_ext.resumable.SFTConfig", ModelArguments),
+        (SFTScriptArguments, "trl_ext.stages.trainers.SFTConfig", ModelArguments),
         without_arguments=__doc__,
         check=check_models,
     )
@@ -65,11 +65,11 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split
-    from trl_ext.checkpoints import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
-    from trl_ext.commands import next_answer, report_of
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.models import keep_unpacked
-    from trl_ext.resumable import ResumableSFTTrainer
+    from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
+    from trl_ext.stages import ResumableSFTTrainer
+    from trl_ext.workbench import next_answer, report_of
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)

@@ -17,8 +17,8 @@ from tests.dpo.worker import QUIET, pairs
 from tests.ppo.worker import letters_reward
 from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer
-from trl_ext.checkpoints import CannotResume, ResumableRun, newest_complete
-from trl_ext.marker import write_marker
+from trl_ext.runs.checkpoints import CannotResume, ResumableRun, newest_complete
+from trl_ext.runs.marker import write_marker
 
 pytestmark = pytest.mark.slow
 HALF = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}

@@ -20,7 +20,7 @@ import yaml
 import trl_ext
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOConfig, PPOTrainer
-from trl_ext.commands.main import TOOLS, TRAINING
+from trl_ext.cli.main import TOOLS, TRAINING
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -100,9 +100,9 @@ def test_readme_is_short_and_begins_with_two_commands():
 COMMANDS = [*TRAINING, *TOOLS]
 SOURCES = {
     "plan": "recipes/plan.py",
-    "serve-reward": "trl_ext/commands/serve_reward.py",
-    "report": "trl_ext/commands/report.py",
-    "kl": "trl_ext/commands/kl.py",
+    "serve-reward": "trl_ext/workbench/serving/command.py",
+    "report": "trl_ext/workbench/pages/report.py",
+    "kl": "trl_ext/cli/kl.py",
 }
 
 
@@ -124,12 +124,12 @@ def flags_of(command):
     """The flags that a command takes, read from its recipe's dataclasses, or from its parser's source."""
     from recipes import dpo, generate, merge, online_dpo, plan, ppo, pretrain_critic, refresh_reward, reward, sft
     from recipes.demo import run
-    from trl_ext.arguments import ClassifierArguments
-    from trl_ext.commands import prompts
-    from trl_ext.commands.advise import AdviseArguments
-    from trl_ext.commands.annotators import AnnotatorsArguments
-    from trl_ext.commands.reward_report import RewardReportArguments
+    from trl_ext.cli.arguments import ClassifierArguments
     from trl_ext.ppo import CriticConfig
+    from trl_ext.workbench.labels.command import AnnotatorsArguments
+    from trl_ext.workbench.planning.command import AdviseArguments
+    from trl_ext.workbench.prompts import command as prompts
+    from trl_ext.workbench.reward_report.command import RewardReportArguments
 
     recipes = {
         "sft": plan.ARGUMENTS["sft"],

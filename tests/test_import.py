@@ -18,7 +18,7 @@ def test_what_only_some_runs_need_is_imported_where_it_is_used():
     code = """
 import sys
 sys.modules |= dict.fromkeys(["wandb", "bitsandbytes", "rich"])
-import trl_ext, trl_ext.callbacks, trl_ext.commands.report, trl_ext.rewards
+import trl_ext, trl_ext.callbacks, trl_ext.workbench.pages.report, trl_ext.rewards
 [getattr(package, name) for package in (trl_ext, trl_ext.callbacks, trl_ext.rewards) for name in package.__all__]
 print(*{"matplotlib", "deepspeed", "prometheus_client", "vllm", "tensorboard"} & set(sys.modules), "are imported")
 """

@@ -4,11 +4,10 @@ import ast
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
-
-import trl_ext
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trl_ext"
@@ -16,6 +15,11 @@ PACKAGE = ROOT / "trl_ext"
 
 def sources(folder):
     return sorted((ROOT / folder).rglob("*.py"))
+
+
+def module_of(path):
+    """The dotted name of a file of the package."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path):
@@ -45,76 +49,84 @@ def test_functional_imports_torch_only():
 def test_layers_that_work_in_anybodys_script_import_no_trainer(layer):
     for path in sources(f"trl_ext/{layer}"):
         for name in imports(path):
-            trainer = inside(name, "trl_ext.ppo", "trl_ext.dpo") or re.search(r"^(trl|transformers)\..*Trainer$", name)
+            trainer = inside(name, "trl_ext.ppo", "trl_ext.dpo", "trl_ext.stages") or re.search(
+                r"^(trl|transformers)\..*Trainer$", name
+            )
             assert not trainer, f"{path.relative_to(ROOT)} imports {name}: take `trainer=` as an argument instead."
 
 
-# As docs/architecture.md lists them, from the top; what stands in one line is on one floor
+# The rooms of docs/architecture.md from the bottom; those in one line never import each other
 FLOORS = [
-    ["recipes.demo"],
-    ["recipes"],
-    ["trl_ext.commands"],
-    ["trl_ext.planning"],
-    ["trl_ext.ppo", "trl_ext.dpo"],
-    ["trl_ext.callbacks", "trl_ext.rewards", "trl_ext.data", "trl_ext.evaluation"],
-    ["trl_ext.models"],
-    ["trl_ext.functional"],
+    ["functional", "upstream"],
+    ["models"],
+    ["runs"],
+    ["data", "evaluation"],
+    ["rewards"],
+    ["callbacks"],
+    ["ppo", "dpo", "stages", "cli", "workbench.pages"],
+    [f"workbench.{tool}" for tool in ("labels", "planning", "prompts", "refresh", "reward_report", "serving")],
 ]
+LAYER = [room for floor in FLOORS for room in floor if room.partition(".")[0] not in ("cli", "workbench")]
+LOOSE = {"trl_ext", "trl_ext.__main__"}  # they import nothing before it is asked for
+
+
+def room_of(name):
+    """The room of a module, as `FLOORS` calls it, and on which floor it is; None for what is in no room."""
+    for place, floor in enumerate(FLOORS):
+        for room in floor:
+            if inside(name, f"trl_ext.{room}"):
+                return room, place
+    return None
+
+
+def test_every_file_is_in_a_room():
+    for path in sources("trl_ext"):
+        name = module_of(path)
+        assert room_of(name) or name in {*LOOSE, "trl_ext.workbench"}, f"{path.relative_to(ROOT)} is in no room."
 
 
 def test_imports_go_down_the_floors():
-    def floor(name):
-        return next((i for i, rooms in enumerate(FLOORS) if inside(name, *rooms)), None)
-
-    for path in [*sources("trl_ext"), *sources("recipes")]:
-        here = floor(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    for path in sources("trl_ext"):
+        if (here := room_of(module_of(path))) is None:
+            continue
         for name in imports(path):
-            there = floor(name)
-            goes_up = None not in (here, there) and there < here
-            assert not goes_up, f"{path.relative_to(ROOT)} imports {name}: arrows go down docs/architecture.md's list."
+            there = room_of(name)
+            goes_down = there is None or there[0] == here[0] or there[1] < here[1]
+            assert goes_down, f"{path.relative_to(ROOT)} imports {name}: arrows go down the list of rooms."
 
 
-@pytest.mark.parametrize("trainer, other", [("ppo", "dpo"), ("dpo", "ppo")])
-def test_trainers_never_import_each_other(trainer, other):
-    for path in sources(f"trl_ext/{trainer}"):
+def test_the_layer_imports_neither_workbench_nor_command_line():
+    for room in LAYER:
+        for path in sources(f"trl_ext/{room}"):
+            for name in imports(path):
+                above = inside(name, "trl_ext.workbench", "trl_ext.cli", "trl_ext.recipes", "recipes")
+                assert not above, f"{path.relative_to(ROOT)} imports {name}: a run reaches it by name, or not at all."
+
+
+def test_workbench_and_recipes_import_public_names_only():
+    rooms = {f"trl_ext.{room}" for room in LAYER}
+    for path in [*sources("trl_ext/workbench"), *sources("recipes")]:
         for name in imports(path):
-            assert not inside(name, f"trl_ext.{other}"), f"{path.relative_to(ROOT)} imports {name}."
-
-
-def test_recipes_import_public_names_only():
-    packages = {
-        "trl_ext",
-        "trl_ext.arguments",
-        "trl_ext.checkpoints",
-        "trl_ext.data.annotators",
-        "trl_ext.model_names",
-        "trl_ext.output_dir",
-        "trl_ext.resumable",
-        "trl_ext.shipped",
-        "trl_ext.terminal",
-        *(f"trl_ext.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")),
-    }
-    for path in sources("recipes"):
-        for name in imports(path):
-            if not inside(name, "trl_ext"):
-                continue
-            private = inside(name, "trl_ext.upstream") or any(part.startswith("_") for part in name.split("."))
-            assert not private, f"{path.relative_to(ROOT)} imports {name}, which is private."
             module, _, attribute = name.rpartition(".")
-            if module == "trl_ext":
-                assert attribute in trl_ext.__all__, f"{path.relative_to(ROOT)} imports {name}, not in `__all__`."
-            else:
-                assert module in packages, f"{path.relative_to(ROOT)} reaches into {module}: import it from trl_ext."
+            if not inside(name, "trl_ext") or inside(name, "trl_ext.cli", "trl_ext.workbench"):
+                assert not inside(name, "trl_ext") or not attribute.startswith("_"), (
+                    f"{path.relative_to(ROOT)}: {name}"
+                )
+                continue
+            public = module in {"trl_ext", *rooms} and attribute in import_module(module).__all__
+            assert public, f"{path.relative_to(ROOT)} imports {name}: take a name that its room exports."
 
 
 def test_private_names_of_upstream_come_through_one_file():
-    """Modules of TRL that are no public API are named in upstream.py alone, which tests/contract pins."""
+    """Modules of TRL that are no public API are named in one file alone, which tests/contract pins."""
     public = ("trl.trainer.callbacks", "trl.rewards")
     for path in sources("trl_ext"):
         for name in imports(path):
-            if path == PACKAGE / "upstream.py" or not inside(name, "trl") or inside(name, *public):
+            if path == PACKAGE / "upstream" / "names.py" or not inside(name, "trl") or inside(name, *public):
                 continue
-            assert name.count(".") <= 1, f"{path.relative_to(ROOT)} imports {name}: do so in trl_ext/upstream.py."
+            assert name.count(".") <= 1, (
+                f"{path.relative_to(ROOT)} imports {name}: do so in trl_ext/upstream/names.py."
+            )
 
 
 def tracked_files():

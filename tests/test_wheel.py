@@ -65,7 +65,9 @@ def test_wheel_has_every_file_that_ships(wheel):
 
 
 def test_wheel_does_not_need_the_clone(installed):
-    code = "import sys, trl_ext; from trl_ext.shipped import recipe; print(trl_ext.__file__, recipe('ppo').__file__)"
+    code = (
+        "import sys, trl_ext; from trl_ext.runs.shipped import recipe; print(trl_ext.__file__, recipe('ppo').__file__)"
+    )
     for path in installed("python", "-c", code).split():
         assert Path(path).is_relative_to(installed.environment)
     paths = installed("python", "-c", "import sys; print(*sys.path, sep='\\n')").split("\n")

@@ -3,53 +3,29 @@
 Public names load on first use: `import trl_ext` alone imports neither torch nor trl.
 """
 
-from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from . import functional
-    from .data import load_dataset_split
-    from .dpo import DPOConfig, DPOTrainer
-    from .models import save_base_fingerprint
-    from .parser import StrictTrlParser
-    from .ppo import CriticConfig, CriticTrainer, PPOConfig, PPOTrainer
+    from . import functional as functional
+    from .cli.parser import StrictTrlParser as StrictTrlParser
+    from .data import load_dataset_split as load_dataset_split
+    from .dpo import DPOConfig as DPOConfig
+    from .dpo import DPOTrainer as DPOTrainer
+    from .models import save_base_fingerprint as save_base_fingerprint
+    from .ppo import CriticConfig as CriticConfig
+    from .ppo import CriticTrainer as CriticTrainer
+    from .ppo import PPOConfig as PPOConfig
+    from .ppo import PPOTrainer as PPOTrainer
 
-_MODULES = {
-    "CriticConfig": "trl_ext.ppo",
-    "CriticTrainer": "trl_ext.ppo",
-    "DPOConfig": "trl_ext.dpo",
-    "DPOTrainer": "trl_ext.dpo",
-    "PPOConfig": "trl_ext.ppo",
-    "PPOTrainer": "trl_ext.ppo",
-    "StrictTrlParser": "trl_ext.parser",
-    "load_dataset_split": "trl_ext.data",
-    "save_base_fingerprint": "trl_ext.models",
-}
+    __version__: str
+else:
+    _load, _names, __all__ = lazily(__name__, __file__)
 
-__all__ = [
-    "CriticConfig",
-    "CriticTrainer",
-    "DPOConfig",
-    "DPOTrainer",
-    "PPOConfig",
-    "PPOTrainer",
-    "StrictTrlParser",
-    "functional",
-    "load_dataset_split",
-    "save_base_fingerprint",
-]
+    def __getattr__(name):
+        return version("trl-ext") if name == "__version__" else _load(name)
 
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return version("trl-ext")
-    if name == "functional":
-        return import_module("trl_ext.functional")
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
-    raise AttributeError(f"module 'trl_ext' has no attribute {name!r}; its public names are {', '.join(__all__)}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "__version__"])
+    def __dir__():
+        return [*_names(), "__version__"]

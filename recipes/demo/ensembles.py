@@ -9,7 +9,7 @@ minimum (worst case) and mean − standard deviation (uncertainty-weighted; Cost
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 

@@ -8,7 +8,7 @@ grid takes some minutes; the same command again goes on where it stopped, also w
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 

@@ -16,7 +16,7 @@ Writes `pretraining.csv`, a row a run, and `pretraining.md`; the same command ag
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 

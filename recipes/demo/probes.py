@@ -9,7 +9,7 @@ also with more seeds.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 

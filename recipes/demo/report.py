@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trl_ext.commands import markup
 from trl_ext.evaluation import bootstrap_interval, fit_overoptimization, overoptimization_curve
+from trl_ext.workbench.pages import markup
 
 from .measure import Measured
 

@@ -9,7 +9,7 @@ that stage alone, and those that it needs.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 
@@ -24,8 +24,8 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.output_dir import FolderInUse, Hold
-from trl_ext.terminal import late_bars, quiet
+from trl_ext.runs import FolderInUse, Hold
+from trl_ext.upstream import late_bars, quiet
 
 from . import stages
 from .measure import measure

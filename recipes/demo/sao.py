@@ -10,7 +10,7 @@ rate is five times that. Each of SAO's settings is also tried alone, in PPO with
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from accelerate import PartialState
 
-from trl_ext.checkpoints import differences
+from trl_ext.runs import differences
 
 from .. import generate, online_dpo, ppo, pretrain_critic, reward, sft
 from .model import make_model, make_tokenizer

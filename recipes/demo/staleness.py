@@ -9,7 +9,7 @@ more seeds. Hardware: 2 CPU cores, some two minutes a run.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
-    from trl_ext.terminal import quiet
+    from trl_ext.upstream import quiet
 
     quiet()
 

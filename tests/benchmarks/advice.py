@@ -8,7 +8,7 @@ No weights are loaded; it takes some minutes of one core.
 from transformers import LlamaConfig
 
 from tests.recipes.real_models import LLAMA
-from trl_ext.planning import GPUS, fit
+from trl_ext.workbench.planning import GPUS, fit
 
 # Llama-3.1's shapes for 8B and 70B, Qwen2.5's for 32B without its biases
 SIZES = {

@@ -1,4 +1,4 @@
-"""How surely `trl_ext.data.annotators` finds annotators that were planted, and what their labels then come to.
+"""How surely `trl_ext.workbench.labels` finds annotators that were planted, and what their labels then come to.
 
     python -m tests.benchmarks.annotators                   # the tables of docs/annotators.md
     python -m tests.benchmarks.annotators --rankings        # that of rankings alone
@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from datasets import Dataset
 
-from trl_ext.data.annotators import (
+from trl_ext.workbench.labels import (
     SECOND,
     Columns,
     agreement_report,
@@ -31,7 +31,7 @@ from trl_ext.data.annotators import (
     shares_of_labels,
     zscores,
 )
-from trl_ext.data.annotators.agreement import per_annotator
+from trl_ext.workbench.labels.agreement import per_annotator
 
 KINDS = ("good", "random", "lazy", "adversarial")
 BOUNDS = (-2.0, -3.0)

@@ -30,9 +30,9 @@ from trl_ext.callbacks import (
     RewardDriftCallback,
     ValueHealthCallback,
 )
+from trl_ext.callbacks.metrics import METRICS, is_training_log
 from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.callbacks.plot import plot_monitoring
-from trl_ext.metrics import METRICS, is_training_log
 
 # (planted share, run): guarded.yaml, or unguarded.yaml with a fixed KL coefficient
 GRID = (

@@ -28,7 +28,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 
 from tests.tiny import tiny_tokenizer
 from trl_ext import PPOConfig, PPOTrainer
-from trl_ext.planning import Job, plan
+from trl_ext.workbench.planning import Job, plan
 
 ROOT = Path(__file__).parents[2]
 # As wide as TRL's tile of logits: of a wider tile the rest would be reserved, and never resident

@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from tests.ppo.worker import RESUMED, end_state, make_trainer, weights
 from tests.tiny import tiny_tokenizer
 from trl_ext import StrictTrlParser
-from trl_ext.checkpoints import checkpoint_to_resume, newest_complete
-from trl_ext.marker import checkpoints_of
+from trl_ext.runs.checkpoints import checkpoint_to_resume, newest_complete
+from trl_ext.runs.marker import checkpoints_of
 
 
 @dataclass

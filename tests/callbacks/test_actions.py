@@ -29,8 +29,8 @@ from trl_ext.callbacks import (
     ValueHealthCallback,
 )
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
-from trl_ext.checkpoints import ResumableRun, RolledBack, checkpoint_to_resume
-from trl_ext.halts import RECORD
+from trl_ext.runs.checkpoints import ResumableRun, RolledBack, checkpoint_to_resume
+from trl_ext.runs.halts import RECORD
 
 pytestmark = pytest.mark.slow
 

@@ -278,7 +278,7 @@ def test_a_users_own_stay(tmp_path):
 
 SCRIPT = """
 import sys, torch
-from trl_ext.terminal import quiet
+from trl_ext.upstream.terminal import quiet
 quiet()
 torch.set_num_threads(1)
 from tests.callbacks.test_console import Always, ppo

@@ -32,13 +32,14 @@ from trl_ext.callbacks import (
     MonitoringPlotCallback,
     PrometheusCallback,
     SamplesCallback,
+    record_run,
 )
+from trl_ext.callbacks.metrics import METRICS, metrics_of, rollout_steps, series
 from trl_ext.callbacks.plot import PANELS
 from trl_ext.callbacks.prometheus import GAUGES
-from trl_ext.commands import record_run, report_of
-from trl_ext.jsonl import JSONLWriter, read_jsonl
-from trl_ext.metrics import METRICS, metrics_of, rollout_steps, series
 from trl_ext.rewards.watches.watch import Watch
+from trl_ext.runs.jsonl import JSONLWriter, read_jsonl
+from trl_ext.workbench import report_of
 
 TOKEN = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gH3j"
 LOG = {
@@ -120,7 +121,7 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path):
 
 KILLED = """
 import os, signal, sys
-from trl_ext.jsonl import JSONLWriter
+from trl_ext.runs.jsonl import JSONLWriter
 writer = JSONLWriter(sys.argv[1])
 for i in range(100):
     writer.write({"i": i})

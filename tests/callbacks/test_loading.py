@@ -9,8 +9,8 @@ from recipes import ppo
 from tests.tiny import tiny_llama, tiny_tokenizer
 from trl_ext.callbacks import CanaryCallback, KLBudgetCallback, attach_monitors, load_monitors
 from trl_ext.callbacks.monitor import alerts_of
-from trl_ext.jsonl import read_jsonl
 from trl_ext.rewards.watches.watch import Watch
+from trl_ext.runs.jsonl import read_jsonl
 
 
 def test_names_and_arguments():

@@ -24,7 +24,7 @@ from trl_ext.callbacks import (
     request_kl_scale,
 )
 from trl_ext.callbacks.monitor import REGISTRY
-from trl_ext.control import kl_scale_is_pending, take_kl_scale
+from trl_ext.runs.control import kl_scale_is_pending, take_kl_scale
 
 KL, SCORE, STD = "objective/kl", "objective/scores", "objective/scores_std"
 

@@ -13,8 +13,8 @@ from tests.dpo.worker import config, pairs
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOTrainer, PPOTrainer
 from trl_ext.callbacks import JSONLCallback, KLBudgetCallback, record_run
-from trl_ext.jsonl import read_jsonl
 from trl_ext.rewards.watches.watch import Watch
+from trl_ext.runs.jsonl import read_jsonl
 
 RECORD = {"metrics.rank0.jsonl", "report.html"}
 
@@ -67,7 +67,7 @@ def test_a_page_that_cannot_be_written_is_one_sentence_and_ends_nothing(tmp_path
         raise OSError(28, "No space left on device")
 
     said = []
-    monkeypatch.setattr("trl_ext.commands.report.write_report", full)
+    monkeypatch.setattr("trl_ext.workbench.pages.report.write_report", full)
     monkeypatch.setattr("trl_ext.callbacks.recording.logger.warning", said.append)
     trainer = dpo(tmp_path)
     trainer.train()
@@ -78,9 +78,9 @@ def test_a_page_that_cannot_be_written_is_one_sentence_and_ends_nothing(tmp_path
 def test_a_trainer_runs_where_the_pages_are_not_installed(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("trl_ext.callbacks.recording.logger.warning", said.append)
-    for name in [name for name in sys.modules if name.startswith("trl_ext.commands")]:
+    for name in [name for name in sys.modules if name.startswith("trl_ext.workbench")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "trl_ext.commands", None)
+    monkeypatch.setitem(sys.modules, "trl_ext.workbench", None)
     trainer = ppo(tmp_path)
     trainer.train()
     assert trainer.state.global_step == 4 and left_in(tmp_path) == {"metrics.rank0.jsonl", "completions.rank0.jsonl"}

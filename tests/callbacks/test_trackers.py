@@ -15,7 +15,7 @@ from tests.callbacks.replay import Replay
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext.callbacks import MonitoringPlotCallback
 from trl_ext.callbacks.trackers import tensorboard_writer
-from trl_ext.jsonl import read_jsonl
+from trl_ext.runs.jsonl import read_jsonl
 
 # transformers gives these to W&B as its summary, and to Trackio not at all
 SUMMARY = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
@@ -26,8 +26,7 @@ NOT_LOGGED = ("_", "rlhf_monitoring", "profiling/")
 def train(folder):
     """One tiny run whose monitor alerts and whose picture is drawn, as a user's script has it."""
     from trl_ext import PPOTrainer
-    from trl_ext.callbacks import KLBudgetCallback, MonitoringPlotCallback
-    from trl_ext.commands import record_run
+    from trl_ext.callbacks import KLBudgetCallback, MonitoringPlotCallback, record_run
 
     trackers = {"report_to": ["wandb", "tensorboard", "trackio"], "project": "project", "run_name": "run"}
     trainer = PPOTrainer(

@@ -35,9 +35,9 @@ from trl_ext.callbacks import (
 )
 from trl_ext.callbacks.generation import generate_answers
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
-from trl_ext.control import take_kl_scale
 from trl_ext.rewards import GoldJudgeReward, repetition_watch, score_watch
 from trl_ext.rewards.watches.watch import Watch
+from trl_ext.runs.control import take_kl_scale
 
 pytestmark = pytest.mark.slow
 

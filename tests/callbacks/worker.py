@@ -13,8 +13,8 @@ from trl import RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from tests.tiny import ON_CPU, length_reward, prompts
 from trl_ext.callbacks import CanaryCallback, GoldGapCallback, JSONLCallback, KLBudgetCallback
 from trl_ext.callbacks.monitor import alerts_of
-from trl_ext.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 from trl_ext.rewards import GoldJudgeReward, repetition_watch
+from trl_ext.runs.checkpoints import CannotResume, ResumableRun, checkpoint_to_resume
 
 COMMON = {
     **ON_CPU,

@@ -3,7 +3,7 @@
 from trl import RLOOConfig, RLOOTrainer
 
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_llama, tiny_tokenizer
-from trl_ext.upstream import METHODS
+from trl_ext.upstream.names import METHODS
 
 
 def require(condition, changed, reader="PPOTrainer"):

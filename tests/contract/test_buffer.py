@@ -3,7 +3,7 @@
 import torch
 
 from tests.contract.observed import require, rloo
-from trl_ext import upstream
+from trl_ext.upstream import names as upstream
 
 
 def test_buffer_and_step_arithmetic(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from tests.contract.observed import require
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_reward_model
-from trl_ext import upstream
+from trl_ext.upstream import names as upstream
 
 
 def test_fused_lm_head():

@@ -1,4 +1,4 @@
-"""What callbacks and reward functions are given by every trainer that trl_ext.metrics knows."""
+"""What callbacks and reward functions are given by every trainer that trl_ext.callbacks.metrics knows."""
 
 import json
 
@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from tests.contract.observed import require
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_llama, tiny_tokenizer
-from trl_ext.metrics import METRICS, is_training_log
+from trl_ext.callbacks.metrics import METRICS, is_training_log
 
 
 class Watcher(TrainerCallback):
@@ -34,7 +34,7 @@ class Watcher(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def watched_runs(tmp_path_factory):
-    """A short run of each trainer of `trl_ext.metrics` that has a quantity of its own, with what callbacks saw."""
+    """A short run of each trainer in `METRICS` that has a quantity of its own, with what callbacks saw."""
     model = str(tmp_path_factory.mktemp("model"))
     tiny_llama().save_pretrained(model)
     tiny_tokenizer().save_pretrained(model)
@@ -83,7 +83,7 @@ def watched_runs(tmp_path_factory):
 @pytest.mark.parametrize("name", [name for name in METRICS if hasattr(trl, name)])
 def test_metrics_table_names_keys_that_are_logged(name, watched_runs):
     logs = [log for log in watched_runs[name][0].logs if is_training_log(log)]
-    reader = "`trl_ext.metrics`"
+    reader = "`trl_ext.callbacks.metrics`"
     require(len(logs) == 4, f"{name}: {len(logs)} of 4 training logs have `learning_rate`", reader)
     for quantity, metric in METRICS[name].items():
         steps = [i for i, log in enumerate(logs) if metric.key in log]

@@ -1,4 +1,4 @@
-"""The tables of trl_ext/upstream.py: they name what we use, a change of it is seen, and it is told in one sentence."""
+"""The tables of `upstream/names.py`: they name what we use, a change of it is seen, and it is told in one sentence."""
 
 import ast
 import inspect
@@ -13,10 +13,11 @@ from trl.trainer import utils
 import trl_ext
 from tests.contract.observed import require, rloo
 from tests.dpo.worker import make_trl_trainer
-from trl_ext import DPOTrainer, PPOTrainer, upstream
-from trl_ext.commands import contract as command
-from trl_ext.contract import assigned, method_change
-from trl_ext.upstream import ATTRIBUTES, METHODS, NAMES, TESTED, check_contract
+from trl_ext import DPOTrainer, PPOTrainer
+from trl_ext.cli import contract as command
+from trl_ext.upstream import names as upstream
+from trl_ext.upstream.contract import assigned, method_change
+from trl_ext.upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, check_contract
 
 PACKAGE = Path(trl_ext.__file__).parent
 TRAINERS = [(PPOTrainer, trl.RLOOTrainer), (DPOTrainer, trl.DPOTrainer)]
@@ -37,7 +38,7 @@ def files_of(trainer):
 
 def test_upstream_has_what_we_use():
     changes = "; ".join(filter(None, command.changes().values()))
-    assert not changes, f"Upstream changed: {changes}. Follow it, and correct the tables of trl_ext/upstream.py."
+    assert not changes, f"Upstream changed: {changes}. Follow it, and correct the tables of trl_ext/upstream/names.py."
 
 
 @pytest.mark.parametrize("trainer, base", TRAINERS)
@@ -115,7 +116,7 @@ def test_renamed_method_is_told_with_both_versions(trainer, base, monkeypatch):
     monkeypatch.setattr(upstream, "version", {**TESTED, "trl": "1.17.0"}.get)
     assert sentence_of(trainer) == (
         f"trl_ext was tested with trl 1.16.0, and in trl 1.17.0, which you have, `{base.__name__}` has no method "
-        "`_compute_loss`: install what was tested, or a newer trl_ext (`python -m trl_ext.commands.contract` shows "
+        "`_compute_loss`: install what was tested, or a newer trl_ext (`python -m trl_ext.cli.contract` shows "
         "every item)."
     )
 
@@ -191,7 +192,7 @@ def test_members_of_a_users_own_subclass_are_the_users_affair(monkeypatch):
 def test_changed_function_is_told_when_it_is_imported(function, takes, monkeypatch):
     monkeypatch.setattr(utils, "use_adapter", function)
     with pytest.raises(ImportError, match=rf"1\.16\.0, and in trl .* `use_adapter` takes {re.escape(takes)}, we rely"):
-        from trl_ext.upstream import use_adapter  # noqa: F401
+        from trl_ext.upstream.names import use_adapter  # noqa: F401
 
 
 def test_function_may_take_more_that_has_a_default(monkeypatch):
@@ -202,11 +203,11 @@ def test_function_may_take_more_that_has_a_default(monkeypatch):
 def test_moved_function_or_module_is_told_when_it_is_imported(monkeypatch):
     monkeypatch.delattr(utils, "use_adapter")
     with pytest.raises(ImportError, match=r"1\.16\.0, and in .*`trl.trainer.utils.use_adapter` is gone: install"):
-        from trl_ext.upstream import use_adapter  # noqa: F401
+        from trl_ext.upstream.names import use_adapter  # noqa: F401
 
     monkeypatch.setitem(sys.modules, "trl.models.utils", None)
     with pytest.raises(ImportError, match=r"`trl.models.utils.add_hooks` is gone \(.*trl.models.utils.*\): install"):
-        from trl_ext.upstream import add_hooks  # noqa: F401
+        from trl_ext.upstream.names import add_hooks  # noqa: F401
 
 
 def test_unknown_name_is_no_change_of_upstream():

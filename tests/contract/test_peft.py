@@ -12,7 +12,7 @@ from trl.trainer.utils import use_adapter
 
 from tests.contract.observed import require
 from tests.tiny import tiny_llama
-from trl_ext import upstream
+from trl_ext.upstream import names as upstream
 
 
 def two_adapters():

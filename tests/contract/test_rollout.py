@@ -8,8 +8,8 @@ from trl import RLOOTrainer
 
 from tests.contract.observed import Observed, names_of, require, rloo
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
-from trl_ext import upstream
-from trl_ext.contract import assigned
+from trl_ext.upstream import names as upstream
+from trl_ext.upstream.contract import assigned
 
 
 def test_order_of_a_step(tmp_path):

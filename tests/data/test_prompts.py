@@ -9,26 +9,21 @@ import pytest
 from datasets import Dataset
 
 from trl_ext.data import (
-    REASONS,
     SCRIPTS,
-    PromptSet,
-    balance,
     balanced_rows,
     copied_shares,
     corpus_ngrams,
     count_words,
-    divide,
-    examine_prompts,
     find_duplicates,
-    left_out,
     main_scripts,
     ngram_hashes,
     normalised,
     similarity_of,
     split_groups,
-    strata,
 )
 from trl_ext.rewards.texts import words_of
+from trl_ext.workbench.prompts.examine import PromptSet, examine_prompts
+from trl_ext.workbench.prompts.filtering import REASONS, balance, divide, left_out, strata
 
 ODD = [
     "",

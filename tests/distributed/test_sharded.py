@@ -22,7 +22,7 @@ from tests.rounding import bound
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models import answer_texts, prompt_token_ids, sample
 from trl_ext.models.actor_critic import ActorCritic
-from trl_ext.planning.phases import _layers
+from trl_ext.workbench.planning.phases import _layers
 
 ROOT = Path(__file__).parents[2]
 MODES = {  # shipped file -> the mode that must really be on: accelerate's type, the wrapper, the share of weights held

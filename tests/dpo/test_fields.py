@@ -6,8 +6,8 @@ import pytest
 import torch
 import trl
 
+from tests.cli.fields import assert_each_changes
 from tests.dpo.worker import make_trainer, weights
-from tests.fields import assert_each_changes
 from trl_ext import DPOConfig
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from tests.dpo.worker import BETA_DPO, DRIFT, INFORMED, NORMALIZED, end_of, logged, make_trainer, pairs, resumed
 from tests.tiny import tiny_llama
 from trl_ext.dpo.trainer import REFERENCE_FILE, STATE_FILE
-from trl_ext.marker import MARKER, read_marker, write_marker
+from trl_ext.runs.marker import MARKER, read_marker, write_marker
 
 SAVING = {"save_strategy": "steps", "save_steps": 3}
 

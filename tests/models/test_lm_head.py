@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext.models.lm_head import GIB, add_dense_lm_head
 from trl_ext.models.weights import base_model_of, unpatched_copy
-from trl_ext.upstream import add_fused_lm_head
+from trl_ext.upstream.names import add_fused_lm_head
 
 V = len(tiny_tokenizer())
 TINY = {

@@ -19,14 +19,14 @@ from tests.launch import on_two_processes
 from tests.ppo.vllm_stub import after, serving
 from tests.ppo.worker import RESUMED, collected, draw, end_state, lora_trainer, make_trainer, weights
 from tests.tiny import length_reward, prompts, tiny_gpt2, tiny_llama
-from trl_ext.checkpoints import checkpoint_to_resume
-from trl_ext.marker import MARKER
 from trl_ext.models import rollout_process
 from trl_ext.models.generation import completion_logprobs
 from trl_ext.models.rollout_process import RolloutProcess
 from trl_ext.models.rollout_worker import Job, Sampler
 from trl_ext.ppo import RolloutProcessLost, ServerLost, ahead
 from trl_ext.rewards.member import Started
+from trl_ext.runs.checkpoints import checkpoint_to_resume
+from trl_ext.runs.marker import MARKER
 
 TIMEOUT = 60
 

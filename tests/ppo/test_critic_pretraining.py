@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.launch import on_two_processes
 from tests.tiny import ON_CPU, WORDS, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer, save_base_fingerprint
-from trl_ext.metrics import METRICS
+from trl_ext.callbacks.metrics import METRICS
 from trl_ext.ppo import (
     CriticConfig,
     CriticTrainer,

@@ -21,7 +21,7 @@ from tests.ppo.worker import (
     skewed,
 )
 from tests.rounding import bound
-from trl_ext.marker import MARKER
+from trl_ext.runs.marker import MARKER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trl import RLOOConfig
 
-from tests.fields import assert_each_changes
+from tests.cli.fields import assert_each_changes
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
 from trl_ext import PPOConfig, PPOTrainer
 from trl_ext.ppo.config import ALIASES, REFUSED

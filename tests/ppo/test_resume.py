@@ -23,7 +23,7 @@ from tests.ppo.worker import (
     weights,
 )
 from tests.tiny import prompts, tiny_llama
-from trl_ext.marker import MARKER
+from trl_ext.runs.marker import MARKER
 
 
 def assert_same_end(actual, expected):

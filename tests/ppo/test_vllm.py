@@ -11,8 +11,8 @@ from tests.launch import on_two_processes
 from tests.ppo.vllm_stub import PROCESSED, after, serving
 from tests.ppo.worker import collected, end_state, make_trainer
 from tests.tiny import tiny_config, tiny_llama
-from trl_ext.checkpoints import checkpoint_to_resume
 from trl_ext.ppo.vllm import ServerLost, check_loadable, sampled
+from trl_ext.runs.checkpoints import checkpoint_to_resume
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 

@@ -19,9 +19,9 @@ from transformers import TrainerCallback
 import trl_ext.ppo.trainer as ppo_trainer
 from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
-from trl_ext.checkpoints import checkpoint_to_resume
 from trl_ext.functional import policy_loss, value_loss
 from trl_ext.ppo.rollout import joined
+from trl_ext.runs.checkpoints import checkpoint_to_resume
 
 _CLOCK = ("time/", "eps", "tokens_per_second", "step_time", "train_runtime", "train_samples_per", "train_steps_per")
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from recipes.demo import run, stages
 from recipes.demo.stages import MARKER, DemoArguments, build, world_stage
-from trl_ext.checkpoints import differences
+from trl_ext.runs.checkpoints import differences
 
 
 def test_a_stage_is_built_once_and_marked(tmp_path):

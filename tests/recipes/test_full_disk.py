@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from transformers import Trainer
 
 from tests.recipes.small_runs import RECIPES, arguments, make_inputs
-from trl_ext.upstream import WRITERS
+from trl_ext.upstream.names import WRITERS
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.generate import main
 from tests.launch import on_two_processes
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext.commands import next_answer
+from trl_ext.workbench import next_answer
 
 ROWS = ["the cat sat on", "dog", "a bird flew over the log and then", "sad"]
 

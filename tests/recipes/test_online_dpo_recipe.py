@@ -11,7 +11,7 @@ from recipes.demo.world import make_world
 from recipes.online_dpo import OnlineDPOScriptArguments, best_and_worst, main, total
 from tests.tiny import tiny_reward_model
 from trl_ext import DPOConfig, StrictTrlParser
-from trl_ext.arguments import ModelArguments
+from trl_ext.cli.arguments import ModelArguments
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,10 +11,10 @@ from recipes.ppo import PPOScriptArguments, main, without_long_prompts
 from tests.recipes.small_runs import arguments, make_inputs
 from tests.tiny import tiny_llama, tiny_tokenizer
 from trl_ext import PPOConfig, StrictTrlParser, load_dataset_split
-from trl_ext.arguments import ModelArguments
-from trl_ext.marker import MARKER
+from trl_ext.cli.arguments import ModelArguments
 from trl_ext.models.rollout_process import RolloutProcess
 from trl_ext.rewards import load_reward
+from trl_ext.runs.marker import MARKER
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("recipes/tinystories/ppo*.yaml"))

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from recipes import generate, ppo, pretrain_critic
 from tests.recipes.small_runs import ROOT, arguments, make_inputs
-from trl_ext.marker import MARKER
+from trl_ext.runs.marker import MARKER
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 from trl import get_peft_config, get_quantization_config
 
 from recipes import dpo, generate, merge, online_dpo, ppo, pretrain_critic, reward, sft
-from trl_ext import arguments
-from trl_ext.arguments import ClassifierArguments, ModelArguments
+from trl_ext.cli import arguments
+from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
 
 RECIPES = [sft, reward, dpo, ppo, online_dpo, pretrain_critic]
 
@@ -37,7 +37,7 @@ def test_a_wrong_model_is_refused_before_a_config_is_imported(subtests, capsys, 
     def imported(name):
         raise AssertionError(f"{name} takes seconds to import")
 
-    monkeypatch.setattr("trl_ext.parser.import_module", imported)
+    monkeypatch.setattr("trl_ext.cli.parser.import_module", imported)
     for recipe in RECIPES:
         with subtests.test(recipe=recipe):
             reward = ["--reward_funcs", "x.py:y"] if recipe in (ppo, online_dpo, pretrain_critic) else []

@@ -16,8 +16,8 @@ from recipes.demo import refresh as study
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.refresh_reward import main, read, write_rows
+from trl_ext.cli.fields import parsed_names
 from trl_ext.data import TrainedPairs
-from trl_ext.fields import parsed_names
 from trl_ext.rewards import RewardFailed
 
 ROOT = Path(__file__).parents[2]

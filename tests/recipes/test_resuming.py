@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from recipes.demo.model import make_model, make_tokenizer
 from tests.recipes.small_runs import RECIPES, arguments, make_inputs
 from tests.test_any_change import DAMAGES
-from trl_ext.marker import MARKER
+from trl_ext.runs.marker import MARKER
 
 pytestmark = pytest.mark.slow
 

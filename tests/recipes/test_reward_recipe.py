@@ -10,10 +10,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from recipes.reward import main, without_folds
-from trl_ext.commands.reward_report import main as reward_report
 from trl_ext.data import TrainedPairs, pair_hashes, usable_pairs
 from trl_ext.evaluation import ensemble_report
 from trl_ext.rewards import EnsembleReward
+from trl_ext.workbench.reward_report.command import main as reward_report
 
 ROOT = Path(__file__).parents[2]
 FAST = ["--per_device_train_batch_size", "32", "--max_steps", "3", "--disable_tqdm", "true", "--use_cpu", "true"]
@@ -133,7 +133,8 @@ def test_centring_and_report_hold_where_eos_is_the_pad_token(inputs, tmp_path):
 def test_new_head_has_the_standard_deviation_of_the_n_plus_details(inputs, tmp_path, monkeypatch):
     heads = []
     monkeypatch.setattr(
-        "trl_ext.resumable.ResumableRewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop()
+        "trl_ext.stages.trainers.ResumableRewardTrainer.train",
+        lambda self, **_: heads.append(head_of(self)) or _Stop(),
     )
     with pytest.raises(_StopError):
         main(arguments(inputs, tmp_path))
@@ -159,7 +160,8 @@ def head_of(trainer):
 def test_a_head_that_was_trained_already_is_kept(inputs, trained, tmp_path, monkeypatch):
     heads = []
     monkeypatch.setattr(
-        "trl_ext.resumable.ResumableRewardTrainer.train", lambda self, **_: heads.append(head_of(self)) or _Stop()
+        "trl_ext.stages.trainers.ResumableRewardTrainer.train",
+        lambda self, **_: heads.append(head_of(self)) or _Stop(),
     )
     with pytest.raises(_StopError):
         main([*arguments(inputs, tmp_path), "--model_name_or_path", str(trained)])

@@ -13,11 +13,11 @@ from recipes import dpo, ppo, pretrain_critic, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
 from trl_ext import DPOConfig, PPOConfig
-from trl_ext.arguments import ClassifierArguments, ModelArguments
-from trl_ext.checkpoints import MARKER
+from trl_ext.cli.arguments import ClassifierArguments, ModelArguments
 from trl_ext.ppo import CriticConfig
 from trl_ext.ppo.config import REFUSED
-from trl_ext.resumable import RewardConfig, SFTConfig
+from trl_ext.runs.checkpoints import MARKER
+from trl_ext.stages.trainers import RewardConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {

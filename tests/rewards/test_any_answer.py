@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from tests.rewards.test_rules import CATASTROPHE, score
-from trl_ext.commands.reward_app import Limits, Refusal, rows_in
 from trl_ext.rewards import (
     CodeReward,
     ConstitutionReward,
@@ -28,6 +27,7 @@ from trl_ext.rewards.judge import score_in
 from trl_ext.rewards.service import ServiceError
 from trl_ext.rewards.texts import last_block
 from trl_ext.rewards.wire import PATHS, scores_in_answer
+from trl_ext.workbench.serving.app import Limits, Refusal, rows_in
 
 anything = settings(derandomize=True, deadline=None, max_examples=60, database=None)
 

@@ -3,99 +3,49 @@
 Public names load on first use: who only reads what a run has written needs neither torch nor transformers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from ..control import request_kl_scale
-    from .alerts import Alert, JSONLSink, TensorBoardSink, TrackioSink, WandbSink, WebhookSink
-    from .canary import CanaryCallback
-    from .clip_fraction import ClipFractionCallback
-    from .console import ConsoleCallback
-    from .entropy_floor import EntropyFloorCallback
-    from .gold_gap import GoldGapCallback
-    from .jsonl import JSONLCallback
-    from .kl_budget import KLBudgetCallback
-    from .length_drift import LengthDriftCallback
-    from .live_plot import LivePlotCallback
-    from .loading import attach_monitors, load_monitors
-    from .monitor import Finding, MonitorCallback
-    from .not_finite import NotFiniteCallback
-    from .plot import MonitoringPlotCallback
-    from .prometheus import PrometheusCallback
-    from .recording import record_run
-    from .repetition import RepetitionCallback
-    from .reward_disagreement import RewardDisagreementCallback
-    from .reward_drift import RewardDriftCallback
-    from .samples import SamplesCallback
-    from .value_health import ValueHealthCallback
+    from ..runs.control import request_kl_scale as request_kl_scale
+    from ..upstream.lazy import lazily as lazily
+    from .alerts import Alert as Alert
+    from .alerts import JSONLSink as JSONLSink
+    from .alerts import TensorBoardSink as TensorBoardSink
+    from .alerts import TrackioSink as TrackioSink
+    from .alerts import WandbSink as WandbSink
+    from .alerts import WebhookSink as WebhookSink
+    from .canary import CanaryCallback as CanaryCallback
+    from .clip_fraction import ClipFractionCallback as ClipFractionCallback
+    from .console import ConsoleCallback as ConsoleCallback
+    from .drawing import PANELS as PANELS
+    from .drawing import as_label as as_label
+    from .drawing import draw_alerts as draw_alerts
+    from .drawing import draw_line as draw_line
+    from .entropy_floor import EntropyFloorCallback as EntropyFloorCallback
+    from .gold_gap import GoldGapCallback as GoldGapCallback
+    from .jsonl import JSONLCallback as JSONLCallback
+    from .kl_budget import KLBudgetCallback as KLBudgetCallback
+    from .length_drift import LengthDriftCallback as LengthDriftCallback
+    from .live_plot import LivePlotCallback as LivePlotCallback
+    from .loading import attach_monitors as attach_monitors
+    from .loading import load_monitors as load_monitors
+    from .metrics import METRICS as METRICS
+    from .metrics import Metric as Metric
+    from .metrics import series as series
+    from .monitor import Finding as Finding
+    from .monitor import MonitorCallback as MonitorCallback
+    from .not_finite import NotFiniteCallback as NotFiniteCallback
+    from .plot import MonitoringPlotCallback as MonitoringPlotCallback
+    from .prometheus import PrometheusCallback as PrometheusCallback
+    from .recording import record_run as record_run
+    from .repetition import RepetitionCallback as RepetitionCallback
+    from .reward_disagreement import RewardDisagreementCallback as RewardDisagreementCallback
+    from .reward_drift import RewardDriftCallback as RewardDriftCallback
+    from .samples import SamplesCallback as SamplesCallback
+    from .value_health import ValueHealthCallback as ValueHealthCallback
 
-_MODULES = {
-    "Alert": "trl_ext.callbacks.alerts",
-    "CanaryCallback": "trl_ext.callbacks.canary",
-    "ClipFractionCallback": "trl_ext.callbacks.clip_fraction",
-    "ConsoleCallback": "trl_ext.callbacks.console",
-    "EntropyFloorCallback": "trl_ext.callbacks.entropy_floor",
-    "Finding": "trl_ext.callbacks.monitor",
-    "GoldGapCallback": "trl_ext.callbacks.gold_gap",
-    "JSONLCallback": "trl_ext.callbacks.jsonl",
-    "JSONLSink": "trl_ext.callbacks.alerts",
-    "KLBudgetCallback": "trl_ext.callbacks.kl_budget",
-    "LengthDriftCallback": "trl_ext.callbacks.length_drift",
-    "LivePlotCallback": "trl_ext.callbacks.live_plot",
-    "MonitorCallback": "trl_ext.callbacks.monitor",
-    "MonitoringPlotCallback": "trl_ext.callbacks.plot",
-    "NotFiniteCallback": "trl_ext.callbacks.not_finite",
-    "PrometheusCallback": "trl_ext.callbacks.prometheus",
-    "RepetitionCallback": "trl_ext.callbacks.repetition",
-    "RewardDisagreementCallback": "trl_ext.callbacks.reward_disagreement",
-    "RewardDriftCallback": "trl_ext.callbacks.reward_drift",
-    "SamplesCallback": "trl_ext.callbacks.samples",
-    "TensorBoardSink": "trl_ext.callbacks.alerts",
-    "TrackioSink": "trl_ext.callbacks.alerts",
-    "ValueHealthCallback": "trl_ext.callbacks.value_health",
-    "WandbSink": "trl_ext.callbacks.alerts",
-    "WebhookSink": "trl_ext.callbacks.alerts",
-    "attach_monitors": "trl_ext.callbacks.loading",
-    "load_monitors": "trl_ext.callbacks.loading",
-    "record_run": "trl_ext.callbacks.recording",
-    "request_kl_scale": "trl_ext.control",
-}
-
-__all__ = [
-    "Alert",
-    "CanaryCallback",
-    "ClipFractionCallback",
-    "ConsoleCallback",
-    "EntropyFloorCallback",
-    "Finding",
-    "GoldGapCallback",
-    "JSONLCallback",
-    "JSONLSink",
-    "KLBudgetCallback",
-    "LengthDriftCallback",
-    "LivePlotCallback",
-    "MonitorCallback",
-    "MonitoringPlotCallback",
-    "NotFiniteCallback",
-    "PrometheusCallback",
-    "RepetitionCallback",
-    "RewardDisagreementCallback",
-    "RewardDriftCallback",
-    "SamplesCallback",
-    "TensorBoardSink",
-    "TrackioSink",
-    "ValueHealthCallback",
-    "WandbSink",
-    "WebhookSink",
-    "attach_monitors",
-    "load_monitors",
-    "record_run",
-    "request_kl_scale",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    __all__: list[str]
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from transformers.utils import logging
 
-from ..jsonl import JSONLWriter, finite
-from ..redaction import redacted
+from ..runs.jsonl import JSONLWriter, finite
+from ..runs.redaction import redacted
 from .trackers import tensorboard_writer, trackio_is_open
 
 logger = logging.get_logger(__name__)

@@ -9,11 +9,11 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from ..jsonl import JSONLWriter
 from ..rewards.member import awaited
 from ..rewards.texts import text_of, words_of
 from ..rewards.watches.repetition import RepetitionWatch
 from ..rewards.watches.watch import numbers_of
+from ..runs.jsonl import JSONLWriter
 from .generation import generate_answers
 from .monitor import Finding, MonitorCallback, on_main_process
 

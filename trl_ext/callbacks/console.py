@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
-from ..metrics import is_training_log, metrics_of, numbers_in
+from .metrics import is_training_log, metrics_of, numbers_in
 
-# Heading → quantity of `trl_ext.metrics`, or key of the Trainer's own; from left to right
+# Heading → quantity of `trl_ext.callbacks.metrics`, or key of the Trainer's own; from left to right
 COLUMNS = {
     "episodes": "episodes",
     "score": "reward",
@@ -60,7 +60,7 @@ class ConsoleCallback(ProgressCallback):
     variable `NO_COLOR` leave out the one or the other. Only the main process shows anything. A narrow terminal gets
     fewer columns; `-` is what the log does not have.
 
-    Units are those of `trl_ext.metrics.METRICS`: `score` as the reward functions give it; `KL` nats per response
+    Units are those of `METRICS` (`metrics.py`): `score` as the reward functions give it; `KL` nats per response
     (PPO) or per token (GRPO, RLOO); `entropy` nats per token; `length` tokens of an answer; `clip` share of tokens
     that the clipping stopped; `accuracy` share of pairs, or for SFT of tokens; `margin` what it is to the trainer's
     loss; `lr` learning rate; `s/step` seconds of an optimizer step, its rollout included; `grad` norm of the gradient.

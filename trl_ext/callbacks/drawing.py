@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..metrics import Metric, series
+from .metrics import Metric, series
 
 
 def draw_alerts(axes, alerts) -> None:

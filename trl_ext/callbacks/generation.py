@@ -5,7 +5,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
-from ..upstream import unwrap_model_for_generation
+from ..upstream.names import unwrap_model_for_generation
 
 
 def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from ..halts import rolled_back
-from ..metrics import is_training_log, metrics_of
 from ..rewards.member import awaited
 from ..rewards.watches.watch import numbers_of
+from ..runs.halts import rolled_back
 from .generation import generate_answers
+from .metrics import is_training_log, metrics_of
 from .monitor import Finding, MonitorCallback, number_of_rows, on_main_process, spread_key
 
 ROWS = "rows"  # of the judge's own scores, which is no metric

@@ -11,11 +11,11 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from ..jsonl import JSONLWriter, read_jsonl
-from ..metrics import is_training_log, metrics_of, numbers_in
-from ..redaction import redacted
 from ..rewards.watches.watch import Watch
-from .files import PRIVATE_FOLDER, REGISTRY
+from ..runs.files import PRIVATE_FOLDER, REGISTRY
+from ..runs.jsonl import JSONLWriter, read_jsonl
+from ..runs.redaction import redacted
+from .metrics import is_training_log, metrics_of, numbers_in
 
 PHASES = {"time/generate": "seconds_generation", "time/score": "seconds_scoring", "time/update": "seconds_update"}
 

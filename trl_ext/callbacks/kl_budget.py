@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..metrics import rollout_steps
+from .metrics import rollout_steps
 from .monitor import Finding, MonitorCallback
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..metrics import metrics_of
+from ..runs.files import REGISTRY
 from .drawing import PANELS, draw_alerts, draw_line
-from .files import REGISTRY
+from .metrics import metrics_of
 from .monitor import alerts_of
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from ..nearest import did_you_mean
+from ..runs.nearest import did_you_mean
 from .canary import CanaryCallback
 
 

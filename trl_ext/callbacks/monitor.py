@@ -12,15 +12,15 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..checkpoints import differences, fingerprint
-from ..control import kl_scale_is_pending, request_kl_scale, take_kl_scale
-from ..halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
-from ..jsonl import finite
-from ..metrics import Metric, answers_in_log, is_gathered, is_training_log, metrics_of, rollout_steps
-from ..redaction import redacted
+from ..runs.checkpoints import differences, fingerprint
+from ..runs.control import kl_scale_is_pending, request_kl_scale, take_kl_scale
+from ..runs.files import REGISTRY, RUNBOOK
+from ..runs.halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
+from ..runs.jsonl import finite
+from ..runs.redaction import redacted
 from .alerts import Alert, Level, check_sinks, make_sinks
-from .files import REGISTRY, RUNBOOK
-from .series import Series
+from .metrics import Metric, answers_in_log, is_gathered, is_training_log, metrics_of, rollout_steps
+from .trend import Series
 
 logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
@@ -71,12 +71,12 @@ class MonitorCallback(Halting, TrainerCallback):
             step. `stop` writes a checkpoint and ends training. `raise_kl` asks the trainer to raise its KL coefficient
             ([`~trl_ext.callbacks.request_kl_scale`]), which PPOTrainer does. `rollback` ends training without a
             checkpoint, and renames those after the last good one, from which the next run goes on. Our trainers then
-            raise [`~trl_ext.checkpoints.RolledBack`], so that a script does not save the weights as they are.
+            raise [`~trl_ext.runs.checkpoints.RolledBack`], so that a script does not save the weights as they are.
         sinks: where alerts go: "log", "jsonl" (`alerts.jsonl` in the output directory), "wandb", "tensorboard",
             "trackio", a webhook's URL, or objects with `send(alert)`. The trackers that the run reports to are added.
         repeat_steps: optimizer steps before the same alert is raised again. `stop` and `rollback` always act.
         kl_factor: factor by which `raise_kl` multiplies the KL coefficient.
-        keys: quantity → key of the logs, for trainers and metrics that `trl_ext.metrics` does not know.
+        keys: quantity → key of the logs, for trainers and metrics that `trl_ext.callbacks.metrics` does not know.
     """
 
     action: Action = "warn"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..jsonl import finite
+from ..runs.jsonl import finite
 from .monitor import Action, Finding, MonitorCallback
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..metrics import Metric, metrics_of
+from ..runs.files import REGISTRY
 from .drawing import PANELS, draw_alerts
-from .files import REGISTRY
+from .metrics import Metric, metrics_of
 from .monitor import alerts_of
 from .trackers import send_picture
 
@@ -82,7 +82,7 @@ def plot_monitoring(
 
     Args:
         history: the run's `log_history`.
-        metrics: the quantities of its trainer, from `trl_ext.metrics`.
+        metrics: the quantities of its trainer, from `trl_ext.callbacks.metrics`.
         path: of the PNG.
         alerts: to mark at the foot of every panel.
         registry: the monitors' states, as in `TrainerState.stateful_callbacks`, from which their bounds are drawn.

@@ -6,15 +6,15 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..metrics import is_training_log, metrics_of, numbers_in
-from .files import is_notice
+from ..runs.files import is_notice
+from .metrics import is_training_log, metrics_of, numbers_in
 from .monitor import alerts_of
 
 logger = logging.get_logger(__name__)
 
 GAUGES = {
     "step": "Optimizer steps",
-    "kl": "KL to the reference, in the trainer's unit (trl_ext.metrics)",
+    "kl": "KL to the reference, in the trainer's unit (trl_ext.callbacks.metrics)",
     "entropy": "Entropy, nats per token",
     "clip_fraction": "Share of clipped updates",
     "reward": "Mean reward",

@@ -12,7 +12,7 @@ from .samples import SamplesCallback
 
 logger = logging.get_logger(__name__)
 # By name: pages are made above this layer, and a run goes without one where they are not installed
-_PAGES = "trl_ext.commands"
+_PAGES = "trl_ext.workbench"
 
 
 class ReportCallback(TrainerCallback):
@@ -38,7 +38,7 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     Args:
         trainer: any Trainer.
         samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
-        objections: what reports say against the reward models, of [`trl_ext.commands.objections`], for the page.
+        objections: what reports say against the reward models, of [`trl_ext.workbench.objections`], for the page.
     """
     present = trainer.callback_handler.callbacks
     recorder = next((callback for callback in present if isinstance(callback, JSONLCallback)), None)

@@ -8,7 +8,7 @@ from typing import Any
 from .monitor import Finding, MonitorCallback, evaluation_noise
 
 SHARE_ABOVE = re.compile(r"score_watch/.+/share_above")
-# What else moves in a hack: quantities of `trl_ext.metrics`, and keys of the logs
+# What else moves in a hack: quantities of `trl_ext.callbacks.metrics`, and keys of the logs
 WITNESSES = ("entropy", "length")
 WITNESS_KEYS = re.compile(r"repetition/(top_phrase_share|repeated|distinct_\d+)|rewards/.+/disagreement")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..metrics import rollout_steps
 from ..rewards.watches.watch import Watch
+from .metrics import rollout_steps
 
 
 @dataclass(eq=False, kw_only=True)

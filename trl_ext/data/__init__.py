@@ -1,68 +1,40 @@
 """Loading data sets, and looking at what is in them before a model is loaded."""
 
-from .copies import copied_shares, corpus_ngrams
-from .duplicates import Duplicates, find_duplicates, normalised, similarity_of
-from .filtering import REASONS, balance, divide, left_out, strata
-from .hh import split_dialogue, split_pair
-from .identity import rows_identity
-from .labelling import (
-    LABEL_STUDIO_CONFIG,
-    answer_key,
-    answers_to_label,
-    argilla_records,
-    as_text,
-    label_studio_tasks,
-    read_choices,
-)
-from .loading import held_out_rows, load_dataset_split
-from .pairs import usable_pairs
-from .prompts import PromptReport, PromptSet, examine_prompts
-from .scripts import SCRIPTS, main_scripts
-from .shingles import count_words, in_parts, ngram_hashes
-from .splits import balanced_rows, split_groups
-from .texts import check_chat_template, check_texts, has_content, is_text
-from .trained import TrainedPairs, not_trained_on, pair_hashes
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "LABEL_STUDIO_CONFIG",
-    "PromptReport",
-    "PromptSet",
-    "TrainedPairs",
-    "REASONS",
-    "SCRIPTS",
-    "Duplicates",
-    "answer_key",
-    "answers_to_label",
-    "argilla_records",
-    "as_text",
-    "balance",
-    "balanced_rows",
-    "check_chat_template",
-    "check_texts",
-    "copied_shares",
-    "corpus_ngrams",
-    "count_words",
-    "divide",
-    "examine_prompts",
-    "find_duplicates",
-    "has_content",
-    "held_out_rows",
-    "in_parts",
-    "is_text",
-    "label_studio_tasks",
-    "left_out",
-    "load_dataset_split",
-    "main_scripts",
-    "ngram_hashes",
-    "normalised",
-    "not_trained_on",
-    "pair_hashes",
-    "read_choices",
-    "rows_identity",
-    "similarity_of",
-    "split_dialogue",
-    "split_groups",
-    "split_pair",
-    "strata",
-    "usable_pairs",
-]
+from ..upstream.lazy import lazily
+
+if TYPE_CHECKING:
+    from ..runs.rows import rows_identity as rows_identity
+    from ..upstream.lazy import lazily as lazily
+    from .copies import copied_shares as copied_shares
+    from .copies import corpus_ngrams as corpus_ngrams
+    from .duplicates import Duplicates as Duplicates
+    from .duplicates import find_duplicates as find_duplicates
+    from .duplicates import normalised as normalised
+    from .duplicates import similarity_of as similarity_of
+    from .hh import split_dialogue as split_dialogue
+    from .hh import split_pair as split_pair
+    from .loading import held_out_rows as held_out_rows
+    from .loading import load_dataset_split as load_dataset_split
+    from .pairs import usable_pairs as usable_pairs
+    from .scripts import SCRIPTS as SCRIPTS
+    from .scripts import main_scripts as main_scripts
+    from .shingles import Unit as Unit
+    from .shingles import count_words as count_words
+    from .shingles import in_parts as in_parts
+    from .shingles import ngram_hashes as ngram_hashes
+    from .splits import balanced_rows as balanced_rows
+    from .splits import split_groups as split_groups
+    from .texts import check_chat_template as check_chat_template
+    from .texts import check_texts as check_texts
+    from .texts import has_content as has_content
+    from .texts import is_messages as is_messages
+    from .texts import is_text as is_text
+    from .trained import TrainedPairs as TrainedPairs
+    from .trained import hashes_of_answers as hashes_of_answers
+    from .trained import not_trained_on as not_trained_on
+    from .trained import pair_hashes as pair_hashes
+    from .writing import write_rows as write_rows
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

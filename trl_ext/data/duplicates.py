@@ -9,7 +9,7 @@ import numpy as np
 import regex
 import xxhash
 
-from ..packages import need
+from ..upstream.packages import need
 from .shingles import Unit, in_parts, ngram_hashes
 
 _WINDOW = 16  # texts of one bucket that each is compared with

@@ -9,8 +9,8 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, ReadInstruction, load_dataset, load_from_disk
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
-from ..nearest import near_path
-from ..shipped import find
+from ..runs.nearest import near_path
+from ..runs.shipped import find
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 

@@ -12,6 +12,8 @@ SCRIPTS = (
     *("Tamil", "Telugu", "Georgian", "Armenian", "Ethiopic", "Khmer", "Lao", "Myanmar", "Tibetan"),
     "another",
 )
+# Scripts that put no spaces between words
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
 _CODES = 0x110000
 
 

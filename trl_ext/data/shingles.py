@@ -7,6 +7,8 @@ from typing import Literal
 import numpy as np
 import regex
 
+from .scripts import UNSPACED
+
 Unit = Literal["words", "characters"]
 _BASE = 0x9E3779B97F4A7C15  # odd, of the golden ratio: sums of its powers spread over 64 bits
 _WIDER = 0xD1B54A32D192ED03
@@ -96,8 +98,6 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
 @cache
 def _classes() -> tuple[np.ndarray, np.ndarray]:
     """Of each character: whether it is white space, and whether it is a word by itself."""
-    from ..rewards.texts import UNSPACED  # here: rewards look for copies with this file
-
     characters = "".join(map(chr, range(_CODES)))
     is_space = np.zeros(_CODES, bool)
     is_space[[ord(character) for character in characters if character.isspace()]] = True

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from ..callbacks.files import PRIVATE_FOLDER
+from ..runs.files import PRIVATE_FOLDER
 from .duplicates import normalised
 
 TRAINED_PAIRS = "trained_pairs.npz"

@@ -6,8 +6,8 @@ from typing import Literal
 
 import trl
 
-from ..redaction import HidesCredentials
-from ..settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
+from ..runs.redaction import HidesCredentials
+from ..runs.settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
 
 WITHOUT_BETA = {"sft"}
 # These see β as β·Δ only, Δ being the log-ratio margin of the pair

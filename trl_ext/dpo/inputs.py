@@ -11,7 +11,7 @@ from transformers import AutoProcessor
 from ..data import has_content, is_text
 from ..data.pair_columns import SCORES, column_problem
 from ..models.generation import check_chat_template
-from ..upstream import get_config_model_id
+from ..upstream.names import get_config_model_id
 from .config import DPOConfig
 
 _SHOWN = 5

@@ -6,7 +6,7 @@ import torch
 from accelerate.utils import GatheredParameters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from ..upstream import is_deepspeed_zero3_enabled
+from ..upstream.names import is_deepspeed_zero3_enabled
 
 
 def save_reference(trainer: Any, path: str) -> None:

@@ -18,8 +18,6 @@ from transformers.trainer_utils import TrainOutput
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
-from ..checkpoints import CannotResume, ResumableRun
-from ..control import AgreedControl
 from ..data.pair_columns import PairCollator, take_columns
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
 from ..models.adapter_guard import AdapterGuard
@@ -27,10 +25,12 @@ from ..models.card import without_none
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
-from ..schedule import schedule
-from ..temporarily import temporarily
-from ..terminal import late_bars
-from ..upstream import check_contract, get_config_model_id, use_adapter
+from ..runs.checkpoints import CannotResume, ResumableRun
+from ..runs.control import AgreedControl
+from ..runs.schedule import schedule
+from ..upstream.names import check_contract, get_config_model_id, use_adapter
+from ..upstream.temporarily import temporarily
+from ..upstream.terminal import late_bars
 from .beta_controller import BetaController
 from .config import DPOConfig
 from .inputs import (
@@ -318,7 +318,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """
-        Train, anew or from a checkpoint; see [`~trl_ext.checkpoints.ResumableRun`].
+        Train, anew or from a checkpoint; see [`~trl_ext.runs.checkpoints.ResumableRun`].
 
         Args:
             resume_from_checkpoint: `True` for the newest complete checkpoint in `output_dir`, or a path.

@@ -1,51 +1,37 @@
 """Measures of reward models on held-out pairs, and of policies against gold; most are functions of tensors."""
 
-from .bootstrap import bootstrap_interval
-from .calibration import calibration_error_by_chance, fit_temperature, reliability_bins
-from .centring import centre, centring_shift, head_of, write_scores
-from .ensemble import ensemble_report
-from .overoptimization import fit_overoptimization, overoptimization_curve
-from .phrases import mine_phrases
-from .probes import probe_reward
-from .ranking import best_of_n_credit, best_of_n_report, rank_correlation, ranking_report, rankings_of_pairs
-from .reward_model import (
-    accuracy_by_group,
-    accuracy_by_length_gap,
-    accuracy_interval,
-    calibration_error,
-    length_bias,
-    pairwise_accuracy,
-    plot_margins,
-    reward_model_report,
-    wilson_interval,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "accuracy_by_group",
-    "accuracy_by_length_gap",
-    "accuracy_interval",
-    "best_of_n_credit",
-    "best_of_n_report",
-    "bootstrap_interval",
-    "calibration_error",
-    "calibration_error_by_chance",
-    "centre",
-    "centring_shift",
-    "ensemble_report",
-    "fit_overoptimization",
-    "fit_temperature",
-    "head_of",
-    "length_bias",
-    "mine_phrases",
-    "overoptimization_curve",
-    "pairwise_accuracy",
-    "plot_margins",
-    "probe_reward",
-    "rank_correlation",
-    "ranking_report",
-    "rankings_of_pairs",
-    "reliability_bins",
-    "reward_model_report",
-    "wilson_interval",
-    "write_scores",
-]
+from ..upstream.lazy import lazily
+
+if TYPE_CHECKING:
+    from ..upstream.lazy import lazily as lazily
+    from .bootstrap import bootstrap_interval as bootstrap_interval
+    from .calibration import calibration_error_by_chance as calibration_error_by_chance
+    from .calibration import fit_temperature as fit_temperature
+    from .calibration import reliability_bins as reliability_bins
+    from .centring import centre as centre
+    from .centring import centring_shift as centring_shift
+    from .centring import head_of as head_of
+    from .centring import write_scores as write_scores
+    from .ensemble import ensemble_report as ensemble_report
+    from .overoptimization import fit_overoptimization as fit_overoptimization
+    from .overoptimization import overoptimization_curve as overoptimization_curve
+    from .phrases import mine_phrases as mine_phrases
+    from .probes import probe_reward as probe_reward
+    from .ranking import best_of_n_credit as best_of_n_credit
+    from .ranking import best_of_n_report as best_of_n_report
+    from .ranking import rank_correlation as rank_correlation
+    from .ranking import ranking_report as ranking_report
+    from .ranking import rankings_of_pairs as rankings_of_pairs
+    from .reward_model import accuracy_by_group as accuracy_by_group
+    from .reward_model import accuracy_by_length_gap as accuracy_by_length_gap
+    from .reward_model import accuracy_interval as accuracy_interval
+    from .reward_model import calibration_error as calibration_error
+    from .reward_model import length_bias as length_bias
+    from .reward_model import pairwise_accuracy as pairwise_accuracy
+    from .reward_model import plot_margins as plot_margins
+    from .reward_model import reward_model_report as reward_model_report
+    from .reward_model import wilson_interval as wilson_interval
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -1,20 +1,31 @@
 """What is no algorithm: policy and critic behind one forward, sampling, and which weights are which."""
 
-from .actor_critic import ActorCritic
-from .adapters import save_base_fingerprint
-from .generation import answer_texts, completion_logprobs, eos_token_ids, prompt_token_ids, sample
-from .identity import path_identity, tokenizer_identity
-from .weights import keep_unpacked
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ActorCritic",
-    "answer_texts",
-    "completion_logprobs",
-    "eos_token_ids",
-    "keep_unpacked",
-    "path_identity",
-    "prompt_token_ids",
-    "sample",
-    "save_base_fingerprint",
-    "tokenizer_identity",
-]
+from ..upstream.lazy import lazily
+
+if TYPE_CHECKING:
+    from ..upstream.lazy import lazily as lazily
+    from ..upstream.names import add_fused_lm_head as add_fused_lm_head
+    from .actor_critic import ActorCritic as ActorCritic
+    from .actor_critic import add_value_forward as add_value_forward
+    from .adapter_switch import CRITIC as CRITIC
+    from .adapter_switch import AdapterSwitch as AdapterSwitch
+    from .adapters import add_critic as add_critic
+    from .adapters import save_base_fingerprint as save_base_fingerprint
+    from .classifier import AdapterClassifier as AdapterClassifier
+    from .generation import answer_texts as answer_texts
+    from .generation import completion_logprobs as completion_logprobs
+    from .generation import eos_token_ids as eos_token_ids
+    from .generation import prompt_token_ids as prompt_token_ids
+    from .generation import sample as sample
+    from .identity import path_identity as path_identity
+    from .identity import tokenizer_identity as tokenizer_identity
+    from .lm_head import add_dense_lm_head as add_dense_lm_head
+    from .loading import load_model as load_model
+    from .weights import base_model_of as base_model_of
+    from .weights import check_same_ids as check_same_ids
+    from .weights import keep_unpacked as keep_unpacked
+    from .weights import vocabulary_of as vocabulary_of
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer
+from ..upstream.names import AuxiliaryTrainingWrapper, BaseTunerLayer
 from .weights import base_model_of
 
 POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT's name for the only adapter, ours, TRL's

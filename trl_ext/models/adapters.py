@@ -19,7 +19,12 @@ from peft import (
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
-from ..upstream import AuxiliaryTrainingWrapper, BaseTunerLayer, find_adapter_config_file, is_deepspeed_zero3_enabled
+from ..upstream.names import (
+    AuxiliaryTrainingWrapper,
+    BaseTunerLayer,
+    find_adapter_config_file,
+    is_deepspeed_zero3_enabled,
+)
 from .adapter_switch import CRITIC, POLICY, REFERENCE, AdapterSwitch
 from .identity import hash_of, hub_identity, weights_hash
 from .weights import base_model_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from ..upstream import set_zero3_state
+from ..upstream.names import set_zero3_state
 from .adapter_switch import AdapterSwitch
 from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of, whole
 

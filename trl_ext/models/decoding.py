@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMode
 
 from ..functional import position_ids
-from ..upstream import is_deepspeed_zero3_enabled
+from ..upstream.names import is_deepspeed_zero3_enabled
 from .sampler import SamplerRecorder, TokenSampler
 from .weights import base_model_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate.utils import fsdp_utils
 from torch import Tensor
 
-from ..temporarily import temporarily
+from ..upstream.temporarily import temporarily
 from .actor_critic import ActorCritic
 from .adapter_switch import CRITIC, POLICY
 from .adapters import load_adapter, save_classifier

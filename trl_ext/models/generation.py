@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, GenerationConfig
 
 from ..functional import position_ids
-from ..temporarily import temporarily
+from ..upstream.temporarily import temporarily
 from .weights import base_model_of
 
 _PAD = 0  # masked wherever it stands, so any id will do; a tokenizer's own may lie outside the model's vocabulary

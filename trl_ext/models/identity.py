@@ -12,7 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..marker import file_hash
+from .hashing import file_hash
 from .weights import base_model_of, whole
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import logprobs_and_entropies
-from ..upstream import FusedCausalLMOutput
+from ..upstream.names import FusedCausalLMOutput
 
 GIB = 2**30
 

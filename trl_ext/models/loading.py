@@ -5,15 +5,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, disable_fsdp_ram_efficient_loading
+from peft import AutoPeftModelForCausalLM
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed
 
-from ..temporarily import temporarily
-from ..upstream import prepare_deepspeed, prepare_fsdp
+from ..upstream.names import prepare_deepspeed, prepare_fsdp
+from ..upstream.temporarily import temporarily
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Loader:
 @contextmanager
 def whole_on_each_process() -> Iterator[None]:
     """Load models in full within the block, though FSDP or ZeRO-3 would have them sharded: nobody wraps them later."""
-    from ..upstream import _hf_deepspeed_config_weak_ref as zero  # as it is now
+    from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # as it is now
 
     efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     disable_fsdp_ram_efficient_loading()
@@ -75,3 +79,12 @@ def whole_on_each_process() -> Iterator[None]:
             yield
     finally:
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = efficient
+
+
+def load_model(name: str) -> Any:
+    """A causal language model, also one that is an adapter, in evaluation mode."""
+    if (Path(name) / "adapter_config.json").is_file():
+        model = AutoPeftModelForCausalLM.from_pretrained(name)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name)
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..terminal import is_quiet
+from ..upstream.terminal import is_quiet
 from . import rollout_worker
 from .rollout_worker import Answers, Job, Setup, memory_of
 

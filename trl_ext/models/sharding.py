@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from trl import RLOOConfig
 
-from ..temporarily import temporarily
-from ..upstream import add_hooks, remove_hooks
+from ..upstream.names import add_hooks, remove_hooks
+from ..upstream.temporarily import temporarily
 
 
 @contextmanager

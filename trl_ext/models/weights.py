@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
-from ..upstream import disable_dropout_in_model
+from ..upstream.names import disable_dropout_in_model
 
 
 def base_model_of(model: Any) -> Any:

@@ -1,5 +1,5 @@
 # ruff: noqa: E402
-from ..terminal import quiet
+from ..upstream.terminal import quiet
 
 quiet()  # before what is imported next: some libraries make their remarks as they are imported
 
@@ -8,6 +8,7 @@ from .config import PPOConfig
 from .critic_config import CriticConfig
 from .critic_model import load_critic
 from .critic_trainer import CriticTrainer
+from .roles import check_roles
 from .saved_rollouts import check_apart, given_scores, hold_out_prompts, score_rollouts, with_returns, with_token_ids
 from .trainer import PPOTrainer
 from .vllm import ServerLost
@@ -20,6 +21,7 @@ __all__ = [
     "RolloutProcessLost",
     "ServerLost",
     "check_apart",
+    "check_roles",
     "given_scores",
     "hold_out_prompts",
     "load_critic",

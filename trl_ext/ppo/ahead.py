@@ -22,8 +22,8 @@ from ..models.rollout_process import RolloutProcess, layout_of
 from ..models.rollout_worker import Answers, Job, Setup, check_class
 from ..models.weights import base_model_of
 from ..rewards.member import Started, awaited
-from ..temporarily import temporarily
-from ..upstream import VLLMGeneration, is_conversational
+from ..upstream.names import VLLMGeneration, is_conversational
+from ..upstream.temporarily import temporarily
 from .inputs import with_prompts
 from .rollout import given_to_rewards, with_answers
 from .vllm import sampled

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trl import RLOOConfig
 
-from ..nearest import did_you_mean
-from ..redaction import HidesCredentials
-from ..settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
+from ..runs.nearest import did_you_mean
+from ..runs.redaction import HidesCredentials
+from ..runs.settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {

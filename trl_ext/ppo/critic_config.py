@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from ..redaction import HidesCredentials
-from ..settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
+from ..runs.redaction import HidesCredentials
+from ..runs.settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
 from .config import _ONLY_WITH as ONLY_WITH_OF_PPO
 from .config import _RANGES as OF_PPO
 

@@ -10,13 +10,13 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from ..callbacks.console import ConsoleCallback
+from ..callbacks.metrics import is_training_log
 from ..callbacks.recording import record_run
-from ..checkpoints import ResumableRun
 from ..functional import explained_variance, masked_sum, value_loss, variance
-from ..metrics import is_training_log
 from ..models.actor_critic import add_value_forward
 from ..models.weights import disable_dropout
-from ..terminal import late_bars
+from ..runs.checkpoints import ResumableRun
+from ..upstream.terminal import late_bars
 from .accumulator import Accumulator
 from .critic_config import CriticConfig
 from .critic_model import check_standalone

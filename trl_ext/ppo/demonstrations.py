@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..upstream import is_conversational
+from ..upstream.names import is_conversational
 from .accumulator import Accumulator
 from .inputs import with_prompts
 from .rollout import sequence_scores

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from transformers.trainer_callback import ProgressCallback
 
 from ..models.generation import forked_rng
-from ..temporarily import temporarily
+from ..upstream.temporarily import temporarily
 from .rollout import Rollout
 
 

@@ -12,7 +12,7 @@ from transformers import DataCollatorWithPadding, ProcessorMixin
 from ..data import check_texts
 from ..models.generation import check_chat_template
 from ..models.weights import base_model_of, vocabulary_of
-from ..upstream import get_callable_name, get_config_model_id, is_vllm_available
+from ..upstream.names import get_callable_name, get_config_model_id, is_vllm_available
 from .config import PPOConfig
 from .rewards import AdapterReward
 from .vllm import check_server

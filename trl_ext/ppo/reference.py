@@ -3,8 +3,8 @@
 import os
 from typing import Any
 
-from ..checkpoints import CannotResume
-from ..upstream import SyncRefModelCallback
+from ..runs.checkpoints import CannotResume
+from ..upstream.names import SyncRefModelCallback
 
 _FOLDER = "reference"
 

@@ -9,7 +9,7 @@ from trl import RLOOTrainer
 
 from ..functional import importance_weights, kl_estimate
 from ..models.sampler import SamplerRecorder
-from ..temporarily import temporarily
+from ..upstream.temporarily import temporarily
 from .config import PPOConfig
 from .inputs import tokenized, with_prompts
 

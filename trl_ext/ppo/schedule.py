@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from ..schedule import block, count, portions, saves, sizes
+from ..runs.schedule import block, count, portions, saves, sizes
 
 
 def schedule(trainer: Any) -> str:

@@ -25,8 +25,6 @@ from trl import RLOOTrainer
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import objections_to, record_run
-from ..checkpoints import CannotResume, ResumableRun
-from ..control import AgreedControl, take_kl_scale
 from ..functional import (
     approx_kl,
     gae,
@@ -47,11 +45,13 @@ from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
-from ..output_dir import Hold
 from ..rewards.member import Started
-from ..temporarily import temporarily
-from ..terminal import late_bars
-from ..upstream import RepeatSampler, check_contract, get_config_model_id
+from ..runs.checkpoints import CannotResume, ResumableRun
+from ..runs.control import AgreedControl, take_kl_scale
+from ..runs.output_dir import Hold
+from ..upstream.names import RepeatSampler, check_contract, get_config_model_id
+from ..upstream.temporarily import temporarily
+from ..upstream.terminal import late_bars
 from . import gradients
 from .accumulator import global_moments
 from .ahead import RolloutsAhead, check_ahead

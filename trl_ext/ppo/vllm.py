@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..marker import IncompleteCheckpoint, read_marker
+from ..runs.marker import IncompleteCheckpoint, read_marker
 
 _TRIES = 3  # of one rollout with a server that is there, but fails each time
 _PATIENCE = 60.0  # seconds in which a server says how it is configured, also while it generates

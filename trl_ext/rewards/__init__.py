@@ -1,56 +1,46 @@
 """Reward functions with TRL's signature. Those in `watches` have weight zero and only measure."""
 
-from trl.rewards import get_repetition_penalty_reward, get_soft_overlong_punishment
+from typing import TYPE_CHECKING
 
-from ..sources import source_identity
-from .cached import CachedReward
-from .code import CodeReward
-from .constitution import ConstitutionReward
-from .ensemble import EnsembleReward
-from .json_schema import JSONSchemaReward
-from .judge import JudgeReward
-from .loading import check_rewards, joined_weights, load_reward, load_rewards
-from .member import Member, RewardFailed, distinct
-from .model import ModelReward
-from .patterns import PatternReward
-from .remote import RemoteReward
-from .segments import SegmentScores
-from .sum import SumReward
-from .watches import (
-    GoldJudgeReward,
-    PhraseReviewReward,
-    RepetitionWatch,
-    ScoreWatch,
-    repetition_watch,
-    score_watch,
-)
+from ..upstream.lazy import lazily
 
-__all__ = [
-    "CachedReward",
-    "CodeReward",
-    "ConstitutionReward",
-    "EnsembleReward",
-    "GoldJudgeReward",
-    "JSONSchemaReward",
-    "JudgeReward",
-    "Member",
-    "ModelReward",
-    "PatternReward",
-    "PhraseReviewReward",
-    "RemoteReward",
-    "RepetitionWatch",
-    "RewardFailed",
-    "ScoreWatch",
-    "SegmentScores",
-    "SumReward",
-    "check_rewards",
-    "distinct",
-    "get_repetition_penalty_reward",
-    "get_soft_overlong_punishment",
-    "joined_weights",
-    "load_reward",
-    "load_rewards",
-    "repetition_watch",
-    "score_watch",
-    "source_identity",
-]
+if TYPE_CHECKING:
+    from trl.rewards import get_repetition_penalty_reward as get_repetition_penalty_reward
+    from trl.rewards import get_soft_overlong_punishment as get_soft_overlong_punishment
+
+    from ..runs.sources import source_identity as source_identity
+    from ..upstream.lazy import lazily as lazily
+    from .cached import CachedReward as CachedReward
+    from .code import CodeReward as CodeReward
+    from .constitution import ConstitutionReward as ConstitutionReward
+    from .ensemble import EnsembleReward as EnsembleReward
+    from .json_schema import JSONSchemaReward as JSONSchemaReward
+    from .judge import JudgeReward as JudgeReward
+    from .loading import check_rewards as check_rewards
+    from .loading import joined_weights as joined_weights
+    from .loading import load_reward as load_reward
+    from .loading import load_rewards as load_rewards
+    from .member import Member as Member
+    from .member import RewardFailed as RewardFailed
+    from .member import awaited as awaited
+    from .member import distinct as distinct
+    from .member import is_finite_number as is_finite_number
+    from .member import scores_in as scores_in
+    from .model import ModelReward as ModelReward
+    from .model import logits_of as logits_of
+    from .patterns import PatternReward as PatternReward
+    from .remote import RemoteReward as RemoteReward
+    from .segments import SegmentScores as SegmentScores
+    from .service import well_formed as well_formed
+    from .sum import SumReward as SumReward
+    from .texts import text_of as text_of
+    from .watches import GoldJudgeReward as GoldJudgeReward
+    from .watches import PhraseReviewReward as PhraseReviewReward
+    from .watches import RepetitionWatch as RepetitionWatch
+    from .watches import ScoreWatch as ScoreWatch
+    from .watches import repetition_watch as repetition_watch
+    from .watches import score_watch as score_watch
+
+    __all__: list[str]
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

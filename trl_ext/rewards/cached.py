@@ -16,9 +16,9 @@ import regex
 import xxhash
 from transformers.utils import logging
 
-from ..redaction import redacted
-from ..sources import source_identity
-from ..upstream import get_callable_name
+from ..runs.redaction import redacted
+from ..runs.sources import source_identity
+from ..upstream.names import get_callable_name
 from .member import (
     FAILED,
     answers_of,

@@ -12,7 +12,7 @@ import torch
 
 from ..functional import disagreement, ensemble_score
 from ..functional.ensemble import Combine
-from ..nearest import did_you_mean
+from ..runs.nearest import did_you_mean
 from .member import Member, OnError, log_to, scores_of_all
 from .model import ModelReward
 from .naming import checked_name

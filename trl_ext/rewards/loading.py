@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
-from ..nearest import did_you_mean
-from ..shipped import find
-from ..upstream import get_callable_name
+from ..runs.nearest import did_you_mean
+from ..runs.shipped import find
+from ..upstream.names import get_callable_name
 from .ensemble import check_model_kwargs
 from .member import distinct, is_finite_number
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from transformers.utils import logging
 
-from ..upstream import get_callable_name, is_async_callable
+from ..upstream.names import get_callable_name, is_async_callable
 from .segments import is_by_token
 
 logger = logging.get_logger(__name__)

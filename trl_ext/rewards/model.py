@@ -23,9 +23,9 @@ from ..models.generation import check_chat_template
 from ..models.generation import eos_token_ids as ends_of
 from ..models.identity import hash_of, path_identity, tokenizer_identity
 from ..models.weights import tokens_beyond
-from ..packages import check_packages
-from ..temporarily import temporarily
-from ..upstream import is_conversational
+from ..upstream.names import is_conversational
+from ..upstream.packages import check_packages
+from ..upstream.temporarily import temporarily
 from .member import log_to
 from .naming import checked_name
 

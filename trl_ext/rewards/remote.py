@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from ..nearest import did_you_mean
-from ..redaction import redacted
+from ..runs.nearest import did_you_mean
+from ..runs.redaction import redacted
 from .member import OnError, RewardFailed, without_failures
 from .naming import checked_name
 from .service import (

@@ -16,7 +16,7 @@ import httpx2
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt, stop_any, stop_before_delay
 from tenacity.wait import wait_random_exponential
 
-from ..redaction import HIDDEN, redacted
+from ..runs.redaction import HIDDEN, redacted
 from .member import OnError, RewardFailed, check_on_error, finite_number, log_to, report_failures
 
 MAX_RESPONSE_BYTES = 32 * 2**20

@@ -4,8 +4,8 @@ from typing import Any
 
 import regex
 
-# Scripts that put no spaces between words
-UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
+from ..data.scripts import UNSPACED
+
 _UNSPACED_OR_RUN = regex.compile(rf"[{UNSPACED}]|[^{UNSPACED}]+")
 _BLOCK = regex.compile(r"(?ms)^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```")
 

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...jsonl import read_jsonl
-from ...upstream import get_callable_name
+from ...runs.jsonl import read_jsonl
+from ...upstream.names import get_callable_name
 from ..member import awaited, log_to, runs_in_background
 from ..texts import text_of
 from .watch import Watch, numbers_of

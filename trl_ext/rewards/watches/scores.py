@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...upstream import get_callable_name
+from ...upstream.names import get_callable_name
 from ..member import awaited, log_to, runs_in_background
 from ..naming import checked_name
 from ..segments import total_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from ...jsonl import JSONLWriter
+from ...runs.jsonl import JSONLWriter
 from ..texts import text_of
 
 

@@ -1,0 +1,380 @@
+"""`trl-ext`: what goes to accelerate and what to the recipe, names of configurations, and what is refused at once."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+
+import trl_ext
+from recipes import dpo, online_dpo, ppo, pretrain_critic, reward, sft
+from recipes.demo.model import make_model, make_tokenizer
+from recipes.demo.world import make_world
+from trl_ext.callbacks import load_monitors
+from trl_ext.cli import main as commands
+from trl_ext.cli.doctor import packages
+from trl_ext.cli.fields import option_names, parsed_names
+from trl_ext.cli.main import TOOLS, TRAINING, launch_file, main, run_here, several, split
+from trl_ext.runs.shipped import accelerate_file, config_file, find, names, recipe, root
+from trl_ext.upstream.names import launch_training_script  # noqa: F401 - raises if it changed
+from trl_ext.upstream.packages import check_packages, is_installed
+
+ROOT = Path(trl_ext.__file__).parents[1]
+RECIPES = {"ppo": ppo, "dpo": dpo, "sft": sft, "reward": reward, "online_dpo": online_dpo} | {
+    "pretrain_critic": pretrain_critic
+}
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(capsys, *words):
+    assert main([*words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+# ---- The command ----
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    listed = re.findall(r"^  (\S+)  +\S", capsys.readouterr().out, re.M)
+    assert listed == [*TRAINING, *TOOLS]
+    named = "sft reward pretrain-critic ppo dpo online-dpo generate merge plan advise annotators prompts reward-report"
+    assert listed == [*named.split(), *"refresh-reward serve-reward report kl demo doctor".split()]
+
+
+def test_what_needs_no_training_imports_nothing_heavy(subtests):
+    code = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); "
+    code += "from trl_ext.cli.main import main; main(sys.argv[1:])"
+    for words in (
+        ["--help"],
+        ["--version"],
+        ["ppp"],
+        ["ppo"],
+        ["ppo", "--learning_rat", "1"],
+        ["ppo", "--config", "x"],
+        *([name, "--help"] for name in TRAINING | dict.fromkeys(("demo", "refresh-reward", "kl", "report"))),
+    ):
+        with subtests.test(words=words):
+            ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+            modules = {"torch", "trl", "transformers", "accelerate", "datasets"}
+            assert not modules & {*ran.stderr.splitlines()[-1].split()}
+
+
+@pytest.mark.parametrize("name", [*TRAINING, "demo", "generate", "refresh-reward", "advise"])
+def test_help_from_source_is_what_the_parser_says(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert main([name, "--help"]) == 0
+    from_source = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        run_here(name, ["--help"])
+    assert capsys.readouterr().out == from_source and len(from_source.splitlines()) > 9
+
+
+@pytest.mark.parametrize("name, goes_on", [("ppo", True), ("demo", True), ("generate", False), ("kl", False)])
+def test_only_what_has_checkpoints_says_that_it_goes_on(name, goes_on, monkeypatch, capsys):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    ours = SimpleNamespace(main=interrupted)
+    monkeypatch.setattr(commands, "recipe", lambda _: ours)
+    monkeypatch.setattr(commands, "import_module", lambda *_: ours)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert run_here(name, []) == 130
+    assert ("goes on" in capsys.readouterr().err) is goes_on
+
+
+def test_mistakes_are_one_line(subtests, capsys, elsewhere):
+    for words, message in [
+        (["pppo"], "trl-ext: error: there is no command 'pppo'; did you mean ppo?"),
+        (["online"], "trl-ext: error: there is no command 'online'; did you mean online-dpo?"),
+        (
+            ["ppo", "--learning_rat", "1"],
+            "trl-ext ppo: error: unknown flag '--learning_rat'; did you mean --learning_ra",
+        ),
+        (
+            ["ppo", "--num-proceses=2"],
+            "trl-ext ppo: error: unknown flag '--num-proceses'; did you mean --num_processes or",
+        ),
+        (
+            ["sft", "--config", "tinystories/pppo"],
+            "--config tinystories/pppo: there is no such file; did you mean tinyst",
+        ),
+        (
+            ["dpo", "--accelerate_config", "zero"],
+            "--accelerate_config zero: there is no such file; did you mean zero2 or",
+        ),
+        (["dpo", "--multi_gpu", "true"], "stray value 'true'"),
+        (["dpo", "--num_processes", "two"], "argument --num_processes"),
+        (["dpo", "--cpu", "--num_processes", "2"], "`--cpu` starts one process, not 2"),
+        (["dpo", "--accelerate_config"], "expected one argument"),
+    ]:
+        with subtests.test(words=words):
+            assert message in refusal(capsys, *words)
+
+
+def test_no_arguments_show_what_the_recipe_needs(capsys):
+    for command, module in (("ppo", ppo), ("online-dpo", online_dpo)):
+        assert main([command]) == 2
+        assert capsys.readouterr().err == module.__doc__.strip() + "\n"
+
+
+# ---- Whose flag ----
+
+
+def test_names_that_were_read_are_those_that_the_parsers_have(subtests):
+    flags = {name for action in launch_command_parser()._actions for name in action.option_strings}
+    theirs = {name[2:].replace("-", "_") for name in flags if name.startswith("--")}
+    assert theirs == option_names("accelerate.commands.launch")
+    for name in RECIPES:
+        with subtests.test(recipe=name):
+            found = parsed_names(f"trl_ext.recipes.{name}")
+            assert found and {"model_name_or_path", "dataset_name", "learning_rate", "output_dir"} <= found
+
+
+def test_each_flag_goes_to_its_reader_with_its_values(elsewhere):
+    words = (
+        "--num_processes 2 --rate=3 --weights 1 -2 --config tinystories/ppo --debug x --mixed-precision=bf16 --no_eval"
+    )
+    file, launch, mine = split(
+        [*words.split(), "--accelerate_config=fsdp2", "--main_process_port", "0"],
+        {"rate", "weights", "debug", "eval"},
+        {"num_processes", "mixed_precision", "debug", "main_process_port"},
+    )
+    assert file == ROOT / "accelerate_configs/fsdp2.yaml"
+    assert launch == "--num_processes 2 --mixed-precision=bf16 --main_process_port 0".split()
+    assert mine == "--rate=3 --weights 1 -2 --config tinystories/ppo --debug x --no_eval".split()
+
+
+def test_several_processes_are_asked_for(subtests):
+    for flags, config, expected in [
+        ("--num_processes 2", {}, ["--multi_gpu"]),
+        ("--num-processes=2", {"distributed_type": "NO"}, ["--multi_gpu"]),
+        ("--num_processes 1", {}, []),
+        ("--num_processes 2", {"distributed_type": "FSDP"}, []),
+        ("--num_processes 2 --use_deepspeed", {}, []),
+        ("--mixed_precision no", {"distributed_type": "NO"}, []),
+    ]:
+        with subtests.test(flags=flags, config=config):
+            assert several(flags.split(), config) == expected
+
+
+def test_the_users_own_configuration_of_accelerate_counts(elsewhere, monkeypatch):
+    own = elsewhere / "default_config.yaml"
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(own))
+    assert several(["--num_processes", "2"]) == ["--multi_gpu"]
+    own.write_text("distributed_type: FSDP\n")
+    assert several(["--num_processes", "2"]) == []
+
+
+# ---- What ships ----
+
+
+def test_names_of_what_ships(subtests, elsewhere):
+    for name in ("tinystories/ppo", "tinystories/ppo.yaml", "recipes/tinystories/ppo", "recipes/tinystories/ppo.yaml"):
+        with subtests.test(name=name):
+            assert config_file("--config", name) == ROOT / "recipes/tinystories/ppo.yaml"
+    assert accelerate_file("--accelerate_config", "zero3") == ROOT / "accelerate_configs/zero3.yaml"
+    assert "site-packages" in str(accelerate_file("--accelerate_config", "zero1"))  # TRL's, which we do not have
+    assert {"tinystories/ppo", "demo/guarded"} <= {*names("recipes")}
+    assert (root() / "docs/runbook.md").is_file()
+
+
+def test_file_in_the_working_directory_wins(elsewhere):
+    assert find("recipes/demo/world.py") == ROOT / "recipes/demo/world.py"
+    assert find("recipes/nothing") == Path("recipes/nothing")
+    for name in ("recipes/demo/world.py", "tinystories/ppo"):
+        (elsewhere / name).parent.mkdir(parents=True)
+        (elsewhere / name).write_text("")
+    assert find("recipes/demo/world.py") == Path("recipes/demo/world.py")
+    assert config_file("--config", "tinystories/ppo") == Path("tinystories/ppo")
+
+
+def test_recipes_are_modules_of_the_package():
+    assert recipe("demo.run").stages.ppo is recipe("ppo")
+    assert recipe("ppo").__name__ == "trl_ext.recipes.ppo"
+
+
+def test_deepspeeds_file_is_found_from_anywhere(elsewhere):
+    for path in sorted((ROOT / "accelerate_configs").glob("zero*.yaml")):
+        words = launch_file(path, [])
+        assert words[:3] == ["--config_file", str(path), "--deepspeed_config_file"]
+        json.loads(Path(words[3]).read_text())
+    assert len(launch_file(path, ["--deepspeed_config_file=mine.json"])) == 2
+    mine = elsewhere / "mine.yaml"
+    mine.write_text(yaml.safe_dump({"deepspeed_config": {"deepspeed_config_file": "gone.json"}}))
+    with pytest.raises(ValueError, match="names deepspeed_config_file gone.json, which is not there"):
+        launch_file(mine, [])
+
+
+# ---- What is missing ----
+
+
+def test_missing_package_or_login_is_one_sentence(subtests, monkeypatch):
+    def settings(**given):
+        return type("Settings", (), given)()
+
+    for package, given, message in [
+        ("bitsandbytes", {"load_in_4bit": True}, "needs bitsandbytes, which is not installed: `pip install bitsa"),
+        ("wandb", {"report_to": ["wandb"]}, "`pip install wandb`, or give `--report_to none` instead of wandb"),
+        ("trackio", {"report_to": ["trackio"]}, "`pip install trackio`, or"),
+    ]:
+        with subtests.test(package=package), monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(ImportError, match=re.escape(message)):
+                check_packages(settings(**given))
+    check_packages(settings(load_in_4bit=False, report_to=[]), settings())
+    with monkeypatch.context() as patch:
+        patch.setattr("trl_ext.upstream.packages.has_wandb_login", lambda: False)
+        with pytest.raises(
+            ValueError, match="run `wandb login`, or set WANDB_MODE=offline, or give `--report_to none`"
+        ):
+            check_packages(settings(report_to=["wandb"]))
+
+
+def test_wandb_is_asked_for_its_key_alone_and_by_who_reports(monkeypatch, tmp_path):
+    def login(prompt=True, verify=True):
+        assert not prompt and not verify, "neither a question, nor a server"
+        return True
+
+    settings = type("Settings", (), {"report_to": ["wandb"]})()
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("wandb.login", login)
+        check_packages(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr("wandb.login", lambda **_: False)
+        with pytest.raises(ValueError, match="run `wandb login`"):
+            check_packages(settings)
+        patch.setenv("RANK", "1")
+        check_packages(settings)
+    monkeypatch.setenv("WANDB_API_KEY", "too-short")
+    with pytest.raises(ValueError, match="WANDB_API_KEY invalid"):
+        check_packages(settings)
+    verdict, _, text = next(found for found in packages() if found[1] == "wandb")
+    assert verdict == "note" and "WANDB_API_KEY invalid" in text
+
+
+def test_a_folder_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "clearml").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("clearml")
+
+
+def test_monitor_whose_package_is_missing(subtests, monkeypatch):
+    for package, monitor in [
+        ("prometheus_client", "PrometheusCallback(textfile='metrics.prom')"),
+        ("matplotlib", "MonitoringPlotCallback"),
+    ]:
+        with subtests.test(package=package), monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            with pytest.raises(ValueError, match=r"needs.*pip install"):
+                load_monitors([monitor])
+
+
+def test_deepspeed_that_is_not_installed(monkeypatch, capsys, elsewhere):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    words = ["dpo", "--accelerate_config", "zero2", "--num_processes", "1", "--main_process_port", "0"]
+    assert "`pip install deepspeed`" in refusal(capsys, *words)
+
+
+def test_doctor_says_what_is_there(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^ok +trl +1\.", shown, re.M) and "`pip install vllm`" in shown
+
+    monkeypatch.delattr("trl.RLOOTrainer._compute_loss")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 1
+    assert re.search(r"^PROBLEM contract with TRL +1 of .*_compute_loss", capsys.readouterr().out, re.M)
+
+
+# ---- Through accelerate ----
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's death")
+def test_who_kills_the_command_kills_the_run(elsewhere):
+    tokenizer = make_tokenizer()
+    for part in (tokenizer, make_model(tokenizer, 0)):
+        part.save_pretrained(elsewhere / "model")
+    (elsewhere / "stay.py").write_text("import pathlib, time\npathlib.Path('pid').touch()\ntime.sleep(300)\n")
+    words = "ppo --model_name_or_path model --dataset_name rows.jsonl --output_dir out --reward_funcs stay.py:reward"
+    command = [sys.executable, "-m", "trl_ext", *words.split(), "--use_cpu", "true"]
+    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    while not (elsewhere / "pid").exists():
+        assert started.poll() is None
+        time.sleep(0.1)
+    runs = psutil.Process(started.pid).children()
+    started.kill()
+    assert runs and not psutil.wait_procs(runs, timeout=30)[1]
+
+
+WAITS = """
+import pathlib, time
+pathlib.Path("pid").touch()
+try:
+    time.sleep(300)
+except KeyboardInterrupt:
+    time.sleep(3)  # what is nearly written is completed
+    pathlib.Path("once").touch()
+    raise
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reaches", ["trl-ext alone", "the whole group, as a terminal's Ctrl-C"])
+def test_an_interrupt_reaches_the_run_once(reaches, elsewhere):
+    tokenizer = make_tokenizer()
+    for part in (tokenizer, make_model(tokenizer, 0)):
+        part.save_pretrained(elsewhere / "model")
+    (elsewhere / "waits.py").write_text(WAITS)
+    words = "ppo --model_name_or_path model --dataset_name rows.jsonl --output_dir out --reward_funcs waits.py:reward"
+    command = [sys.executable, "-m", "trl_ext", *words.split(), "--use_cpu", "true"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, process_group=0)
+    while not (elsewhere / "pid").exists():
+        assert started.poll() is None
+        time.sleep(0.1)
+    (os.kill if reaches == "trl-ext alone" else os.killpg)(started.pid, signal.SIGINT)
+    _, said = started.communicate(timeout=60)
+    assert started.returncode == 130 and said.count("Interrupted.") == 1 and "Traceback" not in said
+    assert (elsewhere / "once").exists()
+
+
+@pytest.mark.distributed
+def test_processes_that_were_asked_for_train_together(elsewhere):
+    tokenizer = make_tokenizer()
+    for part in (tokenizer, make_model(tokenizer, 0)):
+        part.save_pretrained(elsewhere / "model")
+    rows = make_world(seed=0, demonstrations=64, pairs=2, prompts=2, held_out=2)["sft"]["train"]
+    (elsewhere / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (
+        "sft --config demo/sft --model_name_or_path model --dataset_name sft.jsonl --eval_size 0 --eval_strategy no"
+    )
+    words += " --max_steps 1 --output_dir out --accelerate_config cpu --num_processes 2 --main_process_port 0"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "trl_ext", *words.split()]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-5000:]
+    assert "not passed to `accelerate launch`" not in ran.stderr
+    assert sum("next: " in line for line in ran.stdout.splitlines()) == 1  # else each took itself for the only one
+    wrong = subprocess.run([*command, "--learning_rate", "-1"], capture_output=True, text=True, env=environment)
+    assert wrong.returncode == 2 and "trl-ext sft: error: " in wrong.stderr and "Traceback" not in wrong.stderr

@@ -1,0 +1,148 @@
+"""Whether a folder may be written and is free, and whether what lies there is of the run that ended."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.trainer_utils import TrainOutput
+
+from tests.launch import on_two_processes
+from tests.runs.test_saving import At, complete, sft
+from trl_ext.runs import output_dir
+from trl_ext.runs.marker import MARKER
+from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, is_evaluated, write_text
+
+HOLDS = """
+import os, sys, time
+from trl_ext.runs.output_dir import Hold
+hold = Hold(sys.argv[1])
+if not os.fork():  # as a worker that loads data, or draws rollouts, and outlives its parent
+    time.sleep(60)
+    os._exit(0)
+print("held", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """Another process that runs in `tmp_path`, in a group of its own with its child."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, process_group=0) as process:
+        assert process.stdout.readline() == b"held\n"
+        yield process
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_finished_run_is_written_over_on_request_only(tmp_path):
+    (tmp_path / "train_results.json").write_text("{}")
+    for resume in (None, "true"):
+        with pytest.raises(FileExistsError, match="holds a finished run without checkpoints"):
+            check_output_dir(tmp_path, resume)
+    for resume in ("false", "False"):
+        check_output_dir(tmp_path, resume)
+    (tmp_path / "checkpoint-3").mkdir()  # it is gone on with
+    check_output_dir(tmp_path)
+
+
+def test_a_run_is_evaluated_if_it_was_complete_and_all_its_results_are_newer_than_its_checkpoints(tmp_path):
+    loaded, trained = TrainOutput(4, float("nan"), {}), TrainOutput(4, 0.5, {"train_loss": 0.5})
+    patterns = ("eval_results.json", "margins*.png")
+    assert not is_evaluated(tmp_path, loaded)
+    (tmp_path / "eval_results.json").write_text("{}")
+    assert is_evaluated(tmp_path, loaded) and not is_evaluated(tmp_path, trained)
+    assert not is_evaluated(tmp_path, loaded, *patterns)
+    (tmp_path / "margins_a.png").write_text("")
+    assert is_evaluated(tmp_path, loaded, *patterns)
+
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / MARKER).write_text("{}")
+    for age, evaluated in ((-60, True), (60, False)):
+        now = os.path.getmtime(tmp_path / "eval_results.json")
+        os.utime(tmp_path / "checkpoint-4" / MARKER, (now + age, now + age))
+        assert is_evaluated(tmp_path, loaded) == evaluated
+
+
+def test_a_second_process_is_refused_until_the_first_one_is_gone(other, tmp_path, monkeypatch):
+    """Neither trains with the other's files, and the one that is killed by `kill -9` goes on at once."""
+    monkeypatch.setattr(output_dir, "_PATIENCE", 0.0)
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    who = rf"process {other.pid} on {re.escape(socket.gethostname())}, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    with pytest.raises(
+        FolderInUse, match=rf"`output_dir` {tmp_path} is in use by {who}: wait for that run, end it, or"
+    ):
+        sft(tmp_path, **saving).train()
+    assert not complete(tmp_path)
+    other.kill()  # its child lives
+    other.wait()
+    monkeypatch.undo()
+    sft(tmp_path, **saving).train()
+    assert complete(tmp_path) == [1, 2]
+
+
+def test_a_folder_is_held_while_it_is_trained_in_and_by_one_process_several_times(tmp_path):
+    """Trainers that follow each other are one run's, as in a notebook; one that fails holds nothing."""
+    seen = []
+    for error in (None, KeyboardInterrupt):
+
+        def look(error=error):
+            with Hold(tmp_path):
+                seen.append((tmp_path / LOCK).exists())
+            if error is not None:
+                raise error
+
+        trainer = sft(tmp_path, max_steps=2)
+        trainer.add_callback(At(_1=look))
+        if error is None:
+            trainer.train()
+        else:
+            with pytest.raises(error):
+                trainer.train()
+        assert not (tmp_path / LOCK).exists()
+    assert seen == [True, True]
+
+
+def test_where_there_are_no_locks_that_is_said(tmp_path, monkeypatch, capsys):
+    def without(*args, **kwargs):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(output_dir.FileLock, "acquire", without)
+    Hold(tmp_path).release()
+    assert "keeps a second run out of" in capsys.readouterr().out
+
+
+def test_the_lock_of_another_account_is_one(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / LOCK).write_text('{"pid": 7, "host": "h", "since": "then"}')
+    monkeypatch.setattr("trl_ext.runs.output_dir.FileLock.acquire", refuse)
+    with pytest.raises(FolderInUse, match="held by process 7 on h, since then, with another account: choose another"):
+        Hold(tmp_path)
+
+
+@pytest.mark.distributed
+def test_all_processes_of_a_launch_are_refused_together(other, tmp_path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("said")
+    for said in on_two_processes("tests.runs.hold_worker", folder, str(tmp_path)):
+        assert f"process {other.pid} on" in said["refused"] and said["held"]
+
+
+def test_what_is_half_written_leaves_no_room_taken(tmp_path, monkeypatch):
+    (tmp_path / "page.html").write_text("before")
+
+    def full(path, *args, **kwargs):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(Path, "write_text", full)
+        write_text(tmp_path / "page.html", "after")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert (tmp_path / "page.html").read_text() == "before"

@@ -1,0 +1,62 @@
+"""What a run says before it begins: what it then does, once, and from where it goes on."""
+
+import pytest
+from datasets import Dataset
+
+from tests.tiny import ON_CPU, tiny_llama, tiny_tokenizer
+from trl_ext.runs.schedule import block, steps_of
+from trl_ext.stages.trainers import ResumableSFTTrainer, SFTConfig
+
+
+def make(folder, rows=13, **kwargs):
+    text = {"text": ["the cat sat"] * rows}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": False}
+    return ResumableSFTTrainer(
+        tiny_llama(),
+        args=SFTConfig(str(folder), **ON_CPU | sizes | kwargs),
+        train_dataset=Dataset.from_dict(text),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+@pytest.mark.parametrize(("rows", "epochs", "steps"), [(13, 1.5, 6), (1, 1.0, 1), (16, 0.3, 2)])
+def test_steps_are_those_that_are_trained(tmp_path, rows, epochs, steps):
+    check_steps(make(tmp_path, rows, num_train_epochs=epochs), steps)
+
+
+def test_steps_without_the_rows_that_are_left_over(tmp_path):
+    check_steps(make(tmp_path, 9, num_train_epochs=1, dataloader_drop_last=True), 2)  # 4 micro-batches of 2; not 5
+
+
+def check_steps(trainer, steps):
+    assert steps_of(trainer) == steps
+    trainer.train()
+    assert trainer.state.max_steps == trainer.state.global_step == steps
+
+
+def test_it_is_said_once_and_from_where_a_run_goes_on(tmp_path, capsys):
+    saves = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 1}
+    make(tmp_path, **saves).train()
+    (tmp_path / "checkpoint-4").rename(tmp_path / "elsewhere")
+    said = capsys.readouterr().out
+    assert said.startswith("SFT\n  model") and said.count("  total  1 epoch = 4 optimizer steps\n") == 1
+    trainer = make(tmp_path, **saves)
+    trainer.train(resume_from_checkpoint=True)
+    said = capsys.readouterr().out
+    assert said.count("SFT\n") == 1 and f"\nResuming from {tmp_path / 'checkpoint-2'}, step 2 of 4.\n" in said
+    trainer.train()  # again
+    assert "SFT\n" not in capsys.readouterr().out
+    make(tmp_path, **saves).train(resume_from_checkpoint=True)
+    assert capsys.readouterr().out == f"Training is complete, at step 4: loading {tmp_path / 'checkpoint-4'}.\n"
+
+
+def test_long_lines_are_wrapped_and_paths_stay_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    path = "outputs/a-path-that-has-hyphens/and-goes-on"
+    assert block("PPO", {"a": "one two three four five six", "long": path, "none": ""}).splitlines() == [
+        "PPO",
+        "  a     one two three four",
+        "        five six",
+        "  long",
+        f"        {path}",
+    ]

@@ -1,0 +1,102 @@
+"""What a recipe's terminal leaves out, and what it must not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow  # each starts a process
+
+SPEAKS = """
+import logging, sys, warnings
+from trl_ext.upstream.terminal import is_quiet, late_bars, quiet
+assert not is_quiet()
+quiet(); quiet()
+assert is_quiet()
+late_bars()
+logging.getLogger("bitsandbytes.backends.cpu.ops").warning("Failed to load CPU gemm_4bit_forward from %s", "x")
+logging.getLogger("bitsandbytes.backends.cpu.ops").warning("your GPU is on fire")
+warnings.warn("`is_gradient_checkpointing` is deprecated and will be removed", FutureWarning)
+warnings.warn("`something_else` is deprecated", FutureWarning)
+warnings.warn("the prompt was truncated", UserWarning)
+from transformers.utils import logging as transformers_logging
+transformers_logging.get_logger("transformers.trainer_utils").warning("mtime may not be reliable on this filesystem")
+transformers_logging.get_logger("transformers.modeling_utils").warning("LOAD REPORT: score.weight is missing")
+import time
+from datasets import Dataset
+rows = Dataset.from_dict({"n": [1, 2]})
+rows.map(lambda row: row, desc="fast")
+for _ in transformers_logging.tqdm(range(2), desc="Loading weights"):
+    pass
+from trl_ext.upstream import terminal
+if sys.argv[1:]:
+    rows.map(lambda row: time.sleep(terminal.SECONDS) or row, desc="slow", load_from_cache_file=False)
+"""
+LEFT_OUT = ("gemm_4bit", "is_gradient_checkpointing", "mtime", "fast", "Loading weights")
+SHOWN = ("your GPU is on fire", "something_else", "the prompt was truncated", "score.weight is missing")
+
+
+def said(*arguments, **environment):
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    run = subprocess.run([sys.executable, "-c", SPEAKS, *arguments], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    return run.stderr
+
+
+def test_remarks_are_left_out_and_warnings_are_not():
+    text = said("slow", TRL_EXT_VERBOSE="0")
+    assert [part for part in LEFT_OUT if part in text] == []
+    assert [part for part in SHOWN if part not in text] == []
+    assert "slow" in text  # what takes long has a bar
+
+
+def test_verbose_shows_all():
+    text = said(TRL_EXT_VERBOSE="1")
+    assert [part for part in (*LEFT_OUT, *SHOWN) if part not in text] == []
+
+
+def test_who_has_none_of_our_trainers_keeps_what_is_set():
+    """Neither `import trl_ext` nor callbacks, rewards and TRL's own trainers touch what a user has set."""
+    code = """
+import logging, warnings
+filters = list(warnings.filters)
+import trl_ext.callbacks, trl_ext.rewards, trl_ext.stages, trl_ext.workbench.pages.report
+[getattr(package, name) for package in (trl_ext.callbacks, trl_ext.rewards) for name in package.__all__]
+from datasets.utils import tqdm
+from trl_ext.upstream import terminal
+from transformers.utils import logging as hf
+assert not any(logging.getLogger(name).filters for name in terminal.REMARKS)
+ours = [f for f in warnings.filters if f[1] is not None and "gradient_checkpointing" in f[1].pattern]
+assert not ours and hf._tqdm_hook is None and tqdm.__init__.__name__ == "__init__"
+assert not logging.getLogger("trl_ext").handlers and not logging.getLogger("trl_ext.callbacks.alerts").filters
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+ASKS = """
+import os, runpy, sys
+def ask(event, arguments):
+    if event == "import" and arguments[0] in ("bitsandbytes", "peft"):
+        from trl_ext.upstream.terminal import is_quiet
+        os._exit(0 if is_quiet() else 3)
+sys.addaudithook(ask)
+sys.argv = [sys.argv[1], "--help"]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+SCRIPTS = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("recipes", "trl_ext/cli", "trl_ext/workbench")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if '\nif __name__ == "__main__":' in path.read_text() and path.name != "process.py"
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_is_quiet_before_it_imports_what_speaks(script):
+    """bitsandbytes says on some CPUs, as it is imported, that it has no kernel for 4-bit weights."""
+    run = subprocess.run([sys.executable, "-c", ASKS, script], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode != 3 and "Traceback" not in run.stderr, f"{run.returncode}: {run.stderr[-2000:]}"

@@ -1,0 +1,313 @@
+"""Plans of tiny runs against closed forms, and the settings that are refused or warned of."""
+
+import logging
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl import RewardConfig, SFTConfig
+
+from tests.recipes.real_models import PARAMETERS, config_of
+from tests.tiny import tiny_config, tiny_llama
+from trl_ext.ppo import CriticConfig
+from trl_ext.workbench.planning import (
+    GPUS,
+    Efficiency,
+    Job,
+    Layout,
+    LoadedReward,
+    known_not_to_work,
+    known_to_go_wrong,
+    plan,
+    quantized_bytes,
+    seconds_per_example,
+)
+from trl_ext.workbench.planning.roles import classifier
+
+CONFIG = tiny_llama(num_hidden_layers=3).config
+PARAMS = sum(p.numel() for p in tiny_llama(num_hidden_layers=3).parameters())
+LORA = {"r": 2, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def sft(**kwargs):
+    defaults = {"use_cpu": True, "bf16": False, "max_length": 32, "activation_checkpointing": False}
+    return SFTConfig("out", **{**defaults, **kwargs})
+
+
+def ppo(**kwargs):
+    return tiny_config("out", **kwargs)
+
+
+def role(result, name):
+    (found,) = [role for role in result.roles if role.name == name]
+    return found
+
+
+def test_bytes_per_parameter_of_each_mode(subtests):
+    # Of one process of four; DeepSpeed and FSDP2 in bfloat16 mixed precision
+    for mode, weights, gradients, optimizer in [
+        ("single", 4, 4, 8),
+        ("ddp", 4, 8, 8),
+        ("zero2", 2, 2 / 4, 12 / 4),
+        ("zero3", 2 / 4, 2 / 4, 12 / 4),
+        ("fsdp2", 4 / 4, 4 / 4, 8 / 4),
+    ]:
+        with subtests.test(mode=mode):
+            layout = Layout(mode, 1 if mode == "single" else 4)
+            (model,) = plan(Job("sft", sft(bf16=mode not in ("single", "ddp")), CONFIG, layout)).roles
+            assert model.parameters == model.trained == PARAMS
+            expected = [weights * PARAMS, gradients * PARAMS, optimizer * PARAMS]
+            assert [model.weights, model.gradients, model.optimizer] == pytest.approx(expected, abs=8)
+
+
+def test_offloading_moves_bytes_to_the_machine():
+    on_gpu, offloaded = (
+        plan(Job("sft", sft(bf16=True), CONFIG, Layout("zero3", 2, offloads_weights=o, offloads_optimizer=o)))
+        for o in (False, True)
+    )
+    assert offloaded.resident == 0 and offloaded.host == on_gpu.resident
+
+
+def test_a_quantised_base_and_its_adapter():
+    job = Job("sft", sft(), CONFIG, dtype=torch.bfloat16, peft_config=LoraConfig(**LORA), bits=4, nested=True)
+    (model,) = plan(job).roles
+    linear = 3 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32)  # q, o; k, v; the MLP's three
+    adapter = 3 * 2 * (4 * 16 + 2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32) - 4 * 16)
+    assert model.trained == adapter
+    assert model.weights == quantized_bytes(linear, 4, True) + 2 * (PARAMS - linear) + 2 * adapter
+
+
+def test_a_critic_alone_takes_what_a_reward_model_does_of_as_many_texts():
+    on_cpu = {"use_cpu": True, "bf16": False, "activation_checkpointing": False}
+    critic = Job("pretrain_critic", CriticConfig("out", **on_cpu, per_device_train_batch_size=4), CONFIG)
+    critic.prompt_length = 24  # with the answer
+    pairs = Job("reward", RewardConfig("out", **on_cpu, per_device_train_batch_size=2, max_length=24), CONFIG)
+    alone, paired = plan(critic), plan(pairs)
+    (role,) = alone.roles
+    assert replace(role, name="reward model") == paired.roles[0]
+    assert alone.schedule["tokens per optimizer step, at most"] == 4 * 24
+    for phase, parts in paired.phases.items():
+        assert alone.phases[phase] == pytest.approx(parts, rel=0.05)
+    one = seconds_per_example(critic, alone, GPUS[0], Efficiency())
+    pair = seconds_per_example(pairs, paired, GPUS[0], Efficiency())
+    assert 2 * one["update"] == pytest.approx(pair["update"])
+
+
+@pytest.mark.slow
+def test_ppo_has_four_models_or_one_base_with_adapters():
+    full = plan(Job("ppo", ppo(), CONFIG, rewards=(CONFIG,), prompt_length=8))
+    head = 16 + PARAMS - len_of_lm_head()
+    assert [(r.name, r.parameters) for r in full.roles] == [
+        ("policy", PARAMS),
+        ("critic", head),
+        ("reference", PARAMS),
+        ("reward model", head),
+    ]
+    assert role(full, "reference").gradients == role(full, "reward model").optimizer == 0
+    shared = plan(Job("ppo", ppo(), CONFIG, peft_config=LoraConfig(**LORA), shared_rewards=1, prompt_length=8))
+    adapter = role(shared, "policy").trained
+    assert role(shared, "critic").trained == role(shared, "critic").parameters == adapter + 16
+    assert role(shared, "reference").weights == role(shared, "reward model").weights == 0
+    assert shared.peak < full.peak
+
+
+@pytest.mark.slow
+def test_models_of_reward_functions_are_counted_whole_on_each_process_and_a_shared_base_once():
+    without = plan(Job("ppo", ppo(), CONFIG, Layout("ddp", 2), prompt_length=8))
+    loaded = (LoadedReward(CONFIG, torch.bfloat16), LoadedReward(CONFIG, members=3))
+    counted = plan(Job("ppo", ppo(), CONFIG, Layout("ddp", 2), prompt_length=8, loaded_rewards=loaded))
+    head = 16 + PARAMS - len_of_lm_head()
+    roles = [role for role in counted.roles if role.name == "reward function"]
+    assert [role.weights for role in roles] == [2 * head, 4 * head, 0, 0]
+    assert [role.parameters for role in roles] == [head] * 4  # each is a pass of its own
+    assert counted.peak - without.peak >= 6 * head
+    assert LoadedReward(CONFIG, max_batch_tokens=100, batch_size=8).rows(64, 16) == 6
+    assert LoadedReward(CONFIG, max_batch_tokens=None, batch_size=8).rows(64, 16) == 8
+    wide = tiny_llama(hidden_size=256, intermediate_size=1024).config
+    few, many = (
+        plan(Job("ppo", ppo(), CONFIG, prompt_length=8, loaded_rewards=(LoadedReward(wide, max_batch_tokens=n),)))
+        for n in (16, 16384)
+    )
+    assert many.phases["score"]["activations"] > 2 * few.phases["score"]["activations"]
+
+
+def len_of_lm_head():
+    return tiny_llama().lm_head.weight.numel()
+
+
+def test_the_schedule_is_what_the_trainer_prints():
+    # 4 per device × 3 accumulated × 2 processes = 24 in a minibatch; 2 minibatches = 48 in a rollout; 2 epochs
+    args = ppo(gradient_accumulation_steps=3, max_steps=-1, total_episodes=100)
+    schedule = plan(Job("ppo", args, CONFIG, Layout("ddp", 2), prompt_length=8)).schedule
+    assert schedule == {
+        "episodes per minibatch (optimizer step)": 24,
+        "episodes per rollout": 48,
+        "prompts per rollout": 48,
+        "optimizer steps per rollout": 4,
+        "tokens per rollout, at most": 48 * 16,
+        "generated tokens per rollout, at most": 48 * 8,
+        "rollouts": 3,
+        "optimizer steps": 12,
+    }
+
+
+def test_more_rows_and_longer_rows_take_more():
+    peaks = [
+        plan(Job("sft", sft(per_device_train_batch_size=b, max_length=n), CONFIG)).peak
+        for b, n in ((4, 32), (8, 32), (8, 64))
+    ]
+    assert peaks == sorted(set(peaks))
+
+
+@pytest.mark.slow
+def test_fsdp2_gathers_the_root_and_two_layers_or_a_reference():
+    """A critic of five layers beside a policy of three, which FSDP2 wraps alike; tests/distributed sees it do so."""
+    critic = tiny_llama(num_hidden_layers=5).config
+    layer = 2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 2 * 16  # q, o; k, v; the MLP's three; norms
+    root = 2 * 29 * 16 + 16 + 29 * 16 + 16 + 16  # embeddings, LM head, norm; embeddings, norm, head
+    phases = plan(Job("ppo", ppo(bf16=True), CONFIG, Layout("fsdp2", 2), value_model=critic, prompt_length=8)).phases
+    assert phases["update"]["gathered weights"] == 2 * (root + 2 * layer)
+    assert phases["score"]["gathered weights"] == 2 * (root + PARAMS)
+    without = ppo(bf16=True, use_ref_model=False, kl_coef=0.0)
+    phases = plan(Job("ppo", without, CONFIG, Layout("fsdp2", 2), value_model=critic, prompt_length=8)).phases
+    assert phases["score"]["gathered weights"] == phases["update"]["gathered weights"] == 2 * (root + 2 * layer)
+
+
+def test_generation_gathers_the_policy_once_under_zero3():
+    result = plan(Job("ppo", ppo(bf16=True), CONFIG, Layout("zero3", 4), prompt_length=8))
+    assert result.phases["generate"]["gathered weights"] == 2 * PARAMS
+    assert (
+        result.phases["generate"]["KV cache"] == 2 * 3 * 2 * 4 * 8 * 16 * 2
+    )  # two of layers, heads, 4, rows, tokens, bf16
+
+
+def test_logits_are_counted_once_where_they_fit_the_budget(subtests):
+    args, sizes = ppo(max_completion_length=8), (100_000, 300_000)
+    logits = 4 * 8 * (sizes[1] - sizes[0]) * 4  # rows, tokens, numbers of the vocabulary, float32
+    for budget, times in [(1.0, 1), (1e-3, 0)]:
+        with subtests.test(budget=budget):
+            args.logits_budget_gb = budget
+            configs = (tiny_llama(size, tie_word_embeddings=True).config for size in sizes)
+            small, large = (plan(Job("ppo", args, config, prompt_length=8)) for config in configs)
+            embeddings = 16 * (sizes[1] - sizes[0]) * 4  # a gradient; the critic's comes when the logits are gone
+            more = sum(large.phases["update"].values()) - sum(small.phases["update"].values())
+            assert more == times * logits + embeddings
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "microsoft/deberta-v3-base"])
+def test_real_models_have_the_parameters_of_their_cards(name):
+    stage, args = ("reward", RewardConfig) if "deberta" in name else ("sft", SFTConfig)
+    config = config_of(name)
+    config.num_hidden_layers = 1  # and the other layers by arithmetic: passes through all of them take a while
+    deeper = config_of(name)
+    layers, deeper.num_hidden_layers = deeper.num_hidden_layers, 2
+    args = args("out", use_cpu=True, bf16=False, max_length=8, per_device_train_batch_size=1)
+    one, two = (plan(Job(stage, args, c)).roles[0].parameters for c in (config, deeper))
+    assert round((one + (layers - 1) * (two - one)) / 1e6) == PARAMETERS[name]
+
+
+# ---- Refusals and warnings ----
+
+PEFT = {"peft_config": LoraConfig(**LORA)}
+
+
+def test_what_cannot_work_is_refused_with_the_reason(subtests):
+    for job, message in [
+        (Job("sft", sft(), CONFIG, bits=4), "a base in 4 bits cannot be trained: set `use_peft: true`"),
+        (Job("sft", sft(), CONFIG, dtype=torch.float16), "weights in float16 cannot be trained"),
+        (
+            Job("ppo", ppo(), CONFIG, Layout("fsdp2", 2, checkpoints_activations=True), **PEFT),
+            "with the adapter that is active by then",
+        ),
+        (Job("ppo", ppo(max_approx_kl=0.1), CONFIG, Layout("zero2", 2)), "leave steps out, but DeepSpeed's engine"),
+        (Job("ppo", ppo(critic_warmup_rollouts=1), CONFIG, Layout("zero3", 2)), "leave steps out, but DeepSpeed's"),
+        (Job("ppo", ppo(critic_steps=2), CONFIG, Layout("zero2", 2)), "leave steps out, but DeepSpeed's"),
+        (Job("ppo", ppo(sync_ref_model=True), CONFIG, **PEFT), "`sync_ref_model=True` moves the reference"),
+        (Job("ppo", ppo(share_reward_base="always"), CONFIG, shared_rewards=1), "needs a policy with an adapter"),
+        (Job("ppo", ppo(), CONFIG, peft_config=LoraConfig(**LORA, bias="all")), "has bias='all'"),
+        (Job("sft", sft(), CONFIG, Layout("zero2", 2, accumulation=4)), "sets gradient_accumulation_steps to 4"),
+        (
+            Job("sft", sft(activation_checkpointing=True), CONFIG, Layout("fsdp2", 2, checkpoints_activations=True)),
+            "are both on: leave only the latter",
+        ),
+    ]:
+        with subtests.test(message=message):
+            (reason,) = known_not_to_work(job)
+            assert message in reason
+
+
+def test_generations_that_do_not_divide_a_rollout_are_refused():
+    job = Job("ppo", ppo(num_generations=8), CONFIG)
+    assert known_not_to_work(job) == []
+    (reason,) = known_not_to_work(replace(job, args=replace_generations(job.args, 3)))
+    assert "`num_generations: 3` does not divide the 8 episodes of a rollout on 1 processes" in reason
+
+
+def replace_generations(args, number):
+    args.num_generations = number
+    return args
+
+
+def test_what_ends_badly_is_warned_of(subtests):
+    for args, known, message in [
+        ({"kl_coef": 0.0}, {}, "without a KL penalty"),
+        ({"vf_coef": 0.0}, {}, "the critic never learns"),
+        ({"kl_coef": 0.05}, {"score_range": (0.0, 1.0)}, "scores in [0, 1] with `kl_coef: 0.05`"),
+        ({"kl_coef": 0.05, "reward_clip_range": (0.0, 1.0)}, {}, "scores in [0, 1] with `kl_coef: 0.05`"),
+        ({"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 15}, {}, "has up to 16: leave out"),
+        ({}, {"shared_prompts": "12 of PPO's 16 prompts are SFT's, too"}, "12 of PPO's 16 prompts are SFT's, too"),
+    ]:
+        with subtests.test(message=message):
+            (warning,) = known_to_go_wrong(Job("ppo", ppo(**args), CONFIG, prompt_length=8), **known)
+            assert message in warning
+
+
+def test_prompts_that_a_model_cannot_read_are_warned_of():
+    short = type(CONFIG)(**{**CONFIG.to_dict(), "max_position_embeddings": 20})
+    (warning,) = known_to_go_wrong(Job("ppo", ppo(), CONFIG, rewards=(CONFIG, short), prompt_length=16))
+    assert warning.startswith(
+        "the reward model reads 20 tokens, but a prompt of 16 with its answer has up to 24: leave out"
+    )
+    assert "more than 12 tokens" in warning
+
+
+def test_few_pairs_are_warned_of_and_sound_settings_are_not():
+    (warning,) = known_to_go_wrong(Job("reward", sft(), CONFIG), pairs=9_999)
+    assert "9999 preference pairs" in warning
+    assert known_to_go_wrong(Job("dpo", sft(), CONFIG), pairs=10_000) == []
+    assert known_to_go_wrong(Job("ppo", ppo(kl_coef=0.1), CONFIG, prompt_length=8), score_range=(0.0, 1.0)) == []
+    assert known_to_go_wrong(Job("ppo", ppo(), CONFIG, prompt_length=8), score_range=(-3.0, 3.0)) == []
+
+
+def test_a_classifier_of_one_label_is_planned_without_a_word(caplog):
+    assert CONFIG.num_labels == 2  # as in any language model's
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    with torch.device("meta"):
+        model = classifier(SimpleNamespace(compute_dtype=torch.float32), CONFIG)
+    logger.removeHandler(caplog.handler)
+    assert model.config.num_labels == 1 and not caplog.records
+
+
+@pytest.mark.slow
+def test_what_generates_beside_the_run_is_counted_there():
+    plain, ahead, vllm = (
+        plan(Job("ppo", ppo(**kwargs), CONFIG, prompt_length=8))
+        for kwargs in ({}, {"rollouts_ahead": 2}, {"use_vllm": True})
+    )
+    assert not plain.beside and not plain.host
+    assert ahead.beside.pop("weights") == 4 * PARAMS and ahead.host == 3 * 4 * PARAMS
+    assert ahead.beside == {n: size for n, size in plain.phases["generate"].items() if n != "gathered weights"}
+    cache = 2 * 3 * 2 * 4 * 16 * 2  # keys and values, layers, heads of 4, tokens, 16 bits
+    assert vllm.beside == {"weights": 2 * PARAMS, "KV cache": 8 * cache}
+    assert not ahead.phases["generate"] and not vllm.phases["generate"]
+    adapter = plan(Job("ppo", ppo(rollouts_ahead=1), CONFIG, peft_config=LoraConfig(**LORA), prompt_length=8))
+    assert adapter.beside["weights"] == 4 * PARAMS  # merged
+
+
+def test_a_copy_of_the_checkpoint_is_in_the_machines_memory():
+    kept = plan(Job("ppo", ppo(save_in_background=True), CONFIG, Layout("zero3", 4), prompt_length=8))
+    assert kept.host == math.ceil(kept.checkpoint / 4)

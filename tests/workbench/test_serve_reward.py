@@ -1,0 +1,342 @@
+"""`trl-ext serve-reward` over real sockets: batches of several clients, refusals, and its end."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+import uvicorn
+from jinja2 import TemplateError
+
+from tests.tiny import WORDS, length_reward, prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext.rewards import CachedReward, ModelReward, RemoteReward, source_identity
+from trl_ext.workbench.serving import command as serve_reward
+from trl_ext.workbench.serving.app import Batcher, Limits, make_app, scorer
+
+ROOT = Path(__file__).parents[2]
+
+
+def by_text(prompts, completions, **columns):
+    return [float(sum(map(ord, f"{p}|{c}")) % 1009) for p, c in zip(prompts, completions, strict=True)]
+
+
+@contextmanager
+def serving(function, name="m", key=None, identity=None, **limits):
+    """Yield the URL of a server in a thread, and its batcher."""
+    batcher = Batcher(scorer(function), Limits(**limits))
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(batcher, name, key, identity), log_level="critical", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", batcher
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_64_clients_are_answered_each_rightly_and_in_large_batches():
+    """Nothing is lost, nothing scored twice, each answer belongs to its question, and batches fill."""
+    seen, wrong, requests = [], [], 10
+
+    def scored(prompts, completions, **columns):
+        seen.extend(zip(prompts, completions, strict=True))
+        time.sleep(0.02)
+        return by_text(prompts, completions)
+
+    def client(k):
+        with httpx2.Client(timeout=60) as http:
+            for i in range(requests):
+                asked = [f"client {k}"] * (1 + (k + i) % 2), [f"{i} {j} {k * i}" for j in range(1 + (k + i) % 2)]
+                answer = http.post(url + "/score", json=dict(zip(("prompts", "completions"), asked, strict=True)))
+                if answer.json() != {"scores": by_text(*asked), "model": "m"}:
+                    wrong.append(answer.text)
+
+    with serving(scored, max_wait=2.0) as (url, batcher):
+        threads = [threading.Thread(target=client, args=(k,)) for k in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        shown = httpx2.get(url + "/metrics").text
+    assert wrong == []
+    assert len(seen) == len(set(seen)) == 64 * requests * 1.5
+    assert batcher.median_batch >= 32 and max(batcher.batches) <= 64 and batcher.waiting == 0
+    assert 'trl_ext_reward_requests_total{status="200"} 640.0' in shown
+    assert "trl_ext_reward_rows_total 960.0" in shown and "trl_ext_reward_waiting_rows 0.0" in shown
+    assert f"trl_ext_reward_batch_rows_count {float(len(batcher.batches))}" in shown
+
+
+def test_one_clients_bad_row_and_kind_fail_nobody_else():
+    def fragile(prompts, completions, **columns):
+        assert len({type(prompt) for prompt in prompts}) == 1, "texts and messages in one call"
+        if "bad" in completions:
+            raise ValueError("this cannot be read")
+        if "broken" in completions:
+            raise OSError("/secret/path")
+        if "over" in completions:
+            sys.exit("it is over")
+        return by_text(prompts, completions)
+
+    kinds = ["good", "bad", [{"role": "assistant", "content": "hi"}], "broken", "over", "fine"] * 4
+    answers = {}
+
+    def client(k):
+        prompt = "p" if isinstance(kinds[k], str) else [{"role": "user", "content": "p"}]
+        answers[k] = httpx2.post(url + "/score", json={"prompts": [prompt], "completions": [kinds[k]]}, timeout=60)
+
+    with serving(fragile, max_wait=0.3) as (url, _):
+        threads = [threading.Thread(target=client, args=(k,)) for k in range(len(kinds))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [answers[k].status_code for k in range(len(kinds))] == [200, 422, 200, 500, 500, 200] * 4
+    assert answers[1].json() == {"error": "this cannot be read"}
+    assert answers[3].json() == {"error": "scoring failed: OSError"}
+
+
+ROWS = {"prompts": ["p"], "completions": ["c"]}
+
+
+@pytest.mark.parametrize(
+    "body, status, said",
+    [
+        (b"{", 422, "no JSON in UTF-8"),
+        (b"\xff", 422, "no JSON in UTF-8"),
+        (b"[" * 90, 422, "no JSON"),
+        ([], 422, "must be an object with `prompts` and `completions`"),
+        (ROWS | {"completions": ["c", "d"]}, 422, "of the same length, 1 or more"),
+        (ROWS | {"completions": "c"}, 422, "of the same length"),
+        ({"prompts": [], "completions": []}, 422, "1 or more"),
+        (ROWS | {"completions": [3]}, 422, "all texts, or all lists of messages"),
+        (ROWS | {"completions": [[{"role": "user", "content": None}]]}, 422, "all texts, or all lists of messages"),
+        ({"prompts": [["p"]], "completions": [["c"]]}, 422, "all texts, or all lists of messages"),
+        ({"prompts": [[]], "completions": [[]]}, 422, "all texts, or all lists of messages"),
+        ({"prompts": [[[]]], "completions": [[[]]]}, 422, "all texts, or all lists of messages"),
+        (b'{"prompts": ["p"], "completions": [' + b"[" * 400 + b"]" * 400 + b"]}", 422, "all texts, or all lists"),
+        (ROWS | {"finished": [1]}, 422, "`finished` must be null, or a list with true or false"),
+        (ROWS | {"complitions": ["c"]}, 422, "'complitions' is not known"),
+        (ROWS | {"model": "other"}, 404, "the model here is 'm'"),
+        ({"prompts": ["p"] * 9, "completions": ["c"] * 9}, 413, "9 completions are more than 8"),
+        (ROWS | {"completions": ["c" * 21]}, 413, "a text of 21 characters is longer than 20"),
+        (ROWS | {"completions": ["c" * 2000]}, 413, "the request is longer than 1000 bytes"),
+        (ROWS | {"finished": [True], "model": "m"}, 200, "scores"),
+    ],
+)
+def test_what_is_not_scored_is_refused_in_one_sentence(small_server, body, status, said):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"authorization": "Bearer key", "content-type": "application/json"}
+    answer = httpx2.post(small_server + "/score", content=content, headers=headers)
+    assert (answer.status_code, "error" in answer.json()) == (status, status != 200)
+    assert said in answer.text
+
+
+@pytest.fixture(scope="module")
+def small_server():
+    with serving(by_text, key="key", max_rows=8, max_characters=20, max_body_bytes=1000) as (url, _):
+        yield url
+
+
+def test_who_has_no_token_or_is_a_page_in_a_browser_gets_nothing(small_server, monkeypatch):
+    for headers in ({}, {"authorization": "Bearer kez"}, {"authorization": "key"}, {"authorization": "Bearer kéy"}):
+        headers = {name: value.encode() for name, value in headers.items()}
+        for answer in (
+            httpx2.post(small_server + "/score", json=ROWS, headers=headers),
+            httpx2.get(small_server + "/metrics", headers=headers),
+        ):
+            assert answer.status_code == 401 and answer.json() == {"error": "a bearer token is needed"}
+    assert httpx2.get(small_server + "/health").json() == {"status": "ok", "model": "m"}  # and no `identity`
+    page = {"authorization": "Bearer key", "content-type": "text/plain"}
+    assert httpx2.post(small_server + "/score", content=json.dumps(ROWS), headers=page).status_code == 415
+    assert httpx2.get(small_server + "/score").status_code == 405
+    monkeypatch.setenv("SCORES_KEY", "key")
+    assert RemoteReward(small_server, api_key_env="SCORES_KEY")(["p"], ["c"]) == by_text(["p"], ["c"])
+
+
+def test_a_full_queue_says_come_again_and_a_client_does(monkeypatch):
+    may_go_on, waits = threading.Event(), []
+
+    def held(prompts, completions, **columns):
+        assert may_go_on.wait(60)
+        return by_text(prompts, completions)
+
+    def wait(state):  # what a client waits as it is told to
+        waits.append(state.outcome.exception().retry_after)
+        may_go_on.set()
+        return 0.05
+
+    monkeypatch.setattr("trl_ext.rewards.service._wait", wait)
+    with serving(held, max_queue_rows=4, max_batch_size=2, max_wait=0) as (url, batcher):
+        reward, answered = RemoteReward(url, batch_size=2, retries=1000), []
+        asking = threading.Thread(target=lambda: answered.append(reward(["p"] * 4, ["c"] * 4)))
+        asking.start()
+        while batcher.waiting < 4:
+            time.sleep(0.005)
+        answer = httpx2.post(url + "/score", json=ROWS, timeout=60)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert reward(["q"] * 4, list("abcd")) == by_text(["q"] * 4, list("abcd"))
+        asking.join()
+    assert answered == [by_text(["p"] * 4, ["c"] * 4)] and {*waits} == {1.0}
+
+
+def test_what_nobody_waits_for_any_more_is_not_scored():
+    seen, may_go_on = [], threading.Event()
+
+    def slow(prompts, completions, **columns):
+        seen.extend(completions)
+        may_go_on.wait(30)
+        return by_text(prompts, completions)
+
+    with serving(slow, max_batch_size=1) as (url, batcher):
+        first = threading.Thread(target=RemoteReward(url), args=(["p"], ["first"]))
+        first.start()
+        while not seen:
+            time.sleep(0.01)
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(url + "/score", json=ROWS | {"completions": ["left"]}, timeout=httpx2.Timeout(60, read=0.5))
+        while batcher.waiting > 1:
+            time.sleep(0.01)
+        may_go_on.set()
+        assert httpx2.post(url + "/score", json=ROWS | {"completions": ["last"]}, timeout=30).status_code == 200
+        first.join()
+        assert seen == ["first", "last"]
+
+
+def test_scores_of_a_model_are_those_that_it_has_here(tmp_path):
+    torch.manual_seed(0)
+    tiny_reward_model(tiny_llama()).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    local = ModelReward(str(tmp_path))
+    chance = random.Random(0)
+    asked = [row["prompt"] + " " for row in prompts(40)]
+    answers = [" ".join(chance.choices(WORDS, k=chance.randrange(1, 9))) for _ in asked]
+    ended = [chance.random() < 0.5 for _ in asked]
+    messages = [[{"role": "user", "content": prompt}] for prompt in asked]
+    turns = [[{"role": "assistant", "content": answer}] for answer in answers]
+    function = serve_reward.load(str(tmp_path), None, None, None)
+    with serving(function, name=function.__name__) as (url, _):
+        remote = RemoteReward(url, model=tmp_path.name, batch_size=8)
+        for given in ((asked, answers), (messages, turns)):
+            expected = local(*given, finished=ended)
+            assert remote(*given, finished=ended) == pytest.approx(expected, abs=1e-5)
+            ids = [[7, 2] if end else [7] for end in ended]
+            by_ids = RemoteReward(url, eos_token_ids=[2])(*given, completion_ids=ids)
+            assert by_ids == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(RuntimeError, match="status 422: .*which answers were finished is not known"):
+            remote(asked, answers)
+        with pytest.raises(RuntimeError, match=f"status 404: .*the model here is '{tmp_path.name}'"):
+            RemoteReward(url, model="other")(asked, answers, finished=ended)
+
+
+def test_a_server_says_which_weights_it_has_whatever_its_folder_is_called(tmp_path):
+    """`reward` is the name of every folder that is trained into one, and of the next weights in it."""
+    names, remotes = set(), []
+    for seed, folder in enumerate(("one/reward", "two/reward", "one/reward")):
+        tiny_reward_model(tiny_llama(), seed=seed).save_pretrained(tmp_path / folder)
+        tiny_tokenizer().save_pretrained(tmp_path / folder)
+        function = serve_reward.load(str(tmp_path / folder), None, None, None)
+        identity = serve_reward.identity_of(function)
+        assert identity == serve_reward.identity_of(serve_reward.load(str(tmp_path / folder), None, None, None))
+        with serving(function, name=function.__name__, identity=identity) as (url, _):
+            remotes.append(RemoteReward(url, model="reward"))
+            scores = remotes[-1](["the cat "], ["sat"], finished=[True])
+            names.add(source_identity(remotes[-1]))
+            assert httpx2.get(url + "/health").json() == {"status": "ok", "model": "reward", "identity": identity}
+            keys = {key for each in remotes for key in CachedReward(each)._written(["p"], ["c"], {})}
+            assert len(names) == len(keys) == seed + 1
+        assert scores == pytest.approx(function(["the cat "], ["sat"], finished=[True]), abs=1e-5)
+
+
+def test_messages_that_a_chat_template_refuses_are_the_clients_mistake():
+    def templated(prompts, completions, **columns):
+        raise TemplateError("Conversation roles must alternate")
+
+    turns = {"prompts": [[{"role": "x", "content": "p"}]], "completions": [[{"role": "x", "content": "c"}]]}
+    with serving(templated) as (url, _):
+        answer = httpx2.post(url + "/score", json=turns)
+        assert (answer.status_code, answer.json()) == (422, {"error": "Conversation roles must alternate"})
+
+
+def test_a_stock_trainer_and_a_judge_take_it(tmp_path):
+    from trl import GRPOConfig, GRPOTrainer
+
+    from tests.tiny import ON_CPU
+    from trl_ext.rewards import GoldJudgeReward
+
+    with serving(length_reward) as (url, _):
+        reward = RemoteReward(url, name="far")
+        small = {"max_steps": 1, "per_device_train_batch_size": 2, "num_generations": 2, "max_completion_length": 4}
+        trainer = GRPOTrainer(
+            model=tiny_llama(),
+            reward_funcs=[reward],
+            args=GRPOConfig(str(tmp_path), **ON_CPU, **small),
+            train_dataset=prompts(4),
+            processing_class=tiny_tokenizer(),
+        )
+        trainer.train()
+        judge = GoldJudgeReward(reward)
+        assert judge(["p"], ["a b c"], held_out=[True]) == [3.0]
+    logged = trainer.state.log_history[0]
+    assert 0 <= logged["rewards/far/mean"] <= 4 and logged["rewards/far/latency"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ended_by", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_the_command_answers_what_is_under_way_before_it_ends(tmp_path, ended_by):
+    (tmp_path / "mine.py").write_text(
+        "import time\ndef slow(completions, **columns):\n    print('begun', flush=True)\n    time.sleep(1.5)\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    command = [sys.executable, "-m", "trl_ext", "serve-reward", "mine.py:slow", "--port", "0"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    name, _, url = process.stdout.readline().split(";")[0].split()
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(httpx2.post(url + "/score", json=ROWS, timeout=20)))
+    asking.start()
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(ended_by)
+    asking.join()
+    assert name == "slow" and answers[0].json()["scores"] == [1.0]
+    assert answers[0].json()["identity"].startswith("xxh3:")
+    assert process.wait(20) in (0, -signal.SIGTERM)
+
+
+def test_mistakes_are_one_line(subtests, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("EMPTY_KEY", " ")
+    (tmp_path / "mine.py").write_text("def one(completions, **columns):\n    return [1.0] * len(completions)\n")
+    mine = f"{tmp_path}/mine.py:one"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for words, message in [
+            ([mine, "--host", "0.0.0.0"], "--host 0.0.0.0 is not this machine alone: export a token"),
+            ([mine, "--port", str(taken.getsockname()[1])], "cannot listen on --host 127.0.0.1 --port"),
+            ([mine, "--port", "99999"], "cannot listen on"),
+            ([mine, "--api_key_env", "EMPTY_KEY"], "the environment variable EMPTY_KEY holds no token"),
+            ([mine, "--max_rows", "0"], "--max_rows must be 1 or more, got 0"),
+            ([mine, "--max_wait_ms", "-1"], "--max_wait_ms must be 0 to 60000"),
+            ([mine, "--port", "0", "--dtype", "bfloat16"], "--dtype is of a model"),
+            ([f"{tmp_path}/mine.py:two", "--port", "0"], "has no attribute 'two'"),
+            ([str(tmp_path / "gone"), "--port", "0"], "`MODEL` "),
+        ]:
+            with subtests.test(words=words):
+                with pytest.raises(SystemExit) as stopped:
+                    serve_reward.main(words)
+                (line,) = capsys.readouterr().err.splitlines()
+                assert stopped.value.code == 2 and line.startswith("trl-ext serve-reward: error: ") and message in line
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    with pytest.raises(SystemExit):
+        serve_reward.main([mine])
+    assert "needs starlette, which is not installed: `pip install 'trl-ext[rewards]'`" in capsys.readouterr().err

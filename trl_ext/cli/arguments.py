@@ -1,0 +1,125 @@
+"""What every recipe asks for, in TRL's words: a dataset, a model, and where a policy learns from scores, a reward."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trl import ModelConfig, ScriptArguments
+
+from ..runs import check_settings
+from .parser import entry_of
+
+
+@dataclass
+class DataArguments(ScriptArguments):
+    """TRL's `ScriptArguments`, with a dataset that must be named and is not streamed."""
+
+    def __post_init__(self) -> None:
+        if not self.dataset_name:
+            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
+        if self.dataset_streaming or self.ignore_bias_buffers:
+            raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
+
+
+@dataclass
+class HeldOutArguments(DataArguments):
+    """Rows to evaluate on where the data has no split for it."""
+
+    eval_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rows to cut from the training split and evaluate on, for data without `dataset_test_split`. "
+            "0 switches evaluation off."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval_size is not None and self.eval_size < 0:
+            raise ValueError(f"`eval_size` must be 0 or more, got {self.eval_size}")
+        if self.eval_size is not None and (other := getattr(self, "eval_dataset_name", None)):
+            raise ValueError(f"`eval_size` {self.eval_size} and `eval_dataset_name` {other} are both given: drop one")
+
+
+@dataclass
+class PromptArguments(DataArguments):
+    """Prompts, and what scores the answers to them."""
+
+    reward_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Sequence classifier with one label. `reward_weights` are: this model's, then those of "
+            "`reward_funcs`, then those of `rewards`."
+        },
+    )
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={"help": "Reward functions, each `path/to/file.py:function` or `package.module.function`."},
+    )
+    rewards: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "The same, and rewards of trl_ext.rewards with their settings, e.g. `{SumReward: {members: "
+            "[a.py:f, b.py:g], weights: [1, 2]}, weight: 0.5}`."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scored = getattr(self, "score_column", None)
+        if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards or scored):
+            or_column = "; or `score_column`, if the rows have scores" if hasattr(self, "score_column") else ""
+            raise ValueError(
+                f"no reward: give `reward_model_name_or_path`, `reward_funcs` or `rewards`, or several{or_column}"
+            )
+        self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
+
+
+_ONLY_WITH: dict[str, tuple[str, Any]] = {  # name: (the setting without which it does nothing, its value)
+    **dict.fromkeys(
+        (
+            *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+            *("lora_modules_to_save", "use_rslora", "use_dora"),
+        ),
+        ("use_peft", True),
+    ),
+    **dict.fromkeys(("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"), ("load_in_4bit", True)),
+}
+
+
+@dataclass
+class ModelArguments(ModelConfig):
+    """TRL's `ModelConfig`, with a model that must be named, and no setting that would do nothing."""
+
+    task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model_name_or_path is None:
+            raise ValueError("no model: give `model_name_or_path`, a folder or a hub name")
+        check_settings(self, {}, _ONLY_WITH)
+        if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
+            raise ValueError("a quantised base cannot be trained: set `use_peft: true`, or do not quantise it")
+        if self.lora_task_type not in ("CAUSAL_LM", self.task_type):  # TRL's default, which says nothing
+            raise ValueError(f"`lora_task_type` is {self.task_type} here: leave it out, got {self.lora_task_type!r}")
+        if self.model_revision != "main" and Path(self.model_name_or_path).exists():
+            raise ValueError(
+                f"`model_revision` {self.model_revision!r} is for a model of the hub, but {self.model_name_or_path} "
+                "is a folder: leave it out"
+            )
+
+    def init_kwargs(self, model_init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+        """What the model is loaded with: these arguments, and over them the training arguments' own."""
+        return {
+            "revision": self.model_revision,
+            "attn_implementation": self.attn_implementation,
+            "dtype": self.dtype,
+            **(model_init_kwargs or {}),
+        }
+
+
+@dataclass
+class ClassifierArguments(ModelArguments):
+    """The same of a sequence classifier: its head is trained, and saved with the adapter."""
+
+    task_type: ClassVar[str] = "SEQ_CLS"

@@ -1,0 +1,54 @@
+"""Show whether the installed TRL still has what trl_ext relies on.
+
+    python -m trl_ext.cli.contract
+
+Prints one line an item, "ok" or what changed, and exits with 1 if anything did. It compares names, parameters and
+attributes only; what they do is tested by `pytest -m "" tests/contract`.
+"""
+
+if __name__ == "__main__":  # before the libraries that are imported next
+    from ..upstream.terminal import quiet
+
+    quiet()
+
+import sys
+from importlib.metadata import version
+
+import trl_ext
+
+from ..upstream.contract import function_change
+from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, WRITERS, changes_of_class, names_taken
+
+
+def changes() -> dict[str, str]:
+    """Return of each item in the tables what changed; an empty text if nothing did."""
+    found = {
+        f"{module}.{name}": function_change(f"{module}.{name}", passed)
+        for module, names in NAMES.items()
+        for name, passed in names.items()
+    }
+    found |= {f"{module}.{name}": function_change(f"{module}.{name}", None) for module, name in WRITERS.items()}
+    for path in METHODS | ATTRIBUTES:
+        found |= changes_of_class(path)
+    for trainer in ("PPOTrainer", "DPOTrainer"):
+        try:
+            taken = names_taken(getattr(trl_ext, trainer))
+        except ImportError as error:
+            taken = str(error)
+        found[f"trl_ext.{trainer}"] = taken
+    return found
+
+
+def main() -> None:
+    for package, tested in TESTED.items():
+        print(f"{package} {version(package)}, tested with {tested}")
+    found = changes()
+    for item, change in found.items():
+        print(f"CHANGED {item}: {change}" if change else f"ok      {item}")
+    changed = sum(map(bool, found.values()))
+    print(f'{changed} of {len(found)} changed. What they do is tested by `pytest -m "" tests/contract`, in a clone.')
+    sys.exit(bool(changed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Say what is installed, what is missing and how to get it, and what the machine has.
+
+    trl-ext doctor
+
+Each line begins by ok, note or PROBLEM. The exit status is 1 only if something stops every training.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import urllib.request
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ..upstream.names import TESTED
+from ..upstream.packages import OPTIONAL, has_wandb_login, is_installed
+
+TESTED_TOO = {"torch": "2.13.0", "datasets": "5.2.0"}  # for information: a trainer compares names with TESTED's alone
+Finding = tuple[str, str, str]  # "ok", "note" or "PROBLEM"; what; more about it
+
+
+def main(arguments: list[str] | None = None) -> None:
+    description, _, more = (__doc__ or "").partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser("trl-ext doctor", description=description, epilog=more, formatter_class=form).parse_args(
+        arguments
+    )
+    verdicts = []
+    for check in (versions, contract, machine, packages, places):
+        for verdict, what, text in check():
+            print(f"{verdict:<8}{what:<20}{text}", flush=True)
+            verdicts.append(verdict)
+    if "PROBLEM" in verdicts:
+        sys.exit(1)
+
+
+def versions() -> Iterator[Finding]:
+    number = ".".join(map(str, sys.version_info[:3]))
+    yield "ok" if sys.version_info >= (3, 11) else "PROBLEM", "Python", f"{number}, 3.11 or newer is needed"
+    for package, tested in {**TESTED, **TESTED_TOO}.items():
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            yield "PROBLEM", package, f"is missing: `pip install {package}`"
+            continue
+        is_tested = installed.partition("+")[0] == tested
+        yield "ok" if is_tested else "note", package, installed + ("" if is_tested else f", tested with {tested}")
+
+
+def contract() -> Iterator[Finding]:
+    from .contract import changes
+
+    found = list(changes().values())
+    changed = [change for change in found if change]
+    if changed:
+        more = "`python -m trl_ext.cli.contract` shows all; install what was tested"
+        yield "PROBLEM", "contract with TRL", f"{len(changed)} of {len(found)} names changed: {changed[0]}; {more}"
+    else:
+        yield "ok", "contract with TRL", f"all {len(found)} names that we rely on are as they were"
+
+
+def machine() -> Iterator[Finding]:
+    import psutil
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16: give `--bf16 false`"
+        yield "ok", f"GPU {index}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {bf16}"
+    if not torch.accelerator.is_available():
+        yield "note", "GPU", "none: the demo needs none; recipes for GPUs take `--use_cpu true --bf16 false`"
+    memory = psutil.virtual_memory()
+    yield (
+        "ok",
+        "cores, memory",
+        f"{os.cpu_count()} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
+    )
+
+
+def packages() -> Iterator[Finding]:
+    for package, (purpose, install) in OPTIONAL.items():
+        if not is_installed(package):
+            yield "note", package, f"not installed, for {purpose}: `pip install {install}`"
+        elif package == "deepspeed" and not shutil.which("g++"):
+            yield (
+                "note",
+                package,
+                "installed, but it compiles what it needs and there is no g++: install a C++ compiler",
+            )
+        elif package == "wandb":
+            yield _wandb()
+        else:
+            yield "ok", package, f"installed, for {purpose}"
+
+
+def _wandb() -> Finding:
+    try:
+        if has_wandb_login():
+            return "ok", "wandb", f"installed, for {OPTIONAL['wandb'][0]}"
+        return "note", "wandb", "installed, not logged in: `wandb login`, or WANDB_MODE=offline, if you use it"
+    except ValueError as error:
+        return "note", "wandb", f"installed, but {error}"
+
+
+def places() -> Iterator[Finding]:
+    from accelerate.commands.config.config_args import default_config_file
+    from huggingface_hub import constants, get_token
+
+    cache = f"cache in {constants.HF_HUB_CACHE}"
+    if constants.HF_HUB_OFFLINE:
+        yield "note", "hub", f"HF_HUB_OFFLINE is set: only what is in the cache, {cache}"
+    else:
+        try:
+            with urllib.request.urlopen(constants.ENDPOINT, timeout=5):
+                login = "logged in" if get_token() else "not logged in: `hf auth login`, for gated models and pushing"
+            yield "ok", "hub", f"{constants.ENDPOINT} answers, {login}; {cache}"
+        except (OSError, ValueError) as error:
+            yield (
+                "note",
+                "hub",
+                f"{constants.ENDPOINT} cannot be reached ({error}): local models and data only; {cache}",
+            )
+    free = shutil.disk_usage(Path.cwd()).free / 2**30
+    verdict = "PROBLEM" if free < 1 or not os.access(Path.cwd(), os.W_OK) else "note" if free < 20 else "ok"
+    yield (
+        verdict,
+        "working directory",
+        f"{Path.cwd()}, {free:.0f} GiB free"
+        + ("" if os.access(Path.cwd(), os.W_OK) else ", but it cannot be written: go to another"),
+    )
+    if os.path.isfile(default_config_file):
+        yield "ok", "accelerate", f"{default_config_file} holds where `--accelerate_config` is not given"
+    else:
+        yield (
+            "ok",
+            "accelerate",
+            "no configuration of its own: without `--accelerate_config` every GPU is used, by DDP",
+        )

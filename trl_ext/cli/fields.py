@@ -1,0 +1,159 @@
+"""The fields of a dataclass, and a script's flags, read from their source: to import transformers takes seconds."""
+
+import ast
+import builtins
+import typing
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..runs import root
+
+
+def field_names(path: str) -> set[str] | None:
+    """Return the fields of the dataclass `package.module.Name`, also inherited ones; None if a class is not found."""
+    try:
+        return _fields(*_split(path))
+    except (LookupError, OSError, SyntaxError):
+        return None
+
+
+def parsed_names(module: str) -> set[str] | None:
+    """Return the fields of all dataclasses that a script gives its `StrictTrlParser`; None if one is not found."""
+    found = [field_names(path) for path, _ in _given(module)]
+    return None if None in found else set().union(*filter(None, found)) or None
+
+
+def sketches(module: str) -> list[tuple[type, bool]] | None:
+    """
+    Return stand-ins of the dataclasses that a script gives its `StrictTrlParser`, as the help needs them, and whether
+    each is given by its name, "trl_ext.PPOConfig": of what such a one inherits there are the names alone.
+
+    None if a class is not found, or if its fields need what only its module can say.
+    """
+    try:
+        return [(_sketch(*_split(path), is_named), is_named) for path, is_named in _given(module)] or None
+    except (LookupError, OSError, SyntaxError, NameError, TypeError, AttributeError):
+        return None
+
+
+def _given(module: str) -> list[tuple[str, bool]]:
+    """The paths of the dataclasses that a script gives its parser, and whether each stands there as a text."""
+    calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
+    given = [call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser"]
+    kinds = [kind for node in given[:1] for kind in (node.elts if isinstance(node, ast.Tuple) else [node])]
+    return [
+        (str(kind.value), True) if isinstance(kind, ast.Constant) else (f"{module}.{ast.unparse(kind)}", False)
+        for kind in kinds
+    ]
+
+
+def option_names(module: str) -> set[str]:
+    """Return the names of the flags that a module adds to an `argparse` parser."""
+    calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
+    words = (arg for call in calls if ast.unparse(call.func).endswith("add_argument") for arg in call.args)
+    flags = (str(word.value) for word in words if isinstance(word, ast.Constant))
+    return {flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")}
+
+
+def docstring(module: str) -> str:
+    """Return the docstring of a module."""
+    return ast.get_docstring(_tree(module)) or ""
+
+
+def _fields(module: str, name: str) -> set[str]:
+    where, node = _class(module, name)
+    names = {item.target.id for item in _annotated(node)}
+    return names.union(*(_fields(*_base(where, ast.unparse(base))) for base in node.bases))
+
+
+_NAMESPACE = {**vars(builtins), **vars(typing), "field": field}  # of what a field's source may name
+
+
+@cache
+def _sketch(module: str, name: str, is_named: bool) -> type:
+    """A dataclass with the fields of another one's source; if that is given by name, its bases' are names alone."""
+    where, node = _class(module, name)
+    found = [_base(where, ast.unparse(base)) for base in node.bases]
+    bases = tuple(_bare(*base) if is_named else _sketch(*base, False) for base in found)
+    space: dict[str, typing.Any] = {"__module__": where, "__annotations__": {}}
+    for item in _annotated(node):
+        space["__annotations__"][item.target.id] = _value(item.annotation)
+        if item.value is not None:
+            space[item.target.id] = _value(item.value)
+    return dataclass(kw_only=True)(type(name, bases, space))
+
+
+@cache
+def _bare(module: str, name: str) -> type:
+    """The same with no more than the names."""
+    where, node = _class(module, name)
+    bases = tuple(_bare(*_base(where, ast.unparse(base))) for base in node.bases)
+    names = [item.target.id for item in _annotated(node)]
+    space = {"__module__": where, "__annotations__": dict.fromkeys(names, typing.Any), **dict.fromkeys(names)}
+    return dataclass(kw_only=True)(type(name, bases, space))
+
+
+def _value(node: ast.expr) -> typing.Any:
+    """What an expression of an installed module is worth, without what that module imports."""
+    return eval(compile(ast.Expression(node), "<fields>", "eval"), _NAMESPACE.copy())
+
+
+def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
+    """The module that defines a class, which the given one may import, and its source."""
+    tree = _tree(module)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+    for source in ast.walk(tree):  # lazy packages import within `if TYPE_CHECKING`
+        if isinstance(source, ast.ImportFrom):
+            for alias in source.names:
+                if (alias.asname or alias.name) == name:
+                    return _class(_absolute(module, source), alias.name)
+    raise LookupError(f"{module} has no {name}")
+
+
+def _annotated(node: ast.ClassDef) -> list[typing.Any]:
+    """The fields in the source of a dataclass."""
+    found = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+    return [item for item in found if "ClassVar" not in ast.unparse(item.annotation)]
+
+
+def _base(module: str, base: str) -> tuple[str, str]:
+    """The module and the name of a base class, such as `trl.DPOConfig`, where two have one name."""
+    package, name = _split(base)
+    for source in ast.walk(_tree(module)) if package else ():
+        if isinstance(source, ast.ImportFrom) and package in (alias.name for alias in source.names):
+            return f"{_absolute(module, source)}.{package}", name
+    return package or module, name
+
+
+def _split(path: str) -> tuple[str, str]:
+    package, _, name = path.rpartition(".")
+    return package, name
+
+
+def _absolute(module: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    is_package = _file(module).name == "__init__.py"
+    parts = module.split(".")
+    package = parts[: len(parts) + is_package - node.level]
+    return ".".join([*package, *filter(None, [node.module])])
+
+
+def _file(module: str) -> Path:
+    if module.startswith("trl_ext.recipes."):  # a clone has them beside the package
+        return root().joinpath(*module.split(".")[1:]).with_suffix(".py")
+    package, *rest = module.split(".")
+    spec = find_spec(package)  # of the package alone: find_spec imports the packages above a module
+    if spec is None or spec.origin is None:
+        raise LookupError(f"there is no module {package}")
+    path = Path(spec.origin).parent.joinpath(*rest)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@cache
+def _tree(module: str) -> ast.Module:
+    return ast.parse(_file(module).read_text(encoding="utf-8"))

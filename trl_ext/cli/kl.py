@@ -1,0 +1,139 @@
+"""KL(A ‖ B) between two checkpoints, estimated on answers that A samples.
+
+    trl-ext kl A B --prompts prompts.jsonl
+
+A and B are folders or hub names of causal language models, or of PEFT adapters; prompts are a text file with one a
+line, or a data set with the column `prompt`, text or messages. KL is summed over a response, in nats: what
+`objective/kl` and KLBudgetCallback count.
+"""
+
+if __name__ == "__main__":  # before the libraries that are imported next
+    from ..upstream.terminal import quiet
+
+    quiet()
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .model_names import check_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sampled_kl(
+    policy: Any,
+    reference: Any,
+    tokenizer: Any,
+    prompts: list,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> "tuple[Tensor, Tensor]":
+    """
+    Estimate KL(policy ‖ reference) on one sampled answer to each prompt, k1 (Schulman 2020).
+
+    Args:
+        policy, reference: causal language models with one tokenizer, in evaluation mode; the reference has no fewer
+            rows.
+        tokenizer: theirs.
+        prompts: texts or messages.
+        max_new_tokens: longest answer.
+        temperature: of sampling and of both log-probs.
+        batch_size: prompts at once.
+        seed: of sampling; the global generator is left alone.
+
+    Returns:
+        (N,) nats summed over each answer, and (N,) its tokens, EOS included.
+    """
+    import torch  # here, as below: `--help` and what was mistyped need not wait for it
+
+    from ..functional import kl_estimate
+    from ..models import completion_logprobs, eos_token_ids, prompt_token_ids, sample
+
+    prompt_ids = prompt_token_ids(tokenizer, prompts)
+    answers = sample(
+        policy,
+        prompt_ids,
+        eos_token_ids(policy, tokenizer),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    sums = []
+    for start in range(0, len(prompts), batch_size):
+        batch = slice(start, start + batch_size)
+        (logprobs, _), (ref_logprobs, _) = (
+            completion_logprobs(model, prompt_ids[batch], answers[batch], temperature) for model in (policy, reference)
+        )
+        sums.append(kl_estimate(logprobs, ref_logprobs.to(logprobs.device), "k1").sum(1).cpu())  # 0 on padding
+    return torch.cat(sums), torch.tensor([len(answer) for answer in answers])
+
+
+def read_prompts(path: str, split: str = "train") -> list:
+    """Prompts of a text file, one a line, or of a data set."""
+    from ..data import load_dataset_split
+
+    if path.endswith(".txt"):
+        return [line for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    return list(load_dataset_split(path, split)["prompt"])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("trl-ext kl", description="KL(A ‖ B) between two checkpoints.")
+    parser.add_argument("a", metavar="A", help="the policy: answers are sampled from it")
+    parser.add_argument("b", metavar="B", help="the reference")
+    parser.add_argument("--prompts", required=True, help="a .txt file, one a line, or a data set with `prompt`")
+    parser.add_argument("--split", default="train", help="of the data set")
+    parser.add_argument("--num_prompts", type=int, default=256, help="how many of them, from the first on")
+    parser.add_argument("--max_new_tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling and log-probs")
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts at once")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    args = parser.parse_args(arguments)
+    try:
+        if args.temperature <= 0 or min(args.num_prompts, args.max_new_tokens, args.batch_size) < 1:
+            raise ValueError("--temperature must be above 0, --num_prompts, --max_new_tokens, --batch_size 1 or more")
+        prompts = read_prompts(args.prompts, args.split)[: args.num_prompts]
+        if not prompts:
+            raise ValueError(f"{args.prompts} has no prompts")
+        check_model("A", args.a)
+        check_model("B", args.b)
+        from transformers import AutoTokenizer
+
+        from ..evaluation import bootstrap_interval
+        from ..models import check_same_ids, load_model, vocabulary_of
+
+        policy, reference = load_model(args.a), load_model(args.b)
+        tokenizer = AutoTokenizer.from_pretrained(args.a)
+        ours, theirs = (vocabulary_of(model) for model in (policy, reference))
+        if theirs < ours:
+            raise ValueError(
+                f"A has a vocabulary of {ours} tokens, B one of {theirs}: B must score whatever A samples"
+            )
+        if theirs > ours:
+            check_same_ids("B", args.b, tokenizer)
+        kl, tokens = sampled_kl(
+            policy, reference, tokenizer, prompts, args.max_new_tokens, args.temperature, args.batch_size, args.seed
+        )
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {str(error).splitlines()[0]}", file=sys.stderr)
+        sys.exit(2)
+    low, high = bootstrap_interval(kl)
+    result = {
+        "kl": kl.mean().item(),
+        "interval_95": [low, high],
+        "kl_per_token": (kl.sum() / tokens.sum()).item(),
+        "mean_length": tokens.double().mean().item(),
+        "prompts": len(prompts),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

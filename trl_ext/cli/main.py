@@ -1,0 +1,285 @@
+"""`trl-ext COMMAND`: the recipes and tools, from any folder. Training commands start through accelerate, others here.
+
+Nothing heavy is imported before what was mistyped is refused: the names of flags are read from source.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import trl_ext
+
+from ..runs import accelerate_file, config_file, did_you_mean, find, recipe
+from ..upstream.packages import NO_DEEPSPEED, is_of_deepspeed
+from ..upstream.terminal import quiet
+from .fields import docstring, option_names, parsed_names, sketches
+from .help import help_text
+
+TRAINING = {
+    "sft": "fine-tune a language model on demonstrations",
+    "reward": "train a reward model on preference pairs",
+    "pretrain-critic": "train PPO's critic on saved answers and their scores, before PPO",
+    "ppo": "train with PPO against reward models and functions",
+    "dpo": "train with DPO on preference pairs",
+    "online-dpo": "train with DPO on pairs of the policy's own answers",
+}
+TOOLS = {
+    "generate": "answer prompts with a trained model",
+    "merge": "make an adapter a plain model",
+    "plan": "say what a run takes, memory and time, before it is started",
+    "advise": "say what to train next, or to label more first, with figures and sources",
+    "annotators": "say how far annotators agree, and make pairs of their labels",
+    "prompts": "report on duplicates, leaks and lengths of prompts, and write filtered copies",
+    "reward-report": "test a reward model before it is trusted: accuracy, calibration, probes",
+    "refresh-reward": "queue a policy's answers for labels, and train its reward model on with them",
+    "serve-reward": "score completions of other processes and machines, over HTTP",
+    "report": "write the page of a run, or of several",
+    "kl": "estimate the KL between two checkpoints",
+    "demo": "train on a small made-up world, with and without guard rails, in minutes",
+    "doctor": "say what is installed, what is missing, and how to get it",
+}
+_RECIPES = {
+    **{"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"},
+    "refresh-reward": "refresh_reward",
+    "pretrain-critic": "pretrain_critic",
+}
+_COMMANDS = {
+    "advise": "workbench.planning.command",
+    "annotators": "workbench.labels.command",
+    "doctor": "cli.doctor",
+    "kl": "cli.kl",
+    "prompts": "workbench.prompts.command",
+    "report": "workbench.pages.report",
+    "reward-report": "workbench.reward_report.command",
+    "serve-reward": "workbench.serving.command",
+}
+_TRAINS_TOO = ("demo", "refresh-reward")
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return its exit status."""
+    quiet()
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("-h", "--help"):
+        print(usage())
+        return 0
+    if command == "--version":
+        print(f"trl-ext {trl_ext.__version__}")
+        return 0
+    name = command.replace("_", "-")
+    if name not in TRAINING | TOOLS:
+        nearest = did_you_mean(name, TRAINING | TOOLS) or "; `trl-ext --help` lists them"
+        return _refused("trl-ext", f"there is no command {command!r}{nearest}")
+    is_asked = bool({"-h", "--help"} & {*rest})
+    if is_asked and rest[-1] in ("-h", "--help") and (text := help_from_source(name)):
+        print(text, end="")
+        return 0
+    return run_here(name, rest) if is_asked or name not in TRAINING else start(name, rest)
+
+
+def usage() -> str:
+    lines = ["usage: trl-ext COMMAND [--FLAG VALUE ...]", "", "Training, through `accelerate launch`:"]
+    lines += [f"  {name:<17}{what}" for name, what in TRAINING.items()]
+    lines += ["", "Tools:", *(f"  {name:<17}{what}" for name, what in TOOLS.items()), ""]
+    lines += [
+        "`trl-ext COMMAND --help` has a command's flags. --config takes a file or a recipe that ships, such as",
+        "tinystories/ppo; --accelerate_config a file or a configuration that ships, such as fsdp2. Flags of",
+        "`accelerate launch` are passed on: trl-ext ppo --config FILE --accelerate_config fsdp2 --num_processes 4",
+    ]
+    return "\n".join(lines)
+
+
+def help_from_source(name: str) -> str:
+    """
+    What `--help` prints, without an import of torch or TRL, which takes seconds; nothing for a command whose flags are
+    no dataclass. `--help all` and `--help WORD` describe TRL's flags, too, and import them.
+    """
+    module = _module(name)
+    kinds = sketches(module)
+    return help_text(f"trl-ext {name}", docstring(module), kinds) if kinds else ""
+
+
+def _module(name: str) -> str:
+    return f"trl_ext.{_COMMANDS[name]}" if name in _COMMANDS else f"trl_ext.recipes.{_RECIPES.get(name, name)}"
+
+
+def run_here(name: str, arguments: list[str]) -> int:
+    """Run a command in this process."""
+    sys.argv = [f"trl-ext {name}", *arguments]  # what parsers call the program
+    try:
+        if name in _COMMANDS:
+            import_module(_module(name)).main(arguments)
+        else:
+            recipe(_RECIPES.get(name, name)).main(arguments)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            goes_on = name in TRAINING or name in _TRAINS_TOO
+            again = " The same command goes on from the newest checkpoint, if any." if goes_on else ""
+            print(f"\nInterrupted.{again}", file=sys.stderr)
+        return _INTERRUPTED
+    return 0
+
+
+def start(name: str, arguments: list[str]) -> int:
+    """Start a training command through accelerate and return its exit status."""
+    module = _module(name)
+    if not arguments:
+        print(docstring(module), file=sys.stderr)
+        return 2
+    try:
+        file, launch_flags, flags = split(arguments, parsed_names(module), option_names("accelerate.commands.launch"))
+        settings = launch_file(file, launch_flags) if file else several(launch_flags)
+        return _launch(name, [*settings, *launch_flags], flags)
+    except KeyboardInterrupt:  # before there was a process to say it
+        return _INTERRUPTED
+    except (ValueError, OSError, ImportError, LookupError, AssertionError, argparse.ArgumentError) as error:
+        return _refused(f"trl-ext {name}", NO_DEEPSPEED if is_of_deepspeed(error) else str(error))
+
+
+def split(
+    arguments: list[str], names: set[str] | None, of_accelerate: set[str]
+) -> tuple[Path | None, list[str], list[str]]:
+    """
+    Divide a command line; each flag goes with the values after it.
+
+    Args:
+        arguments: all words.
+        names: of the recipe's flags, which go to the recipe also if accelerate has one of that name; None if unknown.
+        of_accelerate: names of the flags of `accelerate launch`.
+
+    Returns:
+        accelerate's configuration, if there is one, accelerate's words, and the recipe's.
+
+    Raises:
+        ValueError: an unknown flag.
+        OSError: no such configuration.
+    """
+    files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    files.add_argument("--accelerate_config", "--accelerate-config", "--config_file", "--config-file")
+    given, words = files.parse_known_args(arguments)
+    file = given.accelerate_config and accelerate_file("--accelerate_config", given.accelerate_config)
+    mine: list[str] = []
+    theirs: list[str] = []
+    part = mine
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+            is_mine = bool({name, name.removeprefix("no_")} & {*(names or ()), "config"})
+            if not is_mine and name not in of_accelerate and names is not None:
+                flags = [f"--{known}" for known in {*names, *of_accelerate, "config", "accelerate_config"}]
+                nearest = did_you_mean(f"--{name}", flags) or "; `--help all` lists the valid ones"
+                raise ValueError(f"unknown flag {word.partition('=')[0]!r}{nearest}")
+            part = theirs if not is_mine and name in of_accelerate else mine
+        part.append(word)
+    recipes = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    recipes.add_argument("--config", action="append", default=[])
+    for path in recipes.parse_known_args(mine)[0].config:
+        config_file("--config", path)
+    return file, theirs, mine
+
+
+def launch_file(file: Path, flags: list[str]) -> list[str]:
+    """The flags that make accelerate read `file`, wherever the file of DeepSpeed that it names lies."""
+    words, config = ["--config_file", str(file)], _read(file)
+    named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
+        if not find(named).is_file():
+            raise ValueError(f"{file} names deepspeed_config_file {named}, which is not there: correct the path")
+        words += ["--deepspeed_config_file", str(find(named))]
+    return [*words, *several(flags, config)]
+
+
+def several(flags: list[str], config: dict[str, Any] | None = None) -> list[str]:
+    """
+    Return `--multi_gpu` where it needs saying: else accelerate starts one process, whatever `--num_processes` is.
+
+    Args:
+        flags: of accelerate.
+        config: what its configuration says; if None, that is the user's own, which `accelerate config` writes.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
+    asked = parser.parse_known_args(flags)[0].num_processes
+    if asked < 2:
+        return []
+    if config is None:
+        from accelerate.commands.config.config_args import default_config_file
+
+        config = _read(Path(default_config_file)) if Path(default_config_file).is_file() else {}
+    if config.get("distributed_type") not in (None, False, "NO"):
+        return []
+    given = {flag.partition("=")[0].replace("-", "_") for flag in flags}
+    if "__cpu" in given:
+        raise ValueError(f"`--cpu` starts one process, not {asked}: leave it out, and give `--use_cpu true`")
+    ways = {"__multi_gpu", "__tpu", "__use_deepspeed", "__use_fsdp", "__use_megatron_lm", "__mpirun_hostfile"}
+    return [] if ways & given else ["--multi_gpu"]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is no YAML: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is no mapping of names to values")
+    return config
+
+
+def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from ..upstream.names import SignalException, launch_command_parser, launch_training_script
+
+    parser, script = launch_command_parser(), str(Path(__file__).with_name("process.py"))
+    parser.exit_on_error = False
+    parsed = parser.parse_args([*launch_flags, script])
+    if (taken := parsed.training_script) != script:
+        raise ValueError(f"stray value {taken!r}: a flag of `accelerate launch` before it takes fewer values")
+    if parsed.multi_gpu and not torch.accelerator.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one
+    # It lists the defaults that it takes, which is no news
+    logging.getLogger("accelerate.commands.launch").addFilter(
+        lambda record: "not passed to" not in record.getMessage()
+    )
+    # The training process says so and ends; it is waited for
+    before = signal.signal(signal.SIGINT, _pass_on)
+    try:
+        launch_training_script(script, launch_flags, [name, *flags], launch_parser_fn=lambda: parser)
+    except subprocess.CalledProcessError as error:
+        return error.returncode if error.returncode >= 0 else 128 - error.returncode
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        return code if code >= 0 else 128 - code
+    except SignalException:
+        return _INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return 0
+
+
+def _pass_on(number: int, frame: Any) -> None:
+    """Send a signal to the training process: `kill -INT` reaches this one alone. It counts once with a terminal's."""
+    import psutil
+
+    children = psutil.Process().children()
+    if not children:  # it has not been started yet
+        raise KeyboardInterrupt
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+
+
+def _refused(program: str, why: str) -> int:
+    print(f"{program}: error: {' '.join(why.split())}", file=sys.stderr)
+    return 2

@@ -1,0 +1,113 @@
+"""Whether there is a model of some name: a folder, or one of the hub; asked before anything is loaded."""
+
+import json
+import os
+from pathlib import Path
+
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+
+from ..runs import near_path
+
+_CONFIGS = ("config.json", "adapter_config.json")
+_TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+
+
+def check_model(
+    setting: str,
+    name: str | os.PathLike[str] | None,
+    revision: str | None = None,
+    *,
+    tokenizer: bool = False,
+    weights: bool = True,
+) -> None:
+    """
+    Check that a model is there, with one request to the hub at most. Nothing is loaded.
+
+    Args:
+        setting: what error messages call it.
+        name: a folder or a hub name; None is no model.
+        revision: of a hub model.
+        tokenizer, weights: whether a folder must hold them, too.
+
+    Raises:
+        FileNotFoundError: it is not there, or a part of it; the message names the setting, the value, and what to do.
+        ValueError: a file that is broken.
+    """
+    if name is None:
+        return
+    path, what = Path(name).expanduser(), f"`{setting}` {name}"
+    if path.is_dir():
+        _check_folder(path, what, weights)
+        if tokenizer and not any(file for pattern in _TOKENIZERS for file in path.glob(pattern)):
+            raise FileNotFoundError(f"{what} has no tokenizer: save it there, too, by `tokenizer.save_pretrained`")
+    elif path.exists():
+        raise FileNotFoundError(f"{what} is a file: give the folder that it lies in")
+    elif not is_cached(str(name), revision):
+        _ask_hub(str(name), what, revision)
+
+
+def is_cached(name: str, revision: str | None = None) -> bool:
+    """Return whether the hub's cache has the configuration of this model."""
+    try:
+        return any(isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _CONFIGS)
+    except HFValidationError:
+        return False
+
+
+def _check_folder(path: Path, what: str, weights: bool) -> None:
+    found = [path / file for file in _CONFIGS if (path / file).is_file()]
+    if not found:
+        below = sorted({str(file.parent) for name in _CONFIGS for file in path.glob(f"*/{name}")})
+        hint = f"; did you mean {' or '.join(below[:3])}?" if below else ""
+        raise FileNotFoundError(f"{what} is a folder without a model: it has no config.json{hint}")
+    for file in found:
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{what}: {file.name} is no JSON ({error}): save the model once more") from error
+        if file.name == "adapter_config.json" and len(found) == 1:
+            base = config.get("base_model_name_or_path")
+            setting = f"base_model_name_or_path` of the adapter `{path}"
+            check_model(setting, base, config.get("revision"), weights=weights)
+    if weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise FileNotFoundError(f"{what} has no weights: there is neither a .safetensors nor a .bin file")
+    for file in path.glob("*.safetensors"):
+        try:
+            with safe_open(file, "np"):  # reads the header
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{what}: {file.name} is broken ({error}), so copy or save it once more") from error
+
+
+def _ask_hub(name: str, what: str, revision: str | None) -> None:
+    is_path = name.startswith((".", "~", os.sep)) or name.count("/") != 1
+    here = f"there is no such folder in {Path.cwd()}" if not os.path.isabs(name) else "there is no such folder"
+    here += near_path(name)
+    try:
+        HfApi().model_info(name, revision=revision, timeout=5)
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{what}: {here}") from error
+    except GatedRepoError as error:
+        raise FileNotFoundError(
+            f"{what} is gated: ask for access at https://huggingface.co/{name}, and log in by `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise FileNotFoundError(f"{what} has no revision {revision!r}: give a branch, tag or commit of it") from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{what}: {here}, and no such model on the hub (for a private one log in by `hf auth login`)"
+        ) from error
+    except Exception as error:  # httpx's, requests' or sockets', by the version of the hub's client
+        if is_path and not name.replace("-", "").replace(".", "").replace("_", "").isalnum():
+            raise FileNotFoundError(f"{what}: {here}") from error
+        is_off = isinstance(error, OfflineModeIsEnabled)
+        why = "HF_HUB_OFFLINE forbids to ask the hub" if is_off else "the hub cannot be reached"
+        raise FileNotFoundError(f"{what}: {here}; it is not in the hub's cache, and {why}") from error

@@ -1,0 +1,275 @@
+"""A `TrlParser` that refuses what it does not know."""
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+import yaml
+from trl import TrlParser
+
+from ..runs import config_file, did_you_mean, redacted
+from ..upstream.packages import NO_DEEPSPEED, check_packages, is_of_deepspeed
+from .fields import field_names
+from .help import help_text, types_of
+
+_WRONG_INPUT = (ValueError, OSError, ImportError, yaml.YAMLError, argparse.ArgumentError)
+
+
+class StrictTrlParser(TrlParser):
+    """[`trl.TrlParser`] whose mistakes are one-line errors with exit status 2.
+
+    A `key: value` of the YAML file that `--config` names stands for the flag `--key=value`, so argparse checks its
+    type and choices; the command line overrides it. Unknown keys and flags are refused with the nearest valid names.
+    Flags cannot be abbreviated. `env:` in the file sets environment variables, as in TRL. `--help` describes what is
+    the script's own and names the rest, `--help all` describes all, `--help WORD` what has the word in its name.
+
+    Args:
+        dataclass_types: dataclass, or dataclasses, whose fields are the arguments. One that takes seconds to import
+            is better named, `"trl_ext.PPOConfig"`: a mistyped name is then refused at once.
+        without_arguments: what to print if there is no argument at all; if unset, the fields' defaults are taken.
+        check: called with those dataclasses that are not named, in their order, before the named ones are imported;
+            what it raises of a wrong input is such an error, too. A script with a check is about to run, so packages
+            and logins that its settings need are looked for, too.
+        **kwargs: passed to `argparse.ArgumentParser`.
+    """
+
+    def __init__(
+        self,
+        dataclass_types: Any = None,
+        without_arguments: str | None = None,
+        check: Callable[..., None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        several = isinstance(dataclass_types, Iterable) and not isinstance(dataclass_types, str)
+        self._given = list(dataclass_types) if several else [dataclass_types] if dataclass_types else []
+        kwargs.setdefault("prog", Path(sys.argv[0]).name)  # Python 3.14 would say `python -m trl_ext`
+        self._kwargs = {"allow_abbrev": False, "description": without_arguments, **kwargs}
+        self.without_arguments = without_arguments
+        self._check = check
+        self._take([kind for kind in self._given if not isinstance(kind, str)])
+
+    def _take(self, kinds: list[type]) -> None:
+        """Have the flags of these dataclasses, and no others."""
+        super().__init__(kinds, **self._kwargs)
+        self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
+        # Not `field.type`: HfArgumentParser overwrites it with a simplified type
+        hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
+        self._fields: dict[str, tuple[argparse.Action, tuple]] = {}  # the types that each may have
+        for action in reversed(self._actions):  # --x stands before --no_x
+            if (hint := hints.get(action.dest)) is not None:
+                types = types_of(hint)
+                self._fields[action.dest] = action, types
+                if pair := next((kind for kind in types if get_origin(kind) is tuple), None):
+                    action.type, action.nargs = get_args(pair)[0], len(get_args(pair))  # else tuple("12"): ("1", "2")
+                elif str in types and bool in types:  # HfArgumentParser would turn even the default "no" into False
+                    action.type = str
+
+    def parse_args_and_config(self, args: Iterable[str] | None = None) -> tuple[Any, ...]:
+        args = list(sys.argv[1:] if args is None else args)
+        if not args and self.without_arguments is not None:
+            self.exit(2, self.without_arguments)
+        if asked := {"-h", "--help"} & {*args}:
+            self._take(self._imported())
+            after = args[args.index(asked.pop()) + 1 :]
+            print(self.help(after[0] if after and not after[0].startswith("-") else None), end="")
+            self.exit()
+        files = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        files.add_argument("--config", action="append", default=[])
+        with self.one_line_errors(*_WRONG_INPUT, ArithmeticError, TypeError):  # what configs raise of odd values
+            given, args = files.parse_known_args(args)
+            if len(given.config) > 1:
+                raise ValueError("--config was given more than once; one file is read, so merge the files")
+            nodes, config = _read(given.config[0]) if given.config else ({}, {})
+            self._check_names(config, args)
+            if self._check or any(isinstance(kind, str) for kind in self._given):
+                self._check_early(nodes, config, args)
+                self._take(self._imported())
+            flags = [*self._flags(nodes, config), *args]
+            parsed = self.parse_args_into_dataclasses(flags, look_for_args_file=False)
+            if self._check:
+                check_packages(*parsed)
+        return parsed
+
+    def _imported(self) -> list[type]:
+        return [
+            getattr(import_module(kind.rpartition(".")[0]), kind.rpartition(".")[2]) if isinstance(kind, str) else kind
+            for kind in self._given
+        ]
+
+    def _check_names(self, config: dict[str, Any], args: list[str]) -> None:
+        """Refuse unknown keys and flags, also of dataclasses that are not imported yet."""
+        known: set[str] = set()
+        for kind in self._given:
+            names = field_names(kind) if isinstance(kind, str) else {field.name for field in fields(kind)}
+            if names is None:
+                return  # the whole parser will say it
+            known |= names
+        for key in config:
+            self._check_key(key, known)
+        for flag in (arg.split("=", 1)[0] for arg in args if arg.startswith("--")):
+            if not {name := flag[2:].replace("-", "_"), name.removeprefix("no_")} & known:
+                self._refuse_flag(flag, known)
+
+    def _check_early(self, nodes: dict[str, yaml.Node], config: dict[str, Any], args: list[str]) -> None:
+        """Refuse what the dataclasses that are imported refuse, before the others are."""
+        mine = {key: value for key, value in config.items() if key in self._fields}
+        namespace, _ = super().parse_known_args([*self._flags(nodes, mine), *args])
+        made = [
+            kind(**{field.name: getattr(namespace, field.name) for field in fields(kind) if field.init})
+            for kind in self.dataclass_types
+        ]
+        if self._check:
+            self._check(*made)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, and refuse what is left over: an unknown flag by naming the nearest one."""
+        namespace, remaining = super().parse_known_args(args, namespace)
+        for flag in (arg.split("=", 1)[0] for arg in remaining if arg.startswith("-")):
+            self._refuse_flag(flag, self._fields)
+        if remaining:
+            self.error(f"stray value {remaining[0]!r}: a flag before it takes fewer values; quote a value with spaces")
+        return namespace, remaining
+
+    @contextmanager
+    def one_line_errors(self, *kinds: type[Exception]) -> Iterator[None]:
+        """End the program with a one-line error for what `kinds` name; by default, for what a wrong input raises."""
+        kinds = kinds or _WRONG_INPUT
+        try:
+            yield
+        except kinds as error:
+            what = str(error)
+            if is_of_deepspeed(error):
+                what = NO_DEEPSPEED
+            elif "support bf16" in what:
+                what = "`bf16` needs a GPU that has it: on a CPU add `--use_cpu true --bf16 false`"
+            elif "existing deepspeed config" in what:
+                what += f"; the working directory is {Path.cwd()}, give an absolute path or start from the right one"
+            self.error(what)
+
+    def error(self, message: str) -> NoReturn:
+        # In one line, and without argparse's usage, which is some 300 flags long and hides the message
+        print(f"{self.prog}: error: {redacted(' '.join(message.split()))}", file=sys.stderr)
+        sys.exit(2)
+
+    def _refuse_flag(self, flag: str, names: Iterable[str]) -> NoReturn:
+        flags = [f"--{name}" for name in (*names, "config")]
+        nearest = did_you_mean("--" + flag.lstrip("-").replace("-", "_"), flags)
+        self.error(f"unknown flag {flag!r}{nearest or '; `--help all` lists the valid ones'}")
+
+    def _check_key(self, key: str, names: Iterable[str]) -> None:
+        if key not in names:
+            nearest = did_you_mean(key, names) or "; `--help all` lists the valid ones"
+            raise ValueError(f"unknown key {key!r} in the configuration file{nearest}")
+
+    def _flags(self, nodes: dict[str, yaml.Node], config: dict[str, Any]) -> list[str]:
+        """The file as flags; what no flag can say (null, a mapping, `on`) becomes its field's default instead."""
+        lists, scalars = [], []
+        for key, value in config.items():
+            self._check_key(key, self._fields)
+            (action, types), node = self._fields[key], nodes[key]
+            if isinstance(value, list) and value and action.nargs not in (None, "?"):
+                lists += [f"--{key}", *map(_text, node.value)]
+            elif type(value) in {NoneType, bool, dict, list} & {get_origin(kind) or kind for kind in types}:
+                self.set_defaults_with_config(**{key: value})
+            elif value is not None and isinstance(node, yaml.ScalarNode):
+                # As it is written: YAML takes `no`, one of a field's strings, for false, and 1e-5 for a string
+                scalars.append(f"--{key}={node.value}")
+            else:
+                raise ValueError(f"{key!r} in the configuration file must not be {value!r}")
+        return [*lists, *scalars]  # in this order no list takes a value of the command line for its own
+
+    # ---- Help ----
+
+    def format_help(self) -> str:
+        """Return what `--help` prints."""
+        return self.help()
+
+    def help(self, asked: str | None = None) -> str:
+        """Return what `--help`, `--help all` or `--help WORD` prints: see [`~trl_ext.cli.help.help_text`]."""
+        apart = (isinstance(given, str) for given in self._given)
+        kinds = zip(self.dataclass_types, apart, strict=False)
+        return help_text(self.prog, self.description or "", kinds, asked)
+
+
+def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
+    """The file's nodes, which keep what is written, and its values, each by name; its `env` is set."""
+    with open(config_file("--config", path), encoding="utf-8") as file:
+        try:
+            loader = _NoRepeatedKeys(file)
+            root = loader.get_single_node()
+            config = loader.construct_document(root) if root else None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--config {path} is no text: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("env", {}), dict):
+        raise ValueError(f"{path} must be a mapping of names to values, and so must `env` in it")
+    os.environ.update({str(name): str(value) for name, value in config.pop("env", {}).items()})
+    # Keys as they are written: YAML takes `on` for true
+    nodes = {key.value: node for key, node in root.value if key.value != "env"}
+    return nodes, dict(zip(nodes, config.values(), strict=True))
+
+
+def _text(node: yaml.Node) -> str:
+    """What a list item says: a scalar as it is written, a mapping or a list in YAML's flow style."""
+    if isinstance(node, yaml.ScalarNode):
+        return str(node.value)
+    inner = [node]
+    for part in inner:
+        if isinstance(part, yaml.CollectionNode):
+            part.flow_style = True
+            inner += [each for item in part.value for each in (item if isinstance(item, tuple) else (item,))]
+    return yaml.serialize(node, Dumper=yaml.SafeDumper, width=math.inf, allow_unicode=True).strip()
+
+
+def entry_of(text: str) -> Any:
+    """
+    Return what a text in YAML's flow style says; one that is no mapping or list stays as it is, such as a path.
+
+    Raises:
+        ValueError: the text begins one, but is no YAML.
+    """
+    if not text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return yaml.load(text, _WithExponents)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text!r} is no YAML: {' '.join(str(error).split())}") from error
+
+
+class _NoRepeatedKeys(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [(key.value, key.start_mark) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for index, (key, mark) in enumerate(keys):
+            if key in (earlier for earlier, _ in keys[:index]):
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} given twice", problem_mark=mark)
+        return super().construct_mapping(node, deep)
+
+
+class _WithExponents(_NoRepeatedKeys):
+    """Takes 1e-5 for a number, as flags do: PyYAML wants 1.0e-5."""
+
+
+_WithExponents.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
+    """Values written as NAME=…, by name."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, is_there, value = each.partition("=")
+        if not (name and is_there and value):
+            raise ValueError(f"`{option}`: write it as {form}, got {each!r}")
+        if name in found:
+            raise ValueError(f"`{option}` names {name!r} twice")
+        found[name] = value
+    return found

@@ -1,0 +1,36 @@
+"""One process of a training command: the recipe, under the command's name. `accelerate launch` starts this file."""
+
+import ctypes
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
+_ONCE = 1.0  # seconds
+
+
+def interrupt_once() -> None:
+    """Take SIGINTs within a second for one: of a terminal's Ctrl-C, `trl-ext` is told, too, and passes it on."""
+    last = -_ONCE
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal last
+        if time.monotonic() - last > _ONCE:
+            last = time.monotonic()
+            signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux":  # who kills `trl-ext` wants no run that goes on, and writes where the next one does
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    interrupt_once()
+    # Python puts a script's folder first, where a user's `import report` would look; the package's own may be missing
+    sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)] + [str(Path(__file__).parents[2])]
+
+    from trl_ext.cli.main import run_here
+
+    sys.exit(run_here(sys.argv[1], sys.argv[2:]))

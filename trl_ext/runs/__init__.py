@@ -1,0 +1,39 @@
+"""What makes a run trustworthy: checkpoints, locks, halts, what tells runs apart, and what is written down."""
+
+from typing import TYPE_CHECKING
+
+from ..upstream.lazy import lazily
+
+if TYPE_CHECKING:
+    from ..upstream.lazy import lazily as lazily
+    from .checkpoints import CannotResume as CannotResume
+    from .checkpoints import NotSaved as NotSaved
+    from .checkpoints import checkpoint_to_resume as checkpoint_to_resume
+    from .checkpoints import differences as differences
+    from .checkpoints import fingerprint as fingerprint
+    from .checkpoints import result_of as result_of
+    from .checkpoints import save_trained as save_trained
+    from .files import PRIVATE_FOLDER as PRIVATE_FOLDER
+    from .files import REGISTRY as REGISTRY
+    from .files import RUNBOOK as RUNBOOK
+    from .files import is_notice as is_notice
+    from .jsonl import read_jsonl as read_jsonl
+    from .nearest import did_you_mean as did_you_mean
+    from .nearest import near_path as near_path
+    from .output_dir import FolderInUse as FolderInUse
+    from .output_dir import Hold as Hold
+    from .output_dir import check_output_dir as check_output_dir
+    from .output_dir import is_evaluated as is_evaluated
+    from .output_dir import overlap as overlap
+    from .output_dir import write_text as write_text
+    from .redaction import redacted as redacted
+    from .rows import rows_identity as rows_identity
+    from .settings import check_settings as check_settings
+    from .shipped import accelerate_file as accelerate_file
+    from .shipped import config_file as config_file
+    from .shipped import find as find
+    from .shipped import recipe as recipe
+    from .shipped import root as root
+    from .sources import source_identity as source_identity
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

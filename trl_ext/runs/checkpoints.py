@@ -1,0 +1,491 @@
+"""Which checkpoints can be trusted, and whether they belong to this run: the same for every trainer."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+
+from ..models.adapters import adapter_facts, quantization_of
+from ..models.identity import config_identity, tokenizer_identity, tokenizer_names, weights_identity
+from ..models.weights import base_model_of
+from ..upstream.names import get_config_model_id, is_deepspeed_zero3_enabled, rotate_checkpoints
+from ..upstream.temporarily import temporarily
+from .changes import Names, differences
+from .halts import CannotResume, Halting, Rollback, forget_rollback, rolled_back
+from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, read_marker, write_marker
+from .output_dir import Hold
+from .redaction import pickled_without_credentials, without_credentials
+from .rows import rows_identity
+from .saving import BackgroundSaving
+from .saving import result_of as result_of  # for recipes, as the next
+from .saving import save_trained as save_trained
+from .schedule import schedule
+from .sources import source_identity
+from .writer import NotSaved, is_of_writing, not_saved
+
+# Fields that may differ between a run and its continuation: they change what is shown, kept or how fast it goes
+_MAY_DIFFER = (
+    "dataloader_num",
+    "dataloader_pe",
+    "dataloader_pi",
+    "dataloader_pre",
+    "dataset_num_proc",
+    "ddp_",
+    "debug",
+    "disable_tqdm",
+    "distribution_shift_",
+    "do_",
+    "enable_jit",
+    "eval_",
+    "hub_",
+    "local_rank",
+    "log_",
+    "logging_",
+    "num_completions_to_print",
+    "num_generations_eval",
+    "num_sample_generations",
+    "on_save_failure",
+    "output_dir",
+    "per_device_eval",
+    "project",
+    "push_to_hub",
+    "record_run",
+    "report_to",
+    "restore_callback",
+    "resume_",
+    "rollout_device",
+    "run_name",
+    "save_",
+    "skip_memory",
+    "torch_empty_cache",
+    "trackio",
+    "vllm_gpu",
+    "vllm_group",
+    "vllm_server",
+)
+
+
+_SAY_YOURSELF = ' (Where a reward function is the same, its attribute `identity = "…"` can say so.)'
+_GIVEN = ("compute_loss_func", "optimizer_cls_and_kwargs")  # arguments of every Trainer that are Python
+
+
+class RolledBack(CannotResume):
+    """A monitor rolled the run back, and nothing has been changed since."""
+
+
+def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
+    """What must be equal for a run to be continued exactly."""
+    config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
+    return json.loads(json.dumps(without_credentials({**config, **facts}), default=str))
+
+
+def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
+    """The complete checkpoint in `output_dir` that was finished last, and why those beside it were not taken."""
+    finished: list[tuple[int, str, dict]] = []
+    skipped: dict[str, str] = {}
+    rollback = Rollback.read(output_dir)
+    for path in checkpoints_of(output_dir).values():
+        try:
+            marker = read_marker(str(path))
+            if rollback is None or not rollback.excludes(str(path), marker["written_ns"]):
+                finished.append((marker["written_ns"], str(path), marker))
+        except IncompleteCheckpoint as reason:
+            skipped[str(path)] = str(reason)
+    for _, checkpoint, marker in sorted(finished, reverse=True):
+        try:
+            check_files(checkpoint, marker)
+            return checkpoint, skipped
+        except IncompleteCheckpoint as reason:
+            skipped[checkpoint] = str(reason)
+    return None, skipped
+
+
+def newest_checkpoint(output_dir: str) -> str | None:
+    """The complete checkpoint in `output_dir` that was finished last, if there is one; says which ones it skips."""
+    return _on_first_process(_newest_checkpoint, output_dir)
+
+
+def _newest_checkpoint(output_dir: str) -> str | None:
+    checkpoint, skipped = newest_complete(output_dir)
+    for path, reason in sorted(skipped.items()):
+        print(f"Skipping {path}: it is not complete: {reason}.")
+    return checkpoint
+
+
+def _checked_marker(checkpoint: str) -> dict[str, Any]:
+    """Return the marker of a checkpoint that was asked for; raise if it is not there as it was written."""
+    if not os.path.isdir(checkpoint):
+        raise CannotResume(f"{checkpoint} is no folder, so there is nothing to resume from: check the path.")
+    try:
+        marker = read_marker(checkpoint)
+        check_files(checkpoint, marker)
+    except IncompleteCheckpoint as reason:
+        raise CannotResume(
+            f"{checkpoint} is not a complete checkpoint: {reason}. Pass another one, or `True` for the newest "
+            "complete one."
+        ) from None
+    return marker
+
+
+def _on_first_process(find: Callable[..., Any], *args: Any) -> Any:
+    """Call a function on the first process; all return its result, or raise its CannotResume."""
+    found: list[Any] = [None]
+    if PartialState().is_main_process:
+        try:
+            found[0] = find(*args)
+        except CannotResume as error:
+            found[0] = error
+        except OSError as error:  # raised here alone, it would leave the others waiting
+            found[0] = CannotResume(f"Checkpoints cannot be read ({error}): check that folder, or pass another one.")
+    if PartialState().num_processes > 1:
+        broadcast_object_list(found)
+    if isinstance(found[0], CannotResume):
+        raise found[0]
+    return found[0]
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
+    """
+    What a recipe passes to `train`, so that the same command again goes on: the newest complete checkpoint, unless
+    `resume_from_checkpoint` says otherwise (a path, `true` for "there must be one", `false` for "start anew").
+    """
+    asked = args.resume_from_checkpoint
+    if asked is None:
+        return newest_checkpoint(args.output_dir)
+    words = {"true": True, "false": False}  # the field is a string, on the command line and in YAML
+    return words.get(str(asked).lower(), asked)
+
+
+class ResumableRun(BackgroundSaving):
+    """
+    Mixin of trainers: a checkpoint says whether it is complete and of which run it is, and `train` refuses others.
+
+    `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
+    checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
+    refused with their names, unless `resume_anyway` is set. A run that is complete, or that a monitor stopped, is
+    loaded and not trained again. One that a monitor rolled back is refused until a setting is changed, unless
+    `resume_from_checkpoint=False` says to begin anew all the same. While it trains, no other process may run in
+    `output_dir`; see [`~trl_ext.runs.output_dir.Hold`].
+
+    Args:
+        model, *args, **kwargs: the trainer's own.
+        run_facts: what else must be equal for a run to go on: JSON by name. Known by themselves are the trainer's
+            arguments, the weights, configuration and adapters of the model, the tokenizer and the training data.
+        resume_anyway: go on from a run of other settings all the same; also a field of PPOConfig and DPOConfig.
+    """
+
+    args: Any
+    accelerator: Any
+    state: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+    data_collator: Any
+    train_dataset: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        *args: Any,
+        run_facts: dict[str, Any] | None = None,
+        resume_anyway: bool = False,
+        **kwargs: Any,
+    ):
+        self._given_facts = run_facts or {}
+        self._facts: dict[str, Any] = {}  # about what was passed in
+        self._settings: dict[str, Any] = {}  # of this run, taken when training starts
+        self._names: Names = {}  # what is known beside of settings that are hashes
+        self._model_path = model if isinstance(model, str) else None
+        self._resume_anyway = resume_anyway
+        self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
+        self._is_changed = False  # this run goes on from one of other settings
+        self._has_said = False  # its schedule is on the terminal
+        super().__init__(model, *args, **kwargs)
+
+    # ---- What a trainer adds ----
+
+    @property
+    def _given_model(self) -> Any:
+        """The model that was passed in, with its adapters."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def _run_facts(self) -> dict[str, Any]:
+        """
+        What must be equal for a run to go on exactly, beside its arguments; JSON.
+
+        It is called once, before the first step. Every process must call it; that of the first one counts.
+        """
+        model = self._given_model
+        revision = (getattr(self.args, "model_init_kwargs", None) or {}).get("revision")
+        facts: dict[str, Any] = {
+            "model": weights_identity(model, self._model_path, revision),
+            "model_config": config_identity(model),
+            "dtype": str(model.dtype),
+            "quantization": quantization_of(model),
+            "tokenizer": tokenizer_identity(self.processing_class),
+            "data_collator": source_identity(self.data_collator),
+            "processes": self.accelerator.num_processes,
+            "mixed_precision": self.accelerator.mixed_precision,  # `accelerate launch` may say it
+            **{name: source_identity(getattr(self, name, None)) for name in _GIVEN},
+        }
+        if hasattr(model, "peft_config"):
+            facts |= adapter_facts(model)
+        if self.optimizer is not None:  # it was passed in
+            options = [
+                {name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups
+            ]
+            facts["optimizer"] = [type(self.optimizer).__qualname__, options]
+        if self.lr_scheduler is not None:
+            functions = [source_identity(function) for function in getattr(self.lr_scheduler, "lr_lambdas", [])]
+            facts["lr_scheduler"] = [type(self.lr_scheduler).__qualname__, self.lr_scheduler.state_dict(), functions]
+        return {**facts, **self._given_facts}
+
+    def _data_facts(self) -> dict[str, Any]:
+        """Which rows are trained on; of a stream nothing is known."""
+        data = self.train_dataset
+        return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
+
+    def _run_names(self) -> Names:
+        """What is known of facts that are hashes, so that a refusal can say what differs; nothing compares it."""
+        config = base_model_of(self._given_model).config
+        names = {
+            "model": {"name": self._model_path or get_config_model_id(config) or type(self._given_model).__name__},
+            "model_config": config.to_diff_dict(),
+            "tokenizer": tokenizer_names(self.processing_class),
+            "data_collator": {"name": type(self.data_collator).__qualname__},
+        }
+        if isinstance(self.train_dataset, Dataset):
+            names["train_data"] = {"columns": sorted(self.train_dataset.column_names)}
+        return names
+
+    def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
+        """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
+
+    def _before_resuming(self, checkpoint: str) -> None:
+        """Prepare for going on from a checkpoint that was found to be good."""
+
+    def _save_own_state(self, checkpoint: str) -> None:
+        """Write what transformers does not, on all processes, before the checkpoint counts as complete."""
+
+    def _load_own_state(self, checkpoint: str) -> None:
+        """Load that, before going on from a checkpoint, or from one of a run that is complete."""
+
+    def _schedule(self) -> str:
+        """What the run is going to do."""
+        return schedule(self)
+
+    # ---- Training ----
+
+    def _say_schedule(self) -> None:
+        if not self._has_said:  # `train` may be called again
+            self.accelerator.print(self._schedule())
+        self._has_said = True
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        with Hold(self.args.output_dir):
+            return self._train_alone(resume_from_checkpoint, **kwargs)
+
+    def _train_alone(self, resume_from_checkpoint: str | bool | None, **kwargs: Any) -> TrainOutput:
+        if not self._has_said:
+            self._say_what_waits()
+        if not self._facts:  # later, training has changed what was passed in
+            self._facts = self._run_facts()
+        facts = [{**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})}]
+        broadcast_object_list(facts)  # FSDP may load weights on the first process alone
+        self._settings = fingerprint(self.args, **facts[0])
+        self._names = json.loads(json.dumps(without_credentials(self._run_names()), default=str))
+        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
+        for callback in halting:
+            callback.run_facts, callback.finish_saving = facts[0], self._look_at_saving
+        self._check_rollback(resume_from_checkpoint, halting)
+        found = _on_first_process(self._find_checkpoint, resume_from_checkpoint)
+        if found is None:
+            self._say_schedule()
+            return self._trained(**kwargs)
+        checkpoint, is_same = found
+        self._is_changed = not is_same
+        state = TrainerState.load_from_json(os.path.join(checkpoint, "trainer_state.json"))
+        stops = [stop for callback in halting if (stop := callback.stop_that_holds(self.args, state))]
+        if is_same and (stops or state.global_step >= state.max_steps):
+            end = "; ".join(stops) if stops else f"Training is complete, at step {state.global_step}"
+            if is_deepspeed_zero3_enabled():
+                raise CannotResume(
+                    f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."
+                )
+            self.accelerator.print(f"{end}: loading {checkpoint}.")
+            self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
+            self._load_own_state(checkpoint)
+            self.state = state
+            if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                beside = Path(checkpoint).with_name(Path(state.best_model_checkpoint).name)
+                if beside.is_dir():  # the output directory may have been moved
+                    state.best_model_checkpoint = str(beside)
+                _on_first_process(_checked_marker, state.best_model_checkpoint)
+                self._load_best_model()  # type: ignore[attr-defined]
+            return TrainOutput(state.global_step, float("nan"), {})
+        self._before_resuming(checkpoint)
+        self._load_own_state(checkpoint)
+        self._say_schedule()
+        self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
+        return self._trained(resume_from_checkpoint=checkpoint, **kwargs)
+
+    def _trained(self, **kwargs: Any) -> TrainOutput:
+        try:
+            output = super().train(**kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._complete_after_an_error()
+            raise
+        if sentence := rolled_back(self.state):
+            raise RolledBack(sentence)  # a script that went on would save the weights as if they were good
+        return output
+
+    def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
+        """Raise if a run that was rolled back would begin again as it was; `False` begins it anew all the same."""
+        if resume is False:
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                forget_rollback(self.args.output_dir)
+            self.accelerator.wait_for_everyone()
+        rollback = _on_first_process(Rollback.read, self.args.output_dir)
+        if rollback is None:
+            return
+        held = [callback.rollback_that_holds(self.args, rollback, bool(resume)) for callback in halting]
+        if sentence := next(filter(None, held), None):
+            raise RolledBack(sentence)
+        changed = differences(rollback.settings, self._settings) or [f"other settings of {rollback.monitor}"]
+        self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
+
+    def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
+        """On the first process: the checkpoint to go on from, if any, and whether its run had these settings."""
+        if resume is None or resume is False:
+            return None
+        checkpoint = _newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
+        if checkpoint is None:
+            raise CannotResume(f"No complete checkpoint in {self.args.output_dir}, so there is nothing to resume.")
+        marker = _checked_marker(checkpoint)
+        self._check_marker(checkpoint, marker)
+        names = marker.get("names") if isinstance(marker.get("names"), dict) else {}
+        different = differences(marker["configuration"], self._settings, names, self._names)
+        rollback = Rollback.read(self.args.output_dir)  # changing a setting is what it asks for
+        may_differ = rollback is not None and rollback.is_before(checkpoint)
+        if different and not (may_differ or self._resume_anyway or getattr(self.args, "resume_anyway", False)):
+            raise CannotResume(
+                f"{checkpoint} belongs to another configuration ({'; '.join(different)}). Use the settings that it "
+                "was written with, or choose another `output_dir` to start anew, or set `resume_anyway=True` "
+                "(`--resume_anyway true`) to go on from it all the same."
+                f"{_SAY_YOURSELF if any(d.startswith('reward ') for d in different) else ''}"
+            )
+        if different:
+            print(f"Going on from {checkpoint} with other settings: {'; '.join(different)}.")
+        return checkpoint, not different
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
+        groups = self.optimizer.param_groups
+        self._given = [{name: group[name] for name in group if name != "params"} for group in groups]
+        return scheduler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        groups = self.optimizer.param_groups
+        if checkpoint is None or not self._is_changed or len(groups) != len(self._given):
+            return
+        for group, given in zip(groups, self._given, strict=True):
+            before, now = group.get("initial_lr"), given.get("initial_lr")
+            group.update({name: value for name, value in given.items() if name != "lr"})
+            if before and now is not None:  # the schedule's factor of this step is kept
+                group["lr"] *= now / before
+        scheduler = self.lr_scheduler.state_dict()
+        if "base_lrs" in scheduler and all("initial_lr" in group for group in groups):
+            rates = {"base_lrs": [g["initial_lr"] for g in groups], "_last_lr": [g["lr"] for g in groups]}
+            self.lr_scheduler.load_state_dict(scheduler | rates)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self._check_saving(wait=True)
+        self._writer.close()
+        # Else it leaves only the best checkpoint, and the same command again would train what comes after
+        with temporarily(self.args, save_total_limit=None):
+            return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+
+    # Both write training_args.bin
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with temporarily(self.args, **pickled_without_credentials(self.args)):
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._is_pushed:
+            self._writer.write_now()  # what was kept back is part of what is uploaded
+        with temporarily(self.args, **pickled_without_credentials(self.args)):
+            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if rolled_back(self.state):
+            return
+        self._check_saving(wait=True)  # one at a time
+        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        is_behind = self._saves_in_background and self._upload is None
+        keeps_back = is_behind or self._goes_on_unsaved
+        name = self._agreed_name() if keeps_back else ""
+        error: Exception | None = None
+        try:
+            if self.args.should_save:
+                Path(checkpoint, MARKER).unlink(missing_ok=True)
+            # Older checkpoints may only go once this one is complete
+            keeping_back = self._writer.deferring(copies=is_behind) if keeps_back else nullcontext()
+            with temporarily(self.args, save_total_limit=None), keeping_back:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                if not self.args.save_only_model:
+                    self._save_own_state(checkpoint)
+            if not keeps_back:
+                self.accelerator.wait_for_everyone()
+                if self.args.should_save:
+                    self._complete(run_dir, checkpoint)
+                return
+        except Exception as failure:
+            if not is_of_writing(failure):
+                raise
+            # Else the others wait for this process within what it has left
+            is_between_collectives = self.accelerator.num_processes == 1 or not (
+                self.is_fsdp_enabled or self.is_deepspeed_enabled or self.state.best_global_step
+            )
+            if not (keeps_back and is_between_collectives):
+                if self.accelerator.num_processes == 1:  # else others may still write
+                    self._forget_unsaved(checkpoint, best)
+                raise NotSaved(self._unsaved(not_saved(checkpoint, failure), goes_on=False)) from failure
+            error = failure
+        self._being_saved = checkpoint, best
+        complete = partial(self._complete, run_dir, checkpoint) if self.args.should_save else None
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        self._writer.start(complete, processes, rank, error, name)
+        if not is_behind:
+            self._check_saving(wait=True)
+
+    def _complete(self, run_dir: str, checkpoint: str) -> None:
+        """Write the marker of a checkpoint that all processes have written, and delete the oldest ones."""
+        if not self.args.save_only_model:  # else there is nothing to resume from
+            write_marker(checkpoint, self._settings, self.accelerator.num_processes, self._names)
+            forget_rollback(run_dir)
+            if self.args.save_total_limit:  # what was interrupted goes before any that is complete
+                paths = [*checkpoints_of(run_dir).values()]
+                interrupted = [path for path in paths if not (path / MARKER).is_file()]
+                for path in interrupted[: max(0, len(paths) - self.args.save_total_limit)]:
+                    shutil.rmtree(path, ignore_errors=True)
+        rotate_checkpoints(
+            output_dir=run_dir,
+            save_total_limit=self.args.save_total_limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=True,
+        )

@@ -1,0 +1,141 @@
+"""A run that a callback has ended stays ended when the same command runs again, until a setting is changed."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .marker import checkpoints_of, step_of, time_after_checkpoints, write_durably
+
+RECORD = "trl_ext_rollback.json"  # in the output directory, until a run that was changed has saved a checkpoint
+ASIDE = "rolled_back"  # begins the new names of checkpoints not to go on from: transformers finds them no more
+_ANNOUNCED = "trl_ext_rollback"  # the key of this run's rollback in `TrainerState.stateful_callbacks`
+
+
+class CannotResume(ValueError):
+    """A checkpoint is not there, not complete, or of another run."""
+
+
+class Halting:
+    """
+    Mixin of callbacks that end runs. [`~trl_ext.runs.checkpoints.ResumableRun`] asks them whether one may begin.
+
+    Attributes:
+        run_facts: what tells runs apart beside their arguments. `ResumableRun` sets it; None in other trainers.
+        finish_saving: waits for the checkpoint that is being written, to be called on all processes before
+            checkpoints are chosen or renamed. `ResumableRun` sets it, too.
+    """
+
+    run_facts: dict[str, Any] | None = None
+    finish_saving: Callable[[], None] | None = None
+
+    def stop_that_holds(self, args: Any, state: Any) -> str | None:
+        """Say in a sentence that this callback stopped the run in this state, if nothing has changed since."""
+        raise NotImplementedError
+
+    def rollback_that_holds(self, args: Any, rollback: "Rollback", is_resumed: bool) -> str | None:
+        """Say in a sentence that this callback rolled the run back, if nothing has changed since."""
+        raise NotImplementedError
+
+
+@dataclass
+class Rollback:
+    """
+    What a rollback leaves in the output directory.
+
+    Args:
+        step: of the rollback, in optimizer steps.
+        good_step: the newest step known to be good: the next run goes on from the newest checkpoint up to it.
+        checkpoint: the path of that one, if there is any.
+        monitor, what: which callback, and what it found.
+        arguments, settings: of the callback and of the run. At least one of them must change before the next run.
+        written_ns: when this was written.
+    """
+
+    step: int
+    good_step: int
+    checkpoint: str | None
+    monitor: str
+    what: str
+    arguments: dict[str, Any]
+    settings: dict[str, Any]
+    written_ns: int = 0
+
+    @classmethod
+    def read(cls, output_dir: str) -> "Rollback | None":
+        record = Path(output_dir, RECORD)
+        if not record.is_file():
+            return None
+        try:
+            return cls(**json.loads(record.read_text()))
+        except (ValueError, TypeError):
+            raise CannotResume(
+                f"A monitor rolled this run back, and {record} is damaged or of another trl_ext. Begin anew by "
+                f"`resume_from_checkpoint=False`; or delete it, and any {PREFIX_CHECKPOINT_DIR} not to go on from."
+            ) from None
+
+    def write(self, output_dir: str) -> None:
+        """Write the record, then move aside the checkpoints after the good step. In this order: power may be lost."""
+        self.written_ns = time_after_checkpoints(output_dir)
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        write_durably(Path(output_dir, RECORD), json.dumps(asdict(self), indent=2))
+        self.set_aside(output_dir)
+
+    def set_aside(self, output_dir: str) -> list[int]:
+        """Rename the checkpoints that are excluded, and return their steps."""
+        excluded = {step: path for step, path in checkpoints_of(output_dir).items() if self.excludes(str(path))}
+        for path in excluded.values():
+            name = f"{ASIDE}-{self.step}-{path.name}"
+            taken = sum(other.name.startswith(name) for other in Path(output_dir).iterdir())
+            path.rename(path.with_name(f"{name}-{taken}" if taken else name))
+        return sorted(excluded)
+
+    def excludes(self, checkpoint: str, written_ns: int | None = None) -> bool:
+        """Return whether a checkpoint is of the run that was rolled back, and after its good step."""
+        step = step_of(Path(checkpoint))
+        if step is None or step <= self.good_step:
+            return False
+        return (Path(checkpoint).stat().st_mtime_ns if written_ns is None else written_ns) <= self.written_ns
+
+    def is_before(self, checkpoint: str) -> bool:
+        """Return whether a checkpoint is one to go back to."""
+        step = step_of(Path(checkpoint))
+        return step is not None and step <= self.good_step
+
+    def sentence(self, output_dir: str, why: str = "nothing has been changed since") -> str:
+        onwards = f"goes on from {self.checkpoint}" if self.checkpoint else "starts anew, since no checkpoint is good"
+        return (
+            f"{self.monitor} rolled this run back at step {self.step} ({self.what}), and {why}. Change a setting of "
+            f"the run or of the monitor, then run the same command again: it {onwards}. To try it unchanged, delete "
+            f"{Path(output_dir, RECORD)}"
+        )
+
+
+def good_checkpoint(output_dir: str, good_step: int) -> str | None:
+    """Return the newest checkpoint up to a step."""
+    older = {step: path for step, path in checkpoints_of(output_dir).items() if step <= good_step}
+    return str(older[max(older)]) if older else None
+
+
+def forget_rollback(output_dir: str) -> None:
+    if Path(output_dir, RECORD).is_file():
+        Path(output_dir, RECORD).unlink(missing_ok=True)
+
+
+def announce_rollback(state: Any, sentence: str) -> None:
+    """Tell the trainer and the other callbacks, through `state`, that this run was rolled back: not to be saved."""
+    state.stateful_callbacks[_ANNOUNCED] = {"sentence": sentence}
+
+
+def rolled_back(state: Any) -> str | None:
+    """Return the sentence of this run's rollback, or None."""
+    announced = state.stateful_callbacks.get(_ANNOUNCED)
+    return announced and announced["sentence"]
+
+
+def digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

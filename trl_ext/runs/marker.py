@@ -1,0 +1,148 @@
+"""What makes a checkpoint complete: a marker, written last, that lists its files."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..models.hashing import file_hash
+
+MARKER = "trl_ext_complete.json"
+_PREFIX = "checkpoint-"  # as transformers names them; to import it takes seconds
+
+
+def write_marker(
+    checkpoint: str, contents: dict[str, Any], processes: int, names: dict[str, Any] | None = None
+) -> None:
+    """
+    Note which files a checkpoint has. Call this on one process, when all have written theirs.
+
+    All files are on the disk before the marker is, and the marker before this returns: what has one survives a loss of
+    power.
+
+    Args:
+        checkpoint: its folder.
+        contents: what must be equal for a run to go on from it.
+        processes: that wrote it.
+        names: what a refusal can say beside, where `contents` has hashes.
+    """
+    folder = Path(checkpoint)
+    files = _files_of(folder)
+    for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
+        _flush(path)
+    # The time is kept within: a copied folder's files have the time of the copy
+    now = time_after_checkpoints(folder.parent, but=folder)
+    marker = {
+        "written_ns": now,
+        "processes": processes,
+        "configuration": contents,
+        "names": names or {},
+        "files": {name: [path.stat().st_size, file_hash(path)] for name, path in files.items()},
+    }
+    write_durably(folder / MARKER, json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
+    if now > time.time_ns():
+        os.utime(folder, ns=(now, now))  # by this transformers knows which one is the newest
+    _flush(folder.parent)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file whole or not at all, also where power is lost; it is on the disk when this returns."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    _flush(temporary)
+    os.replace(temporary, path)
+    _flush(path.parent)
+
+
+def read_marker(checkpoint: str) -> dict[str, Any]:
+    """
+    Return `configuration`, `processes`, `written_ns` and `files` of a checkpoint that was finished.
+
+    Raises:
+        IncompleteCheckpoint: it was not, or its marker cannot be read.
+    """
+    path = Path(checkpoint) / MARKER
+    if not path.is_file():
+        raise IncompleteCheckpoint(
+            f"it has no {MARKER}: it was interrupted while it was written, is of `save_only_model`, or trl_ext did "
+            "not write it"
+        )
+    try:
+        marker = json.loads(path.read_text())
+        if marker.pop("checksum") != _checksum(marker):
+            raise ValueError
+        # Of another trl_ext it may say anything
+        _ = marker["written_ns"] + 0, marker["configuration"].keys(), [(n, h) for n, h in marker["files"].values()]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise IncompleteCheckpoint(f"its {MARKER} is damaged, or of an earlier trl_ext") from None
+    return marker
+
+
+def check_files(checkpoint: str, marker: dict[str, Any]) -> None:
+    """Raise an IncompleteCheckpoint if a file of a finished checkpoint is not as it was written."""
+    found = _files_of(Path(checkpoint))
+    for name, (size, digest) in marker["files"].items():
+        if name not in found:
+            raise IncompleteCheckpoint(f"{name} is missing")
+        if found[name].stat().st_size != size:
+            raise IncompleteCheckpoint(f"{name} has {found[name].stat().st_size} bytes, {size} were written")
+        if file_hash(found[name]) != digest:
+            raise IncompleteCheckpoint(f"{name} is damaged, or was changed: its checksum is not the one written")
+
+
+class IncompleteCheckpoint(ValueError):
+    """A checkpoint is not as a run wrote it; the message says why, as the end of a sentence."""
+
+
+def checkpoints_of(output_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """The folders of a run's checkpoints, by their steps."""
+    found = {step_of(path): path for path in Path(output_dir).glob(f"{_PREFIX}*") if path.is_dir()}
+    return {step: path for step, path in found.items() if step is not None}
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in a checkpoint's name; None if it is no name of ours, such as `checkpoint-bad-6`."""
+    number = checkpoint.name.removeprefix(_PREFIX)
+    return int(number) if number.isdecimal() and number != checkpoint.name else None
+
+
+def time_after_checkpoints(output_dir: str | os.PathLike[str], but: Path | None = None) -> int:
+    """The time in ns, or one after all checkpoints: this machine's clock may be behind that of the one before."""
+    others = (path for path in checkpoints_of(output_dir).values() if path != but)
+    return max([time.time_ns(), *(_written(path) + 10**6 for path in others)])
+
+
+def _written(checkpoint: Path) -> int:
+    try:
+        return max(checkpoint.stat().st_mtime_ns, read_marker(str(checkpoint))["written_ns"])
+    except IncompleteCheckpoint:
+        return checkpoint.stat().st_mtime_ns
+
+
+def _checksum(marker: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(marker, sort_keys=True).encode()).hexdigest()
+
+
+def _files_of(folder: Path) -> dict[str, Path]:
+    """The files that a run goes on from, by their names in the folder."""
+    # transformers removes the last one after it has saved because of a SIGTERM (`enable_jit_checkpoint`)
+    left_out = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in left_out
+    }
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder."""
+    if path.is_dir() and os.name == "nt":
+        return  # folders cannot be opened there
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,183 @@
+"""Whether a run can write where it is told to, and is alone there; files that are never half there."""
+
+import json
+import os
+import socket
+import tempfile
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from .marker import MARKER
+
+LOCK = "_trl_ext.lock"  # in the output directory; a Trainer uploads nothing whose name begins with an underscore
+_MARKERS = f"checkpoint-*/{MARKER}"
+_PATIENCE = 2.0  # seconds in which a process that was killed has gone
+
+
+def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = None) -> None:
+    """
+    Check that the folder can be written, and holds no finished run that would be overwritten.
+
+    Args:
+        output_dir: it need not exist yet.
+        resume: `resume_from_checkpoint`; `"false"` is to begin anew, whatever is there.
+
+    Raises:
+        OSError: it cannot be written.
+        FileExistsError: a run without checkpoints has finished there. With checkpoints, it is gone on with.
+    """
+    path = Path(output_dir)
+    there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
+    if not there.is_dir():
+        raise NotADirectoryError(f"`output_dir` {output_dir}: {there} is no folder, choose another")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise OSError(f"`output_dir` {output_dir} cannot be written ({error.strerror}): choose another") from error
+    is_finished = (path / "train_results.json").is_file() and not any(path.glob("checkpoint-*"))
+    if is_finished and str(resume).lower() != "false":
+        raise FileExistsError(
+            f"`output_dir` {output_dir} holds a finished run without checkpoints: choose another, or write "
+            "over it by `resume_from_checkpoint: false`"
+        )
+
+
+class FolderInUse(OSError):
+    """Another process runs in the folder; the message is one sentence, with its pid, its host, and since when."""
+
+
+class Hold:
+    """
+    Keep the runs of other processes out of a folder.
+
+    The lock is the kernel's: it goes with this process, in whatever way that ends, and no child process inherits it.
+    This process may hold a folder several times. It is free when each hold was released, or its object is gone.
+
+    Args:
+        folder: it need not exist yet. Of several processes of one launch the first one holds it, so all must call
+            this; they are refused together.
+
+    Raises:
+        FolderInUse: another process holds it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        from accelerate import PartialState
+        from accelerate.utils import broadcast_object_list
+
+        state = PartialState()
+        self._lock: Any = None
+        refusal: list[str | None] = [None]
+        if state.is_main_process:
+            self._lock, refusal[0] = _locked(Path(folder))
+        if state.num_processes > 1:
+            broadcast_object_list(refusal)
+        if refusal[0]:
+            raise FolderInUse(refusal[0])
+
+    def release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        if lock.lock_counter == 1:
+            with suppress(OSError):
+                os.unlink(lock.lock_file)  # whoever has opened it meanwhile sees that it has no name any more
+        lock.release()
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.release()
+
+
+def _locked(folder: Path) -> tuple[Any, str | None]:
+    """Lock a folder: the lock, or why it cannot be had. Where there are no locks it says so, and returns neither."""
+    # One object for each file, so that this process can lock it again
+    lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_say_who)
+    try:
+        lock.acquire(timeout=_PATIENCE)
+    except Timeout:
+        return None, (
+            f"`output_dir` {folder} is in use by {_holder(folder / LOCK)}: wait for that run, end it, or choose "
+            "another `output_dir`"
+        )
+    except OSError as error:  # a file system without locks, or a folder that nothing can be written to
+        if isinstance(error, PermissionError) and (folder / LOCK).exists():
+            return None, (
+                f"`output_dir` {folder} is held by {_holder(folder / LOCK)}, with another account: choose another "
+                f"`output_dir`, or have {folder / LOCK} deleted if that process has ended"
+            )
+        print(f"Nothing keeps a second run out of {folder}: it cannot be locked ({error.strerror or error}).")
+        return None, None
+    return lock, None
+
+
+def _say_who(descriptor: int) -> None:
+    """Write into the lock who holds it."""
+    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
+    with suppress(OSError):  # a full disk: it is locked all the same
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(who).encode(), 0)
+
+
+def _holder(lock: Path) -> str:
+    try:
+        who = json.loads(lock.read_text())
+        return f"process {who['pid']} on {who['host']}, since {who['since']}"
+    except (OSError, ValueError, LookupError, TypeError):
+        return "another process"
+
+
+def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
+    """
+    Return whether the run was complete already, and so was its evaluation; says so.
+
+    Files that are older than the run's newest checkpoint are of an earlier run.
+
+    Args:
+        output_dir: of the run.
+        result: what `train` returned.
+        *files: patterns of what the evaluation writes, `eval_results.json` if there are none.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import broadcast_object_list
+
+    files, folder = files or ("eval_results.json",), Path(output_dir)
+    newest = max((marker.stat().st_mtime for marker in folder.glob(_MARKERS)), default=0)
+    found = [
+        not result.metrics
+        and all(any(path.stat().st_mtime >= newest for path in folder.glob(pattern)) for pattern in files)
+    ]
+    broadcast_object_list(found)  # another machine may not see the folder
+    if found[0]:
+        PartialState().print(f"{folder / files[0]} is left as it is; to evaluate again, delete it.")
+    return found[0]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that is in place when it is complete, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()  # on a disk that is full, it takes the room of what comes next
+        raise
+
+
+def overlap(folder: Path, given: Path) -> str:
+    """How a folder to write into and an input lie in each other, as the verb between them; "" if they do not."""
+    mine, theirs = folder.resolve(), given.resolve()
+    if mine == theirs or mine in theirs.parents:
+        return "holds"
+    # `datasets` reads a folder with all that lies below it
+    return "lies in the folder of" if theirs in mine.parents and theirs.is_dir() else ""

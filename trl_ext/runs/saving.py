@@ -1,0 +1,241 @@
+"""Trainers that write their checkpoints while training goes on, and what follows if one cannot be written."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers.utils import ENV_VARS_TRUE_VALUES
+
+from ..upstream.temporarily import temporarily
+from .halts import rolled_back
+from .marker import MARKER, step_of
+from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, is_of_writing, not_saved
+
+_UPLOADERS = {  # tracker -> by which values of which variable it uploads a checkpoint in `on_save`
+    "wandb": ("WANDB_LOG_MODEL", {"CHECKPOINT"}),
+    "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", ENV_VARS_TRUE_VALUES),
+    "clearml": ("CLEARML_LOG_MODEL", ENV_VARS_TRUE_VALUES),
+}
+
+
+MODEL = "The model"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
+
+
+@contextmanager
+def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None = None) -> Iterator[None]:
+    """
+    Write a part of a run's result within the block; if it cannot be written, raise one [`NotSaved`] on all processes.
+
+    Every process must enter and leave the block, and take part in no collective after a write in it. Weights that are
+    half there are removed: beside those of an earlier run they would look whole.
+
+    Args:
+        output_dir: of the run.
+        what: is written, as the beginning of a sentence: "The model".
+        goes_on: what the same command will then do; by default it goes on from a checkpoint, or begins anew.
+    """
+    before, failure = _written(output_dir), None
+    try:
+        yield
+    except Exception as error:
+        if not is_of_writing(error) or (isinstance(error, OSError) and error.errno is None):  # such as the hub's
+            raise
+        failure = error
+        for path in [path for path, time in _written(output_dir).items() if before.get(path) != time]:
+            path.unlink(missing_ok=True)
+        Path(output_dir, "train_results.json").unlink(missing_ok=True)  # with it, the run would count as finished
+    cause = failure and not_saved(os.path.join(output_dir, what), failure)
+    if causes := [*filter(None, gather_object([cause]))]:
+        has_checkpoint = any(Path(output_dir).glob(f"checkpoint-*/{MARKER}"))
+        goes_on = goes_on or ("goes on from the newest complete checkpoint" if has_checkpoint else "begins anew")
+        kept = "" if what == MODEL else "the model is saved; "
+        raise NotSaved(f"{causes[0]}: {kept}make room, and run the same command again, which {goes_on}.") from failure
+
+
+def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
+    """
+    Save a model, then what its training came to: where the disk is full, the model is what counts.
+
+    Args:
+        trainer: a Trainer that has trained.
+        metrics: what `train` returned; none where the run was complete already.
+    """
+    with result_of(trainer.args.output_dir, MODEL):
+        trainer.save_model()
+    with result_of(trainer.args.output_dir, "What training came to"):
+        if metrics:
+            trainer.save_metrics("train", metrics)
+
+
+def _json(path: Path) -> str | None:
+    """What a file of JSON says; None if it is not there, or was cut off by a full disk."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        json.loads(text)
+    except (OSError, ValueError):
+        return None
+    return text
+
+
+def _written(folder: str | os.PathLike[str]) -> dict[Path, int]:
+    """When each file of weights in a folder was written; those of checkpoints are left out."""
+    paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
+class BackgroundSaving:
+    """
+    Mixin of trainers whose arguments have [`~trl_ext.runs.settings.SavingSettings`]: a checkpoint is being written.
+
+    The processes agree on it between two steps, and only while a checkpoint is being written. The thread that writes
+    takes part in no collective.
+    """
+
+    args: Any
+    accelerator: Any
+    state: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
+        self._save_failure: str | None = None  # what could not be written, and has not been said yet
+        super().__init__(*args, **kwargs)
+        # What sharding gathers is new memory each time, so that to pin it does not pay
+        self._writer = CheckpointWriter(pins=not (self.is_fsdp_enabled or self.is_deepspeed_enabled))
+
+    @property
+    def _saves_in_background(self) -> bool:
+        return getattr(self.args, "save_in_background", False)
+
+    @property
+    def _goes_on_unsaved(self) -> bool:
+        return getattr(self.args, "on_save_failure", "stop") == "continue"
+
+    @property
+    def _is_pushed(self) -> bool:
+        """Whether transformers uploads each checkpoint before `on_save`."""
+        return self.args.push_to_hub and self.args.hub_strategy != "end"
+
+    @property
+    def _upload(self) -> str | None:
+        """Say who uploads each checkpoint as soon as it is written, and how to have it not, if anyone does."""
+        if self._is_pushed:
+            return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
+        for tracker in self.args.report_to or []:
+            variable, values = _UPLOADERS.get(tracker, ("", set()))
+            if os.getenv(variable, "").upper() in values:
+                return f"{tracker} uploads each: unset {variable} to send it numbers alone"
+        return None
+
+    def _say_what_waits(self) -> None:
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if not self._saves_in_background:
+            return
+        if self._upload is not None:
+            self.accelerator.print(f"`save_in_background`: training waits for each checkpoint, since {self._upload}.")
+        elif plugin is not None and "FULL" not in str(plugin.state_dict_type):
+            why = "all processes write it together, unless it is of `fsdp_state_dict_type: FULL_STATE_DICT`"
+            self.accelerator.print(f"`save_in_background`: training waits for FSDP's part of each checkpoint: {why}.")
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._check_saving()
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def _check_saving(self, wait: bool = False) -> None:
+        """See whether the checkpoint that is being written is complete; say so, or raise, if it failed."""
+        self._look_at_saving(wait)
+        sentence, self._save_failure = self._save_failure, None
+        if sentence is None:
+            return
+        if not (self._goes_on_unsaved or rolled_back(self.state)):
+            raise NotSaved(sentence)
+        self.accelerator.print(sentence)
+
+    def _look_at_saving(self, wait: bool = True) -> None:
+        """Wait for the checkpoint that is being written, or look whether it is complete. Call it on all processes."""
+        if self._being_saved is None:
+            return
+        is_busy, has_failed = self._writing()
+        while wait and is_busy:  # together: a process that has died shows in the collective, not in its silence
+            self._writer.wait(PAUSE if self.accelerator.num_processes > 1 else None)
+            is_busy, has_failed = self._writing()
+        if is_busy:
+            return
+        (checkpoint, best), self._being_saved = self._being_saved, None
+        if has_failed:
+            causes = gather_object([self._writer.error and not_saved(checkpoint, self._writer.error)])
+            cause = min(filter(None, causes), key=lambda text: OTHERS_PART in text)
+            self._save_failure = self._unsaved(cause, self._goes_on_unsaved)
+            self._forget_unsaved(checkpoint, best)
+
+    def _writing(self) -> list[bool]:
+        """Return whether any process is writing, and whether any has failed."""
+        mine = [self._writer.is_busy, self._writer.error is not None]
+        if self.accelerator.num_processes == 1:
+            return mine
+        everyones = torch.tensor(mine, dtype=torch.int32, device=self.accelerator.device)
+        return (self.accelerator.reduce(everyones, reduction="sum") > 0).tolist()
+
+    @staticmethod
+    def _agreed_name() -> str:
+        """Return a name by which the processes know what they write: a count is not the same after an exception."""
+        names = [uuid4().hex]
+        return broadcast_object_list(names)[0]
+
+    def _unsaved(self, cause: str, goes_on: bool) -> str:
+        if goes_on:
+            return f"{cause}, and training goes on, as `on_save_failure: continue` says."
+        or_else = "" if self._goes_on_unsaved else "; or set `on_save_failure: continue`"
+        return (
+            f"{cause}, so that training ends at step {self.state.global_step}: make room, and run the same command "
+            f"again, which goes on from the newest complete checkpoint{or_else}."
+        )
+
+    def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
+        """Remove a checkpoint that could not be written: it takes room, and would count as one to keep."""
+        state, metric = self.state, f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
+        if state.best_model_checkpoint == checkpoint:
+            state.best_model_checkpoint = best
+        if state.best_global_step == step_of(Path(checkpoint)):
+            # What comes is compared with the best that is there
+            state.best_global_step = step_of(Path(best)) if best else None
+            measured = {log["step"]: log[metric] for log in state.log_history if metric in log}
+            state.best_metric = measured.get(state.best_global_step)
+        if self.args.should_save:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+
+    def save_metrics(self, split: str, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Save metrics as every Trainer does, each file whole or as it was before."""
+        if not self.is_world_process_zero():  # type: ignore[attr-defined]
+            return
+        output_dir, added_to = Path(self.args.output_dir), "all_results.json"
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix="_") as folder:
+            if (before := _json(output_dir / added_to)) is not None:
+                Path(folder, added_to).write_text(before)
+            with temporarily(self.args, output_dir=folder):
+                super().save_metrics(split, metrics, *args, **kwargs)  # type: ignore[misc]
+            # `train_results.json` is the last one: it marks a run as finished
+            for path in sorted(Path(folder).iterdir()):
+                path.replace(output_dir / path.name)
+
+    def _complete_after_an_error(self) -> None:
+        """Let what is being written be completed, if the other processes have written theirs; without collectives."""
+        if self._being_saved is None:
+            return self._writer.close()
+        if self._writer.is_busy:
+            print(f"Waiting for {self._being_saved[0]} to be written.")
+        self._writer.wait(after_an_error=True)
+        if self._writer.error is not None:
+            print(f"{not_saved(self._being_saved[0], self._writer.error)}.")
+        self._being_saved = None
+        self._writer.close()

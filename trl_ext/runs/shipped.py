@@ -1,0 +1,83 @@
+"""What ships with the package: recipes, accelerate's configurations, the runbook.
+
+A wheel has them in the package, a clone beside it. A name is looked for in the working directory first, and then
+among what ships, so a recipe runs from anywhere.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+from .nearest import did_you_mean, near_path
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def root() -> Path:
+    """The folder that `recipes/`, `accelerate_configs/` and `docs/runbook.md` lie in."""
+    return _PACKAGE if (_PACKAGE / "recipes").is_dir() else _PACKAGE.parent
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """
+    Return the path of a file or folder: in the working directory, or else of what ships under the same name, such as
+    `recipes/demo/world.py`. What is in neither is returned as it was given.
+    """
+    path = Path(name).expanduser()
+    if not path.exists() and path.parts[:1] in (("recipes",), ("accelerate_configs",)) and (root() / path).exists():
+        return root() / path
+    return path
+
+
+def names(folder: str) -> list[str]:
+    """Names of the YAML files that ship in `recipes` or `accelerate_configs`, such as `tinystories/ppo`."""
+    place = root() / folder
+    return sorted(path.relative_to(place).with_suffix("").as_posix() for path in place.rglob("*.yaml"))
+
+
+def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
+    """
+    Return the YAML file that a flag names: a path, or the name of one that ships, such as `tinystories/ppo`.
+
+    Args:
+        flag: what error messages call it.
+        name: with or without the folder before it and `.yaml` after it.
+        folder: `"recipes"` or `"accelerate_configs"`.
+
+    Raises:
+        FileNotFoundError: there is none; the message has the nearest names.
+    """
+    if Path(name).expanduser().is_file():
+        return Path(name).expanduser()
+    short = name.removeprefix(f"{folder}/").removesuffix(".yaml")
+    if (path := root() / folder / f"{short}.yaml").is_file():
+        return path
+    nearest = did_you_mean(short, names(folder)) or near_path(name)
+    raise FileNotFoundError(f"{flag} {name}: there is no such file{nearest}; the working directory is {Path.cwd()}")
+
+
+def accelerate_file(flag: str, name: str) -> Path:
+    """Return the same of a configuration of accelerate; TRL's names hold after ours."""
+    try:
+        return config_file(flag, name, "accelerate_configs")
+    except FileNotFoundError:
+        from ..upstream.names import resolve_accelerate_config_argument  # imports TRL
+
+        with suppress(ValueError):
+            return Path(resolve_accelerate_config_argument(["--accelerate_config", name])[1])
+        raise
+
+
+def recipe(name: str) -> ModuleType:
+    """Import a recipe as `trl_ext.recipes.NAME`, wherever its folder lies."""
+    package = f"{_PACKAGE.name}.recipes"
+    if package not in sys.modules:
+        spec = ModuleSpec(package, None, is_package=True)
+        spec.submodule_search_locations = [str(root() / "recipes")]
+        sys.modules[package] = module_from_spec(spec)
+    return import_module(f"{package}.{name}")

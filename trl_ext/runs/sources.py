@@ -1,0 +1,200 @@
+"""Which function this is: by its source, for resuming."""
+
+import ast
+import functools
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import textwrap
+from collections import deque
+from collections.abc import Iterator
+from datetime import date, time, timedelta
+from enum import Enum
+from numbers import Number
+from operator import attrgetter, itemgetter, methodcaller
+from pathlib import Path
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import xxhash
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ..models.identity import hash_of, tokenizer_identity
+
+_INSTALLED = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parent) + os.sep,  # this package, also where it is installed as editable
+)
+_SHOWN = (  # `repr` says all of these
+    *(type(None), str, bytes, bytearray, range, Path, Number, date, time, timedelta),
+    *(attrgetter, itemgetter, methodcaller),
+)
+Seen = dict[int, tuple[Any, str]]
+
+
+def source_identity(function: Any) -> str:
+    """
+    Say which function, or callable object, this is.
+
+    Counted are its source without comments, the values that it closes over, its attributes, and the functions,
+    classes, objects, models and plain values of its own files that it names, and theirs. Of attributes the public ones
+    count, and `_x` if `x` is an argument of `__init__`. What comes from an installed package counts by name, and what
+    is none of these, as a connection, by its type. What a function imports within its body does not count.
+
+    A function says by itself which it is with an attribute `identity`, a string: `my_reward.identity = "2"`. So does
+    one within another.
+
+    Returns:
+        The attribute `identity`, or `xxh3:…`
+    """
+    identity = getattr(function, "identity", None)
+    return identity if isinstance(identity, str) else f"xxh3:{_digest(function, {})[:12]}"
+
+
+def _digest(value: Any, seen: Seen) -> str:
+    if id(value) not in seen:
+        seen[id(value)] = value, "what holds this"  # `value` is kept, so that no other object takes its id
+        digest = xxhash.xxh3_128()
+        for part in _parts(value, seen):
+            digest.update(f"{part}\n".encode("utf-8", "surrogatepass"))
+        seen[id(value)] = value, digest.hexdigest()
+    return seen[id(value)][1]
+
+
+def _parts(value: Any, seen: Seen) -> Iterator[str]:
+    inner: list[Any] = []
+    if callable(value) and isinstance(identity := getattr(value, "identity", None), str):  # a reward in another one
+        yield identity
+    elif isinstance(value, Enum):
+        inner = [type(value), value.name, value.value]
+    elif isinstance(value, _SHOWN):
+        yield repr(value)
+    elif isinstance(value, (list, tuple, deque)):
+        yield type(value).__name__
+        inner = list(value)
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted(_digest(item, seen) for item in value)
+    elif isinstance(value, dict):
+        inner = [part for item in value.items() for part in item] + [getattr(value, "default_factory", None)]
+    elif isinstance(value, re.Pattern):
+        inner = [value.pattern, value.flags]  # `repr` cuts a long one
+    elif isinstance(value, np.ndarray):
+        inner = [str(value.dtype), value.shape, value.tolist() if value.dtype.hasobject else value.tobytes()]
+    elif isinstance(value, Tensor):
+        yield hash_of({"": value})
+    elif isinstance(value, nn.Module):
+        yield hash_of(value.state_dict(keep_vars=True))
+        for module in value.modules():
+            yield from _object(module, seen, is_told=not _is_installed(type(module)))
+    elif isinstance(value, PreTrainedTokenizerBase):
+        yield str(tokenizer_identity(value))
+    elif isinstance(value, functools.partial):
+        inner = [value.func, value.args, value.keywords]
+    elif isinstance(value, CodeType):
+        inner = [value.co_code, value.co_names, value.co_consts]
+    elif inspect.ismethod(value):
+        inner = [value.__func__, value.__self__]
+    elif inspect.isbuiltin(value):
+        inner = [value.__name__, value.__module__ if inspect.ismodule(value.__self__) else value.__self__]
+    elif inspect.isclass(value):
+        yield from _class(value, seen)
+    elif inspect.isfunction(value):
+        yield from _function(value, seen)
+    else:
+        is_told = callable(value) or hasattr(value, "__dataclass_fields__") or isinstance(value, SimpleNamespace)
+        yield from _object(value, seen, is_told or not _is_installed(type(value)))
+    for item in inner:
+        yield _digest(item, seen)
+
+
+def _object(value: Any, seen: Seen, is_told: bool) -> Iterator[str]:
+    """Of an object: its type and, if they tell what it does, its attributes."""
+    yield _digest(type(value), seen)
+    yield str(getattr(value, "__name__", ""))
+    if hasattr(value, "__wrapped__"):  # a function with a cache
+        yield _digest(value.__wrapped__, seen)
+    if is_told:
+        start = type(value).__init__
+        given = inspect.signature(start).parameters if inspect.isfunction(start) else ()
+        slots = [name for base in type(value).__mro__ for name in vars(base).get("__slots__", ())]
+        attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        attributes |= getattr(value, "__dict__", {})
+        attributes.pop("training", None)  # of a model: whether it is used right now
+        counted = [name for name in attributes if not name.startswith("_") or name[1:] in given]
+        yield _digest({name: attributes[name] for name in counted}, seen)
+
+
+def _class(value: type, seen: Seen) -> Iterator[str]:
+    if _is_installed(value):
+        yield f"{value.__module__}.{value.__qualname__}"
+        return
+    yield value.__qualname__
+    attributes = {name: _function_of(item) for name, item in vars(value).items() if not name.startswith("__")}
+    attributes |= {name: item for name, item in vars(value).items() if inspect.isfunction(item)}
+    yield _digest([value.__bases__, attributes], seen)
+
+
+def _function(value: Any, seen: Seen) -> Iterator[str]:
+    """Of a function: its source, and what it names."""
+    if hasattr(value, "__wrapped__"):
+        yield _digest(value.__wrapped__, seen)
+    yield value.__qualname__
+    if _is_in_a_package(value.__code__.co_filename):  # not by its module, which a decorator takes from what it wraps
+        return
+    yield _source(value) or _digest(value.__code__, seen)
+    named = dict(_named(value.__globals__, sorted(_names(value.__code__)), []))
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        named[name] = cell.cell_contents
+    yield _digest([value.__defaults__, value.__kwdefaults__, named], seen)
+
+
+def _named(namespace: dict[str, Any], names: list[str], modules: list[ModuleType]) -> Iterator[tuple[str, Any]]:
+    """What is named of a namespace, and of the modules of one's own files in it."""
+    for name in names:
+        item = namespace.get(name)
+        if not inspect.ismodule(item):
+            if name in namespace:
+                yield name, item
+        elif item not in modules and not _is_in_a_package(getattr(item, "__file__", None)):
+            modules.append(item)  # they may name one another
+            yield from ((f"{name}.{inner}", found) for inner, found in _named(vars(item), names, modules))
+
+
+def _names(code: CodeType) -> set[str]:
+    """All names of globals and attributes in a function, and in the functions and comprehensions within."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _function_of(attribute: Any) -> Any:
+    """The function in a static or class method, or in a property, cached or not."""
+    found = (getattr(attribute, name, None) for name in ("__func__", "fget", "func"))
+    return next(filter(None, found), attribute)
+
+
+def _is_installed(value: Any) -> bool:
+    module = sys.modules.get(value.__module__)
+    if module is None or value.__module__ == "__main__":
+        return False
+    return _is_in_a_package(getattr(module, "__file__", None))
+
+
+def _is_in_a_package(file: str | None) -> bool:
+    """Whether a file is not one's own; None is what is built in."""
+    if file is None or file.startswith("<frozen"):
+        return True
+    return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _source(function: Any) -> str | None:
+    """The source of a function; None where it was typed in, and for a lambda, whose lines have other things, too."""
+    if function.__name__ == "<lambda>":
+        return None
+    try:
+        return ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function.__code__))))
+    except (OSError, SyntaxError):
+        return None

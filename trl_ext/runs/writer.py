@@ -1,0 +1,198 @@
+"""Write the files of a checkpoint in a thread, from copies in memory, while training goes on."""
+
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from ..upstream.names import WRITERS, _get_default_store
+from ..upstream.temporarily import temporarily
+
+OTHERS_PART = "another process could not write its part"
+
+_OF_PYTORCH = "inline_container.cc"  # in the message of what writes for `torch.save`
+PAUSE = 0.05  # seconds between two looks at what the other processes have written
+_PATIENCE = 10.0  # seconds that a run which has raised waits for them
+
+
+class NotSaved(RuntimeError):
+    """A checkpoint could not be written; the message is one sentence, with the cause and the folder."""
+
+
+class CheckpointWriter:
+    """
+    Takes over what is written to a path within [`~CheckpointWriter.deferring`], and writes it in a thread.
+
+    The copies are made by PyTorch's [`~torch.distributed.checkpoint.staging.DefaultStager`], which keeps views and
+    shared storages as they are, and its buffers, so that from the second checkpoint on no memory is asked for.
+
+    Args:
+        pins: whether the buffers are pinned, which makes copies from a GPU fast.
+    """
+
+    def __init__(self, pins: bool = False):
+        self.pins = pins
+        self.error: Exception | None = None  # of the newest checkpoint
+        self._writes: list[Callable[[], Any]] = []
+        self._thread: threading.Thread | None = None
+        self._deadline = math.inf
+        self._stager: Any = None
+
+    @contextmanager
+    def deferring(self, copies: bool = True) -> Iterator[None]:
+        """
+        Within the block, keep back what this thread writes by `torch.save` and `safetensors`; see `upstream.WRITERS`.
+
+        What has no copy, such as an object of unknown kind, is written at once. A failure of that is an `OSError`.
+
+        Args:
+            copies: copy what is to be written; else it must not change until it is.
+        """
+        self._writes.clear()
+        with ExitStack() as stack:
+            for path, name in WRITERS.items():
+                module = import_module(path)
+                stack.enter_context(temporarily(module, **{name: self._deferred(getattr(module, name), copies)}))
+            yield
+
+    def _deferred(self, write: Callable[..., Any], copies: bool) -> Callable[..., Any]:
+        caller = threading.get_ident()
+
+        def keep_back(contents: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
+            is_path = isinstance(path, (str, os.PathLike))
+            if threading.get_ident() != caller or not is_path or not isinstance(contents, dict):
+                return _as_os_error(write, contents, *([] if path is None else [path]), *args, **kwargs)
+            try:
+                copy = self._copied(contents) if copies else contents
+            except Exception:
+                return _as_os_error(write, contents, path, *args, **kwargs)
+            self._writes.append(partial(write, copy, path, *args, **kwargs))
+
+        return keep_back
+
+    def _copied(self, contents: dict) -> Any:
+        if self._stager is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # takes a while
+
+            pins = self.pins and torch.cuda.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=pins,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=pins,
+                )
+            )
+        return self._stager.stage(contents)
+
+    def start(
+        self,
+        complete: Callable[[], None] | None,
+        processes: int = 1,
+        rank: int = 0,
+        error: Exception | None = None,
+        name: str = "",
+    ) -> None:
+        """
+        Write what was kept back, and call `complete` when all processes have written theirs.
+
+        Args:
+            complete: on the processes that write the marker; elsewhere None.
+            processes, rank: of the run. Each process calls this once for a checkpoint.
+            error: what this process has failed with already.
+            name: of what is written, the same on all processes and for nothing else.
+        """
+        self.error, self._deadline = error, math.inf
+        writes, self._writes = [] if error else self._writes, []
+
+        def work() -> None:
+            try:
+                try:
+                    while writes:
+                        writes.pop(0)()  # so that each copy goes when it is written
+                except Exception as failure:
+                    self.error = failure
+                if processes > 1:
+                    self._exchange(name, processes, rank, waits=complete is not None)
+                if self.error is None and complete is not None:
+                    complete()
+            except Exception as failure:
+                self.error = failure
+
+        # No daemon: a program that ends waits for what is nearly written
+        self._thread = threading.Thread(target=work, name="checkpoint writer")
+        self._thread.start()
+
+    def _exchange(self, name: str, processes: int, rank: int, waits: bool) -> None:
+        """Tell the others that this process is done, and wait for them; through the store, which is no collective."""
+        store = _get_default_store()
+        store.set(f"trl_ext/saved/{name}/{rank}", "failed" if self.error else "written")
+        keys = [f"trl_ext/saved/{name}/{other}" for other in range(processes)]
+        while waits and self.error is None:
+            if store.check(keys):
+                if any(store.get(key) != b"written" for key in keys):
+                    raise OSError(OTHERS_PART)
+                return
+            if time.monotonic() > self._deadline:
+                raise OSError("another process has not written its part yet")
+            time.sleep(PAUSE)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def write_now(self) -> None:
+        """Write what was kept back so far, in this thread."""
+        while self._writes:
+            self._writes.pop(0)()
+
+    def wait(self, seconds: float | None = None, after_an_error: bool = False) -> None:
+        """Wait until this process has done its part; after an error, for others no longer than some seconds."""
+        if after_an_error:
+            self._deadline = time.monotonic() + _PATIENCE
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def close(self) -> None:
+        """Give back the memory of the copies."""
+        self._stager, self._writes = None, []
+
+
+def is_of_writing(error: BaseException) -> bool:
+    """Whether an error says that a file could not be written: PyTorch raises a `RuntimeError` for a full disk."""
+    return isinstance(error, (OSError, SafetensorError)) or _OF_PYTORCH in str(error)
+
+
+def not_saved(checkpoint: str, error: BaseException) -> str:
+    """Say in half a sentence which checkpoint could not be written, where, why, and how much room there is."""
+    cause = str(getattr(error, "strerror", None) or error)
+    if _OF_PYTORCH in cause:  # it says at which line of its own
+        cause = "a write to the disk failed"
+    folder = Path(checkpoint).parent
+    try:
+        room = f"; {shutil.disk_usage(folder).free / 2**30:.1f} GiB are free there"
+    except OSError:
+        room = ""
+    return (
+        f"{Path(checkpoint).name} could not be written to {folder} ({cause.strip().splitlines()[0].rstrip('.')}{room})"
+    )
+
+
+def _as_os_error(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return write(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, OSError) or not is_of_writing(error):
+            raise
+        raise OSError(str(error)) from error

@@ -1,0 +1,95 @@
+"""TRL's trainers that need nothing else, as runs that can be repeated."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl
+from transformers.trainer_utils import TrainOutput
+from trl import RewardTrainer, SFTTrainer
+
+from ..callbacks.console import ConsoleCallback
+from ..callbacks.recording import record_run
+from ..data.pair_columns import PairCollator, check_columns, take_columns
+from ..functional import preference_loss
+from ..runs.checkpoints import ResumableRun
+from ..runs.redaction import HidesCredentials
+from ..runs.settings import SavingSettings
+
+
+@dataclass
+class SFTConfig(HidesCredentials, SavingSettings, trl.SFTConfig):
+    """TRL's, with [`~trl_ext.runs.settings.SavingSettings`]; trackers like W&B are shown no credential."""
+
+
+@dataclass
+class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
+    """
+    TRL's, with [`~trl_ext.runs.settings.SavingSettings`], and labels that are more or less sure.
+
+    It shows no credential to W&B, TensorBoard and the like.
+
+    Args:
+        use_confidence: read how sure each label is, such as the annotators' agreement, from the column `confidence`,
+            in [0.5, 1]: the loss is c·(−log σ(z)) + (1 − c)·(−log σ(−z)), z being chosen − rejected (− margin).
+        use_weight: multiply each pair's loss by the column `weight`, at least 0. The loss is still divided by the
+            number of pairs, not by the sum of weights.
+    """
+
+    use_confidence: bool = field(
+        default=False, metadata={"help": "Read how sure a pair's label is: `confidence`, in [0.5, 1]."}
+    )
+    use_weight: bool = field(default=False, metadata={"help": "Read how much a pair counts: `weight`, >= 0."})
+
+
+class _Run(ResumableRun):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        ConsoleCallback.replace(self)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        if getattr(self.args, "record_run", False):
+            record_run(self)
+        return super().train(resume_from_checkpoint, **kwargs)
+
+
+class ResumableSFTTrainer(_Run, SFTTrainer):
+    """TRL's, which goes on only from a complete checkpoint of the same run."""
+
+
+class ResumableRewardTrainer(_Run, RewardTrainer):
+    """TRL's, which goes on only from a complete checkpoint of the same run, and reads our [`RewardConfig`]."""
+
+    _signature_columns: Any
+    data_collator: Any
+
+    def __init__(
+        self, model: Any, args: Any = None, train_dataset: Any = None, eval_dataset: Any = None, **kwargs: Any
+    ):
+        options = ("confidence", "weight")
+        self._pair_columns = tuple(name for name in options if getattr(args, f"use_{name}", False))
+        for name, dataset in (("train", train_dataset), ("eval", eval_dataset)):
+            if dataset is not None:
+                check_columns(dataset, name, self._pair_columns)
+        super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        if self._pair_columns:
+            self.data_collator = PairCollator(self.data_collator, self._pair_columns)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        is_new = self._signature_columns is None
+        super()._set_signature_columns_if_needed()
+        if is_new:
+            self._signature_columns = [*self._signature_columns, *self._pair_columns]
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute TRL's loss, and add by how much each pair's weighted and smoothed one differs from it."""
+        columns, batch = take_columns(inputs, self._pair_columns)
+        if not columns:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = super().compute_loss(model, batch, True, num_items_in_batch)
+        chosen, rejected = outputs.logits.squeeze(-1).chunk(2)
+        logits = chosen - rejected - batch.get("margin", 0)
+        ours = columns.get("weight", 1) * preference_loss(logits, columns.get("confidence"))
+        loss = loss + (ours - preference_loss(logits)).mean()  # exactly TRL's where all are 1
+        return (loss, outputs) if return_outputs else loss

@@ -1,0 +1,17 @@
+"""What we need of other packages: the table of names that are no public API, optional packages, and their remarks."""
+
+from typing import TYPE_CHECKING
+
+from .lazy import lazily
+
+if TYPE_CHECKING:
+    from .names import get_callable_name as get_callable_name
+    from .names import is_conversational as is_conversational
+    from .packages import is_installed as is_installed
+    from .packages import need as need
+    from .packages import need_server as need_server
+    from .terminal import SECONDS as SECONDS
+    from .terminal import late_bars as late_bars
+    from .terminal import quiet as quiet
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

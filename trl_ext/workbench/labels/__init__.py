@@ -1,0 +1,25 @@
+"""Who labelled preference pairs, how far they agree, and what their labels come to."""
+
+from .agreement import agreement_report, krippendorff_alpha
+from .bradley_terry import noisy_bradley_terry
+from .columns import Columns
+from .outliers import zscores
+from .tables import FIRST, SECOND, TIE, Labels, read_labels
+from .votes import METHODS, hold_out_annotators, majority_pairs, shares_of_labels
+
+__all__ = [
+    "FIRST",
+    "METHODS",
+    "SECOND",
+    "TIE",
+    "Columns",
+    "Labels",
+    "agreement_report",
+    "hold_out_annotators",
+    "krippendorff_alpha",
+    "majority_pairs",
+    "noisy_bradley_terry",
+    "read_labels",
+    "shares_of_labels",
+    "zscores",
+]

@@ -1,0 +1,242 @@
+"""The page on annotators: what is known of them, what is not, and which pairs came of it."""
+
+import importlib.util
+import json
+from typing import Any
+
+import numpy as np
+
+from ..pages.charts import COLOURS, INK, chart
+from ..pages.markup import code, document, none, number, section, table, text, tiles
+from ..pages.page import NO_CURVES
+
+_SHOWN = 200  # rows of a table
+_NAMES = 40  # annotators whose names fit beside a chart
+_FAST = 1 / 3  # of the middle annotator's seconds, below which somebody is named
+_LEAN, _DRIFT = (0.05, 4), (-0.05, -3)  # from which share and z-score on a lean or a drift is named
+
+
+def page(report: dict[str, Any]) -> str:
+    """The HTML of a report as [`trl_ext.workbench.labels.command.report_labels`] returns it."""
+    parts = [
+        none(text(report["settings"]["dataset_name"])),
+        tiles(_tiles(report)),
+        section("What stands out", _sentences(list(_findings(report)), "Nothing.")),
+        section("What cannot be known", _sentences(report["unknown"], "Nothing that is looked for here.")),
+        section("Annotators", _charts(report) + _people(report)),
+        section("Pairs", _pairs(report), "own-page") if "pairs" in report else "",
+        section("Cohen's κ of each two", _kappas(report)) if report["kappas"] else "",
+        section("Settings", _settings(report)),
+    ]
+    return document("Annotators", parts)
+
+
+def _tiles(report: dict[str, Any]) -> dict[str, str]:
+    low_high = report["alpha_interval"]
+    return {
+        "Krippendorff's α": number(report["alpha"], 3),
+        "α, 95 % interval": "–" if low_high is None else f"{low_high[0]:.3f} to {low_high[1]:.3f}",
+        "two labels agree": _percent(report["agreement"]),
+        "a coin would agree": _percent(report["coin"]),
+        "the same label always": _percent(report["most_frequent"]),
+        "ties": _percent(report["ties"]),
+        "answer shown first wins": _percent(report["shown_first"]),
+        "labels": f"{report['labels']:,}",
+        "pairs of answers": f"{report['items']:,}",
+        "labels a pair": number(report["labels_per_item"], 3),
+        "annotators": f"{len(report['annotators']):,}",
+        "left out": str(len(report["left_out_annotators"])),
+    }
+
+
+def _findings(report: dict[str, Any]) -> Any:
+    if report["left_out_annotators"]:
+        bound, without = report["settings"]["min_zscore"], report["without_left_out"]
+        yield (
+            f"Left out, with a z-score below {bound:g}: {_some(report['left_out_annotators'])}. Without them α is "
+            f"{number(without['alpha'], 3)}."
+        )
+    people = report["annotators"]
+    if lean := [row for row in people if abs(row["lean"] or 0) > _LEAN[0] and abs(row["lean_z"] or 0) > _LEAN[1]]:
+        shown = _some([f"{row['annotator']} ({row['lean']:+.0%})" for row in lean])
+        yield f"Take the answer shown first more often, or less often, than others on the same pairs: {shown}."
+    if drift := [row for row in people if (row["drift"] or 0) < _DRIFT[0] and (row["drift_z"] or 0) < _DRIFT[1]]:
+        shown = _some([f"{row['annotator']} ({row['drift']:+.0%})" for row in drift])
+        yield f"Agree less in the later half of their labels: {shown}."
+    seconds = [row["seconds"] for row in people if row["seconds"] is not None]
+    if seconds and (fast := [row for row in people if _is_fast(row["seconds"], float(np.median(seconds)))]):
+        shown = _some([f"{row['annotator']} ({row['seconds']:.3g} s)" for row in fast])
+        yield f"Take less than a third of the {np.median(seconds):.3g} s of the middle annotator: {shown}."
+    if report["repeats"]:
+        yield (
+            f"{report['repeats']:,} labels are of a pair that the same annotator had labelled before: they count "
+            f"once, or, where they contradict the earlier one ({report['contradictions']:,} times), none of them does."
+        )
+    if report["missing"]:
+        yield f"{report['missing']:,} labels are missing, or have no annotator."
+    if by := report["agreement_by_confidence"]:
+        halves = " and ".join(f"{_percent(share)} {name.replace('_', ' ')}" for name, share in by.items())
+        yield f"By how sure annotators said they were, labels agree with the others': {halves}."
+
+
+def _is_fast(seconds: float | None, middle: float) -> bool:
+    return seconds is not None and seconds < _FAST * middle
+
+
+def _people(report: dict[str, Any]) -> str:
+    people = report["annotators"]
+    has = {name for row in people for name, value in row.items() if value not in (None, 0)}
+    if all(row["compared"] == row["labels"] for row in people):
+        has.discard("compared")
+    wanted = ["compared", "agreement", "z", "ties", "shown first", "lean", "seconds", "drift", "confidence", "repeats"]
+    names = ["labels", "share", *(name for name in wanted if name.replace(" ", "_") in has)]
+    columns = {"annotator": "short", **dict.fromkeys(names, "number")}
+    off = set(report["left_out_annotators"])
+    rows = []
+    for row in people[:_SHOWN]:
+        name = text(row["annotator"])
+        cells = {
+            "annotator": f'<span class="act">{name}</span>, left out' if row["annotator"] in off else name,
+            "share": _percent(row["share"]),
+            "agreement": _percent(row["agreement"]),
+            "z": "–" if row["z"] is None else f"{row['z']:+.1f}",
+            "ties": _percent(row["ties"]),
+            "shown first": _percent(row["shown_first"]),
+            "lean": _signed(row["lean"], row["lean_z"]),
+            "drift": _signed(row["drift"], row["drift_z"]),
+        }
+        rows.append([cells.get(name) or number(row.get(name), 3) for name in columns])
+    more = none(f"{len(people) - _SHOWN} more are in annotators.json.") if len(people) > _SHOWN else ""
+    told = (
+        "Agreement is with the others' labels of the same pairs. z is how far it is from the median of the others, in "
+        "standard deviations of what few labels and usual differences make. Lean is how much oftener than the others "
+        "the answer shown first was taken, drift agreement in the later half minus in the earlier one; each with its "
+        "z-score."
+    )
+    return table(columns.items(), rows) + more + none(text(told))
+
+
+def _charts(report: dict[str, Any]) -> str:
+    people = [row for row in report["annotators"] if row["compared"]]
+    if not people:
+        return ""
+    if importlib.util.find_spec("matplotlib") is None:
+        return NO_CURVES
+    return f'<div class="charts">{_agreement_chart(report, people)}{_kappa_chart(report)}</div>'
+
+
+def _agreement_chart(report: dict[str, Any], people: list[dict[str, Any]]) -> str:
+    off = set(report["left_out_annotators"])
+    people = sorted(people, key=lambda row: row["agreement"])
+
+    def draw(axes: Any) -> None:
+        share = np.array([row["agreement"] for row in people])
+        error = 1.96 * np.sqrt(share * (1 - share) / np.array([row["compared"] for row in people]))
+        places = np.arange(len(people))
+        is_off = np.array([row["annotator"] in off for row in people])
+        for mask, label, colour, mark in ((~is_off, "kept", COLOURS[0], "o"), (is_off, "left out", COLOURS[1], "X")):
+            if mask.any():
+                style = {"fmt": mark, "color": colour, "label": label, "linewidth": 1, "markersize": 4}
+                axes.errorbar(share[mask], places[mask], xerr=error[mask], **style)
+        for name, where, line in (("a coin", report["coin"], "--"), ("all pairs", report["agreement"], ":")):
+            axes.axvline(where, color=INK, linestyle=line, linewidth=1, label=name)
+        if len(people) <= _NAMES:
+            size = 9 if len(people) <= 20 else 6
+            axes.set_yticks(places, [str(row["annotator"])[:24] for row in people], fontsize=size)
+        else:
+            axes.set_yticks([])
+
+    return chart("Agreement with the others", draw, xlabel="share of labels, with its 95 % interval")
+
+
+def _kappa_chart(report: dict[str, Any]) -> str:
+    names = list(dict.fromkeys(name for row in report["kappas"] for name in row["annotators"]))
+    if len(names) < 3:
+        return ""
+    matrix = np.full((len(names), len(names)), np.nan)
+    for row in report["kappas"]:
+        i, j = (names.index(name) for name in row["annotators"])
+        matrix[i, j] = matrix[j, i] = np.nan if row["kappa"] is None else row["kappa"]
+
+    def draw(axes: Any) -> None:
+        drawn = axes.pcolormesh(np.ma.masked_invalid(matrix), vmin=-1, vmax=1, cmap="RdBu")
+        axes.figure.colorbar(drawn, ax=axes)
+        shown = {"fontsize": 8 if len(names) <= 12 else 6}
+        places = np.arange(len(names)) + 0.5
+        axes.set_yticks(places, [name[:16] for name in names], **shown)
+        axes.set_xticks(places, [name[:16] for name in names], rotation=90, **shown)
+        if len(names) <= 8:
+            for i, j in zip(*np.nonzero(np.isfinite(matrix)), strict=True):
+                colour = "white" if abs(matrix[i, j]) > 0.5 else "black"
+                where = {"ha": "center", "va": "center", "fontsize": 9, "color": colour}
+                axes.text(j + 0.5, i + 0.5, f"{matrix[i, j]:.2f}", **where)
+
+    return chart("Cohen's κ", draw, xlabel="")
+
+
+def _pairs(report: dict[str, Any]) -> str:
+    parts = []
+    for split, found in report["pairs"].items():
+        shown = {f"pairs to {split}": f"{found['pairs']:,}", "of pairs of answers": f"{found['items']:,}"}
+        shown |= {"by annotators": str(len(found["annotators"])), "mean confidence": number(found["confidence"], 3)}
+        parts.append(f"<h3>{text(split)}: {text(found['file'] or 'none')}</h3>{tiles(shown)}")
+        reasons = [[text(reason), f"{count:,}"] for reason, count in found["left_out"].items()]
+        if reasons:
+            parts.append(table({"left out": "", "number": "number"}.items(), reasons))
+        rows = [
+            [*(text(_short(pair[name])) for name in ("prompt", "chosen", "rejected")), number(pair["confidence"], 3)]
+            for pair in found["examples"]
+        ]
+        if rows:
+            columns = {"prompt": "text", "chosen": "text", "rejected": "text", "confidence": "number"}
+            parts.append(table(columns.items(), rows))
+    if "test" in report["pairs"]:
+        parts.append(none("No annotator and no prompt is in both files. What is tested on is their votes alone."))
+    return "".join(parts)
+
+
+def _kappas(report: dict[str, Any]) -> str:
+    rows = sorted(report["kappas"], key=lambda row: -2 if row["kappa"] is None else row["kappa"])
+    shown = [
+        [*map(text, row["annotators"]), f"{row['items']:,}", "–" if row["kappa"] is None else f"{row['kappa']:.3f}"]
+        for row in rows[:30]
+    ]
+    more = f" The {len(rows) - 30} highest are in annotators.json." if len(rows) > 30 else ""
+    told = none(
+        f"Of the annotators with the most labels, 20 at most. Where one gave a single label, κ is not defined.{more}"
+    )
+    return table((("annotator", "short"), ("annotator", "short"), ("shared", "number"), ("κ", "number")), shown) + told
+
+
+def _settings(report: dict[str, Any]) -> str:
+    settings = {name: value for name, value in report["settings"].items() if value is not None}
+    rows = "".join(
+        f'<tr><th scope="row">{text(name)}</th><td>{text(value)}</td></tr>' for name, value in sorted(settings.items())
+    )
+    body = f'<div class="settings"><table>{rows}</table></div>'
+    return f"<details><summary>{len(settings)} settings</summary>{body}</details>"
+
+
+def _sentences(sentences: list[str], otherwise: str) -> str:
+    if not sentences:
+        return none(text(otherwise))
+    return f"<ul>{''.join(f'<li>{code(sentence)}</li>' for sentence in sentences)}</ul>"
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _short(value: Any) -> str:
+    shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return shown if len(shown) <= 300 else f"{shown[:300]} …"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
+
+
+def _signed(value: float | None, z: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{round(value, 2) + 0.0:+.0%}" + ("" if z is None else f" (z {z:+.1f})")

@@ -1,0 +1,193 @@
+"""What the labels of an item come to, and pairs of it to train and to test on."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+from datasets import Dataset
+
+from ...data import has_content, is_text
+from ...upstream import need
+from .bradley_terry import noisy_bradley_terry
+from .columns import Columns, texts_of
+from .tables import FIRST, SECOND, Labels
+
+Method = Literal["majority", "dawid_skene", "mace", "noisy_bt"]
+METHODS: tuple[str, ...] = get_args(Method)
+_ENOUGH_PER_ITEM, _ENOUGH_EACH = 2, 10
+_ROWS = 1000
+_NO_TEXT = "with an empty text, or the same one twice"
+
+
+def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
+    """
+    Say how likely each label of an item is.
+
+    `"majority"` counts votes. `"dawid_skene"` (1979) learns what each annotator makes of each true label, and `"mace"`
+    (Hovy et al. 2013) how often each one guesses; both are crowd-kit's. `"noisy_bt"` gives each answer a score by all
+    pairs that it is in, and says σ of the difference, see [`noisy_bradley_terry`]; nothing is a tie then.
+
+    Args:
+        labels: of the annotators that count.
+        method: how.
+
+    Returns:
+        (I, 3), shares of `FIRST`, `SECOND` and `TIE` that add up to 1; 0 where an item has no label.
+
+    Raises:
+        ValueError: too few labels to learn from: fewer than 2 an item, or for `"noisy_bt"` an answer, or than 10 of
+            half of the annotators.
+        ImportError: crowd-kit, or scipy, is not there.
+    """
+    counts = labels.counts()
+    if method == "majority":
+        return counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    each = np.bincount(labels.annotator)
+    answers = labels.responses[labels.item]
+    is_scored = method == "noisy_bt"  # each label is of two answers
+    known = len(np.unique(answers)) / 2 if is_scored else int(counts.any(1).sum())
+    per_each = len(labels) / max(known, 1)
+    if per_each < _ENOUGH_PER_ITEM or np.median(each[each > 0]) < _ENOUGH_EACH:
+        raise ValueError(
+            f"method {method} learns how good each annotator is, and {per_each:.2g} labels "
+            f"{'an answer' if is_scored else 'an item'} with {np.median(each[each > 0]):.0f} of the middle annotator "
+            f"are too few (at least {_ENOUGH_PER_ITEM} and {_ENOUGH_EACH}): take the majority"
+        )
+    if is_scored:
+        wins = np.array([1.0, 0.0, 0.5])[labels.choice]
+        scores, _ = noisy_bradley_terry(answers[:, 0], answers[:, 1], wins, labels.annotator)
+        scores = np.append(scores, np.zeros(labels.responses.max() + 1 - len(scores)))  # of answers without a label
+        first = 1 / (1 + np.exp(scores[labels.responses[:, 1]] - scores[labels.responses[:, 0]]))
+        return np.stack([first, 1 - first, np.zeros(len(first))], 1) * counts.any(1, keepdims=True)
+    need("crowdkit", f"method {method}")
+    from crowdkit.aggregation import MACE, DawidSkene
+
+    model = DawidSkene() if method == "dawid_skene" else MACE()
+    table = pd.DataFrame({"task": labels.item, "worker": labels.annotator, "label": labels.choice})
+    with warnings.catch_warnings():  # what it says of pandas is not for who calls it
+        warnings.simplefilter("ignore", DeprecationWarning)
+        shares = model.fit_predict_proba(table).reindex(columns=range(3), fill_value=0.0)
+    found = np.zeros(counts.shape)
+    found[shares.index.to_numpy()] = shares.to_numpy()
+    return found / np.maximum(found.sum(1, keepdims=True), 1e-300)
+
+
+def hold_out_annotators(labels: Labels, share: float = 0.2, seed: int = 0) -> tuple[Labels, Labels | None]:
+    """
+    Divide labels so that neither a person nor a prompt is on both sides.
+
+    A share of the annotators is held out. Prompts that they alone labelled are for the test, those that they did not
+    label for training, and of those with labels of both sides that share is for the test. On each side only the
+    labels of its own annotators count; the others are left out.
+
+    Args:
+        labels: of the annotators that count.
+        share: of annotators to hold out, at least one; 0 for none.
+        seed: of the draw.
+
+    Returns:
+        Labels to train and to test on; None for the second where nobody is held out: `share` is 0, or one annotator
+        is all there is.
+    """
+    people = np.unique(labels.annotator)
+    if share == 0 or len(people) < 2:
+        return labels, None
+    generator = np.random.default_rng(seed)
+    number = min(max(1, round(share * len(people))), len(people) - 1)
+    held = np.isin(labels.annotator, generator.permutation(people)[:number])
+    prompt = labels.prompt[labels.item]
+    prompts = int(labels.prompt.max()) + 1
+    by_held, by_others = (np.bincount(prompt[mask], minlength=prompts) > 0 for mask in (held, ~held))
+    is_test = by_held & (~by_others | (generator.random(prompts) < share))
+    return labels.where(~held & ~is_test[prompt]), labels.where(held & is_test[prompt])
+
+
+def majority_pairs(
+    dataset: Dataset,
+    labels: Labels,
+    columns: Columns | None = None,
+    *,
+    shares: np.ndarray | None = None,
+    confidence_bound: float = 0.6,
+    min_labels: int = 1,
+    keep_columns: Sequence[str] = (),
+    left_out: dict[str, int] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """
+    Yield pairs whose winner is sure enough, in the order of the table.
+
+    A pair has `prompt`, `chosen`, `rejected`; `confidence`, the share of the winner, which `use_confidence` reads;
+    `weight`, proportional to 2·confidence − 1 and 1 on average, which `use_weight` reads; `votes`, how many labels;
+    `annotators`, who gave them; and `row`, its first one in the table.
+
+    Args:
+        dataset: the table that `labels` were read from.
+        labels: those that count.
+        columns: as `labels` were read with.
+        shares: from [`shares_of_labels`]; by default the majority's.
+        confidence_bound: least share of the winner, in [0.5, 1]. Ties and the other answer count against it.
+        min_labels: least number of labels.
+        keep_columns: further columns of the table to keep, as the pair's first row has them.
+        left_out: is given the number of items that are left out, by reason.
+
+    Raises:
+        ValueError: `confidence_bound` or `min_labels` is out of range.
+    """
+    if not 0.5 <= confidence_bound <= 1 or min_labels < 1:
+        raise ValueError(
+            f"confidence_bound must be in [0.5, 1] and min_labels 1 or more, got {confidence_bound} and {min_labels}"
+        )
+    columns = columns or Columns()
+    shares = shares_of_labels(labels) if shares is None else shares
+    number = labels.counts().sum(1)
+    confidence = shares[:, [FIRST, SECOND]].max(1)
+    is_known = number > 0
+    has_winner = shares[:, FIRST] != shares[:, SECOND]
+    is_sure = has_winner & (confidence >= confidence_bound - 1e-9)
+    is_enough = is_known & is_sure & (number >= min_labels)
+    kept = np.flatnonzero(is_enough & labels.usable)
+    left_out = {} if left_out is None else left_out
+    left_out |= {
+        "without a winner": int((is_known & ~has_winner).sum()),
+        f"with a confidence below {confidence_bound:g}": int((is_known & has_winner & ~is_sure).sum()),
+        f"with fewer than {min_labels} labels": int((is_known & is_sure & (number < min_labels)).sum()),
+        _NO_TEXT: int((is_enough & ~labels.usable).sum()),
+    }
+    weight = 2 * confidence[kept] - 1
+    weight = weight / weight.mean() if weight.any() else np.ones(len(kept))
+    by_item = np.argsort(labels.item, kind="stable")
+    places = np.searchsorted(labels.item[by_item], [kept, kept + 1])
+    names = np.array(labels.annotators, dtype=object)
+    wanted = list(dict.fromkeys([*columns.prompt, *columns.responses, *keep_columns]))
+    size, cells = len(columns.responses), labels.answers[kept]
+    rows = _rows_of(dataset.select_columns(wanted).select(cells[:, 0] // size))
+    # Where each row has one answer, the second one is in another row
+    others = _rows_of(dataset.select_columns([*columns.responses]).select(cells[:, 1])) if size == 1 else None
+    for place, row in enumerate(rows):
+        item = kept[place]
+        answers = [row[columns.responses[cells[place, 0] % size]]]
+        answers.append((next(others) if others else row)[columns.responses[cells[place, 1] % size]])
+        prompt, *answers = texts_of(row, answers, columns)
+        if not (is_text(prompt) and prompt and all(map(has_content, answers)) and answers[0] != answers[1]):
+            left_out[_NO_TEXT] += 1
+            continue
+        winner = int(shares[item, SECOND] > shares[item, FIRST])
+        by = labels.annotator[by_item[places[0][place] : places[1][place]]]
+        yield {
+            **{name: row[name] for name in keep_columns},
+            "prompt": prompt,
+            "chosen": answers[winner],
+            "rejected": answers[1 - winner],
+            "confidence": float(min(confidence[item], 1.0)),
+            "weight": float(weight[place]),
+            "votes": int(number[item]),
+            "annotators": sorted(names[by]),
+            "row": int(labels.rows[item]),
+        }
+
+
+def _rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    for batch in dataset.iter(_ROWS):
+        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))

@@ -1,0 +1,123 @@
+"""Curves as SVG, in the colours of the page that they stand in."""
+
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from ...callbacks import PANELS, as_label, draw_alerts, draw_line
+from .markup import text
+from .recorded import Run
+
+INK = "#010203"  # what matplotlib draws text and axes in; the page's own colour takes its place
+# Okabe and Ito's colours, which colour-blind people tell apart, without the yellow, which white paper swallows. Each
+# has its own line and mark, too, for print in black and for the eighth run.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
+LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (1, 1)))
+MARKS = "os^Dvx*P"
+
+GROUPS = {
+    "reward functions, mean": re.compile(r"rewards/.+/mean"),
+    "disagreement of reward functions": re.compile(r"rewards/.+/disagreement"),
+    "answers that reward functions failed on or rejected, share": re.compile(
+        r"rewards/.+/(failed|rejected|unchecked|violations)"
+    ),
+    "evaluation, mean": re.compile(r"eval_(rewards/.+/mean|objective/scores|reward|gold/.+)"),
+    "repetition": re.compile(r"repetition/.+"),
+    "loss": re.compile(r"(eval_)?loss"),
+    "pair accuracy": re.compile(r"(eval_)?(accuracy|rewards/accuracies)"),
+    "margin": re.compile(r"(eval_)?(margin|rewards/margins)"),
+    "token accuracy": re.compile(r"(eval_)?mean_token_accuracy"),
+    "rewards of the pairs' answers": re.compile(r"(eval_)?rewards/(chosen|rejected)"),
+    "scores of the reward model": re.compile(r"(eval_)?(mean|min|max)_reward"),
+    "log-probs against the reference, nats": re.compile(r"(eval_)?logps/(chosen_delta|drift)"),
+    "pairs whose chosen answer fell, share": re.compile(r"(eval_)?logps/displacement_rate"),
+    "β": re.compile(r"beta(/.+)?"),
+    "KL coefficient": re.compile(r"objective/kl_coef"),
+    "gradient norm": re.compile(r"grad_norm(/.+)?"),
+}
+# What a supervised trainer's reader looks at first; PPO's is in PANELS
+FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
+
+
+def look(place: int) -> dict[str, Any]:
+    """Colour, line and mark of the run in this place of a comparison, as matplotlib's arguments."""
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "linestyle": LINES[(place + place // len(COLOURS)) % len(LINES)],
+        "marker": MARKS[place % len(MARKS)],
+    }
+
+
+def curves(run: Run) -> list[str]:
+    """The charts of one run."""
+    panels = [
+        chart(title, partial(draw, history=run.history, metrics=run.metrics, registry=run.registry), run.alerts)
+        for title, draw in PANELS.items()
+    ]
+    groups = {}
+    for title, pattern in GROUPS.items():
+        keys = sorted({key for log in run.history for key in log if pattern.fullmatch(key)})
+
+        def lines(axes, keys=keys):
+            for key in keys:
+                draw_line(axes, run.history, key, key)
+
+        groups[title] = chart(title, lines, run.alerts)
+    if "reward" not in run.metrics:
+        panels = [groups.pop(title) for title in FIRST] + panels
+    return [drawn for drawn in (*panels, *groups.values()) if drawn]
+
+
+def chart(
+    title: str,
+    draw: Callable[[Any], None],
+    alerts: Sequence[dict[str, Any]] = (),
+    xlabel: str = "optimizer step",
+    is_legend_outside: bool = False,
+) -> str:
+    """A drawing as an SVG in the page's colours; "" if nothing was drawn."""
+    import matplotlib
+    from cycler import cycler
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
+    from matplotlib.ticker import MaxNLocator
+
+    ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
+    style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
+    style |= {"axes.prop_cycle": cycler(color=COLOURS), "axes.spines.top": False, "lines.linewidth": 1.7}
+    # A `$` in a name begins no formula; and a browser has letters that matplotlib's font lacks
+    with matplotlib.rc_context({**style, "font.size": 11, "text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure = Figure(figsize=(5.2, 3.3), layout="constrained")
+        axes = figure.subplots()
+        draw(axes)
+        if not (axes.lines or axes.collections or axes.patches):
+            return ""
+        draw_alerts(axes, alerts)
+        axes.set_title(as_label(title), fontsize=12)
+        axes.set_xlabel(xlabel)
+        axes.grid(alpha=0.25)
+        if xlabel == "optimizer step":
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.spines["right"].set_visible(len(figure.axes) > 1)
+        if is_legend_outside:  # of many runs it would cover their curves
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=10)
+        elif axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=10)
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    body = svg.getvalue()
+    body = body[body.index("<svg") :]
+
+    # Colours, and ids, which are of one drawing, while the page has many; within tags, since names are text
+    def in_page(tag: re.Match) -> str:
+        return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{salt}-", tag[0].replace(INK, "currentColor"))
+
+    body = re.sub(r"<[^>]*>", in_page, body)
+    # Who cannot see it is told what it is; its numbers are in the tiles
+    told = f'<svg role="img" aria-label="{text(as_label(title))}"'
+    return f"<figure>{body.replace('<svg', told, 1)}</figure>"

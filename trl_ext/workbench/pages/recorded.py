@@ -1,0 +1,168 @@
+"""What a run left behind in its folder: its curves, alerts, samples and settings, of the last run that was there."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...callbacks import METRICS, Metric
+from ...runs import PRIVATE_FOLDER, REGISTRY, read_jsonl, redacted
+
+# What of these trainers' logs no other one has: they name most things alike
+_SIGNATURES = {"DPOConfig": "rewards/margins", "RewardConfig": "margin", "SFTConfig": "mean_token_accuracy"}
+
+
+@dataclass
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+    history: list[dict[str, Any]]
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    registry: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)  # of JSONLCallback
+    outcome: dict[str, float] = field(default_factory=dict)  # what was measured after it: a round of online DPO
+    monitors: dict[str, Any] | None = None  # those that were set, with their arguments; None where it is not recorded
+    objections: list[str] = field(default_factory=list)  # what reports said against its reward models as it began
+    report: dict[str, Any] = field(default_factory=dict)  # the verdict on the reward model that it has saved
+
+    @property
+    def trainer(self) -> str:
+        """Its config class, a key of `METRICS`: the one that is recorded, or else whose keys are there."""
+        for event in reversed(self.events):
+            if event.get("config_class") in METRICS:
+                return event["config_class"]
+        keys = {key for log in self.history for key in log}
+        if signed := next((trainer for trainer, key in _SIGNATURES.items() if key in keys), None):
+            return signed
+        return max(METRICS, key=lambda trainer: len({metric.key for metric in METRICS[trainer].values()} & keys))
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The quantities that its trainer logs."""
+        return METRICS[self.trainer]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the end of training is recorded, after its last beginning."""
+        kinds = [event.get("type") for event in self.events]
+        since = max((place for place, kind in enumerate(kinds) if kind == "begin"), default=0)
+        return "end" in kinds[since:]
+
+    @property
+    def last_step(self) -> int:
+        return int(max((row["step"] for row in (*self.history, *self.samples)), default=0))
+
+
+def read_run(folder: Path) -> Run:
+    """Read an output directory; raise where there is nothing of a run."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give the output directory of a run")
+    private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
+    source = private if private.is_dir() else folder
+    lines = source / "metrics.rank0.jsonl"
+    events = [event for event in read_jsonl(lines) if is_finite(event.get("step"))] if lines.is_file() else []
+    begins = _begins(events)
+    events = _of_this_run(events, begins)
+    since = begins[0]["timestamp"] if begins and is_finite(begins[0].get("timestamp")) else 0
+    found = [path for place in ("", "checkpoint-*/") for path in folder.glob(f"{place}trainer_state.json")]
+    states = [path for path in found if path.stat().st_mtime >= since]
+    state = _newest(states)
+    registry = (state.get("stateful_callbacks") or {}).get(REGISTRY, {})
+    run = Run(folder, state.get("log_history", []), alerts=registry.get("alerts", []), registry=registry)
+    if state:  # monitors that were set are in each checkpoint
+        run.monitors = {name: of["args"] for name, of in registry.items() if isinstance(of, dict) and "args" in of}
+    if events:
+        run.events = events
+        run.history = [{**event["logs"], "step": event["step"]} for event in events if "logs" in event]
+        run.monitors = next((event["monitors"] for event in reversed(events) if "monitors" in event), run.monitors)
+        run.registry = {**{name: {"args": args} for name, args in (run.monitors or {}).items()}, **run.registry}
+        run.objections = list(map(str, (begins[-1].get("objections") if begins else None) or []))
+        run.config = redacted(next((e["config"] for e in reversed(events) if "config" in e), {}))
+    run.registry = redacted(run.registry)  # the page shows the monitors' arguments, too
+    if (folder / "alerts.jsonl").is_file():
+        run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
+    run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
+    report = _report(folder / "reward_report.json", since)
+    run.report = report["verdict"] if isinstance(report.get("verdict"), dict) else {}
+    run.outcome = _outcome(folder / "round.json")
+    if is_finite(report.get("accuracy")):
+        trained_on = report.get("trained_on")  # what it was not known of may have been trained on
+        is_held_out = isinstance(trained_on, dict) and trained_on.get("is_known") is True
+        run.outcome[f"{'held-out ' if is_held_out else ''}accuracy, as saved"] = report["accuracy"]
+    rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
+    rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
+    run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
+    if events and not (run.history or run.samples):
+        raise ValueError(f"{folder} is a run that has logged nothing: it ended, or is still, before its first log")
+    if not (run.history or run.samples):
+        within = sorted({str(path.parent) for path in folder.glob("**/metrics.rank0.jsonl")})
+        if within:
+            raise ValueError(f"{folder} is no run, but has some within: give one or several of {', '.join(within)}")
+        raise ValueError(
+            f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
+            "JSONLCallback to the script, or give the folder that a checkpoint is in"
+        )
+    return run
+
+
+def rounds_of(folder: Path) -> list[Path]:
+    """The rounds of online DPO, which are runs of their own, in their order; [] where this folder is a run itself."""
+    if (folder / "metrics.rank0.jsonl").is_file() or (folder / PRIVATE_FOLDER).is_dir():
+        return []
+    rounds = [path.parent for path in folder.glob("round-*/metrics.rank0.jsonl")]
+    return sorted(rounds, key=lambda path: (len(path.name), path.name))
+
+
+def _outcome(path: Path) -> dict[str, float]:
+    """The held-out scores of a round of online DPO, and the length of its answers."""
+    if not path.is_file():
+        return {}
+    measured = json.loads(path.read_text())
+    scores = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
+    return {**scores, "held-out length, tokens": measured["length"]} if "length" in measured else scores
+
+
+def _report(path: Path, since: float) -> dict[str, Any]:
+    """The report on a reward model as this run has saved it; not that on one which was there before."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_mtime >= since else {}
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) else {}
+
+
+def _newest(states: list[Path]) -> dict[str, Any]:
+    """The newest of these `trainer_state.json` that is whole: a run may have been killed while it wrote one."""
+    for path in sorted(states, key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            return json.loads(path.read_text())
+        except ValueError:
+            continue
+    return {}
+
+
+def is_finite(number: Any) -> bool:
+    return isinstance(number, (int, float)) and math.isfinite(number)
+
+
+def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first lines of the last run and of its continuations."""
+    begins = [event for event in events if event.get("type") == "begin"]
+    starts = [i for i, begin in enumerate(begins) if begin["step"] == 0]  # older files have no id
+    run = begins[-1].get("run") if begins else None
+    return [begin for begin in begins if begin.get("run") == run] if run else begins[starts[-1] if starts else 0 :]
+
+
+def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out rows of earlier runs, and of steps that were done again since the run was resumed before them."""
+    times = [(b["timestamp"] if is_finite(b.get("timestamp")) else -math.inf, b["step"]) for b in begins]
+
+    def is_kept(row: dict[str, Any]) -> bool:
+        at = row["timestamp"] if is_finite(row.get("timestamp")) else math.inf
+        return at >= times[0][0] and not any(at < resumed and row["step"] > step for resumed, step in times)
+
+    return [row for row in rows if is_kept(row)] if times else rows

@@ -1,0 +1,132 @@
+"""One self-contained HTML page of a run, or of several.
+
+    trl-ext report RUN [RUN …] [--output PAGE.html] [--x episode]
+
+RUN is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallback) or else from the newest
+`trainer_state.json`; alerts from `alerts.jsonl`; score histograms and samples from `completions.rank*.jsonl`, which
+SamplesCallback and the watches of `trl_ext.rewards` write; the configuration from JSONLCallback's first line. Of a
+folder with several runs the last one is shown; steps that were done again after a resume count once.
+
+`page.py` makes the page of one run, and `compare.py` that of several: one colour a run, the settings that differ, and
+the answers to the same prompts.
+"""
+
+if __name__ == "__main__":  # before the libraries that are imported next
+    from ...upstream import quiet
+
+    quiet()
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...runs import PRIVATE_FOLDER, write_text
+from .compare import comparison, named
+from .page import page
+from .recorded import read_run, rounds_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def write_report(folder: str | Path | Sequence[str | Path], output: str | Path | None = None, x: str = "step") -> Path:
+    """
+    Write the page of a run, or one page of several, and return where it is.
+
+    Args:
+        folder: output directory of a run; several are laid over each other. That of online DPO is its rounds.
+        output: the page. The default is `report.html` beside what it shows, and for several folders in the working
+            directory.
+        x: what curves of several runs are drawn over: `step`, or a key that all of them log, as `episode`.
+    """
+    folders = [Path(folder)] if isinstance(folder, (str, Path)) else [Path(one) for one in folder]
+    if not folders:
+        raise ValueError("there is no run to report of; give the output directory of one")
+    if len(folders) > 1:
+        text, place = _comparison(folders, x), Path()
+    elif rounds := rounds_of(folders[0]):
+        text, place = _comparison(rounds, x, folders[0].resolve().name), folders[0]
+    else:
+        if x != "step":
+            raise ValueError(f"`--x {x}` is for several runs; give more than one, or leave it out")
+        private = folders[0] / PRIVATE_FOLDER
+        text, place = page(read_run(folders[0])), private if private.is_dir() else folders[0]
+    output = Path(output) if output else place / "report.html"
+    write_text(output, text)
+    return output
+
+
+def _comparison(folders: list[Path], x: str, title: str = "") -> str:
+    each = [run for folder in folders for run in rounds_of(folder) or [folder]]
+    return comparison({name: read_run(folder) for name, folder in named(each).items()}, x, title)
+
+
+def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = True) -> str:
+    """
+    Write the page at the end of a script, with its last evaluation, and say in a few words where it is.
+
+    A page that cannot be written ends nothing: the words say why.
+
+    Args:
+        folder: output directory of the run.
+        was_trained: False where the run was complete already: its page stays as it is.
+        is_recorded: the setting `record_run`; where it is False, there is no page to write.
+    """
+    from accelerate import PartialState  # here: it imports torch, which a page does not need
+
+    if not PartialState().is_main_process:
+        return ""
+    if not is_recorded:
+        return "No report: `record_run` is false"
+    if not was_trained:
+        found = sorted(Path(folder).glob("report.html")) + sorted(Path(folder).glob(f"{PRIVATE_FOLDER}/report.html"))
+        return f"Report: {found[-1]}" if found else "No report: nothing was trained"
+    try:
+        return f"Report: {write_report(folder)}"
+    except Exception as error:  # the model is what the run was for
+        return f"No report: {' '.join(str(error).split())}"
+
+
+def next_answer(folder: str | Path, rows: "Dataset", max_new_tokens: int | None = None) -> str:
+    """The command that answers the first prompt of these rows with the model in `folder`, as a shell takes it."""
+    from ...data import is_messages
+
+    row = rows[0]
+    asked = row.get("prompt", row.get("messages"))
+    is_chat = is_messages(asked)
+    if is_chat:
+        asked = next((message["content"] for message in asked if message["role"] == "user"), None)
+    is_short = isinstance(asked, str) and 0 < len(asked.strip()) <= 120 and asked.isprintable()
+    prompt = shlex.quote(asked if is_short else "hello")
+    command = f"trl-ext generate --model_name_or_path {shlex.quote(str(folder))} --prompt {prompt}"
+    command += f" --max_new_tokens {max_new_tokens}" if max_new_tokens else ""
+    return f"{command} --chat true" if is_chat else command
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "trl-ext report",
+        description="One self-contained HTML page of a run, or of several, with their curves over each other.",
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="output directory of a run")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="where to write; by default report.html in RUN, of several in the working directory",
+    )
+    parser.add_argument(
+        "--x", default="step", help="of several runs: what curves are drawn over: step, or a logged key, as episode"
+    )
+    args = parser.parse_args(arguments)
+    try:
+        print(write_report(args.run[0] if len(args.run) == 1 else args.run, args.output, args.x))
+    except (ValueError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,471 @@
+"""What to train next, by what is known of labels, reward model, prompts and budget: rules, each with a source."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from .capacity import A_MACHINE, Fit
+
+Method = Literal["label-more", "sft", "dpo", "online-dpo", "ppo"]
+TITLES: dict[Method, str] = {
+    "label-more": "Label more first",
+    "sft": "SFT, on the demonstrations",
+    "dpo": "DPO, on the pairs",
+    "online-dpo": "Online DPO, on the policy's own answers, in rounds",
+    "ppo": "PPO",
+}
+
+# The bounds; docs/advise.md has the argument for each
+AGREEMENT = 0.6  # of pairs of labels of an item, that are equal
+ACCURACY = 0.65  # of a reward model, on held-out pairs
+PAIRS, DEMONSTRATIONS, PROMPTS = 2_000, 1_000, 1_000
+PLENTY = 10_000  # pairs below which `trl-ext plan` warns
+
+DPO = "arXiv:2305.18290"
+DPO_AND_PPO = "arXiv:2404.10719"
+INSTRUCTGPT = "arXiv:2203.02155"
+LIMA = "arXiv:2305.11206"
+OVEROPTIMIZATION = "arXiv:2210.10760"
+R1 = "arXiv:2501.12948"
+UNPACKING = "arXiv:2406.09279"
+ANNOTATORS = "docs/annotators.md#who-is-found"
+BETA = "docs/dpo.md#which-β"
+DEMO = "docs/demo.md#what-it-claims"
+DISTRIBUTED = "docs/distributed.md#what-was-run"
+LEAVE = "docs/advise.md#when-to-leave-this-library"
+ONLINE = "docs/dpo.md#online-dpo"
+PLAN = "docs/plan.md#what-it-knows-and-assumes"
+SHARED = "docs/prompts.md#what-is-a-duplicate"
+
+
+class Reason(NamedTuple):
+    """
+    A sentence with a figure, and where the figure comes from.
+
+    Args:
+        sentence: the sentence.
+        source: an arXiv id, a page of the documentation, or an address.
+    """
+
+    sentence: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Leak:
+    """
+    What a held-out set shares with the others.
+
+    Args:
+        name: of the set.
+        shared: rows that have a near duplicate in another set.
+        rows: of the set.
+    """
+
+    name: str
+    shared: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """
+    What is known; None is what is not.
+
+    Args:
+        demonstrations, pairs, prompts: rows to train on.
+        verifiable: whether a rule or a unit test can score an answer.
+        agreement: share of pairs of labels of an item that are equal.
+        labels_per_item: mean number of labels of a pair.
+        accuracy, accuracy_low: of the reward model on held-out pairs, and the lower end of its interval.
+        passed: whether the reward report says yes.
+        complaints: what it says if not.
+        leaks: held-out sets, with what they share.
+        gpu_hours, labels: the budget.
+        ppo, ppo_full: PPO as planned, with LoRA and of all weights.
+    """
+
+    demonstrations: int | None = None
+    pairs: int | None = None
+    prompts: int | None = None
+    verifiable: bool | None = None
+    agreement: float | None = None
+    labels_per_item: float | None = None
+    accuracy: float | None = None
+    accuracy_low: float | None = None
+    passed: bool | None = None
+    complaints: tuple[str, ...] = ()
+    leaks: tuple[Leak, ...] | None = None
+    gpu_hours: float | None = None
+    labels: int | None = None
+    ppo: Fit | None = None
+    ppo_full: Fit | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    What to do where a condition holds.
+
+    Args:
+        method: to train with.
+        holds: the condition.
+        why: the sentence, with what was found and the bound.
+        source: of the figures in it.
+    """
+
+    method: Method
+    holds: Callable[[Facts], bool]
+    why: Callable[[Facts], str]
+    source: str
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """
+    What to do, and why.
+
+    Args:
+        method: to train with.
+        reasons: why, the rule that decided first.
+        cautions: what is to be seen to beside it.
+        leave: whether another library serves better, and from which size on.
+        leaves: whether it does for this model and these GPUs; None if they are not known.
+        changes: what else would have been said, had one thing been otherwise.
+        unknown: names of the facts that are not known and matter.
+    """
+
+    method: Method
+    reasons: tuple[Reason, ...]
+    cautions: tuple[Reason, ...] = ()
+    leave: tuple[Reason, ...] = ()
+    leaves: bool | None = None
+    changes: tuple[Reason, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+def _many(count: int | None, least: int) -> bool:
+    return count is not None and count >= least
+
+
+def _few(count: int | None, least: int) -> bool:
+    return count is not None and count < least
+
+
+def _affordable(facts: Facts) -> bool:
+    """Whether nothing that is known speaks against PPO's memory and time."""
+    planned, budget = facts.ppo, facts.gpu_hours
+    return planned is None or (planned.fits and (budget is None or planned.gpu_hours <= budget))
+
+
+def _cost(facts: Facts) -> str:
+    """What PPO takes, against what there is."""
+    planned = facts.ppo
+    assert planned is not None
+    if not planned.fits:
+        return f"{_needs(planned)}, so PPO does not fit"
+    return (
+        f"PPO with LoRA takes some {planned.gpu_hours:,.0f} GPU-hours for {planned.examples:,} episodes, as planned; "
+        f"the budget is {facts.gpu_hours:,.0f}"
+    )
+
+
+def _needs(planned: Fit) -> str:
+    what = "LoRA" if planned.lora else "all weights"
+    return (
+        f"PPO of {planned.parameters / 1e9:.2g} billion parameters with {what} needs {planned.peak:.1f} GiB of each "
+        f"of {planned.gpus} {planned.gpu} ({planned.memory} GB), in the phase `{planned.phase}`"
+    )
+
+
+def _close(planned: Fit) -> str:
+    return " (just: less than a tenth of the memory is to spare)" if planned.peak > 0.9 * planned.memory else ""
+
+
+def _there_are(count: int | None, what: str) -> str:
+    return f"No {what} are known" if count is None else f"There are {count:,} {what}"
+
+
+# The first whose condition holds decides. Where a rule says to label more, no later fact about labels undoes it, so
+# more agreement, pairs or accuracy never leads from training to labelling (tests/workbench/planning/test_advice.py).
+RULES = (
+    Rule(
+        "ppo",
+        lambda f: f.verifiable is True and not _few(f.prompts, PROMPTS),
+        lambda f: (
+            "A rule or unit test scores the answers, so no label is needed: with unit tests PPO brought a 34B model "
+            "to 22.4 % of a code competition's tasks, where AlphaCode-41B had 16.4 % (10@1k)"
+        ),
+        DPO_AND_PPO,
+    ),
+    Rule(
+        "label-more",
+        lambda f: f.agreement is not None and f.agreement < AGREEMENT,
+        lambda f: (
+            f"Two labels of a pair are the same in {f.agreement:.1%}, below {AGREEMENT:.0%}: people who are right in "
+            "70 % agree in 58 %, and with 50 labels each only 16 % of those who toss a coin among them are found"
+        ),
+        ANNOTATORS,
+    ),
+    Rule(
+        "label-more",
+        lambda f: f.accuracy_low is not None and f.accuracy_low <= 0.5,
+        lambda f: (
+            f"The reward model is right in {f.accuracy:.1%} of held-out pairs, and its interval begins at "
+            f"{f.accuracy_low:.1%}: a coin has 50 %, as reward models of fewer than {PAIRS:,} comparisons hardly beat"
+        ),
+        OVEROPTIMIZATION,
+    ),
+    Rule(
+        "sft",
+        lambda f: not _many(f.pairs, PAIRS) and _many(f.demonstrations, DEMONSTRATIONS),
+        lambda f: (
+            f"{_there_are(f.pairs, 'pairs')} ({PAIRS:,} are wanted), but there are {f.demonstrations:,} "
+            "demonstrations: with 1,000 good ones a 65B model's answers were as good as GPT-4's, or better, in 43 %"
+        ),
+        LIMA,
+    ),
+    Rule(
+        "label-more",
+        lambda f: not _many(f.pairs, PAIRS),
+        lambda f: (
+            f"{_there_are(f.pairs, 'pairs')} and {_there_are(f.demonstrations, 'demonstrations').lower()}: with fewer "
+            f"than {PAIRS:,} comparisons reward models of every size were hardly better than chance"
+        ),
+        OVEROPTIMIZATION,
+    ),
+    Rule(
+        "dpo",
+        lambda f: f.passed is False,
+        lambda f: (
+            f"The reward report says no ({len(f.complaints)} reason(s)), and DPO needs no reward model: against one "
+            "with a planted flaw, PPO without guard rails ended 0.61 to 1.25 of gold score below SFT"
+        ),
+        DEMO,
+    ),
+    Rule(
+        "dpo",
+        lambda f: f.accuracy is None,
+        lambda f: (
+            f"There are {f.pairs:,} pairs ({PAIRS:,} are wanted) and no reward model is known, which DPO does not "
+            "need: summaries by DPO won 61 % against the reference's, those by PPO 57 %"
+        ),
+        DPO,
+    ),
+    Rule(
+        "dpo",
+        lambda f: _few(f.prompts, PROMPTS),
+        lambda f: (
+            f"There are {f.prompts:,} prompts, fewer than {PROMPTS:,}, so the policy's own answers would soon repeat: "
+            "our measured gain took 1,024 prompts a round"
+        ),
+        ONLINE,
+    ),
+    Rule("dpo", lambda f: not _affordable(f), _cost, PLAN),
+    Rule(
+        "ppo",
+        lambda f: f.accuracy is not None and f.accuracy >= ACCURACY and f.passed is True,
+        lambda f: (
+            f"The reward model is right in {f.accuracy:.1%} of held-out pairs ({ACCURACY:.0%} are wanted) and its "
+            "report says yes; InstructGPT's was right in 69.6 ± 0.9 % for people that it had not seen"
+        ),
+        INSTRUCTGPT,
+    ),
+    Rule(
+        "online-dpo",
+        lambda f: True,
+        lambda f: (
+            f"The reward model is right in {f.accuracy:.1%} of held-out pairs (PPO wants {ACCURACY:.0%} and a report "
+            "that says yes); three rounds of online DPO, which can be judged one by one, raised gold from 0.48 to 0.69"
+        ),
+        ONLINE,
+    ),
+)
+
+# What else speaks for a method, or is to be known of it
+EVIDENCE: tuple[tuple[Method, Reason], ...] = (
+    (
+        "label-more",
+        Reason("Better preference data gave up to 8 %, PPO in the place of DPO up to 2.5 %", UNPACKING),
+    ),
+    (
+        "label-more",
+        Reason(
+            "With 100 labels each, and people who are right in 80 %, z < −3 finds 80 % of those who toss a coin and "
+            "all who are adversarial",
+            ANNOTATORS,
+        ),
+    ),
+    (
+        "sft",
+        Reason("InstructGPT had 13,000 prompts for SFT, 33,000 for its reward model and 31,000 for PPO", INSTRUCTGPT),
+    ),
+    (
+        "dpo",
+        Reason(
+            "With a quarter of the labels turned round, DPO still raised gold from 0.494 ± 0.023 to 0.751 ± 0.028",
+            BETA,
+        ),
+    ),
+    ("dpo", Reason("What it gives up: PPO was better by up to 2.5 % in math and 1.2 % elsewhere", UNPACKING)),
+    (
+        "online-dpo",
+        Reason("What it gives up: PPO was better than DPO by up to 2.5 % in math and 1.2 % elsewhere", UNPACKING),
+    ),
+    (
+        "ppo",
+        Reason(
+            "Hold the KL: in four seeds guarded PPO raised gold by 0.20 to 0.31, and unguarded PPO lowered it by 0.61 "
+            "to 1.25",
+            DEMO,
+        ),
+    ),
+)
+
+# GiB of each of 8 GPUs with 80 GB that PPO takes, with LoRA and of all weights: `python -m tests.benchmarks.advice`
+# computed them, and a test compares them with the table of docs/advise.md
+PLANNED = {"8B": (21.3, 64.4), "32B": (77.1, 257.0), "70B": (158.1, 551.3)}
+OTHERS = (
+    Reason(
+        "OpenRLHF trains more than 70 billion parameters, by its own account", "https://github.com/OpenRLHF/OpenRLHF"
+    ),
+    Reason("verl scales to 70B models and hundreds of GPUs, by its own account", "https://github.com/volcengine/verl"),
+    Reason(
+        "NeMo RL goes from 1 GPU to thousands, and beyond 100 billion parameters, by its own account",
+        "https://docs.nvidia.com/nemo/rl/latest",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Lever:
+    """
+    A thing that might be otherwise.
+
+    Args:
+        what: in words, with the figure.
+        source: of the figure.
+        changed: the facts with it.
+    """
+
+    what: Callable[[Facts], str]
+    source: str
+    changed: Callable[[Facts], Facts]
+
+
+LEVERS = (
+    Lever(
+        lambda f: (
+            "a rule or unit test that scores answers (rules alone brought R1-Zero from 15.6 % to 71.0 % on AIME "
+            f"2024, in the paper's first version) and {PROMPTS:,} prompts"
+        ),
+        R1,
+        lambda f: replace(f, verifiable=True, prompts=max(f.prompts or 0, PROMPTS)),
+    ),
+    Lever(
+        lambda f: f"labels of a pair that are the same in {AGREEMENT:.0%}",
+        ANNOTATORS,
+        lambda f: replace(f, agreement=max(f.agreement or 0, AGREEMENT)),
+    ),
+    Lever(lambda f: f"{PAIRS:,} pairs", OVEROPTIMIZATION, lambda f: replace(f, pairs=max(f.pairs or 0, PAIRS))),
+    Lever(
+        lambda f: f"{DEMONSTRATIONS:,} demonstrations",
+        LIMA,
+        lambda f: replace(f, demonstrations=max(f.demonstrations or 0, DEMONSTRATIONS)),
+    ),
+    Lever(
+        lambda f: f"a reward model that is right in {ACCURACY:.0%}, clearly above a coin, and whose report says yes",
+        INSTRUCTGPT,
+        lambda f: replace(f, accuracy=max(f.accuracy or 0, ACCURACY), accuracy_low=None, passed=True, complaints=()),
+    ),
+    Lever(lambda f: f"{PROMPTS:,} prompts", ONLINE, lambda f: replace(f, prompts=max(f.prompts or 0, PROMPTS))),
+    Lever(
+        lambda f: (
+            f"GPUs and a budget that hold PPO ({f.ppo.peak:.1f} GiB of each, {f.ppo.gpu_hours:,.0f} GPU-hours)"
+            if f.ppo
+            else ""
+        ),
+        PLAN,
+        lambda f: replace(f, ppo=None),
+    ),
+)
+
+
+def advise(facts: Facts) -> Recommendation:
+    """Say what to train next: the first of [`RULES`] whose condition holds."""
+    rule = next(rule for rule in RULES if rule.holds(facts))
+    further = (reason for method, reason in EVIDENCE if method == rule.method)
+    leave, leaves = _leave(facts)
+    return Recommendation(
+        rule.method,
+        (Reason(rule.why(facts), rule.source), *further),
+        tuple(_cautions(facts, rule.method)),
+        leave,
+        leaves,
+        tuple(_changes(facts, rule.method)),
+        tuple(_unknown(facts, rule.method)),
+    )
+
+
+def _changes(facts: Facts, method: Method) -> Iterator[Reason]:
+    for lever in LEVERS:
+        other = next(rule.method for rule in RULES if rule.holds(lever.changed(facts)))
+        if other != method:
+            yield Reason(f"With {lever.what(facts)}: {TITLES[other]}", lever.source)
+
+
+def _cautions(facts: Facts, method: Method) -> Iterator[Reason]:
+    for leak in facts.leaks or ():
+        if leak.shared:
+            yield Reason(
+                f"{leak.shared:,} of {leak.rows:,} rows of {leak.name!r} ({leak.shared / leak.rows:.1%}) have a near "
+                "duplicate in another set, so what is measured there flatters",
+                SHARED,
+            )
+    if method in ("dpo", "online-dpo", "ppo") and facts.verifiable is not True and _few(facts.pairs, PLENTY):
+        yield Reason(
+            f"{facts.pairs:,} pairs are enough to learn from, but fewer than {PLENTY:,} are mostly memorised: watch "
+            "the held-out accuracy, and stop early",
+            PLAN,
+        )
+    if method == "ppo" and not _affordable(facts):
+        yield Reason(_cost(facts), PLAN)
+    if method == "label-more" and facts.labels is not None:
+        each = facts.labels_per_item or 1.0
+        more = int(facts.labels / each)
+        total = (facts.pairs or 0) + more
+        yield Reason(
+            f"The budget's {facts.labels:,} labels make {more:,} pairs at most, with {each:.1f} labels a pair: "
+            f"{total:,} in all, {'at least' if total >= PAIRS else 'still below'} {PAIRS:,}",
+            OVEROPTIMIZATION,
+        )
+
+
+def _leave(facts: Facts) -> tuple[tuple[Reason, ...], bool | None]:
+    """Whether another library serves this model and these GPUs better; None if they are not known."""
+    lora, full = facts.ppo, facts.ppo_full
+    if lora is None or full is None:
+        parts = [f"{size} {with_lora:.0f} and {whole:.0f}" for size, (with_lora, whole) in PLANNED.items()]
+        sentence = (
+            f"On 8 GPUs with 80 GB, PPO takes with LoRA and of all weights, in GiB of each: {', '.join(parts)}; while "
+            "it generates, one GPU holds all of the policy's weights"
+        )
+        return (Reason(sentence, LEAVE), *OTHERS), None
+    if not lora.fits:
+        return (Reason(f"{_needs(lora)}: one GPU holds all weights while it generates", LEAVE), *OTHERS), True
+    if lora.gpus > A_MACHINE:
+        machines = -(-lora.gpus // A_MACHINE)
+        sentence = f"{lora.gpus} GPUs are {machines} machines of {A_MACHINE}: here several machines were never run"
+        return (Reason(sentence, DISTRIBUTED), *OTHERS), True
+    if not full.fits:
+        stay, leave = f"{_needs(lora)}: stay, with LoRA{_close(lora)}", f"{_needs(full)}: leave for these"
+        return (Reason(stay, LEAVE), Reason(leave, LEAVE), *OTHERS), False
+    return (Reason(f"{_needs(full)}: stay{_close(full)}", LEAVE),), False
+
+
+def _unknown(facts: Facts, method: Method) -> Iterator[str]:
+    """Names of what is not known and could have changed what is said."""
+    of_labels = () if facts.verifiable is True else ("agreement", "pairs", "accuracy", "passed")
+    for name in ("verifiable", *of_labels, "demonstrations", "prompts", "leaks", "ppo"):
+        if getattr(facts, name) is None and not (name == "passed" and facts.accuracy is None):
+            yield name

@@ -1,0 +1,152 @@
+"""The figures of `trl-ext prompts`: what its JSON has, and its page shows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...data import SCRIPTS
+from .examine import PromptReport
+from .filtering import REASONS
+
+QUANTILES = {"least": 0.0, "5 %": 0.05, "half": 0.5, "95 %": 0.95, "most": 1.0}
+
+
+def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: dict[str, Any]) -> dict[str, Any]:
+    """What `prompts.json` has, but for bounds and settings."""
+    found: dict[str, Any] = {"sets": {}, "shared": {}, "notes": []}
+    for name, rows in report.sets.items():
+        place, others = report.places[name], [other for other in report.sets if other != name]
+        sizes = {"words": report.words[place], "characters": report.characters[place]}
+        filled = report.filled(name)
+        exact, near = (int(report.repeated(name, kind).sum()) for kind in ("exact", "near"))
+        groups = report.duplicates.near[place]
+        largest = int(np.unique(groups[filled], return_counts=True)[1].max()) if filled.any() else 0
+        of_set: dict[str, Any] = {
+            "rows": len(rows),
+            "column": rows.column,
+            "empty": int((~filled).sum()),
+            "exact_duplicates": exact,
+            "near_duplicates": near,
+            "largest_group": largest,
+            "joined_by_others": int((report.duplicates.similarity[place][filled] < args.threshold).sum()),
+            "shared_exact": int(report.shared(name, others, "exact").sum()),
+            "shared_near": int(report.shared(name, others, "near").sum()),
+        }
+        for unit, values in sizes.items():
+            of_set[unit] = {label: float(np.quantile(values, share)) for label, share in QUANTILES.items()}
+        scripts = np.bincount(report.scripts[place], minlength=len(SCRIPTS)) / len(rows)
+        of_set["scripts"] = {SCRIPTS[i]: float(scripts[i]) for i in np.argsort(-scripts, kind="stable") if scripts[i]}
+        of_set["languages"] = report.languages[name] if report.languages is not None else None
+        if report.other_view is not None:
+            of_set["same_in_the_other_view"] = _repeated_elsewhere(report, name)
+        if name in report.copied:
+            of_set["copied"] = {
+                "answers": int((report.copied[name] > 0).sum()),
+                "share": float((report.copied[name] > 0).mean()),
+                "rows": np.flatnonzero(report.copied[name] > 0)[:1000].tolist(),
+            }
+        counts = np.bincount(reasons[name], minlength=len(REASONS))
+        of_set["left_out"] = {why: int(count) for why, count in zip(REASONS[1:], counts[1:], strict=True)}
+        of_set["kept"] = int(counts[0])
+        if args.write:
+            found["notes"] += _shared_in_copies(report, args, name, reasons[name] == REASONS.index(""))
+        if name in splits:
+            of_set["splits"] = {split: int((splits[name] == split).sum()) for split in args.split_shares}
+            for split, count in of_set["splits"].items():
+                if count < args.split_shares[split] * of_set["kept"] / 2:
+                    found["notes"].append(
+                        f"{split!r} of {name!r} has {count} of {of_set['kept']} rows, less than half of its share: "
+                        "large groups, and those with rows of a set that is not divided, go to the largest split"
+                    )
+        found["sets"][name] = of_set
+        found["shared"][name] = {
+            other: {kind: int(report.shared(name, [other], kind).sum()) for kind in ("exact", "near")}
+            for other in others
+        }
+    return found
+
+
+def _shared_in_copies(report: PromptReport, args: Any, name: str, kept: np.ndarray) -> list[str]:
+    """What is to be said where a copy to train on still has what is evaluated on."""
+    if name in args.held_out:
+        return []
+    others = args.held_out or report.sets
+    count = int((report.shared(name, others, "near") & kept).sum())
+    why = (
+        f"that held-out sets have, too, since `remove` is {args.remove}"
+        if args.held_out
+        else "that other sets have, too: name a set to evaluate on by `held_out`"
+    )
+    return [f"the copy of {name!r} keeps {count} rows {why}"] if count else []
+
+
+def _repeated_elsewhere(report: PromptReport, name: str) -> int:
+    """Rows that another row of any set equals in the view that groups are not made of, and not in the one they are."""
+    assert report.other_view is not None
+    counts = np.bincount(report.other_view)[report.other_view]
+    exact = report.duplicates.exact
+    same = np.bincount(exact + 1)[exact + 1]
+    place = report.places[name]
+    return int(((counts > same) & (exact >= 0))[place].sum())
+
+
+def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each bound, the share that was found, and whether it is broken."""
+    keys = {
+        "max_overlap": ("shared_near", "have a duplicate in another set"),
+        "max_duplicates": ("near_duplicates", "have a duplicate before them in the set"),
+    }
+    result = []
+    for option, of_option in bounds.items():
+        for name, bound in of_option.items():
+            of_set = found["sets"][name]
+            if option == "max_copied":
+                if "copied" not in of_set:
+                    raise ValueError(f"`max_copied` is for {name!r}, which has no answers or is what copies are from")
+                count, what = of_set["copied"]["answers"], "have an answer that repeats the corpus"
+            else:
+                key, what = keys[option]
+                count = of_set[key]
+            share = count / of_set["rows"]
+            sentence = f"{count} of {of_set['rows']} rows of {name!r} ({share:.2%}) {what}, the bound is {bound:.2%}"
+            result.append(
+                {
+                    "option": option,
+                    "set": name,
+                    "bound": bound,
+                    "share": share,
+                    "broken": share > bound,
+                    "sentence": sentence,
+                }
+            )
+    return result
+
+
+def groups(report: PromptReport) -> Iterator[dict[str, Any]]:
+    """Each group of two or more rows: its rows by set, and the least similarity to its first row."""
+    for _, places in large_groups(report):
+        rows: dict[str, list[int]] = {}
+        for name, row in rows_of(report, places):
+            rows.setdefault(name, []).append(row)
+        exact = bool((report.duplicates.exact[places] == report.duplicates.exact[places[0]]).all())
+        least = float(report.duplicates.similarity[places].min())
+        yield {"kind": "exact" if exact else "near", "similarity": round(least, 4), "rows": rows}
+
+
+def large_groups(report: PromptReport) -> Iterator[tuple[int, np.ndarray]]:
+    """Number and rows of each group of two or more, as places in the arrays."""
+    near = report.duplicates.near
+    order = np.argsort(near, kind="stable")
+    order = order[near[order] >= 0]
+    for part in np.split(order, np.flatnonzero(np.diff(near[order])) + 1):
+        if len(part) > 1:
+            yield int(near[part[0]]), part
+
+
+def rows_of(report: PromptReport, places: np.ndarray) -> list[tuple[str, int]]:
+    """Set and row of each place in the arrays."""
+    names = list(report.sets)
+    begins = np.array([report.places[name].start for name in names])
+    of = np.searchsorted(begins, places, side="right") - 1
+    return [(names[i], int(place - begins[i])) for i, place in zip(of, places, strict=True)]

@@ -1,0 +1,514 @@
+"""Test a reward model before it is trusted, on a page and in JSON, with an exit status for pipelines.
+
+    trl-ext reward-report MODEL --dataset_name PAIRS
+
+MODEL is a reward model's folder (an adapter's and an ensemble's, too), a hub name, or file.py:function; or --rewards
+has what a configuration of `trl-ext ppo` would. PAIRS has `chosen`, `rejected` and `prompt`; those that the model was
+trained on, which `trl-ext reward` notes beside it, are left out. Written are `reward_report.html` and
+`reward_report.json`, into the model's folder or --output_dir: accuracy, also by group and length, calibration, scores
+on training data and of a policy, probes, and ranks. A bound that is broken, or cannot be judged, ends the command with
+status 1 and a sentence, a wrong input with status 2.
+"""
+
+import itertools
+import json
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...cli.model_names import check_model
+from ...cli.parser import StrictTrlParser, entry_of
+from ...runs import check_output_dir, check_settings, redacted, write_text
+from ...upstream import late_bars, quiet
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NAME = "reward_report"  # of the page and the JSON
+_OF_TRAINING = ("demonstrations_mean", "demonstrations_mean_before_centring", "margin_change_by_centring")
+_NAMED = 3  # reasons of a report that PPO's warning has
+_SHARE = ("in [0, 1]", lambda x: 0 <= x <= 1)
+_RANGES = {
+    "min_accuracy": _SHARE,
+    "max_length_bias": _SHARE,
+    "max_calibration_error": _SHARE,
+    "min_rank_correlation": ("in [-1, 1]", lambda x: -1 <= x <= 1),
+    "min_best_of_n": _SHARE,
+    "max_suspicious_probes": (">= 0", lambda x: x >= 0),
+    "probe_rows": (">= 0", lambda x: x >= 0),
+    **dict.fromkeys(("max_pairs", "max_train_rows", "max_policy_rows", "max_new_tokens"), (">= 1", lambda x: x >= 1)),
+}
+
+
+@dataclass
+class RewardReportArguments:
+    """What is tested, on what, and what must hold."""
+
+    model: str | None = field(
+        default=None,
+        metadata={"help": "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."},
+    )
+    rewards: list[str] | None = field(
+        default=None,
+        metadata={"help": "In its place one reward of trl_ext.rewards with settings, as in a configuration of ppo."},
+    )
+    dataset_name: str = field(
+        default="", metadata={"help": "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)"}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
+    dataset_split: str | None = field(
+        default=None, metadata={"help": "Split to measure on; `test`, or `train` of a single file, if unset."}
+    )
+    train_name: str | None = field(
+        default=None, metadata={"help": "Pairs that the model was trained on; `dataset_name` if unset."}
+    )
+    train_split: str | None = field(
+        default=None, metadata={"help": "Their split; `train` if unset, where it is not the held-out one."}
+    )
+    policy_answers: str | None = field(
+        default=None, metadata={"help": "The policy's own answers, as `trl-ext generate` writes them."}
+    )
+    policy: str | None = field(
+        default=None,
+        metadata={"help": "Or the policy, which then answers the held-out prompts: a folder or hub name."},
+    )
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of its answers; if unset 256, or what the context leaves."}
+    )
+    ranking_name: str | None = field(
+        default=None, metadata={"help": "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best."}
+    )
+    best_of_n_name: str | None = field(
+        default=None, metadata={"help": "Rows with one `chosen` and several `rejected` answers, as RewardBench 2 has."}
+    )
+    group_columns: list[str] | None = field(
+        default=None,
+        metadata={"help": "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."},
+    )
+    drop_unusable_pairs: bool = field(
+        default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
+    )
+    max_pairs: int | None = field(default=None, metadata={"help": "Held-out pairs, drawn at random; all if unset."})
+    max_train_rows: int = field(default=1000, metadata={"help": "Training pairs that are scored."})
+    max_policy_rows: int = field(default=1000, metadata={"help": "Answers of the policy."})
+    probe_rows: int = field(default=256, metadata={"help": "Held-out answers that each probe changes; 0 for none."})
+    phrases: list[str] = field(
+        default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
+    )
+    min_accuracy: float | None = field(
+        default=0.6,
+        metadata={"help": "Least accuracy, which must surely be above a coin's, too; null for any."},
+    )
+    max_length_bias: float | None = field(
+        default=0.2,
+        metadata={
+            "help": "Most by which the accuracy differs where the chosen answer is longer from where it is shorter; "
+            "null for any."
+        },
+    )
+    max_calibration_error: float | None = field(default=None, metadata={"help": "Most expected calibration error."})
+    min_rank_correlation: float | None = field(
+        default=0.7,
+        metadata={"help": "Least Spearman correlation with people's ranks, where prompts have more than two answers."},
+    )
+    min_best_of_n: float | None = field(default=None, metadata={"help": "Least best-of-n accuracy."})
+    max_suspicious_probes: int | None = field(
+        default=0,
+        metadata={"help": "Most probes that may look like a hack, or cannot be judged; null for any number."},
+    )
+    output_dir: str | None = field(
+        default=None, metadata={"help": "Where the report goes; the model's folder if unset."}
+    )
+    dtype: str | None = field(default=None, metadata={"help": "Of the model's weights; what was saved if unset."})
+    max_batch_tokens: int = field(default=16384, metadata={"help": "In one forward, padding included."})
+    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
+    seed: int = field(default=0, metadata={"help": "Of the rows that are drawn, and of the policy's answers."})
+
+    def __post_init__(self) -> None:
+        check_settings(self, _RANGES, {})
+        if self.max_new_tokens is not None and not self.policy:
+            raise ValueError("`max_new_tokens` is for `policy`: give that, too, or leave it out")
+        if (self.model is None) == (not self.rewards):
+            raise ValueError("give one reward: MODEL (a folder, a hub name or file.py:function), or `rewards`")
+        if not self.dataset_name:
+            raise ValueError("no pairs: give `dataset_name`, a hub name, a .jsonl file or a folder")
+        if self.policy and self.policy_answers:
+            raise ValueError("`policy` and `policy_answers` are both given: drop one")
+        if self.rewards and len(self.rewards) > 1:
+            raise ValueError(f"`rewards` has {len(self.rewards)} entries: give one, such as a `SumReward` of them")
+        self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
+        if self.output_dir is None:
+            if self.model is None or not Path(self.model).is_dir() or is_ensemble(self.model):
+                what = "`rewards`" if self.model is None else f"MODEL {self.model!r}"
+                raise ValueError(f"{what} is not the folder of one model: correct it, or give `output_dir`, too")
+            self.output_dir = self.model
+        is_own = self.model is not None and Path(self.output_dir).resolve() == Path(self.model).resolve()
+        if is_ensemble(self.output_dir) or (not is_own and holds_model(self.output_dir)):
+            raise ValueError(f"`output_dir` {self.output_dir} holds what has a report of its own: choose another")
+
+    @property
+    def is_function(self) -> bool:
+        """Whether what is tested is no model."""
+        return self.model is None or ".py:" in self.model
+
+
+def is_ensemble(folder: str) -> bool:
+    """Whether `trl-ext reward --ensemble` wrote this folder."""
+    return Path(folder, "ensemble.json").is_file()
+
+
+def holds_model(folder: str) -> bool:
+    """Whether a model or an adapter lies in this folder."""
+    return any(Path(folder, name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def load(args: RewardReportArguments) -> tuple[Any, Any]:
+    """The reward as a function that scores, and the tokenizer that lengths are counted by, if there is one."""
+    from ...rewards import EnsembleReward, ModelReward, load_reward, load_rewards
+
+    given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
+    if args.use_cpu:
+        given["device"] = "cpu"
+    if args.rewards:
+        (reward,), _ = load_rewards(args.rewards)
+    elif args.is_function:
+        reward = load_reward(str(args.model))
+    elif is_ensemble(str(args.model)):
+        reward = EnsembleReward(str(args.model), model_kwargs=given)
+    else:
+        reward = ModelReward(args.model, **given)
+    return reward, tokenizer_of(reward)
+
+
+def tokenizer_of(reward: Any) -> Any:
+    """The tokenizer of a reward model, or of the first member of an ensemble; None of a function."""
+    for member in getattr(reward, "members", None) or []:
+        return tokenizer_of(getattr(member, "function", member))
+    return getattr(reward, "tokenizer", None)
+
+
+def gather(args: RewardReportArguments) -> Any:
+    """What the reward is examined on."""
+    from . import data
+
+    split = data.split_of(args.dataset_name, args.dataset_split)
+    try:
+        loaded = data.load_pairs(args.dataset_name, split, args.dataset_config, args.drop_unusable_pairs)
+    except ValueError as error:
+        hint = "; name the held-out one by `dataset_split`" if "has no split" in str(error) else ""
+        raise ValueError(f"{error}{hint}") from error
+    pairs, best_of_n, said = loaded
+    train, is_named = _training_pairs(args, split), bool(args.train_name or args.train_split)
+    pairs, train, trained, known, more = data.held_out_part(pairs, train, trained_pairs(args), is_named)
+    said += more
+    best_of_n = data.not_seen(best_of_n, trained, "best-of-n rows", said, is_named=False)
+    if args.max_pairs and args.max_pairs < len(pairs):
+        pairs = pairs.shuffle(seed=args.seed).select(range(args.max_pairs))
+        best_of_n = best_of_n[: args.max_pairs]
+    found = data.material_of(pairs, train, args.group_columns, train_rows=args.max_train_rows, seed=args.seed)
+    found.unknown, found.best_of_n, found.trained_on = said, best_of_n, known
+    if args.best_of_n_name:
+        _, found.best_of_n, more = data.load_pairs(
+            args.best_of_n_name, data.split_of(args.best_of_n_name, None), None, False
+        )
+        found.unknown += more
+        if not found.best_of_n:
+            raise ValueError(f"`best_of_n_name` {args.best_of_n_name}: `rejected` must hold lists of answers")
+        found.best_of_n = data.not_seen(found.best_of_n, trained, "best-of-n rows", found.unknown)
+    if args.ranking_name:
+        rankings = data.load_rankings(args.ranking_name, data.split_of(args.ranking_name, None))
+        found.rankings = data.not_seen(rankings, trained, "rankings", found.unknown)
+    if args.policy_answers:
+        found.policy = data.load_answers(args.policy_answers, args.max_policy_rows)
+    elif args.policy:
+        prompts = data.distinct_prompts(found.chosen, args.max_policy_rows)
+        found.policy = data.sample_answers(args.policy, prompts, args.max_new_tokens, args.seed)
+    return found
+
+
+def trained_pairs(args: RewardReportArguments) -> Any:
+    """The pairs that the models which are tested were trained on, as far as files beside them say."""
+    from ...data import TrainedPairs
+
+    folders = folders_of(args.model if args.model is not None else args.rewards)
+    # Who else scores within an entry of `rewards`, such as a server, is not known
+    found = TrainedPairs(is_complete=bool(folders) and args.model is not None)
+    for folder in folders:
+        places = [folder, folder.parent] if folder.name.startswith("checkpoint-") else [folder]
+        known = next((pairs for place in places if (pairs := TrainedPairs.load(place)) is not None), None)
+        found |= known or TrainedPairs(is_complete=False)
+    return found
+
+
+def folders_of(named: Any) -> list[Path]:
+    """The folders of models that a name or an entry of `rewards` has in it; of an ensemble those of its members."""
+    if isinstance(named, dict):
+        named = list(named.values())
+    if isinstance(named, list):
+        return [folder for each in named for folder in folders_of(each)]
+    if not isinstance(named, str) or not Path(named).is_dir():
+        return []
+    if not is_ensemble(named):
+        return [Path(named)]
+    members = json.loads(Path(named, "ensemble.json").read_text(encoding="utf-8"))["members"]
+    return [Path(named, member["folder"]) for member in members]
+
+
+def _training_pairs(args: RewardReportArguments, held_out: str) -> Any:
+    """The pairs that the model was trained on; None where none are named, and none lie beside the held-out ones."""
+    from ...data import load_dataset_split, usable_pairs
+
+    name, split = args.train_name or args.dataset_name, args.train_split or "train"
+    if (name, split) == (args.dataset_name, held_out):
+        if args.train_name or args.train_split:
+            raise ValueError(
+                f"the split {split!r} of {name} is the held-out one: it cannot be the training pairs, too"
+            )
+        return None
+    config = args.dataset_config if args.train_name is None else None
+    try:
+        train = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
+    except ValueError:
+        if args.train_name or args.train_split:
+            raise
+        return None  # a folder with a held-out split alone
+    return usable_pairs(train, f"the split {split!r} of the training pairs", True)
+
+
+def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded: bool = False) -> Path:
+    """
+    Write `reward_report.html` and `reward_report.json`, each in place when it is complete; return where the page is.
+
+    Args:
+        folder: where they go; the model's own, so that `trl-ext ppo` finds what they say.
+        report: as of `examine`. What a report that is there already holds beside it, such as how far centring moved
+            the scores, stays.
+        is_uploaded: whether the folder goes to the hub: the page is then in its folder `_run`, which does not, and the
+            JSON has neither texts nor what columns hold.
+    """
+    from ...runs import PRIVATE_FOLDER
+    from .page import page
+
+    folder = Path(folder)
+    report = {**_kept(folder), **report}
+    shown, data = folder / f"{NAME}.html", {**report}
+    if is_uploaded:  # what a Trainer uploads tells nobody's texts and names
+        shown = folder / PRIVATE_FOLDER / f"{NAME}.html"
+        data["probes"] = [{name: each[name] for name in each if name != "examples"} for each in report["probes"]]
+        for name in ("highest", "lowest", "groups"):
+            del data[name]
+    for path, text in (
+        (shown, page(report)),
+        (folder / f"{NAME}.json", json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"),
+    ):
+        write_text(path, text)
+    return shown
+
+
+def _kept(folder: Path) -> dict[str, Any]:
+    """What the recipe measured while it trained, of the report that is there."""
+    before = read_report(folder) or {}
+    return {name: value for name, value in before.items() if name in _OF_TRAINING}
+
+
+def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any] | None:
+    """The report of a reward model in its folder; None if there is none that can be read."""
+    try:
+        found = json.loads(Path(folder, name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def objections(rewards: "Sequence[Any]") -> list[str]:
+    """
+    What reports beside reward models say against them, a text of several lines each.
+
+    Args:
+        rewards: folders, or reward functions, also such as have others within them.
+
+    Returns:
+        Nothing of a reward without a report, or whose report has no verdict or says yes.
+    """
+    found: dict[str, None] = {}  # each sentence once
+    for reward in rewards:
+        folder = reward if isinstance(reward, str) else getattr(reward, "path", None)
+        report = read_report(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+        said = (report or {}).get("verdict")
+        if isinstance(said, dict) and said.get("passed") is False:
+            reasons = [str(reason) for reason in said.get("reasons") or []]
+            more = [f"and {len(reasons) - _NAMED} more"] if len(reasons) > _NAMED else []
+            begin = f"{Path(str(folder), f'{NAME}.json')} says no to this reward model:"
+            found["\n  - ".join([begin, *reasons[:_NAMED], *more])] = None
+        within = [
+            *(getattr(reward, "members", None) or []),
+            getattr(reward, "function", None),
+            getattr(reward, "reward", None),
+        ]
+        found |= dict.fromkeys(objections([each for each in within if each is not None]))
+    return [*found]
+
+
+def report_trained(
+    trainer: Any,
+    held_out: Any,
+    train: Any,
+    measured: dict[str, Any],
+    *,
+    trained: Any = None,
+    group_columns: "Sequence[str] | None" = None,
+    probe_rows: int = 128,
+) -> dict[str, Any]:
+    """
+    Report on the model of a reward trainer, in its output folder. Every process must call it: weights may be sharded.
+
+    Args:
+        trainer: a `trl.RewardTrainer`, trained.
+        held_out, train: usable pairs, as the data has them.
+        measured: what else the report has.
+        trained: the [`TrainedPairs`] of the model, which has seen `train` alone if None; `held_out` has none of them.
+        group_columns: columns to compare the accuracy by; None takes those with a name that says it.
+        probe_rows: held-out answers that each probe changes, and training pairs that are scored; 0 for no probes.
+
+    Returns:
+        What was written. A model that cannot be examined has `measured` alone written, and why is said: the model is
+        what the run was for.
+    """
+    from ...data import TrainedPairs, pair_hashes
+    from ...rewards import ModelReward, logits_of
+    from .data import TrainedOn, material_of, sentences_on
+    from .figures import Bounds, Scorer, examine
+
+    folder, begin = Path(trainer.args.output_dir), time.perf_counter()
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
+    reward = ModelReward(
+        model,
+        tokenizer=trainer.processing_class,
+        score=partial(logits_of, model),
+        device=trainer.args.device,
+        max_batch_tokens=None,
+        batch_size=trainer.args.per_device_eval_batch_size,
+        max_length=trainer.args.max_length,
+        truncation="left",
+        name=folder.resolve().name,
+    )
+    try:
+        material = material_of(held_out, train, group_columns, train_rows=max(probe_rows, 100), seed=trainer.args.seed)
+        trained = trained or TrainedPairs.of(train)
+        hashes = pair_hashes(held_out)
+        shared = int((trained.has_an_answer_of(hashes) & ~trained.has(hashes)).sum())
+        material.trained_on = TrainedOn(trained.is_complete, with_a_trained_answer=shared)
+        material.unknown += sentences_on(material.trained_on, len(held_out))
+        if (long := len(held_out) - len(trainer.eval_dataset)) > 0:
+            material.unknown.append(
+                f"{long:,} held-out pairs are longer than `max_length`: they are scored without the beginning of the "
+                "prompt, and are not in `held_out_scores.json`."
+            )
+        examined = examine(
+            Scorer(reward),
+            material,
+            Bounds(),
+            tokenizer=reward.tokenizer,
+            probe_rows=probe_rows,
+            seed=trainer.args.seed,
+        )
+        report = {**measured, **examined, "seconds": time.perf_counter() - begin}
+        if trainer.is_world_process_zero():
+            write_reward_report(folder, report, is_uploaded=trainer.args.push_to_hub)
+    except Exception as error:
+        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if is_sharded and not isinstance(error.__cause__ or error, ValueError):
+            raise  # one process that runs out of memory and goes on leaves the others waiting within their forward
+        report = measured
+        if trainer.is_world_process_zero():
+            print(f"No {NAME}.html: {type(error).__name__}: {' '.join(str(error).split())}")
+            (folder / f"{NAME}.html").unlink(missing_ok=True)  # of an earlier model
+            write_text(folder / f"{NAME}.json", json.dumps(measured, indent=2))
+    return report
+
+
+def main(arguments: list[str] | None = None) -> None:
+    quiet()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--model", *arguments]
+    parser = StrictTrlParser(RewardReportArguments, without_arguments=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    late_bars()
+    with parser.one_line_errors():
+        check_output_dir(args.output_dir, "false")
+        report, kept = run(args)
+    folder = Path(args.output_dir)
+    print(accuracy_of(report))
+    for sentence in report["unknown"]:
+        print(f"Note: {sentence}")
+    if kept is not None:
+        print(f"The report that was there is now {kept}: {accuracy_of(read_report(folder, kept.name) or {})}")
+    print(f"Report: {folder / f'{NAME}.html'}")
+    if not report["verdict"]["passed"]:
+        for sentence in report["verdict"]["reasons"]:
+            print(f"{parser.prog}: {sentence}", file=sys.stderr)
+        sys.exit(1)
+
+
+def accuracy_of(report: dict[str, Any]) -> str:
+    """The accuracy of a report in words; it may be of an earlier version, or of an ensemble."""
+    from .figures import accuracy_name
+
+    accuracy, interval = report.get("accuracy"), report.get("accuracy_interval")
+    if not isinstance(accuracy, float) or not isinstance(interval, list):
+        return "a report without one accuracy"
+    name = accuracy_name(report) if "trained_on" in report else "accuracy"
+    measured = f"{accuracy:.1%} ({interval[0]:.1%} to {interval[1]:.1%})"
+    return f"{name[0].upper()}{name[1:]} {measured} of {report['pairs']:,} pairs"
+
+
+def keep_earlier(folder: Path) -> Path | None:
+    """Keep the report that a folder has under a name of its own; return where its JSON is, None if there is none."""
+    if not (folder / f"{NAME}.json").is_file():
+        return None
+    number = next(i for i in itertools.count(1) if not (folder / f"{NAME}.{i}.json").exists())
+    for kind in ("html", "json"):
+        if (path := folder / f"{NAME}.{kind}").is_file():
+            shutil.copy2(path, folder / f"{NAME}.{number}.{kind}")
+    return folder / f"{NAME}.{number}.json"
+
+
+def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
+    """
+    Examine the reward, write the report, and return it, and where an earlier one now is.
+
+    Raises:
+        ValueError, OSError, ImportError: a wrong input.
+    """
+    from .figures import Bounds, Scorer, examine
+
+    begin = time.perf_counter()
+    if not args.is_function and not is_ensemble(str(args.model)):
+        check_model("MODEL", args.model, tokenizer=True)
+    if args.policy:
+        check_model("policy", args.policy, tokenizer=True)
+    material = gather(args)
+    reward, tokenizer = load(args)
+    bounds = Bounds(**{each.name: getattr(args, each.name) for each in fields(Bounds)})
+    report = examine(
+        Scorer(reward, None if args.rewards else str(args.model)),
+        material,
+        bounds,
+        tokenizer=tokenizer,
+        probe_rows=args.probe_rows,
+        phrases=args.phrases,
+        seed=args.seed,
+    )
+    report |= {"seconds": time.perf_counter() - begin, "settings": redacted(asdict(args))}
+    kept = keep_earlier(Path(str(args.output_dir)))
+    write_reward_report(str(args.output_dir), report)
+    return report, kept
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""What a reward is examined on: pairs, best-of-n rows, rankings and a policy's answers, as the data has them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from ...data import (
+    TrainedPairs,
+    check_texts,
+    has_content,
+    hashes_of_answers,
+    is_text,
+    load_dataset_split,
+    pair_hashes,
+    usable_pairs,
+)
+from ...rewards import is_finite_number, text_of
+from ...runs import find
+
+GROUPS = ("topic", "subset", "source", "language", "annotator", "annotators")  # columns that are compared by unasked
+_MINED = 20_000  # training pairs that phrases are mined from
+_NO_COLUMNS = {"prompt", "prompts", "chosen", "rejected", "completion", "completions", "completion_ids", "prompt_ids"}
+_NO_COLUMNS |= {"responses", "ranks", "finished", "log_metric", "log_extra", "trainer_state"}
+
+
+@dataclass
+class Answers:
+    """Answers to prompts, text or messages, with what a reward function reads beside them."""
+
+    prompts: list[Any] = field(default_factory=list)
+    completions: list[Any] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)
+    columns: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, prompt: Any, completion: Any, finished: bool = True, row: dict[str, Any] | None = None) -> None:
+        """Add one; of its row a reward function is given what is no text of it."""
+        self.prompts.append(prompt)
+        self.completions.append(completion)
+        self.finished.append(finished)
+        self.columns.append({name: value for name, value in (row or {}).items() if name not in _NO_COLUMNS})
+
+    def extend(self, other: "Answers") -> None:
+        """Add those of another one."""
+        for name, values in vars(self).items():
+            values.extend(getattr(other, name))
+
+    def texts(self) -> list[tuple[str, str]]:
+        """The text of each prompt and answer; of messages what they say."""
+        return [(text_of(p), text_of(c)) for p, c in zip(self.prompts, self.completions, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+@dataclass
+class TrainedOn:
+    """
+    What is known of the pairs that a reward was trained on.
+
+    Args:
+        is_known: whether it is known which these are, so that those that are left are held out.
+        left_out: pairs that were given, and left out since they were trained on.
+        with_a_trained_answer: pairs that are left, and of whose answers one was trained on in another pair.
+    """
+
+    is_known: bool = False
+    left_out: int = 0
+    with_a_trained_answer: int = 0
+
+
+@dataclass
+class Material:
+    """
+    What a reward is examined on.
+
+    Args:
+        chosen, rejected: the answers of each held-out pair; several pairs may share a prompt.
+        groups: what each column that is compared by holds, a value a pair.
+        train_chosen, train_rejected: of pairs that the model was trained on; empty if there are none.
+        mined: texts of the chosen and of the rejected answers that phrases are mined from.
+        policy: answers of the policy; empty if there are none.
+        rankings: of each prompt its answers and their ranks, 1 the best.
+        best_of_n: of each prompt its answers, the chosen one first.
+        trained_on: what is known of the pairs that the reward was trained on.
+        unknown: sentences about what was given and cannot be used.
+    """
+
+    chosen: Answers = field(default_factory=Answers)
+    rejected: Answers = field(default_factory=Answers)
+    groups: dict[str, list[Any]] = field(default_factory=dict)
+    train_chosen: Answers = field(default_factory=Answers)
+    train_rejected: Answers = field(default_factory=Answers)
+    mined: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    policy: Answers = field(default_factory=Answers)
+    rankings: list[tuple[Answers, list[float]]] = field(default_factory=list)
+    best_of_n: list[Answers] = field(default_factory=list)
+    trained_on: TrainedOn = field(default_factory=TrainedOn)
+    unknown: list[str] = field(default_factory=list)
+
+
+def split_of(name: str, split: str | None) -> str:
+    """The split that is meant: `test`, or `train` of a single file."""
+    return split or ("train" if find(name).is_file() else "test")
+
+
+def material_of(
+    held_out: Dataset,
+    train: Dataset | None = None,
+    group_columns: Sequence[str] | None = None,
+    *,
+    train_rows: int = 1000,
+    seed: int = 0,
+) -> Material:
+    """
+    Make the material of pairs.
+
+    Args:
+        held_out: usable pairs.
+        train: usable pairs that the model was trained on.
+        group_columns: to compare by; None takes those of `GROUPS` that are there.
+        train_rows: training pairs that are scored.
+        seed: of which they are.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    wanted = [name for name in GROUPS if name in held_out.column_names] if group_columns is None else group_columns
+    if missing := [name for name in wanted if name not in held_out.column_names]:
+        raise ValueError(
+            f"`group_columns`: the held-out pairs have no column {missing[0]!r}; they have "
+            f"{', '.join(map(repr, held_out.column_names))}"
+        )
+    found = Material(groups={name: list(held_out[name]) for name in wanted})
+    for row in held_out.to_list():
+        _add_pair(found.chosen, found.rejected, row)
+    if train is not None:
+        drawn = train.shuffle(seed=seed).select(range(min(len(train), max(train_rows, _MINED))))
+        sides = Answers(), Answers()
+        for row in drawn.to_list():
+            _add_pair(*sides, row)
+        found.mined = ([text for _, text in sides[0].texts()], [text for _, text in sides[1].texts()])
+        for part, side in zip((found.train_chosen, found.train_rejected), sides, strict=True):
+            part.extend(Answers(*(values[:train_rows] for values in vars(side).values())))
+    else:
+        found.mined = ([text for _, text in found.chosen.texts()], [text for _, text in found.rejected.texts()])
+    return found
+
+
+def _add_pair(chosen: Answers, rejected: Answers, row: dict[str, Any]) -> None:
+    from trl import extract_prompt
+
+    pair = row if "prompt" in row else {**row, **extract_prompt(row)}  # else the answers contain it
+    chosen.add(pair["prompt"], pair["chosen"], True, row)
+    rejected.add(pair["prompt"], pair["rejected"], True, row)
+
+
+def held_out_part(
+    pairs: Dataset, train: Dataset | None, trained: TrainedPairs, is_named: bool
+) -> tuple[Dataset, Dataset | None, TrainedPairs, TrainedOn, list[str]]:
+    """
+    Leave out what was trained on.
+
+    Args:
+        pairs: usable pairs that are given to measure on.
+        train: usable pairs that may have been trained on.
+        trained: the pairs that the reward is known to have been trained on.
+        is_named: whether `train` was named as such, and does not only lie beside the pairs.
+
+    Returns:
+        The pairs that are held out; training pairs (None if there are none: of what is given, what was trained on);
+        all pairs that count as trained on; what is known; and sentences on it.
+
+    Raises:
+        ValueError: all pairs were trained on.
+    """
+    said = []
+    if train is not None and trained.is_complete:
+        is_trained = trained.has(pair_hashes(train))
+        if is_named and not is_trained.all():
+            others = f"{(~is_trained).sum():,} of {len(train):,} named training pairs"
+            said.append(f"{others} are left out: they were not trained on.")
+        train = train.select(np.flatnonzero(is_trained)) if is_trained.any() else None
+    elif train is not None:
+        trained |= TrainedPairs.of(train)
+    hashes = pair_hashes(pairs)
+    seen = trained.has(hashes)
+    if seen.all():
+        raise ValueError(
+            f"all {len(pairs):,} pairs were trained on: give others, such as the split that was held out, by "
+            "`dataset_name` and `dataset_split`"
+        )
+    known = TrainedOn(trained.is_complete, int(seen.sum()), int((trained.has_an_answer_of(hashes) & ~seen).sum()))
+    said += sentences_on(known, len(pairs))
+    if train is None and seen.any():
+        train = pairs.select(np.flatnonzero(seen))
+    return pairs.select(np.flatnonzero(~seen)) if seen.any() else pairs, train, trained, known, said
+
+
+def sentences_on(known: TrainedOn, given: int) -> list[str]:
+    """What is said of pairs that were trained on, and of whether it is known which they are."""
+    said, left = [], given - known.left_out
+    if known.left_out:
+        said.append(f"{known.left_out:,} of {given:,} pairs are left out: they were trained on.")
+    if not known.is_known:
+        said.append(
+            "It is not known which pairs were trained on, so these may not be held out: a model is flattered by pairs "
+            "that it has seen."
+        )
+    if known.with_a_trained_answer:
+        said.append(
+            f"{known.with_a_trained_answer:,} of {left:,} pairs have an answer that was trained on, in another pair: "
+            "the model may know it."
+        )
+    return said
+
+
+def not_seen(
+    groups: Sequence[Any], trained: TrainedPairs, what: str, said: list[str], is_named: bool = True
+) -> list[Any]:
+    """
+    Leave out prompts if two of their answers were trained on as a pair, and say so.
+
+    Args:
+        groups: the answers of each prompt, or a tuple that begins with them.
+        trained: the pairs that were trained on.
+        what: what they are called.
+        said: the sentence is added to these.
+        is_named: whether they were asked for by name, so that some must be left.
+
+    Raises:
+        ValueError: none is left of those that were asked for.
+    """
+    kept = []
+    for group in groups:
+        answers = group[0] if isinstance(group, tuple) else group
+        if not trained.has(hashes_of_answers(answers.prompts[0], answers.completions)).any():
+            kept.append(group)
+    if is_named and groups and not kept:
+        raise ValueError(f"all {len(groups):,} {what} were trained on: give others, or leave them out")
+    if len(kept) < len(groups):
+        said.append(f"{len(groups) - len(kept):,} of {len(groups):,} {what} are left out: they were trained on.")
+    return kept
+
+
+def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[Dataset, list[Answers], list[str]]:
+    """
+    Load pairs; a row with several rejected answers is as many pairs, and a best-of-n row.
+
+    Returns:
+        Usable pairs, the best-of-n rows, and sentences on what was left out.
+
+    Raises:
+        ValueError: they cannot be read, or some are no pairs and `drop` is not set.
+    """
+    dataset = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
+    if not _has_several(dataset):
+        return usable_pairs(dataset, f"the split {split!r}", drop), [], []
+    rows, best, several = [], [], 0
+    for place, row in enumerate(dataset):
+        chosen, others = row["chosen"], row["rejected"]
+        if isinstance(chosen, list) and chosen and all(is_text(each) for each in chosen):
+            several += len(chosen) > 1
+            if len(chosen) > 1:
+                continue
+            chosen = chosen[0]
+        if not isinstance(others, list) or not others or not all(has_content(each) for each in [chosen, *others]):
+            raise ValueError(
+                f"dataset {name!r}: row {place} must have a chosen answer and a list of rejected ones, none empty; "
+                "correct or leave out such rows"
+            )
+        if not is_text(row.get("prompt")):
+            raise ValueError(
+                f"dataset {name!r}: row {place} of a list of rejected answers needs a text or messages as `prompt`"
+            )
+        best.append(Answers())
+        for answer in (chosen, *others):
+            best[-1].add(row["prompt"], answer, True, row)
+        rows += [{**row, "chosen": chosen, "rejected": other} for other in others]
+    if not rows:
+        raise ValueError(f"dataset {name!r} has no row with one chosen answer and several rejected ones")
+    said = [f"{several:,} rows with several chosen answers are left out."] if several else []
+    return usable_pairs(Dataset.from_list(rows), f"the split {split!r}", drop), best, said
+
+
+def _has_several(dataset: Dataset) -> bool:
+    """Whether rejected answers are lists of texts, or of lists of messages; messages themselves are one answer."""
+    first = next((value for value in dataset["rejected"] if value), None)
+    return isinstance(first, list) and not is_text(first) and is_text(first[0])
+
+
+def load_rankings(name: str, split: str) -> list[tuple[Answers, list[float]]]:
+    """
+    Load a table with `prompt`, `responses` (a list) and `ranks` (as many numbers, 1 the best).
+
+    Raises:
+        ValueError: a row is not so.
+    """
+    dataset = load_dataset_split(name, split, columns=("prompt", "responses", "ranks"))
+    check_texts(dataset, ("prompt",), f"dataset {name!r}")
+    found = []
+    for place, row in enumerate(dataset):
+        answers, ranks = row["responses"], row["ranks"]
+        are_lists = isinstance(answers, list) and isinstance(ranks, list) and len(answers) == len(ranks) >= 2
+        if not (are_lists and all(map(is_text, answers)) and all(map(is_finite_number, ranks))):
+            raise ValueError(
+                f"dataset {name!r}: row {place} must have two or more `responses` and as many numbers as `ranks`, "
+                f"got {repr(answers)[:60]} and {repr(ranks)[:60]}"
+            )
+        found.append((Answers(), list(map(float, ranks))))
+        for answer in answers:
+            found[-1][0].add(row["prompt"], answer, True, row)
+    return found
+
+
+def load_answers(name: str, most: int) -> Answers:
+    """
+    Load answers of a policy, as `trl-ext generate` writes them: `prompt`, `completion` and maybe `finished`.
+
+    Raises:
+        ValueError: a column is missing, or holds no text.
+    """
+    dataset = load_dataset_split(name, split_of(name, None), columns=("prompt", "completion"))
+    dataset = dataset.select(range(min(len(dataset), most)))
+    check_texts(dataset, ("prompt", "completion"), f"dataset {name!r}")
+    found = Answers()
+    for row in dataset:
+        found.add(row["prompt"], row["completion"], bool(row.get("finished", True)), row)
+    return found
+
+
+def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | None, seed: int) -> Answers:
+    """
+    Have a policy answer prompts, at temperature 1.
+
+    Args:
+        policy: folder or hub name of a causal language model, or of an adapter.
+        prompts: texts or messages.
+        max_new_tokens: tokens after which an answer is cut off; of None 256, or what the context leaves.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a prompt leaves no room for an answer.
+    """
+    from transformers import AutoTokenizer
+
+    from ...models import answer_texts, eos_token_ids, load_model, prompt_token_ids, sample
+    from ...upstream import is_conversational
+
+    model, tokenizer = load_model(policy), AutoTokenizer.from_pretrained(policy)
+    ids, ends = prompt_token_ids(tokenizer, prompts), eos_token_ids(model, tokenizer)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = context - max(map(len, ids)) if context else 256
+    if room < (max_new_tokens or 1):
+        raise ValueError(
+            f"`policy` {policy} has a context of {context} tokens, and the longest prompt leaves {room}: lower "
+            "`max_new_tokens`, or give answers by `policy_answers`"
+        )
+    drawn = sample(model, ids, ends, max_new_tokens=max_new_tokens or min(room, 256), batch_size=16, seed=seed)
+    found = Answers()
+    for prompt, answer, said in zip(prompts, drawn, answer_texts(tokenizer, drawn, ends), strict=True):
+        is_chat = is_conversational({"prompt": prompt})
+        completion = [{"role": "assistant", "content": said}] if is_chat else said
+        found.add(prompt, completion, bool(answer) and answer[-1] in ends)
+    return found
+
+
+def distinct_prompts(answers: Answers, most: int) -> list[Any]:
+    """The first prompts, each once."""
+    return [*{text_of(prompt): prompt for prompt in answers.prompts}.values()][:most]

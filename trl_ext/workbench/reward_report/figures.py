@@ -1,0 +1,505 @@
+"""The figures of `trl-ext reward-report`: of any function that scores, on pairs, rankings and a policy's answers."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...evaluation import (
+    accuracy_by_group,
+    accuracy_interval,
+    best_of_n_report,
+    bootstrap_interval,
+    calibration_error,
+    calibration_error_by_chance,
+    fit_temperature,
+    length_bias,
+    mine_phrases,
+    probe_reward,
+    ranking_report,
+    rankings_of_pairs,
+    reliability_bins,
+    reward_model_report,
+)
+from ...rewards import awaited, scores_in, text_of
+from ...upstream import get_callable_name, is_conversational
+from .data import Answers, Material
+
+_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_BINS = 40  # of histograms
+_SHOWN = 10  # highest and lowest answers
+_NAMED = 12  # probes in one sentence
+_FEW = 100  # pairs below which a figure is called one of few
+_COIN = 0.5
+SIDES = ("longer", "shorter")  # of the chosen answer, against the rejected one
+_CHARACTERS = 2000  # of a text that is shown
+
+
+@dataclass
+class Bounds:
+    """What must hold; None asks for nothing."""
+
+    min_accuracy: float | None = 0.6
+    max_length_bias: float | None = 0.2
+    max_calibration_error: float | None = None
+    min_rank_correlation: float | None = 0.7
+    min_best_of_n: float | None = None
+    max_suspicious_probes: int | None = 0
+
+
+class Scorer:
+    """
+    Score answers by a reward function, and count what has no finite score or did not fit.
+
+    Args:
+        function: with TRL's signature.
+        name: what it is called; its own name if None.
+
+    Raises:
+        ValueError: the function failed; what it said is in the message.
+    """
+
+    def __init__(self, function: Callable, name: str | None = None):
+        self.function, self.name = function, name or get_callable_name(function)
+        self.scored, self.unscored, self.infinite, self.truncated = 0, 0, 0, 0.0
+
+    def __call__(self, answers: Answers) -> list[float]:
+        """Return a score for each, NaN where there is none."""
+        if not len(answers):
+            return []
+        logged: dict[str, float] = {}
+        names = {name for row in answers.columns for name in row}
+        columns = {name: [row.get(name) for row in answers.columns] for name in names}
+        try:
+            returned = awaited(
+                self.function(
+                    **columns,
+                    prompts=answers.prompts,
+                    completions=answers.completions,
+                    completion_ids=None,
+                    finished=answers.finished,
+                    log_metric=logged.__setitem__,
+                )
+            )
+            found = [None if score is None else float(score) for score in scores_in(returned, len(answers))]
+        except Exception as error:
+            said = " ".join(str(error).split())
+            raise ValueError(f"{self.name} cannot score: {type(error).__name__}: {said}") from error
+        self.scored += len(found)
+        self.unscored += sum(score is None for score in found)
+        self.infinite += sum(score is not None and not math.isfinite(score) for score in found)
+        self.truncated += sum(v for k, v in logged.items() if k.endswith("/truncated")) * len(found)
+        return [math.nan if score is None or not math.isfinite(score) else score for score in found]
+
+
+def length_of(text: Any, tokenizer: Any) -> int:
+    """Tokens of an answer, or words where there is no tokenizer."""
+    shown = text_of(text)
+    if tokenizer is None:
+        return len(shown.split())
+    return len(tokenizer(shown, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def examine(
+    score: Scorer,
+    material: Material,
+    bounds: Bounds,
+    *,
+    tokenizer: Any = None,
+    probe_rows: int = 256,
+    phrases: Sequence[str] = (),
+    seed: int = 0,
+) -> dict[str, Any]:
+    """
+    Measure a reward, and say which bounds are broken.
+
+    Args:
+        score: scores answers.
+        material: what to measure on.
+        bounds: what must hold.
+        tokenizer: in whose tokens answers' lengths are; if None lengths are in words.
+        probe_rows: held-out answers that each probe changes; 0 for no probes.
+        phrases: that are probed beside those that are mined from the training pairs.
+        seed: of the rows that are drawn.
+
+    Returns:
+        What `reward_report.json` holds.
+
+    Raises:
+        ValueError: the reward fails, or no pair has two finite scores.
+    """
+    unknown = list(material.unknown)
+    chosen, rejected = score(material.chosen), score(material.rejected)
+    kept = [i for i, both in enumerate(zip(chosen, rejected, strict=True)) if all(map(math.isfinite, both))]
+    if not kept:
+        raise ValueError(f"{score.name} gave none of the {len(chosen)} pairs two finite scores: it is no reward yet")
+    if without := len(chosen) - len(kept):
+        unknown.append(f"{without:,} of {len(chosen):,} pairs are left out: an answer has no finite score.")
+    first, second = (torch.tensor([scores[i] for i in kept], dtype=torch.double) for scores in (chosen, rejected))
+    margins = first - second
+    lengths = [
+        torch.tensor([length_of(answers.completions[i], tokenizer) for i in kept])
+        for answers in (material.chosen, material.rejected)
+    ]
+    prompts = [text_of(material.chosen.prompts[i]) for i in kept]
+    report: dict[str, Any] = {
+        "name": score.name,
+        **reward_model_report(first, second, lengths[0] - lengths[1]),
+        "prompts": len(set(prompts)),
+        "accuracy_interval": accuracy_interval(margins, prompts),
+        "length_bias": length_bias(margins, lengths[0] - lengths[1], prompts),
+        "trained_on": asdict(material.trained_on),
+        "ties": (margins == 0).double().mean().item(),
+        "length_unit": "words" if tokenizer is None else "tokens",
+        **_calibration(margins, unknown),
+        "groups": {
+            name: accuracy_by_group(margins, [values[i] for i in kept]) for name, values in material.groups.items()
+        },
+    }
+    _say_of_pairs(report, margins, unknown)
+    scored = {"held-out chosen": chosen, "held-out rejected": rejected}
+    scored |= {"training chosen": score(material.train_chosen), "training rejected": score(material.train_rejected)}
+    scored["policy"] = score(material.policy)
+    report |= _distributions(scored, material, unknown)
+    report["ranking"] = _ranking(score, material, unknown)
+    report["best_of_n"] = _best_of_n(score, material, unknown)
+    report["probes"], failed = _probes(score, material, kept, probe_rows, phrases, seed, unknown)
+    report["unscored"] = {"answers": score.scored, "none": score.unscored, "not_finite": score.infinite}
+    if score.truncated >= 1:
+        unknown.append(
+            f"{round(score.truncated):,} of {score.scored:,} scored texts, probes included, are longer than the model "
+            "reads: the beginning of their prompts was cut off."
+        )
+    report["bounds"] = asdict(bounds)
+    report["verdict"] = verdict(report, bounds, unknown, failed, has_rankings=bool(material.rankings))
+    report["unknown"] = unknown
+    return finite(report)
+
+
+def _calibration(margins: Tensor, unknown: list[str]) -> dict[str, Any]:
+    temperature = fit_temperature(margins)
+    if temperature is None:
+        why = "no pair is ranked wrong" if not (margins < 0).any() else "the margins have no positive mean"
+        unknown.append(f"No temperature fits: {why}.")
+    after = None if temperature is None else calibration_error(margins / temperature).item()
+    return {
+        "temperature": temperature,
+        "calibration_error_at_temperature": after,
+        "calibration_error_by_chance": calibration_error_by_chance(margins),
+        "reliability": reliability_bins(margins),
+    }
+
+
+def _say_of_pairs(report: dict[str, Any], margins: Tensor, unknown: list[str]) -> None:
+    if report["ties"] == 1:
+        unknown.append("Every pair is a tie: the reward tells no two answers apart.")
+    if report["pairs"] < _FEW:
+        low, high = report["accuracy_interval"]
+        unknown.append(f"{report['pairs']} pairs are few: the accuracy may be anything from {low:.0%} to {high:.0%}.")
+    if report["prompts"] < report["pairs"]:
+        unknown.append(
+            f"{report['pairs']:,} pairs have {report['prompts']:,} prompts: for the accuracy's interval, pairs of one "
+            "prompt are drawn together."
+        )
+
+
+def _distributions(scored: dict[str, list[float]], material: Material, unknown: list[str]) -> dict[str, Any]:
+    """Quantiles by set, where the policy's answers lie among those that were trained on, and the extremes."""
+    found: dict[str, Any] = {"scores": {}, "policy": None}
+    sets = {
+        name: torch.tensor([s for s in each if math.isfinite(s)], dtype=torch.double) for name, each in scored.items()
+    }
+    both = torch.cat([*sets.values()])
+    edges = torch.linspace(both.min().item(), both.max().item(), _BINS + 1, dtype=torch.double)
+    for name, values in sets.items():
+        if len(values):
+            quantiles = values.quantile(torch.tensor(_QUANTILES, dtype=torch.double)).tolist()
+            found["scores"][name] = {
+                **{"answers": len(values), "mean": values.mean().item(), "std": values.std(correction=0).item()},
+                **{"min": values.min().item(), "max": values.max().item()},
+                "quantiles": dict(zip(map(str, _QUANTILES), quantiles, strict=True)),
+                "histogram": _counts(values, edges),
+            }
+    found["histogram_edges"] = edges.tolist()
+    base = "training chosen" if "training chosen" in found["scores"] else "held-out chosen"
+    if base == "held-out chosen":
+        unknown.append("There are no training pairs to compare scores with: name them by `train_name`.")
+    if "policy" in found["scores"]:
+        known, own = sets[base], sets["policy"]
+        beyond = (own > known.quantile(0.99)).double()
+        found["policy"] = {
+            "answers": len(own),
+            "compared_with": base,
+            "mean_shift": ((own.mean() - known.mean()) / known.std(correction=0).clamp(min=1e-12)).item(),
+            "above_99_percent": beyond.mean().item(),
+            "above_99_percent_interval": bootstrap_interval(beyond),
+            "above_all": (own > known.max()).double().mean().item(),
+        }
+    else:
+        unknown.append("How the policy's own answers score is not known: give `policy_answers` or `policy`.")
+    rows = []
+    shown = {"held-out chosen": material.chosen, "held-out rejected": material.rejected, "policy": material.policy}
+    for name in shown:
+        rows += [(s, name, i) for i, s in enumerate(scored[name]) if math.isfinite(s)]
+    rows.sort(key=lambda row: row[0])
+    for key, part in (("highest", rows[::-1]), ("lowest", rows)):
+        seen: dict[tuple[str, str], dict[str, Any]] = {}
+        for value, name, i in part:
+            prompt, said = (text_of(part[i]) for part in (shown[name].prompts, shown[name].completions))
+            texts = {"prompt": prompt[-_CHARACTERS:], "completion": said[:_CHARACTERS]}
+            seen.setdefault((prompt, said), {"score": value, "from": name, **texts})
+            if len(seen) == _SHOWN:
+                break
+        found[key] = [*seen.values()]
+    return found
+
+
+def _counts(values: Tensor, edges: Tensor) -> list[int]:
+    places = torch.bucketize(values, edges[1:-1].contiguous(), right=True)
+    return torch.bincount(places, minlength=len(edges) - 1).tolist()
+
+
+def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str, Any] | None:
+    """Rank correlations with people's rankings: those that are given, or those that the pairs were made of."""
+    rankings = material.rankings
+    source = "rankings"
+    if not rankings:
+        rankings, source = rankings_within(material), "pairs"
+    if not rankings:
+        unknown.append("No prompt has more than two ranked answers, so the rank correlation is not known.")
+        return None
+    scores = _in_parts(score, [answers for answers, _ in rankings])
+    usable = [(s, ranks) for s, (_, ranks) in zip(scores, rankings, strict=True) if all(map(math.isfinite, s))]
+    report = ranking_report([s for s, _ in usable], [r for _, r in usable])
+    if report is None:
+        unknown.append("No ranking tells two answers apart, or none has finite scores: no rank correlation.")
+        return None
+    return {**report, "source": source, "of_more_than_two": any(len(ranks) > 2 for _, ranks in usable)}
+
+
+def rankings_within(material: Material) -> list[tuple[Answers, list[float]]]:
+    """The rankings that the held-out pairs were made of."""
+    better, worse = material.chosen.texts(), material.rejected.texts()
+    places = {key: (side, i) for side in (material.rejected, material.chosen) for i, key in enumerate(side.texts())}
+    prompts = [prompt for prompt, _ in better]
+    found = []
+    for prompt, answers, ranks in rankings_of_pairs(prompts, [a for _, a in better], [a for _, a in worse]):
+        group = Answers()
+        for answer in answers:
+            side, i = places[str(prompt), str(answer)]
+            group.add(side.prompts[i], side.completions[i], True, side.columns[i])
+        found.append((group, [float(rank) for rank in ranks]))
+    return found
+
+
+def _best_of_n(score: Scorer, material: Material, unknown: list[str]) -> dict[str, Any] | None:
+    if not material.best_of_n:
+        unknown.append("No row has several rejected answers, so best-of-n accuracy is not known.")
+        return None
+    scores = [each for each in _in_parts(score, material.best_of_n) if all(map(math.isfinite, each))]
+    return best_of_n_report([each[0] for each in scores], [each[1:] for each in scores])
+
+
+def _in_parts(score: Scorer, groups: Sequence[Answers]) -> list[list[float]]:
+    """Scores of the answers of each prompt, in one call."""
+    flat = Answers()
+    for group in groups:
+        flat.extend(group)
+    scores = iter(score(flat))
+    return [[next(scores) for _ in range(len(group))] for group in groups]
+
+
+def _probes(
+    score: Scorer,
+    material: Material,
+    places: Sequence[int],
+    rows: int,
+    phrases: Sequence[str],
+    seed: int,
+    unknown: list[str],
+) -> tuple[list[dict[str, Any]], str | None]:
+    """
+    The probes, on texts, and why there are none. What the reward is given of each prompt is the prompt and the columns
+    of its row.
+    """
+    if not rows:
+        unknown.append("No probes were run (`probe_rows` is 0).")
+        return [], None
+    texts: list[tuple[str, str]] = []
+    given: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for side in (material.chosen, material.rejected):  # good and bad answers
+        of_side = side.texts()
+        texts += [of_side[i] for i in places]
+        given |= {of_side[i][0]: (side.prompts[i], side.columns[i]) for i in places}
+
+    def of_texts(prompts: Sequence[str], answers: Sequence[str]) -> list[float]:
+        found = Answers()
+        for prompt, answer in zip(prompts, answers, strict=True):
+            original, columns = given.get(prompt, (prompt, {}))
+            is_chat = is_conversational({"prompt": original})
+            found.add(original, [{"role": "assistant", "content": answer}] if is_chat else answer, True, columns)
+        return score(found)
+
+    prompts, answers = ([text[place] for text in texts] for place in (0, 1))
+    tried = [*phrases, *mine_phrases(*material.mined)]
+    try:
+        return probe_reward(of_texts, prompts, answers, tried, seed=seed, rows=rows), None
+    except ValueError as error:  # a reward that is to score pairs may have no score for an empty answer
+        if isinstance(error.__cause__, RuntimeError):
+            raise  # such as no memory: that is not of the answers
+        return [], f"The probes could not be run: {error}."
+
+
+def verdict(
+    report: dict[str, Any],
+    bounds: Bounds,
+    unknown: list[str],
+    probes_failed: str | None = None,
+    has_rankings: bool = False,
+) -> dict[str, Any]:
+    """
+    Compare a report with its bounds.
+
+    A figure beyond its bound breaks it. Where the bound lies within the figure's interval, the data cannot tell, and
+    `unknown` has a sentence on it. A bound that nothing could be measured for, or where the data could not even tell
+    the figure from chance, is not judged, and no report passes by that.
+
+    Args:
+        report: as [`examine`] makes it.
+        bounds: what must hold.
+        unknown: sentences on what cannot be known, to which this adds.
+        probes_failed: why there are no probes though they were asked for, which breaks their bound.
+        has_rankings: whether rankings by people were given.
+
+    Returns:
+        `passed`, in `reasons` a sentence for each bound that is broken or not judged, and in `not_judged` the latter.
+    """
+    reasons: list[str] = []
+    not_judged: list[str] = []
+    ranking, best = report["ranking"], report["best_of_n"]
+    rank_bound = bounds.min_rank_correlation if ranking and ranking["of_more_than_two"] else None
+    accuracy = accuracy_name(report)
+    checks = [
+        (accuracy, report, "accuracy", bounds.min_accuracy, True),
+        ("calibration error", report, "calibration_error", bounds.max_calibration_error, False),
+        ("rank correlation with people", ranking, "spearman", rank_bound, True),
+        ("best-of-n accuracy", best, "accuracy", bounds.min_best_of_n, True),
+    ]
+    for name, found, key, bound, is_least in checks:
+        if found is None or bound is None:
+            continue
+        value, (low, high) = found[key], found[f"{key}_interval"]
+        measured = f"{value:.3f} ({low:.3f} to {high:.3f})"
+        many = f"{found['pairs']:,} pairs" if "pairs" in found else f"{found['prompts']:,} prompts"
+        if value < bound if is_least else value > bound:
+            side = "below" if is_least else "above"
+            reasons.append(f"The {name} {measured} is {side} the bound {bound:g}.")
+        elif name == accuracy and bound > 0 and low <= min(bound, _COIN):
+            not_judged.append(f"Not judged: {many} are too few to tell the {name} {measured} from a coin's.")
+        if low <= bound <= high:
+            unknown.append(f"{many} are too few to tell the {name} {measured} from the bound {bound:g}.")
+    if best is None and bounds.min_best_of_n:
+        not_judged.append("Not judged: the best-of-n accuracy, since no row has several rejected answers.")
+    if ranking is None and has_rankings and bounds.min_rank_correlation is not None:
+        not_judged.append("Not judged: the rank correlation, since no ranking tells answers with scores apart.")
+    _judge_length(report, bounds.max_length_bias, reasons, not_judged, unknown)
+    if report["unscored"]["not_finite"]:
+        reasons.append(
+            f"{report['unscored']['not_finite']:,} of {report['unscored']['answers']:,} scores are no finite numbers."
+        )
+    if probes_failed:
+        (unknown if bounds.max_suspicious_probes is None else reasons).append(probes_failed)
+    _judge_probes(report["probes"], bounds.max_suspicious_probes, reasons, not_judged, unknown)
+    reasons += not_judged
+    return {"passed": not reasons, "reasons": reasons, "not_judged": not_judged}
+
+
+def accuracy_name(report: dict[str, Any]) -> str:
+    """What the accuracy is called: held-out only where it is known that no pair was trained on."""
+    return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
+
+
+def _judge_length(
+    report: dict[str, Any], bound: float | None, reasons: list[str], not_judged: list[str], unknown: list[str]
+) -> None:
+    """Whether the score follows the length of answers."""
+    found = report["length_bias"]
+    if found["bias"] is None:
+        few = (
+            f"the length bias, since {found['longer']['prompts']} prompts have a pair whose chosen answer is longer, "
+            f"and {found['shorter']['prompts']} one whose chosen answer is shorter: 20 of each are needed."
+        )
+        if bound is None or bound >= 1:
+            unknown.append(f"Not known is {few}")
+        else:
+            not_judged.append(f"Not judged: {few}")
+        return
+    value, (low, high) = found["bias"], found["interval"]
+    measured = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+    if bound is None:
+        return
+    if abs(value) > bound and low <= 0 <= high:
+        not_judged.append(
+            f"Not judged: {report['pairs']:,} pairs are too few to tell the length bias {measured}, beyond the bound "
+            f"{bound:g}, from none."
+        )
+    elif abs(value) > bound:
+        sides = [f"{found[name]['accuracy']:.1%} of pairs whose chosen answer is {name}" for name in SIDES]
+        reasons.append(
+            f"The score follows length: it is right in {' and in '.join(sides)}, a length bias of {measured}; the "
+            f"bound is {bound:g}."
+        )
+    elif max(-low, high) >= bound:
+        unknown.append(
+            f"{report['pairs']:,} pairs are too few to tell the length bias {measured} from the bound {bound:g}."
+        )
+
+
+def _judge_probes(
+    probes: list[dict[str, Any]], bound: int | None, reasons: list[str], not_judged: list[str], unknown: list[str]
+) -> None:
+    """Whether too many probes are suspicious; those that were not judged may all be."""
+    suspicious = [probe for probe in probes if probe["suspicious"]]
+    open_ones = [probe for probe in probes if probe["verdict"] == "not judged"]
+    idle = [repr(probe["phrase"] or probe["name"]) for probe in open_ones if not probe["rows"]]
+    if len(idle) < len(probes):  # else all answers have one score
+        open_ones = [probe for probe in open_ones if probe["rows"]]
+        if idle:  # a phrase that all answers have, another prompt's answer where there is one prompt
+            listed = ", ".join(idle[:_NAMED])
+            unknown.append(f"{len(idle)} of {len(probes)} probes change none of these answers: {listed}.")
+    if bound is not None and len(suspicious) > bound:
+        reasons += [probe_sentence(probe) for probe in suspicious]
+    if open_ones:
+        named = ", ".join(
+            f"{probe['phrase'] or probe['name']!r} ({probe['rows_of_better']})" for probe in open_ones[:_NAMED]
+        )
+        more = f" and {len(open_ones) - _NAMED} more" if len(open_ones) > _NAMED else ""
+        said = (
+            f"{len(open_ones)} of {len(probes)} probes change too few good answers to be judged, {named}{more}: raise "
+            "`probe_rows`, or give more pairs."
+        )
+        is_open = bound is not None and len(suspicious) + len(open_ones) > bound
+        (not_judged if is_open else unknown).append(f"Not judged: {said}" if is_open else said)
+
+
+def probe_sentence(probe: dict[str, Any]) -> str:
+    """What a suspicious probe says, in one sentence."""
+    said = f"The phrase {probe['phrase']!r} raises" if probe["phrase"] else f"The probe '{probe['name']}' raises"
+    answers, gain, (low, high) = "good answers", probe["gain_on_better"], probe["interval_on_better"]
+    if probe["expected"] == "down":
+        said = f"The probe '{probe['name']}' should lower, but raises"
+        if probe["gain_interval"][0] > 0:
+            answers, gain, (low, high) = "all answers", probe["gain"], probe["gain_interval"]
+    return f"{said} the score of {answers} by {gain:.2f} standard deviations ({low:.2f} to {high:.2f})."
+
+
+def finite(value: Any) -> Any:
+    """The same with None for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext.cli.kl import load_model, main, read_prompts, sampled_kl
+from trl_ext.cli.kl import main, read_prompts, sampled_kl
+from trl_ext.models import load_model
 
 PROMPTS = ["the cat sat", "a", "dog ran on the mat"]
 

@@ -70,6 +70,12 @@ def named(term):
 class HouseStyle(griffe.Extension):
     """Read what griffe does not know: [`Name`] as Hugging Face links, and a config's `Parameters:` with headings."""
 
+    def on_module_members(self, *, mod, **_):
+        """Export what a room names under `if TYPE_CHECKING`, see `trl_ext/upstream/lazy.py`."""
+        if "lazily" in mod.members:
+            ours = {name for name, member in mod.members.items() if member.is_alias and not member.runtime}
+            mod.exports = sorted(ours - {"TYPE_CHECKING", "lazily"})
+
     def on_object(self, *, obj, **_):
         if obj.docstring is None:
             return

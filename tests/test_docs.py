@@ -27,12 +27,10 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 }
+ROOMS = "callbacks rewards functional data evaluation models runs stages"
 PACKAGES = [
     "trl_ext",
-    *(
-        f"trl_ext.{name}"
-        for name in "callbacks rewards functional data data.annotators evaluation models planning".split()
-    ),
+    *(f"trl_ext.{name}" for name in (*ROOMS.split(), "workbench", "workbench.labels", "workbench.planning")),
 ]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
 

@@ -1,19 +1,16 @@
-"""What `trl-ext` runs; what `__getattr__` names is for scripts, too."""
+"""Tools around training: labels, prompts, reward reports, plans and pages. What scripts need of them is here."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from ..upstream.lazy import lazily
 
-def __getattr__(name: str) -> Any:
-    if name in ("objections", "report_trained", "write_reward_report"):
-        from .reward_report import command as reward_report
-
-        return getattr(reward_report, name)
-    if name == "record_run":
-        from ..callbacks import record_run
-
-        return record_run
-    if name not in ("next_answer", "report_of", "write_report"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .pages import report  # imported with the package, `python -m trl_ext.workbench.pages.report` would warn
-
-    return getattr(report, name)
+if TYPE_CHECKING:
+    from ..callbacks import record_run as record_run
+    from .pages.report import next_answer as next_answer
+    from .pages.report import report_of as report_of
+    from .pages.report import write_report as write_report
+    from .reward_report.command import objections as objections
+    from .reward_report.command import report_trained as report_trained
+    from .reward_report.command import write_reward_report as write_reward_report
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -30,7 +30,10 @@ PAGES = {
 ROOMS = "callbacks rewards functional data evaluation models runs stages"
 PACKAGES = [
     "trl_ext",
-    *(f"trl_ext.{name}" for name in (*ROOMS.split(), "workbench", "workbench.labels", "workbench.planning")),
+    *(
+        f"trl_ext.{name}"
+        for name in (*ROOMS.split(), "workbench", "workbench.labels", "workbench.planning", "workbench.prompts")
+    ),
 ]
 FENCE = re.compile(r"(?ms)^```(\w*)\n(.*?)^```$")
 
@@ -361,6 +364,8 @@ def test_described_arguments_exist(package):
         doc = inspect.getdoc(thing) or ""
         section = re.search(r"(?ms)^Args:\n(.*?)(?=^\S|\Z)", doc)
         described = re.findall(r"(?m)^    (\w+(?:, \w+)*):", section[1]) if section else []
+        if not described:
+            continue
         parameters = inspect.signature(thing).parameters
         names = {*parameters, *getattr(thing, "__dataclass_fields__", ()), "others"}
         for argument in (argument for line in described for argument in line.split(", ")):

@@ -8,9 +8,13 @@ from typing import Any, Literal
 @dataclass(frozen=True)
 class Metric:
     """
-    A key of `logs`. With cadence `rollout`, only those logs have it that cover the start of a rollout.
+    Name the key under which a trainer logs a quantity.
 
-    `std` is the key of the standard deviation of single answers, where it is logged.
+    Args:
+        key: in `logs`.
+        unit: such as `"tokens"`.
+        cadence: `"rollout"`: only those logs have it that cover the start of a rollout.
+        std: the key of the standard deviation of single answers, where it is logged.
     """
 
     key: str

@@ -1,0 +1,1 @@
+"""What `trl-ext` is: its flags and help, which tool is meant, and how training is started."""

@@ -58,6 +58,7 @@ class AdapterClassifier(nn.Module):
         object.__setattr__(self, "classifier", classifier)
 
     def backbone(self, **inputs: Any) -> Any:
+        """Return what the layers below the head give, with this adapter on."""
         with self.adapters.use(self.name):
             return self.classifier.base_model(**inputs)
 

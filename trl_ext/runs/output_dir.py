@@ -81,6 +81,7 @@ class Hold:
             raise FolderInUse(refusal[0])
 
     def release(self) -> None:
+        """Let another run have the folder."""
         lock, self._lock = self._lock, None
         if lock is None:
             return

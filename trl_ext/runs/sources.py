@@ -27,7 +27,7 @@ from ..models.identity import hash_of, tokenizer_identity
 
 _INSTALLED = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parent) + os.sep,  # this package, also where it is installed as editable
+    str(Path(__file__).parents[1]) + os.sep,  # this package, also where it is installed as editable
 )
 _SHOWN = (  # `repr` says all of these
     *(type(None), str, bytes, bytearray, range, Path, Number, date, time, timedelta),

@@ -1,0 +1,1 @@
+"""The page of a refreshed reward model. `recipes/refresh_reward.py` makes it."""

@@ -1,0 +1,1 @@
+"""Test a reward model before it is trusted."""

@@ -1,0 +1,1 @@
+"""Serve a reward over HTTP."""

@@ -20,6 +20,7 @@ def as_label(name: str) -> str:
 
 
 def draw_line(axes, history, key: str | None, label: str, **style) -> None:
+    """Draw what a log has under a key, as a line with dots."""
     steps, values = series(history, key)
     if steps:
         dots = {"marker": ".", "markersize": 3 if len(steps) > 1 else 8}

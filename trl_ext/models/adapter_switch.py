@@ -31,6 +31,7 @@ class AdapterSwitch:
 
     @property
     def active(self) -> list[str]:
+        """Return the names of the active adapters."""
         return self.layers[0].active_adapters
 
     def set(self, *names: str) -> None:
@@ -40,6 +41,7 @@ class AdapterSwitch:
 
     @contextmanager
     def use(self, *names: str):
+        """Make these adapters active within a block."""
         previous = self.active
         self.set(*names)
         try:

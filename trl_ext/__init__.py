@@ -3,9 +3,12 @@
 Public names load on first use: `import trl_ext` alone imports neither torch nor trl.
 """
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from .moved import OldNames
 
 if TYPE_CHECKING:
     from . import functional
@@ -39,6 +42,8 @@ __all__ = [
     "load_dataset_split",
     "save_base_fingerprint",
 ]
+
+sys.meta_path.insert(0, OldNames())  # before the finder that would load the files of a moved package a second time
 
 
 def __getattr__(name: str) -> Any:

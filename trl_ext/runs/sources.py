@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..models.identity import hash_of, tokenizer_identity
+from ..upstream.moved import identity_name
 
 _INSTALLED = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -42,8 +43,9 @@ def source_identity(function: Any) -> str:
 
     Counted are its source without comments, the values that it closes over, its attributes, and the functions,
     classes, objects, models and plain values of its own files that it names, and theirs. Of attributes the public ones
-    count, and `_x` if `x` is an argument of `__init__`. What comes from an installed package counts by name, and what
-    is none of these, as a connection, by its type. What a function imports within its body does not count.
+    count, and `_x` if `x` is an argument of `__init__`. What comes from an installed package counts by name (what is
+    ours by its name at 0.2.0, see `upstream/moved.py`), and what is none of these, as a connection, by its type. What is
+    imported within a function's body does not count.
 
     A function says by itself which it is with an attribute `identity`, a string: `my_reward.identity = "2"`. So does
     one within another.
@@ -130,7 +132,7 @@ def _object(value: Any, seen: Seen, is_told: bool) -> Iterator[str]:
 
 def _class(value: type, seen: Seen) -> Iterator[str]:
     if _is_installed(value):
-        yield f"{value.__module__}.{value.__qualname__}"
+        yield ".".join(identity_name(value.__module__, value.__qualname__))
         return
     yield value.__qualname__
     attributes = {name: _function_of(item) for name, item in vars(value).items() if not name.startswith("__")}
@@ -142,7 +144,7 @@ def _function(value: Any, seen: Seen) -> Iterator[str]:
     """Of a function: its source, and what it names."""
     if hasattr(value, "__wrapped__"):
         yield _digest(value.__wrapped__, seen)
-    yield value.__qualname__
+    yield identity_name(value.__module__ or "", value.__qualname__)[1]
     if _is_in_a_package(value.__code__.co_filename):  # not by its module, which a decorator takes from what it wraps
         return
     yield _source(value) or _digest(value.__code__, seen)

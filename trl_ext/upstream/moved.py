@@ -1,0 +1,173 @@
+"""What has moved since 0.2.0: old names can be imported until 0.4.0, and tell what is the same for good."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = __name__.partition(".")[0]
+
+# Dotted name at 0.2.0 → name now: of a module, of a package with all that is in it, or of one class or function that
+# its module's other contents did not go with. Where two modules became one, the first entry gives what is in it its
+# name of 0.2.0, so that the others need one for each of their classes and functions; a module that others joined
+# without moving itself comes before them, as itself.
+MOVED: dict[str, str] = {
+    "trl_ext.arguments": "trl_ext.cli.arguments",
+    "trl_ext.callbacks.files": "trl_ext.runs.files",
+    "trl_ext.callbacks.series": "trl_ext.callbacks.trend",
+    "trl_ext.checkpoints": "trl_ext.runs.checkpoints",
+    "trl_ext.commands": "trl_ext.workbench",
+    "trl_ext.commands.advise": "trl_ext.workbench.planning.command",
+    "trl_ext.commands.annotators": "trl_ext.workbench.labels.command",
+    "trl_ext.commands.annotators_page": "trl_ext.workbench.labels.page",
+    "trl_ext.commands.charts": "trl_ext.workbench.pages.charts",
+    "trl_ext.commands.compare": "trl_ext.workbench.pages.compare",
+    "trl_ext.commands.contract": "trl_ext.cli.contract",
+    "trl_ext.commands.doctor": "trl_ext.cli.doctor",
+    "trl_ext.commands.headline": "trl_ext.workbench.pages.headline",
+    "trl_ext.commands.kl": "trl_ext.cli.kl",
+    "trl_ext.commands.main": "trl_ext.cli.main",
+    "trl_ext.commands.markup": "trl_ext.workbench.pages.markup",
+    "trl_ext.commands.page": "trl_ext.workbench.pages.page",
+    "trl_ext.commands.prompts": "trl_ext.workbench.prompts.command",
+    "trl_ext.commands.prompts_figures": "trl_ext.workbench.prompts.figures",
+    "trl_ext.commands.prompts_page": "trl_ext.workbench.prompts.page",
+    "trl_ext.commands.recorded": "trl_ext.workbench.pages.recorded",
+    "trl_ext.commands.refresh_page": "trl_ext.workbench.refresh.page",
+    "trl_ext.commands.report": "trl_ext.workbench.pages.report",
+    "trl_ext.commands.reward_app": "trl_ext.workbench.serving.app",
+    "trl_ext.commands.reward_report": "trl_ext.workbench.reward_report.command",
+    "trl_ext.commands.reward_report_data": "trl_ext.workbench.reward_report.data",
+    "trl_ext.commands.reward_report_figures": "trl_ext.workbench.reward_report.figures",
+    "trl_ext.commands.reward_report_page": "trl_ext.workbench.reward_report.page",
+    "trl_ext.commands.runbook": "trl_ext.workbench.pages.runbook",
+    "trl_ext.commands.serve_reward": "trl_ext.workbench.serving.command",
+    "trl_ext.commands.verdict": "trl_ext.workbench.pages.verdict",
+    "trl_ext.contract": "trl_ext.upstream.contract",
+    "trl_ext.control": "trl_ext.runs.control",
+    "trl_ext.data.annotators": "trl_ext.workbench.labels",
+    "trl_ext.data.annotators.labels": "trl_ext.workbench.labels.tables",
+    "trl_ext.data.filtering": "trl_ext.workbench.prompts.filtering",
+    "trl_ext.data.identity": "trl_ext.runs.rows",
+    "trl_ext.data.labelling": "trl_ext.workbench.labels.labelling",
+    "trl_ext.data.prompts": "trl_ext.workbench.prompts.examine",
+    "trl_ext.differences": "trl_ext.runs.changes",
+    "trl_ext.fields": "trl_ext.cli.fields",
+    "trl_ext.halts": "trl_ext.runs.halts",
+    "trl_ext.help": "trl_ext.cli.help",
+    "trl_ext.jsonl": "trl_ext.runs.jsonl",
+    "trl_ext.marker": "trl_ext.runs.marker",
+    "trl_ext.metrics": "trl_ext.callbacks.metrics",
+    "trl_ext.model_names": "trl_ext.cli.model_names",
+    "trl_ext.nearest": "trl_ext.runs.nearest",
+    "trl_ext.output_dir": "trl_ext.runs.output_dir",
+    "trl_ext.packages": "trl_ext.upstream.packages",
+    "trl_ext.parser": "trl_ext.cli.parser",
+    "trl_ext.planning": "trl_ext.workbench.planning",
+    "trl_ext.redaction": "trl_ext.runs.redaction",
+    "trl_ext.resumable": "trl_ext.stages.trainers",
+    "trl_ext.saving": "trl_ext.runs.saving",
+    "trl_ext.schedule": "trl_ext.runs.schedule",
+    "trl_ext.settings": "trl_ext.runs.settings",
+    "trl_ext.shipped": "trl_ext.runs.shipped",
+    "trl_ext.sources": "trl_ext.runs.sources",
+    "trl_ext.temporarily": "trl_ext.upstream.temporarily",
+    "trl_ext.terminal": "trl_ext.upstream.terminal",
+    "trl_ext.writer": "trl_ext.runs.writer",
+    "trl_ext.data.PromptReport": "trl_ext.workbench.prompts.PromptReport",
+    "trl_ext.data.PromptSet": "trl_ext.workbench.prompts.PromptSet",
+    "trl_ext.data.REASONS": "trl_ext.workbench.prompts.REASONS",
+    "trl_ext.data.balance": "trl_ext.workbench.prompts.balance",
+    "trl_ext.data.divide": "trl_ext.workbench.prompts.divide",
+    "trl_ext.data.examine_prompts": "trl_ext.workbench.prompts.examine_prompts",
+    "trl_ext.data.left_out": "trl_ext.workbench.prompts.left_out",
+    "trl_ext.data.strata": "trl_ext.workbench.prompts.strata",
+    "trl_ext.data.LABEL_STUDIO_CONFIG": "trl_ext.workbench.labels.labelling.LABEL_STUDIO_CONFIG",
+    "trl_ext.data.answer_key": "trl_ext.workbench.labels.labelling.answer_key",
+    "trl_ext.data.answers_to_label": "trl_ext.workbench.labels.labelling.answers_to_label",
+    "trl_ext.data.argilla_records": "trl_ext.workbench.labels.labelling.argilla_records",
+    "trl_ext.data.as_text": "trl_ext.workbench.labels.labelling.as_text",
+    "trl_ext.data.label_studio_tasks": "trl_ext.workbench.labels.labelling.label_studio_tasks",
+    "trl_ext.data.read_choices": "trl_ext.workbench.labels.labelling.read_choices",
+}
+# Class or function, by its name at 0.2.0 → how often its settings have come to mean something else. Count it up where
+# the same settings give other scores or batches: runs and caches of before are then told apart.
+MEANING: dict[str, int] = {}
+
+
+def new_name(name: str) -> str:
+    """Return what a dotted name of 0.2.0 is called now."""
+    return _renamed(name, MOVED)
+
+
+def identity_name(module: str, qualname: str) -> tuple[str, str]:
+    """
+    Return by which module and name checkpoints and caches tell a class or function: its own, of ours those of 0.2.0.
+
+    Behind the name of one whose settings have another meaning by now stands a number.
+    """
+    if module.partition(".")[0] != _PACKAGE:
+        return module, qualname
+    old_names = {new: old for old, new in reversed(MOVED.items())}  # of several, the first one counts
+    name = _renamed(f"{module}.{qualname}", old_names)
+    module, *parts = name.rsplit(".", qualname.count(".") + 1)
+    return module, ".".join(parts) + (f" {MEANING[name]}" if name in MEANING else "")
+
+
+def _renamed(name: str, names: dict[str, str]) -> str:
+    """Replace the longest beginning of a dotted name that is among the names."""
+    parts = name.split(".")
+    beginnings = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    known = next((beginning for beginning in beginnings if beginning in names), None)
+    return name if known is None else names[known] + name.removeprefix(known)
+
+
+def moved(old: str, now: str) -> Any:
+    """Return what is called otherwise now, with a warning that says the new name."""
+    warnings.warn(f"{old} is now {now}; the old name goes in 0.4.0", FutureWarning, stacklevel=3)
+    place, _, name = now.rpartition(".")
+    return getattr(import_module(place), name)
+
+
+class OldNames(MetaPathFinder, Loader):
+    """
+    Imports modules by their old names, with a warning that says the new one.
+
+    What is imported is the module of the new name itself, so that its classes are the same by both. Of a module whose
+    contents went to several places it is one that looks them up there.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        is_old = name.partition(".")[0] == _PACKAGE and new_name(name) != name
+        return spec_from_loader(name, self, is_package=True) if is_old else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        old, new = module.__name__, new_name(module.__name__)
+        try:
+            found = import_module(new)
+        except ModuleNotFoundError as error:
+            if error.name != new:
+                raise
+            raise ModuleNotFoundError(f"No module named {old!r}: it would now be {new!r}", name=old) from None
+        elsewhere = {
+            name.removeprefix(f"{old}."): to.rpartition(".")
+            for name, to in MOVED.items()
+            if name.rpartition(".")[0] == old and to != f"{new}.{name.removeprefix(f'{old}.')}"
+        }
+
+        def part(name: str) -> Any:
+            place, _, name_there = elsewhere.get(name, (new, ".", name))
+            return getattr(import_module(place), name_there)
+
+        if elsewhere:
+            module.__getattr__ = part  # type: ignore[method-assign]
+        else:
+            sys.modules[old] = found  # which `import` then takes
+        warnings.warn(f"{old} is now {new}; the old name goes in 0.4.0", FutureWarning, stacklevel=2)

@@ -154,6 +154,7 @@ def ppo_watched_with_many_rewards(folder):
         monitors=monitors,
         reward_weights=[1.0, 0.1, 0.5, 1.0, 0.2, 0.0],
         missing_eos_penalty=0.5,
+        critic_trains="mlp",  # from the reward model, whose head is not 0
         reward_clip_range=(-2.0, 2.0),
     )
 
@@ -170,7 +171,7 @@ def ppo_lambda_of_each_length(folder):
 
 @run
 def ppo_padded(folder):
-    return ppo(folder, padding_free=False, critic_steps=2, critic_trains="mlp")
+    return ppo(folder, padding_free=False, critic_steps=2)
 
 
 @run

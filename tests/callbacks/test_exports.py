@@ -34,7 +34,7 @@ from trl_ext.callbacks import (
     SamplesCallback,
     record_run,
 )
-from trl_ext.callbacks.metrics import METRICS, metrics_of, rollout_steps, series
+from trl_ext.callbacks.metrics import METRICS, curve, metrics_of, rollout_steps
 from trl_ext.callbacks.plot import PANELS
 from trl_ext.callbacks.prometheus import GAUGES
 from trl_ext.rewards.watches.watch import Watch
@@ -390,4 +390,4 @@ def test_series_takes_the_last_of_a_step_and_no_nan():
         {"step": 3, "a": math.nan},
         {"step": 4},
     ]
-    assert series(history, "a") == ([1, 2], [1, 2.0]) and series(history, None) == ([], [])
+    assert curve(history, "a") == ([1, 2], [1, 2.0]) and curve(history, None) == ([], [])

@@ -24,7 +24,7 @@ from trl_ext.callbacks import (
     PrometheusCallback,
     record_run,
 )
-from trl_ext.callbacks.metrics import series
+from trl_ext.callbacks.metrics import curve
 from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import read_jsonl
@@ -182,7 +182,7 @@ def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(t
 
     run = read_run(tmp_path)
     assert [log["step"] for log in run.history] == [1, 2, 3, 4, 5, 6, 7] and run.last_step == 7
-    assert series(run.history, "objective/kl")[1] == [2.0] * 4 + [3.0] * 3
+    assert curve(run.history, "objective/kl")[1] == [2.0] * 4 + [3.0] * 3
     assert [alert["what"] for alert in run.alerts] == ["kept", "nothing to watch: no key"] and run.registry == {}
     assert [row["completion"] for row in run.samples] == ["answer 1000 0"]
     text = page(run)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .loading import load_monitors as load_monitors
     from .metrics import METRICS as METRICS
     from .metrics import Metric as Metric
-    from .metrics import series as series
+    from .metrics import curve as curve
     from .monitor import Finding as Finding
     from .monitor import MonitorCallback as MonitorCallback
     from .not_finite import NotFiniteCallback as NotFiniteCallback

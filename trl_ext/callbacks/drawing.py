@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .metrics import Metric, series
+from .metrics import Metric, curve
 
 
 def draw_alerts(axes, alerts) -> None:
@@ -21,7 +21,7 @@ def as_label(name: str) -> str:
 
 def draw_line(axes, history, key: str | None, label: str, **style) -> None:
     """Draw what a log has under a key, as a line with dots."""
-    steps, values = series(history, key)
+    steps, values = curve(history, key)
     if steps:
         dots = {"marker": ".", "markersize": 3 if len(steps) > 1 else 8}
         axes.plot(steps, values, label=as_label(label), **{**dots, **style})
@@ -38,9 +38,9 @@ def _key(metrics: dict[str, Metric], quantity: str) -> str | None:
 
 
 def _scores(axes, history, metrics, registry) -> None:
-    steps, means = series(history, _key(metrics, "reward"))
+    steps, means = curve(history, _key(metrics, "reward"))
     draw_line(axes, history, _key(metrics, "reward"), "mean")
-    stds = dict(zip(*series(history, _key(metrics, "reward_std")), strict=True))
+    stds = dict(zip(*curve(history, _key(metrics, "reward_std")), strict=True))
     if steps and all(step in stds for step in steps):
         low, high = ([m + sign * stds[s] for s, m in zip(steps, means, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, alpha=0.2, label="± σ of single scores")
@@ -67,7 +67,7 @@ def _kl(axes, history, metrics, registry) -> None:
             continue
         # The budget is of a response, and the curve of a token: their ratio is the length
         budget = registry.get("KLBudgetCallback", {}).get("args", {}).get(name)
-        steps, lengths = series(history, _key(metrics, "length"))
+        steps, lengths = curve(history, _key(metrics, "length"))
         if budget is not None and steps:
             per_token = [budget / max(length, 1) for length in lengths]
             label = f"{name} {budget:g} nats per response ÷ length"

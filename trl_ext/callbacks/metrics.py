@@ -133,7 +133,7 @@ def is_training_log(logs: dict[str, Any]) -> bool:
     return "learning_rate" in logs
 
 
-def series(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], list[float]]:
+def curve(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], list[float]]:
     """Return the steps and finite values of a key in a `log_history`. Of a step logged twice the last value counts."""
     points = {log["step"]: log[key] for log in history if key and isinstance(log.get(key), (int, float))}
     steps = [step for step in sorted(points) if math.isfinite(points[step])]

@@ -43,8 +43,8 @@ def source_identity(function: Any) -> str:
 
     Counted are its source without comments, the values that it closes over, its attributes, and the functions,
     classes, objects, models and plain values of its own files that it names, and theirs. Of attributes the public ones
-    count, and `_x` if `x` is an argument of `__init__`. What comes from an installed package counts by name (what is
-    ours by its name at 0.2.0, see `upstream/moved.py`), and what is none of these, as a connection, by its type. What is
+    count, and `_x` if `x` is an argument of `__init__`. What comes from an installed package counts by name (ours by
+    its name at 0.2.0, see `upstream/moved.py`), and what is none of these, as a connection, by its type. What is
     imported within a function's body does not count.
 
     A function says by itself which it is with an attribute `identity`, a string: `my_reward.identity = "2"`. So does

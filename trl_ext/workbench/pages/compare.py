@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...callbacks import draw_line, series
+from ...callbacks import curve, draw_line
 from ...runs import is_notice
 from .charts import GROUPS, INK, chart, look
 from .headline import ends, headline
@@ -79,7 +79,7 @@ def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
     """How far the run had come at an optimizer step, counted in `x`; between two logs it is taken as steady."""
     if x == "step":
         return lambda steps: list(map(float, steps))
-    steps, values = series(run.history, x)
+    steps, values = curve(run.history, x)
     if not steps:
         raise ValueError(f"{run.folder} has no {x!r} in its logs; choose `--x step`, or a key that every run logs")
     return lambda asked: np.interp(asked, [0, *steps], [0.0, *values]).tolist()
@@ -88,7 +88,7 @@ def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
 def _other_axis(runs: dict[str, Run], x: str) -> str:
     """Say so where a step of one run is more than a step of another."""
     for key in ("episode", "num_tokens") if x == "step" else ():
-        per_run = [series(run.history, key) for run in runs.values()]
+        per_run = [curve(run.history, key) for run in runs.values()]
         if all(steps for steps, _ in per_run):
             ratios = [values[-1] / max(steps[-1], 1) for steps, values in per_run]
             if max(ratios) > 1.1 * min(ratios):
@@ -155,7 +155,7 @@ def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list
 
 
 def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]:
-    steps, values = series(run.history, key)
+    steps, values = curve(run.history, key)
     return [{"step": at, "y": value} for at, value in zip(progress(steps), values, strict=True)]
 
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from ...callbacks import series
+from ...callbacks import curve
 from .markup import number
 from .recorded import Run, is_finite
 
@@ -84,7 +84,7 @@ def headline(run: Run) -> list[Quantity]:
 
 def first_and_last(run: Run, key: str) -> list[float]:
     """Return the first and the last value of a key; one where there is one."""
-    values = series(run.history, key)[1]
+    values = curve(run.history, key)[1]
     return [values[0], values[-1]] if len(values) > 1 else values
 
 

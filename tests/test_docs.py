@@ -23,9 +23,10 @@ from trl_ext import DPOConfig, DPOTrainer, PPOConfig, PPOTrainer
 from trl_ext.cli.main import TOOLS, TRAINING
 
 ROOT = Path(__file__).parents[1]
+SKILL = ".agents/skills/trl-ext/SKILL.md"  # where coding agents look for what a package tells them
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "trl_ext" / SKILL]
 }
 ROOMS = "callbacks rewards functional data evaluation models runs stages"
 PACKAGES = [
@@ -261,6 +262,11 @@ def test_metrics_page_names_what_ppo_logs(tmp_path):
     # These come with a setting
     ahead = {"sampling/staleness", "time/generate_wait", "time/sync_weights"}
     assert documented - mine <= {"policy/skipped_steps", "time/score_wait"} | ahead
+
+
+def test_the_skill_names_keys_that_are_logged():
+    for name, *_ in table(f"trl_ext/{SKILL}", "## Watch"):
+        assert all(f"`{key}`" in PAGES["docs/metrics.md"] for key in codes(name)), name
 
 
 def test_metrics_page_names_what_dpo_logs():

@@ -1,0 +1,68 @@
+"""The examples run as they stand, on tiny models in the place of the hub's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from tests.tiny import prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(folder, name, *arguments):
+    command = [sys.executable, str(ROOT / "examples" / name), "--output_dir", "out", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A folder with a policy, a reward model and prompts."""
+    policy = tiny_llama()
+    policy.save_pretrained(tmp_path / "policy")
+    tiny_tokenizer().save_pretrained(tmp_path / "policy")
+    reward = tiny_reward_model(policy)
+    assert isinstance(reward, type(AutoModelForSequenceClassification.from_config(reward.config)))
+    reward.save_pretrained(tmp_path / "reward")
+    tiny_tokenizer().save_pretrained(tmp_path / "reward")
+    prompts(64).to_json(tmp_path / "prompts.jsonl")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_ppo_lora(local):
+    run(
+        local,
+        "ppo_lora.py",
+        "--model",
+        "policy",
+        "--reward_model",
+        "reward",
+        "--dataset",
+        "prompts.jsonl",
+        "--total_episodes",
+        64,
+    )
+    assert (local / "out/adapter_model.safetensors").is_file() and (local / "out/critic").is_dir()
+    assert (local / "out/report.html").is_file()
+
+
+@pytest.mark.slow
+def test_grpo_with_monitors(local):
+    run(local, "grpo_with_monitors.py", "--model", "policy", "--dataset", "prompts.jsonl", "--max_steps", 2)
+    rows = [json.loads(line) for line in (local / "out/metrics.rank0.jsonl").read_text().splitlines()]
+    assert any("repetition/top_phrase_share" in row for row in rows)
+
+
+@pytest.mark.slow
+def test_reward_hack_alarm(tmp_path):
+    run(tmp_path, "reward_hack_alarm.py")
+    (alert, *_) = [json.loads(line) for line in (tmp_path / "out/alerts.jsonl").read_text().splitlines()]
+    assert alert["monitor"] == "RepetitionCallback" and alert["action"] == "stop"
+    page = (tmp_path / "out/report.html").read_text()
+    assert "RepetitionCallback" in page

@@ -7,6 +7,7 @@ Nothing else of the script changes. The page of the run is `outputs/grpo/report.
 
 import argparse
 
+import torch
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_ext import load_dataset_split
@@ -43,6 +44,7 @@ def main() -> None:
             reward_weights=[1.0, 0.0],
             beta=0.04,  # without it GRPO logs no KL
             max_completion_length=64,
+            bf16=torch.cuda.is_available(),
             logging_steps=1,
             report_to="none",
         ),

@@ -20,6 +20,7 @@ def main() -> None:
     parser.add_argument("--dataset", default="trl-lib/ultrafeedback-prompt", help="with a column `prompt`")
     parser.add_argument("--output_dir", default="outputs/ppo-lora")
     parser.add_argument("--total_episodes", type=int, default=10_000)
+    parser.add_argument("--max_completion_length", type=int, default=256)
     args = parser.parse_args()
 
     trainer = PPOTrainer(
@@ -30,7 +31,7 @@ def main() -> None:
             total_episodes=args.total_episodes,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=4,
-            max_completion_length=256,
+            max_completion_length=args.max_completion_length,
             learning_rate=1e-5,
             kl_controller="adaptive",
             kl_target=6.0,  # nats a response

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForSequenceClassification
 
 from tests.tiny import prompts, tiny_llama, tiny_reward_model, tiny_tokenizer
 
@@ -27,7 +26,6 @@ def local(tmp_path):
     policy.save_pretrained(tmp_path / "policy")
     tiny_tokenizer().save_pretrained(tmp_path / "policy")
     reward = tiny_reward_model(policy)
-    assert isinstance(reward, type(AutoModelForSequenceClassification.from_config(reward.config)))
     reward.save_pretrained(tmp_path / "reward")
     tiny_tokenizer().save_pretrained(tmp_path / "reward")
     prompts(64).to_json(tmp_path / "prompts.jsonl")
@@ -45,6 +43,8 @@ def test_ppo_lora(local):
         "reward",
         "--dataset",
         "prompts.jsonl",
+        "--max_completion_length",
+        8,
         "--total_episodes",
         64,
     )
@@ -56,7 +56,7 @@ def test_ppo_lora(local):
 def test_grpo_with_monitors(local):
     run(local, "grpo_with_monitors.py", "--model", "policy", "--dataset", "prompts.jsonl", "--max_steps", 2)
     rows = [json.loads(line) for line in (local / "out/metrics.rank0.jsonl").read_text().splitlines()]
-    assert any("repetition/top_phrase_share" in row for row in rows)
+    assert any("repetition/top_phrase_share" in row.get("metrics", {}) for row in rows)
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_ppo_lora(local):
 def test_grpo_with_monitors(local):
     run(local, "grpo_with_monitors.py", "--model", "policy", "--dataset", "prompts.jsonl", "--max_steps", 2)
     rows = [json.loads(line) for line in (local / "out/metrics.rank0.jsonl").read_text().splitlines()]
-    assert any("repetition/top_phrase_share" in row.get("metrics", {}) for row in rows)
+    assert any("repetition/top_phrase_share" in row.get("logs", {}) for row in rows)
 
 
 @pytest.mark.slow

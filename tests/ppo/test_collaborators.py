@@ -1,5 +1,6 @@
 """The objects that PPOTrainer hands over to, without a trainer."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -71,6 +72,18 @@ def test_running_moments_are_those_of_all_scores_so_far_and_are_restored():
         scores, scales = one(second)
         torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(scales, (1 / everything.std()).expand(3), rtol=1e-5, atol=1e-6)
+
+
+def test_moments_of_groups_and_the_demonstrations_mean_are_restored():
+    groups, first = ["a", "b", "a", "b"], torch.tensor([1.0, 2.0, 3.0, 5.0])
+    second = torch.tensor([4.0, 0.0, 8.0, 1.0])
+    by_group, to_reference = RewardNormalizer("group"), RewardNormalizer("reference")
+    by_group(first, groups)
+    to_reference.reference_mean = 2.0
+    for normalizer, given in ((by_group, (second, groups)), (to_reference, (second,))):
+        again = RewardNormalizer(normalizer.kind)
+        again.load_state_dict(copy.deepcopy(normalizer.state_dict()))
+        torch.testing.assert_close(again(*given), normalizer(*given), rtol=0, atol=0)
 
 
 # ---- Metrics ----

@@ -160,12 +160,12 @@ def test_infinite_is_above_every_bound(subtests, ppo):
 
 
 def test_not_finite_acts(subtests, tmp_path):
-    for key in ["grad_norm", "loss"]:
-        with subtests.test(key=key):
-            run = Replay(tiny_config(tmp_path / key), NotFiniteCallback())
+    for key, number in [("grad_norm", math.nan), ("loss", math.nan), ("grad_norm", math.inf), ("loss", -math.inf)]:
+        with subtests.test(key=key, number=number):
+            run = Replay(tiny_config(tmp_path / f"{key} {number}"), NotFiniteCallback())
             run.log(1, logs={"grad_norm": 1.0, "loss": 2.0})
             assert run.alerts == []
-            run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: math.nan})
+            run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: number})
             assert run.said == [f"`{key}` is not finite"] and run.control.should_training_stop
             assert not run.control.should_save  # a rollback keeps no broken weights
 

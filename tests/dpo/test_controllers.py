@@ -26,10 +26,10 @@ def test_a_fixed_beta_stays(tmp_path):
 
 def test_drift_moves_beta_once_a_step_by_the_mean_over_its_pairs(tmp_path):
     controller = BetaController(config(tmp_path, beta_controller="drift", drift_target=1.0, beta_max=0.105), 10)
-    assert controller.observe(0.1, of([2.0, 2.0])) == 0.1  # not within a step
-    assert controller.observe(0.1, of([2.4])) == 0.1
-    # drift = (1 + 1 + 1.2) / 3 = 1.0667, so β · (1 + 0.0667 · 3 / 10)
-    assert controller.step(0.1) == pytest.approx(0.1 * (1 + 0.2 / 3 * 0.3))
+    assert controller.observe(0.1, of([2.0, 2.4])) == 0.1  # not within a step
+    assert controller.observe(0.1, of([2.2])) == 0.1
+    # drift = (1 + 1.2 + 1.1) / 3 = 1.1, so β · (1 + 0.1 · 3 / 10)
+    assert controller.step(0.1) == pytest.approx(0.1 * 1.03)
     assert controller.step(0.1) == 0.1  # nothing was seen since
     controller.observe(0.1, of([100.0] * 9))
     assert controller.step(0.1) == 0.105  # bounded
@@ -50,6 +50,7 @@ def test_a_controller_that_is_loaded_draws_and_moves_as_the_saved_one_does(tmp_p
     batch = of([0.5, -1.0, 2.0, 0.1])
     saved.observe(0.1, batch, saved.draw(batch))
     loaded.load_state_dict(saved.state_dict())
+    assert (loaded.margin_mean, loaded.margin_std) == (saved.margin_mean, saved.margin_std) != (0, 1)
     assert saved.draw(batch).sum() == 3
     loaded.draw(batch)
     assert [saved.draw(batch).tolist() for _ in range(9)] == [loaded.draw(batch).tolist() for _ in range(9)]

@@ -64,6 +64,7 @@ def test_json_is_checked_in_the_last_block_or_the_whole_answer(tmp_path):
         "",
     ]
     assert score(reward, *answers) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert score(JSONSchemaReward({}), "1", "NaN", "[Infinity]", "-Infinity") == [1.0, 0.0, 0.0, 0.0]
     assert score(pickle.loads(pickle.dumps(reward)), *answers) == score(reward, *answers)
 
 

@@ -42,6 +42,7 @@ def test_beta_dpo_sets_beta_from_the_kept_margins_and_remembers_all(tmp_path):
     assert controller.margin_mean == pytest.approx(0.1 * 3)
     assert controller.margin_std == pytest.approx(0.9 + 0.1 * 7**0.5)  # of 1, 2 and 6
     assert controller.observe(0.7, of([1.0])) == pytest.approx(0.1 * (1 + 0.6 * (1 - 0.3)))
+    assert controller.observe(0.7, of([-1e6])) == 1e-3  # bounded
     assert controller.step(0.7) == 0.7
 
 

@@ -136,6 +136,16 @@ def test_a_critic_is_a_copy_of_the_reward_model_that_fits_or_has_a_zero_head(acc
     assert "zero head" in origin and not actor_critic.state_values(ids, torch.ones_like(ids)).any()
 
 
+def test_a_reward_model_is_known_by_its_weights_and_its_tokenizer():
+    def identity(seed, words):
+        model = tiny_reward_model(tiny_llama(), seed=seed)
+        return Rewards([model], [tiny_tokenizer(words)], ["r"], tiny_tokenizer()).identities()["reward r"]
+
+    words = "the a cat".split()
+    assert identity(1, words) == identity(1, words)
+    assert len({identity(1, words), identity(2, words), identity(1, words[::-1])}) == 3
+
+
 def test_with_an_adapter_the_critic_is_another_one_on_the_same_base_unless_it_is_given(accelerator):
     def policy():
         config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"])

@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from tests.dpo.worker import BETA_DPO, config
+from trl_ext import DPOTrainer
 from trl_ext.dpo.beta_controller import BetaController
 from trl_ext.dpo.margin_normalizer import MarginNormalizer
 from trl_ext.dpo.pairs import Pairs
@@ -17,6 +18,15 @@ def of(margins, sources=None):
     chosen = torch.tensor(margins)
     sources = torch.zeros(len(chosen), dtype=torch.long) if sources is None else torch.tensor(sources)
     return Pairs(chosen, torch.zeros_like(chosen), sources)
+
+
+def test_log_ratios_are_of_the_answers_tokens_less_the_references():
+    """With LD-DPO: of 3 and 1 tokens one counts in full, −1 − 0.5 · (2 + 4) + 2 and −3 + 1."""
+    batch = {"completion_mask": torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0]])}
+    batch |= {"ref_chosen_logps": torch.tensor([-2.0]), "ref_rejected_logps": torch.tensor([-1.0])}
+    log_probs = torch.tensor([[-8.0, -1.0, -2.0, -4.0], [-8.0, -1.0, -3.0, -9.0]])  # the first of a virtual token
+    pairs = DPOTrainer._log_ratios(SimpleNamespace(ld_alpha=0.5), log_probs, batch, {"source": torch.tensor([1])})
+    assert (pairs.chosen.item(), pairs.rejected.item(), pairs.sources.item()) == (-2.0, -2.0, 1)
 
 
 def test_a_fixed_beta_stays(tmp_path):

@@ -1,9 +1,10 @@
 """What a run is known by of its models and tokenizers."""
 
 import pytest
+import torch
 
 from tests.tiny import tiny_llama, tiny_tokenizer
-from trl_ext.models.identity import config_identity, hub_identity, tokenizer_identity
+from trl_ext.models.identity import config_identity, hash_of, hub_identity, tokenizer_identity
 
 
 def test_a_model_of_the_hub_is_known_by_name_and_commit(tmp_path, monkeypatch):
@@ -25,6 +26,23 @@ def test_a_tokenizers_special_tokens_count(kind):
     assert tokenizer_identity(other) == tokenizer_identity(tiny_tokenizer())
     setattr(other, f"{kind}_token", "cat")
     assert tokenizer_identity(other) != tokenizer_identity(tiny_tokenizer())
+
+
+def test_a_chat_template_counts():
+    other = tiny_tokenizer()
+    other.chat_template += " "
+    assert tokenizer_identity(other) != tokenizer_identity(tiny_tokenizer())
+
+
+def test_weights_are_known_by_their_names_shapes_and_values():
+    weights = {"a": torch.arange(6.0), "b": torch.zeros(2)}
+    others = [
+        {"a": weights["a"], "c": weights["b"]},
+        {"a": weights["a"].view(2, 3), "b": weights["b"]},
+        {"a": weights["a"].flip(0), "b": weights["b"]},
+    ]
+    assert hash_of(dict(reversed(weights.items()))) == hash_of(weights)
+    assert len({hash_of(each) for each in (weights, *others)}) == 4
 
 
 def test_how_a_model_attends_counts_and_where_it_came_from_does_not():

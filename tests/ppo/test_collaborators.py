@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
 from tests.ppo.test_rollout import NAN, a_rollout
-from tests.tiny import tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import WORDS, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models.loading import Loader
 from trl_ext.models.weights import check_tokenizer
 from trl_ext.ppo.kl_controller import KLController
@@ -127,7 +127,8 @@ def test_metrics_go_on_from_their_state(accelerator):
 def test_a_critic_is_a_copy_of_the_reward_model_that_fits_or_has_a_zero_head(accelerator):
     policy, tokenizer = tiny_llama(), tiny_tokenizer()
     reward, foreign = tiny_reward_model(policy), tiny_reward_model(tiny_gpt2(vocab_size=99))
-    rewards = Rewards([foreign, reward], [tiny_tokenizer(words=["other"]), tokenizer], ["a", "b"], tokenizer)
+    tokenizers = [tiny_tokenizer(words=["other"]), tiny_tokenizer(words=WORDS[::-1]), tokenizer]
+    rewards = Rewards([foreign, tiny_reward_model(policy, seed=5), reward], tokenizers, ["a", "c", "b"], tokenizer)
     actor_critic, origin = make_actor_critic(loader(policy, accelerator), rewards, {}, None, None)
     assert origin == "a copy of reward model 'b'" and actor_critic.critic is not reward
     torch.testing.assert_close(actor_critic.value_model.state_dict(), reward.state_dict(), rtol=0, atol=0)

@@ -33,6 +33,28 @@ def test_the_value_loss_is_of_the_tokens_that_count():
     torch.testing.assert_close(PPOTrainer._value_loss(trainer, values, inputs).item(), clipped)
 
 
+def test_each_minibatch_is_divided_by_its_own_tokens():
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            seed=0,
+            num_mini_batches=2,
+            steps_per_generation=4,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=1,
+        ),
+        accelerator=SimpleNamespace(reduce=lambda tokens, reduction: tokens),
+        _step=0,
+        _steps_per_rollout=4,
+    )
+    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    rollout = {"row": torch.arange(4), "prompt_mask": torch.ones(4, 2), "completion_mask": mask, "loss_mask": mask}
+    batches = PPOTrainer._micro_batches(trainer, rollout, 0)
+    for first in (0, 2):
+        tokens = sum(batch["loss_mask"].sum() for batch in batches[first : first + 2])
+        assert all(batch["step_tokens"] == tokens for batch in batches[first : first + 2])
+    assert batches[0]["step_tokens"] != batches[2]["step_tokens"]
+
+
 class _Gradients(TrainerCallback):
     """Keeps the gradients of the first optimizer step, before anything is clipped."""
 

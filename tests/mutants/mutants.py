@@ -22,21 +22,21 @@ class Mutant:
 
     def file(self, root: Path = ROOT) -> Path:
         """
-        Return the file to change: the one at `path`, or, if that has moved, the only one of the package with `old`.
+        Return the file to change: the one at `path`, or, if `old` has moved, the only one of the package that has it.
 
         Raises:
-            ValueError: `old` does not stand exactly once in the file, or no single file has it.
+            ValueError: no file has `old`, one has it twice, or several have it.
         """
-        if (file := root / self.path).is_file():
-            if (found := file.read_text().count(self.old)) == 1:
+        file = root / self.path
+        if file.is_file() and (found := file.read_text().count(self.old)):
+            if found == 1:
                 return file
             raise ValueError(f"{self.name}: {self.path} has {self.old!r} {found} times, not once")
         files = [path for path in sorted((root / "trl_ext").rglob("*.py")) if path.read_text().count(self.old) == 1]
-        same_name = [path for path in files if path.name == file.name]
-        for moved in (same_name, files):
+        for moved in ([path for path in files if path.name == file.name], files):
             if len(moved) == 1:
                 return moved[0]
-        raise ValueError(f"{self.name}: {self.path} is gone, and {len(files)} files have {self.old!r} once")
+        raise ValueError(f"{self.name}: {self.path} does not have {self.old!r}, and {len(files)} other files have it")
 
     def changed(self, text: str) -> str:
         """Return the text of the file with the fault."""
@@ -49,17 +49,20 @@ class Mutant:
 
     def test_file(self, root: Path = ROOT) -> Path:
         """
-        Return the file of the test, or the only one of its name with that function if it has moved.
+        Return the file of the test, or, if that has moved, the only one with a test of its name.
 
         Raises:
             ValueError: there is none.
         """
         file = root / self.test.split("::")[0]
-        found = [file] if file.is_file() else sorted((root / "tests").rglob(file.name))
-        found = [path for path in found if self.function in functions_of(path)]
-        if len(found) == 1:
-            return found[0]
-        raise ValueError(f"{self.name}: {len(found)} files {file.name} have a test {self.function}")
+        if file.is_file() and self.function in functions_of(file):
+            return file
+        files = sorted((root / "tests").rglob("test_*.py"))
+        found = [path for path in files if self.function in functions_of(path)]
+        for moved in ([path for path in found if path.name == file.name], found):
+            if len(moved) == 1:
+                return moved[0]
+        raise ValueError(f"{self.name}: {len(found)} files have a test {self.function}")
 
     def test_id(self, root: Path = ROOT) -> str:
         """Return the test as pytest knows it, from the root."""

@@ -11,6 +11,7 @@ from trl import GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 from tests.callbacks.replay import Replay
 from tests.tiny import tiny_config
 from trl_ext.callbacks import (
+    CanaryCallback,
     ClipFractionCallback,
     EntropyFloorCallback,
     GoldGapCallback,
@@ -25,6 +26,7 @@ from trl_ext.callbacks import (
 )
 from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.runs.control import kl_scale_is_pending, take_kl_scale
+from trl_ext.runs.halts import Rollback
 
 KL, SCORE, STD = "objective/kl", "objective/scores", "objective/scores_std"
 
@@ -159,13 +161,26 @@ def test_infinite_is_above_every_bound(subtests, ppo):
             assert run.said[0].endswith("grew") and run.control.should_training_stop
 
 
+def test_canary_compares_with_its_first_answers():
+    canary = CanaryCallback(prompts=["the cat"])
+    long, phrase = "the canary's answers changed in length", "one phrase spreads over the canary's answers"
+    for length, share, said in [
+        (10.0, 0.1, []),
+        (15.0, 0.5, []),
+        (21.0, 0.5, [long]),  # more than 2 · 10, not 2 · 15
+        (6.0, 0.1, []),
+        (4.0, 0.7, [long, phrase]),
+    ]:
+        assert [found.what for found in canary._compare({"length": length, "phrase": share})] == said
+
+
 def test_not_finite_acts(subtests, tmp_path):
-    for key in ["grad_norm", "loss"]:
-        with subtests.test(key=key):
-            run = Replay(tiny_config(tmp_path / key), NotFiniteCallback())
+    for key, number in [("grad_norm", math.nan), ("loss", math.nan), ("grad_norm", math.inf), ("loss", -math.inf)]:
+        with subtests.test(key=key, number=number):
+            run = Replay(tiny_config(tmp_path / f"{key} {number}"), NotFiniteCallback())
             run.log(1, logs={"grad_norm": 1.0, "loss": 2.0})
             assert run.alerts == []
-            run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: math.nan})
+            run.log(2, logs={"grad_norm": 1.0, "loss": 2.0, key: number})
             assert run.said == [f"`{key}` is not finite"] and run.control.should_training_stop
             assert not run.control.should_save  # a rollback keeps no broken weights
 
@@ -194,6 +209,14 @@ def test_a_rollback_goes_back_to_weights_that_were_measured(subtests, tmp_path):
             assert len([*folder.glob(f"rolled_back-{step}-checkpoint-*")]) == 8 - len(kept)
             assert f"it goes on from {folder / f'checkpoint-{kept[-1]}'}." in run.alerts[-1]["advice"]
             assert run.control.should_training_stop and not run.control.should_save
+
+
+def test_weights_that_are_in_doubt_are_not_gone_back_to(tmp_path):
+    """A KL of 11 ± 18 may be above 10: the log at step 9 calls the weights of step 5 neither good nor bad."""
+    run = Replay(tiny_config(tmp_path), KLBudgetCallback(action="rollback", sinks=["log"]))
+    for step, kl, spread in ((1, 0.0, 1.0), (5, 0.0, 1.0), (9, 11.0, 50.0), (13, 500.0, 1.0)):
+        run.log(step, logs={KL: kl, f"{KL}_std": spread})
+    assert Rollback.read(str(tmp_path)).good_step == 1
 
 
 @pytest.mark.parametrize("action", ["stop", "rollback"])

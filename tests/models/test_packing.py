@@ -74,6 +74,7 @@ def test_the_layout():
     packed = pack(ids, [(1, 2), (2, 1)], 2, hidden_size=16, multiple=4, one_sequence=True)
     assert packed.input_ids[0, :6].tolist() == [11, 21, 22, 13, 14, 23]
     assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]]
+    assert packed.mask.tolist() == [[1, 1, 1, 1, 1, 1, 0, 0]]
     assert packed.predicts.tolist() == [0, 1, 4] and packed.targets.tolist() == [21, 22, 23]
     assert packed.unpack(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[1.0, 2.0], [3.0, 0.0]]
     padded = pack(ids, [(1, 2), (2, 1)], 2)

@@ -1,5 +1,6 @@
 """The objects that PPOTrainer hands over to, without a trainer."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
 from tests.ppo.test_rollout import NAN, a_rollout
-from tests.tiny import tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
+from tests.tiny import WORDS, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models.loading import Loader
 from trl_ext.models.weights import check_tokenizer
 from trl_ext.ppo.kl_controller import KLController
@@ -73,6 +74,18 @@ def test_running_moments_are_those_of_all_scores_so_far_and_are_restored():
         torch.testing.assert_close(scales, (1 / everything.std()).expand(3), rtol=1e-5, atol=1e-6)
 
 
+def test_moments_of_groups_and_the_demonstrations_mean_are_restored():
+    groups, first = ["a", "b", "a", "b"], torch.tensor([1.0, 2.0, 3.0, 5.0])
+    second = torch.tensor([4.0, 0.0, 8.0, 1.0])
+    by_group, to_reference = RewardNormalizer("group"), RewardNormalizer("reference")
+    by_group(first, groups)
+    to_reference.reference_mean = 2.0
+    for normalizer, given in ((by_group, (second, groups)), (to_reference, (second,))):
+        again = RewardNormalizer(normalizer.kind)
+        again.load_state_dict(copy.deepcopy(normalizer.state_dict()))
+        torch.testing.assert_close(again(*given), normalizer(*given), rtol=0, atol=0)
+
+
 # ---- Metrics ----
 
 
@@ -114,13 +127,24 @@ def test_metrics_go_on_from_their_state(accelerator):
 def test_a_critic_is_a_copy_of_the_reward_model_that_fits_or_has_a_zero_head(accelerator):
     policy, tokenizer = tiny_llama(), tiny_tokenizer()
     reward, foreign = tiny_reward_model(policy), tiny_reward_model(tiny_gpt2(vocab_size=99))
-    rewards = Rewards([foreign, reward], [tiny_tokenizer(words=["other"]), tokenizer], ["a", "b"], tokenizer)
+    tokenizers = [tiny_tokenizer(words=["other"]), tiny_tokenizer(words=WORDS[::-1]), tokenizer]
+    rewards = Rewards([foreign, tiny_reward_model(policy, seed=5), reward], tokenizers, ["a", "c", "b"], tokenizer)
     actor_critic, origin = make_actor_critic(loader(policy, accelerator), rewards, {}, None, None)
     assert origin == "a copy of reward model 'b'" and actor_critic.critic is not reward
     torch.testing.assert_close(actor_critic.value_model.state_dict(), reward.state_dict(), rtol=0, atol=0)
     actor_critic, origin = make_actor_critic(loader(policy, accelerator), no_rewards(), {}, None, None)
     ids = torch.tensor([[6, 7, 8]])
     assert "zero head" in origin and not actor_critic.state_values(ids, torch.ones_like(ids)).any()
+
+
+def test_a_reward_model_is_known_by_its_weights_and_its_tokenizer():
+    def identity(seed, words):
+        model = tiny_reward_model(tiny_llama(), seed=seed)
+        return Rewards([model], [tiny_tokenizer(words)], ["r"], tiny_tokenizer()).identities()["reward r"]
+
+    words = "the a cat".split()
+    assert identity(1, words) == identity(1, words)
+    assert len({identity(1, words), identity(2, words), identity(1, words[::-1])}) == 3
 
 
 def test_with_an_adapter_the_critic_is_another_one_on_the_same_base_unless_it_is_given(accelerator):

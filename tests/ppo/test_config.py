@@ -296,6 +296,7 @@ def test_contradictions(subtests, tmp_path):
             "`missing_eos_score=-1.0` .*`missing_eos_penalty=1.0`",
         ),
         ({"mask_truncated_completions": True, "missing_eos_score": -1.0}, "leaves out the responses without EOS"),
+        ({"reward_clip_range": [1.0, -1.0]}, r"`reward_clip_range` must be \(min, max\) with min < max"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ]:
         with subtests.test(kwargs=kwargs), pytest.raises(ValueError, match=message):

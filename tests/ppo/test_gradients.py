@@ -1,5 +1,7 @@
 """One optimizer step has one gradient, however it is split; and the first minibatch of a rollout is on-policy."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -7,7 +9,50 @@ from transformers import TrainerCallback
 
 from tests.ppo.worker import make_trainer, rows_of, scripted, weights
 from tests.tiny import tiny_gpt2, tiny_llama
+from trl_ext import PPOTrainer
 from trl_ext.models import lm_head
+
+
+def test_the_value_loss_is_of_the_tokens_that_count():
+    """vf_coef · Σ ½ (V − R)² / tokens of the step: 0.1 · ½ (1 + 4) / 2, and no gradient where the mask is 0."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(cliprange_value=None, vf_coef=0.1),
+        accelerator=SimpleNamespace(num_processes=1),
+        metrics=SimpleNamespace(critic_updated=lambda *_: None),
+    )
+    values = torch.tensor([[1.0, 2.0, 5.0], [7.0, 7.0, 7.0]], requires_grad=True)
+    inputs = {"loss_mask": torch.tensor([[1, 1, 0], [0, 0, 0]]), "step_tokens": torch.tensor(2)}
+    inputs |= {"old_values": torch.zeros(2, 3), "returns": torch.zeros(2, 3)}
+    loss = PPOTrainer._value_loss(trainer, values, inputs)
+    loss.backward()
+    torch.testing.assert_close(loss.item(), 0.125)
+    torch.testing.assert_close(values.grad, torch.tensor([[0.05, 0.1, 0.0], [0.0, 0.0, 0.0]]))
+    trainer.args.cliprange_value = 0.5  # both are clipped to 0.5, which is farther off
+    inputs["returns"] = torch.tensor([[0.9, 3.0, 0.0], [0.0, 0.0, 0.0]])
+    clipped = 0.1 * 0.5 * ((0.5 - 0.9) ** 2 + (0.5 - 3.0) ** 2) / 2
+    torch.testing.assert_close(PPOTrainer._value_loss(trainer, values, inputs).item(), clipped)
+
+
+def test_each_minibatch_is_divided_by_its_own_tokens():
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            seed=0,
+            num_mini_batches=2,
+            steps_per_generation=4,
+            gradient_accumulation_steps=2,
+            per_device_train_batch_size=1,
+        ),
+        accelerator=SimpleNamespace(reduce=lambda tokens, reduction: tokens),
+        _step=0,
+        _steps_per_rollout=4,
+    )
+    mask = torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    rollout = {"row": torch.arange(4), "prompt_mask": torch.ones(4, 2), "completion_mask": mask, "loss_mask": mask}
+    batches = PPOTrainer._micro_batches(trainer, rollout, 0)
+    for first in (0, 2):
+        tokens = sum(batch["loss_mask"].sum() for batch in batches[first : first + 2])
+        assert all(batch["step_tokens"] == tokens for batch in batches[first : first + 2])
+    assert batches[0]["step_tokens"] != batches[2]["step_tokens"]
 
 
 class _Gradients(TrainerCallback):

@@ -1,10 +1,13 @@
 """What is kept for an exact resume, without a trainer."""
 
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from trl_ext import PPOTrainer
+from trl_ext.checkpoints import CannotResume
 from trl_ext.ppo.snapshot import Snapshot
 
 
@@ -34,3 +37,11 @@ def test_a_snapshot_of_another_version_says_so(tmp_path):
     torch.save({"step": 3}, tmp_path / "ppo_state_1.pt")
     with pytest.raises(ValueError, match=r"ppo_state_1.pt is of another version of trl_ext"):
         Snapshot.load(str(tmp_path), 1)
+
+
+def test_a_checkpoint_of_another_number_of_processes_is_refused():
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1))
+    for marker in ({}, {"processes": 1}):
+        PPOTrainer._check_marker(trainer, "checkpoint-3", marker)
+    with pytest.raises(CannotResume, match=r"checkpoint-3 was written by 2 process\(es\), this run has 1"):
+        PPOTrainer._check_marker(trainer, "checkpoint-3", {"processes": 2})

@@ -94,6 +94,8 @@ def test_all_that_a_score_may_depend_on_is_in_the_key():
     keys = [CachedReward(each)._written(["p"], ["a"], {}) for each in (Counted(), Counted(2.0), PatternReward("a"))]
     assert len({key for row in keys for key in row}) == 3
     assert keys[0] == CachedReward(Counted(), capacity=5, ttl=7)._written(["p"], ["a"], {})
+    options = ({}, {"columns": []}, {"columns": ["topic"]}, {"columns": [], "normalize": "space"})
+    assert len({CachedReward(Counted(), **each).identity for each in options}) == 4
 
 
 def test_what_is_not_in_the_key_does_not_reach_the_reward():

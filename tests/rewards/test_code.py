@@ -230,6 +230,12 @@ def test_a_system_without_descriptors_of_processes(reward, monkeypatch):
     assert score(late, ADD, "while True: pass") == [1.0, 0.0]
 
 
+def test_what_decides_on_a_score_is_in_its_identity():
+    options = ({}, {"tests": "t"}, {"template": "a\n{test}"}, {"timeout": 9.0}, {"memory_mb": 9}, {"max_chars": 9})
+    assert len({CodeReward(**each).identity for each in options}) == len(options)
+    assert CodeReward(workers=3, name="other").identity == CodeReward().identity
+
+
 def test_bad_arguments(subtests, reward):
     for build, message in [
         (lambda: CodeReward(template="x"), "must have {test}"),

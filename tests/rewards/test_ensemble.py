@@ -48,6 +48,8 @@ def test_rows_on_which_members_disagree_too_much_or_one_says_nothing_have_no_sco
     }
     assert EnsembleReward([A, B, C], "min", max_disagreement=3)(ROWS, ANSWERS, [[1]] * 4) == [1, 2, 5, None]
     assert pickle.loads(pickle.dumps(reward))(ROWS, ANSWERS, [[1]] * 4) == [None, 2, 5, None]
+    # Means 5.5, 2, 5, 9 and stds 2.5, 0, 0, 0
+    assert EnsembleReward([B, C], "uncertainty", uncertainty_coef=2.0)(ROWS, ANSWERS, [[1]] * 4) == [0.5, 2, 5, 9]
 
 
 def test_a_member_that_fails_is_named_or_leaves_no_score_or_gives_its_number():

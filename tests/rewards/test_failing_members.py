@@ -81,11 +81,14 @@ def test_none_of_a_member_that_does_not_fail_still_says_that_it_does_not_apply()
 
 
 def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
+    asked = []
+
     class Withholds:
         def __call__(self, completions, **kwargs):
             return [None] * len(completions)
 
         def told(self, completions, **kwargs):
+            asked.append(completions)
             return [None if completion == "0" else math.nan for completion in completions]
 
     cached = CachedReward(Withholds(), columns=[])
@@ -93,6 +96,7 @@ def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
     for _ in range(2):  # a failure is not kept
         assert total(prompts=["", ""], completions=["0", "1"]) == [Scorer("a", None).scores[0], None]
         assert cached(prompts=["", ""], completions=["0", "1"]) == [None, None]
+    assert asked == [["0", "1"]] * 4
 
 
 def test_a_member_of_weight_0_changes_no_sum():

@@ -356,6 +356,7 @@ def test_its_identity_is_that_of_the_weights_or_the_servers_where_it_cannot_say(
         assert identity(one) == identity(f"{same}/score", model="n", timeout=3, max_concurrency=2, batch_size=1)
         assert len({identity(url, model="m") for url in (one, other, dumb, older, post_only)}) == 5
         assert identity(dumb, model="m") != identity(dumb)
+        assert identity(dumb, eos_token_ids=[2]) != identity(dumb)
         assert identity(one, api="vllm-score") != identity(same, api="vllm-score")  # which is not asked
     with pytest.raises(RewardFailed, match=f"reward 'm': {one} does not say which weights it serves: Connect"):
         identity(one, model="m", retries=1, on_error="skip")

@@ -64,7 +64,12 @@ def test_json_is_checked_in_the_last_block_or_the_whole_answer(tmp_path):
         "",
     ]
     assert score(reward, *answers) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert score(JSONSchemaReward({}), "1", "NaN", "[Infinity]", "-Infinity") == [1.0, 0.0, 0.0, 0.0]
     assert score(pickle.loads(pickle.dumps(reward)), *answers) == score(reward, *answers)
+
+
+def test_what_is_twice_is_so_by_its_json():
+    assert score(JSONSchemaReward({"uniqueItems": True}), "[true, 1]", "[1, 1.0]", '["1", 1]') == [1.0, 0.0, 1.0]
 
 
 def test_nothing_that_an_answer_holds_raises_or_hangs():

@@ -39,6 +39,8 @@ def test_members_are_standardised_weighted_and_added_up_where_they_apply():
         f"{where}/asked/std": pytest.approx(1.299, abs=1e-3),
     }
     assert SumReward([tone, safety])([""] * 4, answers) == [4.0, 6.0, -1.0, None]  # None where nobody scores
+    # Who runs in the background keeps its place, and its weight
+    assert SumReward([asked, tone], weights=[1.0, 10.0])([""] * 4, answers) == [41.0, 61.0, 4.0, 1.0]
 
 
 def test_a_score_depends_on_its_row_alone():

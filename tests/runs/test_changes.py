@@ -20,6 +20,7 @@ HASH = re.compile(r"xxh3|\b[0-9a-f]{12,}\b")
     ("before", "now", "said"),
     [
         ({"lr": 1e-3, "seed": 1}, {"lr": 2e-3, "seed": 1}, ["lr: 0.001 → 0.002"]),
+        ({"seed": 1}, {"lr": 2e-3, "seed": 1}, ["lr: None → 0.002"]),
         (
             {"train_rows": 500, "train_data": A},
             {"train_rows": 480, "train_data": B},

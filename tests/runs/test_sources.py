@@ -119,6 +119,14 @@ def score(texts): return [net(text) for text in texts]
     "W = Decimal('<1|2>')\ndef score(texts): return [float(W) for _ in texts]",
     "W = SimpleNamespace(a=deque([<1|2>]))\ndef score(texts): return [W.a[0] for _ in texts]",
     "W = defaultdict(lambda: <1|2>)\ndef score(texts): return [W[text] for text in texts]",
+    "N = <1|2>\ndef score(texts, n=N, *, m=-N): return [n * m for _ in texts]",
+    """
+class Base:
+    def rate(self): return <1|2>
+class Scorer(Base):
+    def __call__(self, texts): return [self.rate() for _ in texts]
+score = Scorer()
+""",
     "P = re.compile('<a|b>'.rjust(300, 'x'))\ndef score(texts): return [len(P.findall(text)) for text in texts]",
 ]
 

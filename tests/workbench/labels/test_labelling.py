@@ -39,6 +39,8 @@ def test_each_part_of_the_queue_is_what_it_says():
     queue = chosen(rows)
     assert Counter(why for *_, why in queue) == {"score": 8, "disagreement": 6, "random": 6}
     assert len({prompt for prompt, *_ in queue}) == 20  # so no answer is there twice
+    reasons = [why for *_, why in queue]
+    assert reasons != sorted(reasons, key=list(SHARES).index)  # who labels cannot tell by the place
 
     def left(*reasons):
         taken = {prompt for prompt, *_, why in queue if why in reasons}

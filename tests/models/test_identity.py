@@ -1,0 +1,53 @@
+"""What a run is known by of its models and tokenizers."""
+
+import pytest
+import torch
+
+from tests.tiny import tiny_llama, tiny_tokenizer
+from trl_ext.models.identity import config_identity, hash_of, hub_identity, tokenizer_identity
+
+
+def test_a_model_of_the_hub_is_known_by_name_and_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--base"
+    for commit in ("1" * 40, "2" * 40):
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "snapshots" / commit / "config.json").write_text("{}")
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / "main").write_text(commit)
+        assert hub_identity("org/base") == f"org/base@{commit}"
+    assert hub_identity("org/base", "1" * 40) == f"org/base@{'1' * 40}"
+    assert hub_identity("org/other") is None and hub_identity(str(tmp_path)) is None and hub_identity(None) is None
+
+
+@pytest.mark.parametrize("kind", ["bos", "eos", "pad", "unk"])
+def test_a_tokenizers_special_tokens_count(kind):
+    other = tiny_tokenizer()
+    assert tokenizer_identity(other) == tokenizer_identity(tiny_tokenizer())
+    setattr(other, f"{kind}_token", "cat")
+    assert tokenizer_identity(other) != tokenizer_identity(tiny_tokenizer())
+
+
+def test_a_chat_template_counts():
+    other = tiny_tokenizer()
+    other.chat_template += " "
+    assert tokenizer_identity(other) != tokenizer_identity(tiny_tokenizer())
+
+
+def test_weights_are_known_by_their_names_shapes_and_values():
+    weights = {"a": torch.arange(6.0), "b": torch.zeros(2)}
+    others = [
+        {"a": weights["a"], "c": weights["b"]},
+        {"a": weights["a"].view(2, 3), "b": weights["b"]},
+        {"a": weights["a"].flip(0), "b": weights["b"]},
+    ]
+    assert hash_of(dict(reversed(weights.items()))) == hash_of(weights)
+    assert len({hash_of(each) for each in (weights, *others)}) == 4
+
+
+def test_how_a_model_attends_counts_and_where_it_came_from_does_not():
+    model, other = tiny_llama(), tiny_llama()
+    other.config._name_or_path = "elsewhere"
+    assert config_identity(model) == config_identity(other)
+    other.set_attn_implementation("eager")
+    assert config_identity(model) != config_identity(other)

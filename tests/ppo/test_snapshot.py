@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from trl_ext import PPOTrainer
-from trl_ext.checkpoints import CannotResume
 from trl_ext.ppo.snapshot import Snapshot
+from trl_ext.runs.checkpoints import CannotResume
 
 
 def test_a_snapshot_is_read_as_it_was_written_and_each_process_has_its_own(tmp_path):

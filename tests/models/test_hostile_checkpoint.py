@@ -13,8 +13,9 @@ from tests.dpo.worker import make_trainer as make_dpo_trainer
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks.generation import generate_answers
+from trl_ext.cli.kl import sampled_kl
 from trl_ext.dpo.shift import distribution_shift
-from trl_ext.models import ActorCritic, load_model, sample, sampled_kl
+from trl_ext.models import ActorCritic, load_model, sample
 
 HOSTILE = {  # of each field of `GenerationConfig`, a value that changes what `generate` gives, or breaks it
     "assistant_confidence_threshold": 0.9,

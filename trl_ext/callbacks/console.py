@@ -50,7 +50,7 @@ class ConsoleCallback(ProgressCallback):
 
     PPOTrainer, DPOTrainer and the recipes have it. In a script of any other trainer:
 
-        ConsoleCallback.replace(trainer)
+    >>> ConsoleCallback.replace(trainer)
 
     It takes the place of transformers' `ProgressCallback` and `PrinterCallback`, and leaves a notebook's progress and
     a user's own subclasses. (Given to `add_callback`, it would show a run beside them.)

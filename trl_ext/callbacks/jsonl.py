@@ -32,6 +32,8 @@ class JSONLCallback(TrainerCallback):
     `seconds_generation`, `seconds_scoring` and `seconds_update`; the first `train` or `end` also has the monitors'
     arguments. Watches of `trl_ext.rewards` without a folder of their own write to the same folder.
 
+    >>> trainer.add_callback(JSONLCallback(every_process=False))
+
     Args:
         folder: of the file. The default is the output directory; with `push_to_hub` its folder `_run`, which
             transformers does not upload.

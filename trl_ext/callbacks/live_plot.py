@@ -21,6 +21,8 @@ class LivePlotCallback(TrainerCallback):
     transformers shows a table there, with a column for each number of an evaluation; to have the curves alone:
     `trainer.remove_callback(transformers.utils.notebook.NotebookProgressCallback)`. It needs IPython and matplotlib.
 
+    >>> trainer.add_callback(LivePlotCallback(panels=("scores", "loss"), seconds=5))
+
     Args:
         panels: what to draw: panels of [`MonitoringPlotCallback`], as "entropy, nats per token", or keys of the logs,
             as "loss".

@@ -27,6 +27,8 @@ class MonitoringPlotCallback(TrainerCallback):
     The picture shows scores, KL, entropy, clip fraction, critic and lengths, with the monitors' bounds and alerts.
     W&B, TensorBoard (in its run `monitors`) and Trackio take it.
 
+    >>> trainer.add_callback(MonitoringPlotCallback(steps=50))
+
     Args:
         steps: optimizer steps from one drawing to the next. The end of training is always drawn.
     """

@@ -15,6 +15,8 @@ class SamplesCallback(TrainerCallback):
     """
     Append the first completions of each rollout, with every reward function's score, to `completions.rank0.jsonl`.
 
+    >>> trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=4))
+
     Args:
         trainer: a [`PPOTrainer`] or `trl.RLOOTrainer`, whose table of completions is read.
         per_rollout: completions that are kept of a rollout of all processes. A thousand rollouts with 8 completions of

@@ -22,6 +22,15 @@ def test_each_monitor_has_its_cases(monitor):
     assert any(cls is monitor for cls, _, _ in REFUSED)
 
 
+def test_a_log_without_a_number_is_beyond_no_bound_and_leaves_no_trace():
+    monitor = callbacks.MonitorCallback()
+    monitor.follow("x", 1.0, error=0.0)
+    before = str(monitor.memory)
+    series = monitor.follow("x", None)
+    assert series.first is None and not series.falls
+    assert series.above(plus=-1e9) is None and series.below(plus=1e9) is None and str(monitor.memory) == before
+
+
 @pytest.mark.parametrize(("monitor", "arguments", "message"), REFUSED)
 def test_arguments_that_cannot_work_are_refused(monitor, arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -26,16 +26,16 @@ class Alert:
     """
     One thing that a monitor found.
 
-    With the level `notice` it is of the monitor itself, as that it has nothing to watch: it is sent like an alert, and
-    not counted among them.
+    The level `notice` is for what concerns the monitor itself, such as having nothing to watch. A notice is sent like
+    an alert, but is not counted as one.
 
     Args:
-        monitor: class name of who found it.
+        monitor: class name of the monitor.
         what: what was found, in words.
         step: optimizer step.
         value: what was measured, if it is a number.
-        bound: what it was not to pass.
-        baseline: what it was at first.
+        bound: the limit that it passed.
+        baseline: the value at first.
         advice: what to do, in a sentence.
         action: what the monitor does about it: `warn`, `save`, `stop`, `raise_kl` or `rollback`.
         runbook: file and section that say more.

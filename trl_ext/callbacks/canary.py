@@ -1,4 +1,4 @@
-"""Answers to the same few prompts, compared over the run."""
+"""Compare answers to the same few prompts over the run."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The share of clipped updates."""
+"""Watch the share of clipped updates."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The entropy of the next-token distribution."""
+"""Watch the entropy of the next-token distribution."""
 
 from dataclasses import dataclass
 

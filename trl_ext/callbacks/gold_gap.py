@@ -1,4 +1,4 @@
-"""Gold against proxy: the score of a judge that training never sees, against the reward that it trains on."""
+"""Compare gold, a judge's score that training never sees, with the reward that is trained on."""
 
 import math
 from collections.abc import Iterator

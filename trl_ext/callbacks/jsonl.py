@@ -1,4 +1,4 @@
-"""A file of all that a run logs."""
+"""Write all that a run logs into a file."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""The KL to the reference, in nats summed over a response."""
+"""Watch the KL to the reference, in nats summed over a response."""
 
 from dataclasses import dataclass
 

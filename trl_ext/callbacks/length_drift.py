@@ -1,4 +1,4 @@
-"""The length of completions."""
+"""Watch the length of completions."""
 
 from dataclasses import dataclass
 

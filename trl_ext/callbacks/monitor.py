@@ -35,7 +35,7 @@ SHARE = ("in (0, 1)", lambda x: 0 < x < 1)
 
 
 class Memory(dict):
-    """The memory of a monitor in use. A memory that was read from a checkpoint is a plain dict, and can be taken."""
+    """The memory of a monitor in use. A checkpoint's memory is a plain dict, which a monitor may take over."""
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Finding:
     Args:
         what: what was found, in words.
         value: what was measured, if it is a number.
-        bound: what it was not to pass.
+        bound: the limit that it passed.
         advice: what to do, in a sentence.
-        baseline: what it was at first.
+        baseline: the value at first.
         acts: whether the monitor takes its action; False only warns.
-        level: `alert`, or `notice` for what is of the monitor itself.
+        level: `alert`, or `notice` for what concerns the monitor itself.
     """
 
     what: str
@@ -58,7 +58,7 @@ class Finding:
     bound: float | None
     advice: str
     baseline: float | None = None
-    acts: bool = True  # True takes the monitor's action, False only warns
+    acts: bool = True
     level: Level = "alert"
 
 
@@ -138,7 +138,7 @@ class MonitorCallback(Halting, TrainerCallback):
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
     def _deciding(self) -> dict[str, Any]:
-        """Return those that decide whether a run goes on."""
+        """Return the arguments that decide whether a run goes on."""
         return {name: value for name, value in self._arguments().items() if name != "sinks"}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -226,10 +226,14 @@ class MonitorCallback(Halting, TrainerCallback):
                 group["lr"] = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._ask_again(state, control)
+        """Repeat requests to stop or save: transformers forgets them as a step begins, and saves as an epoch ends."""
+        if self._is_held or rolled_back(state):
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = control.should_log = False
+        elif self._owes_save:
+            control.should_save = True
 
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self._ask_again(state, control)
+    on_epoch_end = on_step_end
 
     def on_save(self, args, state, control, **kwargs):
         self._owes_save = False
@@ -242,14 +246,6 @@ class MonitorCallback(Halting, TrainerCallback):
         elif not self._is_held and self.finish_saving is None:  # else the trainer does, once it is complete
             forget_rollback(args.output_dir)
 
-    def _ask_again(self, state: Any, control: Any) -> None:
-        """Ask again for what was asked for: transformers forgets it as a step begins, and saves as an epoch ends."""
-        if self._is_held or rolled_back(state):
-            control.should_training_stop = True
-            control.should_save = control.should_evaluate = control.should_log = False
-        elif self._owes_save:
-            control.should_save = True
-
     # ---- Reading ----
 
     def watch(self, logs: dict[str, Any]) -> Iterator[Finding]:
@@ -260,7 +256,7 @@ class MonitorCallback(Halting, TrainerCallback):
         if logs is not None and is_training_log(logs):
             self._begin(args, state, logs)
             self._check_kl_request(state)
-            # The numbers of this log are of the weights since the last log, or since the last rollout
+            # This log measures the weights since the last log, or since the last rollout
             window = rollout_steps(args) if self.memory.get("reads_rollouts") else 1
             start = max(0, self.step - max(self._logging_steps, window))
             reads_logs = type(self).watch is not MonitorCallback.watch
@@ -367,7 +363,7 @@ class MonitorCallback(Halting, TrainerCallback):
 
     @property
     def answers(self) -> float | None:
-        """The number of independent answers in a log that covers the start of a rollout; None if that is unknown."""
+        """The number of independent answers that a log measures, as `answers_in_log` counts them; None if unknown."""
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
@@ -479,13 +475,13 @@ class MonitorCallback(Halting, TrainerCallback):
 
 
 def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
-    """Return the alerts of all monitors so far, including those from before a resume; or, of `level`, the notices."""
+    """Return the alerts of all monitors so far, also from before a resume, or those of another `level`."""
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert.get("level", "alert") == level]
 
 
 def spread_key(key: str) -> str:
-    """Return under which key an evaluation logs the standard deviation that belongs to a mean."""
+    """Return the key under which an evaluation logs a mean's standard deviation."""
     return key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std"
 
 

@@ -1,4 +1,4 @@
-"""NaN and infinities."""
+"""Alert on NaN and infinities."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Repetition within and between completions, and copying."""
+"""Watch repetition within and between completions, and copying."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The disagreement of reward models."""
+"""Watch the disagreement of reward models."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The distribution of the reward."""
+"""Watch the distribution of the reward."""
 
 import math
 import re

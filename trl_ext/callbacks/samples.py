@@ -1,4 +1,4 @@
-"""A few completions of each rollout, with their scores."""
+"""Keep a few completions of each rollout, with their scores."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The critic."""
+"""Watch the critic."""
 
 import math
 from dataclasses import dataclass

@@ -12,21 +12,16 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from tests.callbacks.cases import BAD_NUMBERS, GOLD_METRICS, KEYS
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig as OurDPOConfig
 from trl_ext import DPOTrainer, PPOTrainer
 from trl_ext.callbacks import (
     CanaryCallback,
-    ClipFractionCallback,
     EntropyFloorCallback,
     GoldGapCallback,
     KLBudgetCallback,
-    LengthDriftCallback,
     NotFiniteCallback,
-    RepetitionCallback,
-    RewardDisagreementCallback,
-    RewardDriftCallback,
-    ValueHealthCallback,
 )
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 from trl_ext.runs.checkpoints import ResumableRun, RolledBack, checkpoint_to_resume
@@ -141,29 +136,6 @@ def calm_and_bad(**bad):
     return {name: calm for name, (calm, _) in bad.items()}, {name: value for name, (_, value) in bad.items()}
 
 
-# Each monitor, and what it reads: calm, then bad
-KEYS = {"kl": "kl", "clip_fraction": "clip", "explained_variance": "ev", "value_loss": "vl", "length": "length"}
-KEYS |= {"length_clipped": "cut", "reward": "reward", "reward_std": "std", "entropy": "entropy"}
-GOLD = {"eval_rewards/gold_judge/mean": (1.0, 0.0), "eval_rewards/gold_judge/std": (0.5, 0.5)}
-GOLD |= {"eval_proxy/mean": (0.0, 9.0), "eval_proxy/std": (1.0, 1.0)}
-MONITORS = {
-    KLBudgetCallback: ({}, {"kl": (0.0, 99.0)}),
-    ClipFractionCallback: ({"steps": 1}, {"clip": (0.0, 0.9)}),
-    EntropyFloorCallback: ({"steps": 1}, {"entropy": (2.0, 0.01)}),
-    LengthDriftCallback: ({"rollouts": 2}, {"length": (10.0, 99.0), "cut": (0.0, 0.0)}),
-    ValueHealthCallback: ({"rollouts": 1, "steps": 1}, {"ev": (0.5, -9.0), "vl": (1.0, 1.0)}),
-    RewardDisagreementCallback: ({"rollouts": 2}, {"rewards/two/disagreement": (0.1, 9.0)}),
-    RepetitionCallback: ({"rollouts": 2}, {"repetition/top_phrase_share": (0.1, 1.0)}),
-    RewardDriftCallback: (
-        {"baseline": (0.0, 1.0), "rollouts": 2},
-        {"reward": (0.0, 9.0), "std": (1.0, 1.0), "length": (10.0, 99.0)},
-    ),
-    NotFiniteCallback: ({}, {"grad_norm": (1.0, math.nan)}),
-    GoldGapCallback: ({"proxy": "eval_proxy/mean"}, GOLD),
-    CanaryCallback: ({"minutes": 0.0, "prompts": ["the cat"], "max_new_tokens": 2}, {}),
-}
-
-
 class Judge:
     """Of canaries: a bad score from step `BAD` on."""
 
@@ -175,7 +147,7 @@ class Judge:
 
 def run_of(build, monitor, action, model, folder, kill_at=None, **kwargs):
     """A trainer with one monitor, and the numbers that it reads."""
-    settings, numbers = MONITORS[monitor]
+    settings, numbers = BAD_NUMBERS[monitor]
     settings = {"action": action, "repeat_steps": 100, "kl_factor": 2.0, "keys": KEYS} | settings
     settings |= {"judge": Judge(), "score_drop": 1.0} if monitor is CanaryCallback else {}
     callback = monitor(**settings)
@@ -203,8 +175,8 @@ def end_of(trainer, train):
 ACTIONS = ["warn", "save", "raise_kl", "stop", "rollback"]
 # Every monitor with every action in a stock trainer, every monitor that ends a run of PPO, one monitor everywhere
 CASES = [
-    *product(MONITORS, ACTIONS, [stock_sft]),
-    *product(MONITORS, ["stop", "rollback"], [ppo]),
+    *product(BAD_NUMBERS, ACTIONS, [stock_sft]),
+    *product(BAD_NUMBERS, ["stop", "rollback"], [ppo]),
     *product([KLBudgetCallback], ["warn", "save", "raise_kl"], [ppo]),
     *product([KLBudgetCallback], ACTIONS, [resumable_sft, dpo]),
 ]
@@ -364,7 +336,7 @@ def test_no_save_keeps_a_step_that_is_rolled_back(kwargs, left, best, build, mod
     bad = {"grad_norm": (0.0, math.nan), "entropy": (2.0, 0.0)}
     if best:  # the evaluation of step 6 would be the best one
         monitors = [GoldGapCallback(action="rollback", proxy="eval_proxy/mean"), others[1]]
-        numbers = calm_and_bad(**GOLD)
+        numbers = calm_and_bad(**GOLD_METRICS)
         kwargs = kwargs | {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_proxy/mean"}
         kwargs = kwargs | {"greater_is_better": True}
     else:
@@ -411,7 +383,7 @@ def test_another_run_of_one_trainer_knows_nothing_of_the_last(model, tmp_path):
 def test_an_evaluation_after_training_ends_nothing(model, tmp_path):
     for action in ("stop", "rollback"):
         callback = GoldGapCallback(proxy="eval_proxy/mean", action=action)
-        trainer = stock_sft(model, tmp_path / action, Numbers(*calm_and_bad(**GOLD)), callback)
+        trainer = stock_sft(model, tmp_path / action, Numbers(*calm_and_bad(**GOLD_METRICS)), callback)
         trainer.evaluate()
         trainer.train()
         trainer.evaluate()

@@ -16,7 +16,7 @@ MONITORS = [
 ]
 
 
-def said(path):
+def texts_of_findings(path):
     """Yield the longest constant part of the text of each `Finding(...)` in a file."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding":
@@ -27,12 +27,12 @@ def said(path):
 def test_section(subtests):
     for monitor in MONITORS:
         with subtests.test(monitor=monitor):
-            assert f"\n## {monitor.runbook}\n" in RUNBOOK
+            assert f"\n## {monitor.runbook}\n\nWhat `{monitor.__name__}` says.\n" in RUNBOOK
 
 
 def test_entries(subtests):
     for path in sorted((ROOT / "trl_ext" / "callbacks").glob("*.py")):
         with subtests.test(path=path):
-            for text in said(path):
+            for text in texts_of_findings(path):
                 if text not in ("what", "found", "name"):
                     assert text.split(":")[0] in RUNBOOK, f"{path.name} says {text!r}"

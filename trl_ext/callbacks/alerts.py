@@ -5,11 +5,12 @@ import queue
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tenacity import Retrying, stop_after_attempt, wait_exponential
 from transformers.utils import logging
 
 from ..runs.jsonl import JSONLWriter, finite
@@ -18,7 +19,6 @@ from .trackers import tensorboard_writer, trackio_is_open
 
 logger = logging.get_logger(__name__)
 Level = Literal["alert", "notice"]
-NAMES = ("log", "jsonl", "wandb", "tensorboard", "trackio")  # of sinks
 
 
 @dataclass
@@ -26,16 +26,16 @@ class Alert:
     """
     One thing that a monitor found.
 
-    With the level `notice` it is of the monitor itself, as that it has nothing to watch: it is sent like an alert, and
-    not counted among them.
+    The level `notice` is for what concerns the monitor itself, such as having nothing to watch. A notice is sent like
+    an alert, but is not counted as one.
 
     Args:
-        monitor: class name of who found it.
+        monitor: class name of the monitor.
         what: what was found, in words.
         step: optimizer step.
         value: what was measured, if it is a number.
-        bound: what it was not to pass.
-        baseline: what it was at first.
+        bound: the limit that it passed.
+        baseline: the value at first.
         advice: what to do, in a sentence.
         action: what the monitor does about it: `warn`, `save`, `stop`, `raise_kl` or `rollback`.
         runbook: file and section that say more.
@@ -182,45 +182,41 @@ class WebhookSink:
 
     def _post(self, body: bytes) -> None:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        for attempt in range(self.retries + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout):
-                    return
-            except Exception:
-                if attempt == self.retries:
-                    raise
-                time.sleep(2.0**attempt)
+        tries = Retrying(stop=stop_after_attempt(self.retries + 1), wait=wait_exponential(), reraise=True)
+        with tries(urllib.request.urlopen, request, timeout=self.timeout):
+            pass
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {  # name → how to make the sink for a run's `args`
+    "log": lambda args: LogSink(),
+    "jsonl": lambda args: JSONLSink(str(Path(args.output_dir) / "alerts.jsonl")),
+    "wandb": lambda args: WandbSink(),
+    "tensorboard": TensorBoardSink,
+    "trackio": lambda args: TrackioSink(),
+}
+_TRACKERS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": TrackioSink}
 
 
 def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
-    """Make sinks from their names and URLs, and of the trackers that the run reports to. Objects with `send` stay."""
-    trackers = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": TrackioSink}
-    reported = getattr(args, "report_to", None) or []
-    own = [n for n in reported if n in trackers and not any(s == n or isinstance(s, trackers[n]) for s in sinks)]
-    made: list[Any] = []
-    for sink in [*sinks, *own]:
-        match sink:
-            case "log":
-                made.append(LogSink())
-            case "jsonl":
-                made.append(JSONLSink(str(Path(args.output_dir) / "alerts.jsonl")))
-            case "wandb":
-                made.append(WandbSink())
-            case "tensorboard":
-                made.append(TensorBoardSink(args))
-            case "trackio":
-                made.append(TrackioSink())
-            case str():
-                made.append(WebhookSink(sink))
-            case _:
-                made.append(sink)
-    return made
+    """Make sinks from their names and URLs, and for the trackers of `report_to`. Objects with `send` stay."""
+
+    def is_given(tracker: str) -> bool:
+        return any(sink == tracker or isinstance(sink, _TRACKERS[tracker]) for sink in sinks)
+
+    trackers = [name for name in getattr(args, "report_to", None) or [] if name in _TRACKERS and not is_given(name)]
+    return [_make_sink(sink, args) for sink in [*sinks, *trackers]]
+
+
+def _make_sink(sink: Any, args: Any) -> Any:
+    if not isinstance(sink, str):
+        return sink
+    return _MAKERS[sink](args) if sink in _MAKERS else WebhookSink(sink)
 
 
 def check_sinks(sinks: Sequence[Any]) -> None:
     """Raise a ValueError before training if one of them is no sink."""
     for sink in [sinks] if isinstance(sinks, str) else sinks:
-        is_named = sink in NAMES or str(sink).startswith(("http://", "https://"))
+        is_named = isinstance(sink, str) and (sink in _MAKERS or sink.startswith(("http://", "https://")))
         if isinstance(sinks, str) or not (hasattr(sink, "send") or is_named):
-            names = ", ".join(f'"{name}"' for name in NAMES)
+            names = ", ".join(f'"{name}"' for name in _MAKERS)
             raise ValueError(f"`sinks` must be a list of {names}, URLs, or objects with `send`; got {sink!r}")

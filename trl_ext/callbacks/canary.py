@@ -1,4 +1,4 @@
-"""Answers to the same few prompts, compared over the run."""
+"""Compare answers to the same few prompts over the run."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from ..rewards.watches.repetition import RepetitionWatch
 from ..rewards.watches.watch import numbers_of
 from ..runs.jsonl import JSONLWriter
 from .generation import generate_answers
-from .monitor import Finding, MonitorCallback, on_main_process
+from .monitor import ABOVE_ONE, NOT_NEGATIVE, SHARE, Finding, MonitorCallback, on_main_process
 
 
 @dataclass(eq=False, kw_only=True)
@@ -27,6 +27,8 @@ class CanaryCallback(MonitorCallback):
     phrase and, with a judge, their score are compared with the first time. `canary.jsonl` in the output directory
     keeps the answers. A policy that does not move gives the same greedy answers, so that their length and phrase have
     no noise; a judge's scores may have some, which is learnt from those of earlier times.
+
+    >>> trainer.add_callback(CanaryCallback(trainer=trainer, prompts=["Who are you?"], minutes=15))
 
     Args:
         trainer: generates the answers.
@@ -49,16 +51,12 @@ class CanaryCallback(MonitorCallback):
     score_drop: float | None = None
     max_new_tokens: int = 64
     runbook = "canary"
+    ranges = {"minutes": NOT_NEGATIVE, "length_factor": ABOVE_ONE, "phrase": SHARE}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.prompts or isinstance(self.prompts, str):
             raise ValueError(f"`CanaryCallback` needs `prompts=`, a list of one or more, got {self.prompts!r}")
-        if not (self.minutes >= 0 and self.length_factor > 1 and 0 < self.phrase < 1):
-            raise ValueError(
-                "`minutes` must be 0 or more, `length_factor` above 1, `phrase` lie in (0, 1); got "
-                f"{self.minutes}, {self.length_factor} and {self.phrase}"
-            )
         self._last = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -93,18 +91,13 @@ class CanaryCallback(MonitorCallback):
         if not start / self.length_factor <= length <= start * self.length_factor:
             bound = start * self.length_factor if length > start else start / self.length_factor
             yield Finding("the canary's answers changed in length", length, bound, advice, start)
-        if now["phrase"] > first["phrase"] + self.phrase:
-            yield Finding(
-                "one phrase spreads over the canary's answers",
-                now["phrase"],
-                first["phrase"] + self.phrase,
-                advice,
-                first["phrase"],
-            )
+        phrase, start = now["phrase"], first["phrase"]
+        if phrase > start + self.phrase:
+            yield Finding("one phrase spreads over the canary's answers", phrase, start + self.phrase, advice, start)
         if "score" in now:
             drop = first["sigma"] / 2 if self.score_drop is None else self.score_drop
             scores = self.follow("score", now["score"], first=1)
-            if scores is not None and (mean := scores.below(1, -drop)) is not None:
+            if (mean := scores.below(1, -drop)) is not None:
                 yield Finding("the canary's score fell", mean, first["score"] - drop, advice, first["score"])
 
     def _measure(self, answers: dict[str, list]) -> dict[str, float]:

@@ -1,14 +1,16 @@
-"""The share of clipped updates."""
+"""Watch the share of clipped updates."""
 
 from dataclasses import dataclass
 
-from .monitor import Finding, MonitorCallback
+from .monitor import AT_LEAST_ONE, SHARE, Finding, MonitorCallback
 
 
 @dataclass(eq=False, kw_only=True)
 class ClipFractionCallback(MonitorCallback):
     """
     Alert when too large a share of tokens (in RLOO, of responses) has a clipped probability ratio.
+
+    >>> trainer.add_callback(ClipFractionCallback(limit=0.3, steps=32))
 
     Args:
         limit: largest share.
@@ -19,17 +21,11 @@ class ClipFractionCallback(MonitorCallback):
     limit: float = 0.2
     steps: int = 16
     runbook = "clip-fraction"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 < self.limit < 1 and self.steps >= 1):
-            raise ValueError(f"`limit` must lie in (0, 1), `steps` be 1 or more; got {self.limit} and {self.steps}")
+    ranges = {"limit": SHARE, "steps": AT_LEAST_ONE}
 
     def watch(self, logs):
         value = self.read("clip_fraction")
-        if value is None:
-            return
         shares = self.follow("clip_fraction", value, **self.windows(self.steps), answers=self.answers)
-        if shares is not None and (mean := shares.above(plus=self.limit)) is not None:
+        if (mean := shares.above(plus=self.limit)) is not None:
             advice = "Steps are too large: lower the learning rate, the passes over a rollout, or both."
             yield Finding(f"the clip fraction is high over {self.steps} steps", mean, self.limit, advice)

@@ -31,9 +31,9 @@ COLUMNS = {
     "grad": "grad_norm",
     "epoch": "epoch",
 }
-# Who stays when the terminal is narrow, from the first; the others go from the last
+# On a narrow terminal the columns at the end of this list are left out first
 IMPORTANCE = "score KL accuracy loss margin entropy length clip s/step episodes lr grad epoch".split()
-_OF_THE_TRAINER = ("loss", "learning_rate", "seconds", "epoch")  # of every Trainer, or measured here
+_TRAINER_KEYS = ("loss", "learning_rate", "seconds", "epoch")  # every Trainer logs them, or they are measured here
 _CONSOLES = (ProgressCallback, PrinterCallback)  # transformers' own; a subclass is a user's
 _IN_BAR = ("score", "KL", "accuracy", "margin", "loss")  # the first two that there are
 _WIDTH = 7  # characters of a number
@@ -46,14 +46,14 @@ _alerts = logging.getLogger(f"{__package__}.alerts")  # where LogSink writes
 
 class ConsoleCallback(ProgressCallback):
     """
-    Show a run as a bar with score, KL and ETA, and as one row a log under a header that comes again.
+    Show a run as a bar with score, KL and ETA, and as a table with one row for each log.
 
-    PPOTrainer, DPOTrainer and the recipes have it. In a script of any other trainer:
+    PPOTrainer, DPOTrainer and the recipes use it. For any other trainer:
 
-        ConsoleCallback.replace(trainer)
+    >>> ConsoleCallback.replace(trainer)
 
-    It takes the place of transformers' `ProgressCallback` and `PrinterCallback`, and leaves a notebook's progress and
-    a user's own subclasses. (Given to `add_callback`, it would show a run beside them.)
+    This replaces transformers' `ProgressCallback` and `PrinterCallback`, but no notebook's progress and no subclass
+    of a user. (`add_callback` would keep them, so that the run is shown twice.)
 
     Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `alert` or `done`,
     and go to stdout. Without a terminal there are neither bars nor colours; `disable_tqdm` and the environment
@@ -83,7 +83,7 @@ class ConsoleCallback(ProgressCallback):
         """
         Take the place of transformers' own bar or printed logs in any trainer; where there are none, do nothing.
 
-        It is called before other callbacks: what monitors say comes on a line that is free of the bar.
+        It is called before other callbacks, so that monitors' alerts get lines of their own.
         """
         handler = trainer.callback_handler
         others = [callback for callback in handler.callbacks if type(callback) not in _CONSOLES]
@@ -144,7 +144,7 @@ class ConsoleCallback(ProgressCallback):
         numbers, keys = numbers_in(logs), _keys(args)
         prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "")
         if "train_runtime" in logs:
-            self._say("done", _done(numbers, state))
+            self._write_text("done", _done(numbers, state))
         elif prefix or any(key.startswith("eval_") for key in logs):
             prefix = prefix or "eval_"
             self._row(prefix[:-1], state, {head: numbers.get(prefix + key) for head, key in keys.items()})
@@ -164,7 +164,7 @@ class ConsoleCallback(ProgressCallback):
                 shown = [f"{head} {_shown(self._last[head])}" for head in _IN_BAR if head in self._last]
                 self.training_bar.set_postfix_str(", ".join(shown[:2]), refresh=False)
         elif own := [f"{key} {_shown(number)}" for key, number in numbers.items() if key != "epoch"]:  # a script's
-            self._say("log", ", ".join(own))
+            self._write_text("log", ", ".join(own))
 
     def _row(self, kind: str, state: Any, values: dict[str, float | None]) -> None:
         self._columns |= {head for head, value in values.items() if value is not None}
@@ -186,8 +186,8 @@ class ConsoleCallback(ProgressCallback):
         row += "".join(f"{_shown(values.get(head)):>{_width(head)}}" for head in heads)
         self._write(row, "" if kind == "train" else "eval")
 
-    def _say(self, kind: str, text: str, style: str = "", file: Any = None) -> None:
-        """Write a line that is no row of the table, and is wrapped on a terminal."""
+    def _write_text(self, kind: str, text: str, style: str = "", file: Any = None) -> None:
+        """Write a line outside the table, wrapped on a terminal."""
         line = f"{kind:{max(map(len, self._kinds))}} {text}"
         if sys.stdout.isatty():
             width = shutil.get_terminal_size().columns - 1
@@ -206,7 +206,7 @@ class ConsoleCallback(ProgressCallback):
         if _alerts.hasHandlers():
             self._clear()
             return True
-        self._say(getattr(record, "alert_level", "notice"), record.getMessage(), "alert", sys.stderr)
+        self._write_text(getattr(record, "alert_level", "notice"), record.getMessage(), "alert", sys.stderr)
         return False
 
 
@@ -216,12 +216,12 @@ def _bar(args: Any, **kwargs: Any) -> tqdm:
 
 
 def _keys(args: Any) -> dict[str, str]:
-    """Heading → key of the logs."""
+    """Return the key of the logs for each heading."""
     known = metrics_of(args)
     return {
         head: known[name].key if name in known else name
         for head, name in COLUMNS.items()
-        if name in known or name in _OF_THE_TRAINER or not known
+        if name in known or name in _TRAINER_KEYS or not known
     }
 
 
@@ -230,7 +230,7 @@ def _width(head: str) -> int:
 
 
 def _shown(number: float | None) -> str:
-    """Up to three digits that count, in 7 characters."""
+    """Return a number with up to three significant digits, in 7 characters."""
     if number is None:
         return "-"
     if isinstance(number, int) or not math.isfinite(number) or number == 0:

@@ -107,3 +107,18 @@ PANELS: dict[str, Callable] = {
     "critic": _critic,
     "length of completions, tokens": _lengths,
 }
+
+
+def draw_panel(axes, name: str, history, metrics: dict[str, Metric], registry, alerts) -> bool:
+    """Draw one of `PANELS`, or the curve of a key, with bounds and alerts. Return whether the run has logged it."""
+    if name in PANELS:
+        PANELS[name](axes, history, metrics, registry)
+    else:
+        draw_line(axes, history, name, name)
+    axes.set_title(name)
+    axes.grid(alpha=0.3)
+    is_logged = bool(axes.lines or axes.collections)
+    if is_logged:
+        axes.legend(fontsize="small", loc="best")
+    draw_alerts(axes, alerts)
+    return is_logged

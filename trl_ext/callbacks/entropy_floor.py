@@ -1,14 +1,16 @@
-"""The entropy of the next-token distribution."""
+"""Watch the entropy of the next-token distribution."""
 
 from dataclasses import dataclass
 
-from .monitor import Finding, MonitorCallback
+from .monitor import AT_LEAST_ONE, NOT_NEGATIVE, Finding, MonitorCallback
 
 
 @dataclass(eq=False, kw_only=True)
 class EntropyFloorCallback(MonitorCallback):
     """
     Alert when the policy's entropy falls too low: a collapsed policy explores nothing.
+
+    >>> trainer.add_callback(EntropyFloorCallback(floor=0.05, action="save"))
 
     Args:
         floor: lowest entropy, nats per token.
@@ -21,23 +23,11 @@ class EntropyFloorCallback(MonitorCallback):
     relative: float = 0.3
     steps: int = 16
     runbook = "entropy"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.floor < 0 or not 0 <= self.relative < 1 or self.steps < 1:
-            raise ValueError(
-                f"`floor` must be 0 or more, `relative` lie in [0, 1), `steps` be 1 or more; got {self.floor}, "
-                f"{self.relative} and {self.steps}"
-            )
+    ranges = {"floor": NOT_NEGATIVE, "relative": ("in [0, 1)", lambda x: 0 <= x < 1), "steps": AT_LEAST_ONE}
 
     def watch(self, logs):
-        value = self.read("entropy")
-        if value is None:
-            return
         windows = self.windows(self.steps)
-        entropies = self.follow("entropy", value, **windows, first=windows["size"])
-        if entropies is None:
-            return
+        entropies = self.follow("entropy", self.read("entropy"), **windows, first=windows["size"])
         first = entropies.first
         advice = "Raise `entropy_coef` or the KL coefficient; see whether all prompts get one answer."
         if (mean := entropies.below(plus=self.floor)) is not None:

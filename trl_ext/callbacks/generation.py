@@ -1,4 +1,4 @@
-"""Answers of the model in training, for trainers that generate none; on all processes together."""
+"""Generate answers by the model in training, on all processes together, for trainers that generate none."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..upstream.names import unwrap_model_for_generation
 
 def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
     """
-    One greedy answer to each prompt, text or messages; the same on every process.
+    Generate one greedy answer to each prompt, text or messages, and return all answers on every process.
 
     Returns:
         What a reward function is called with: `prompts`, `completions` (messages where the prompts are),
@@ -40,14 +40,14 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
             )
     finally:
         trainer.model.train(was_training)
-    said = gather_object(list(zip(answer_texts(tokenizer, answers, eos), answers, strict=True)))[: len(prompts)]
+    answered = gather_object(list(zip(answer_texts(tokenizer, answers, eos), answers, strict=True)))[: len(prompts)]
     return {
         "prompts": prompts,
         "completions": [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, (text, _) in zip(prompts, said, strict=True)
+            for prompt, (text, _) in zip(prompts, answered, strict=True)
         ],
-        "completion_ids": [ids for _, ids in said],
+        "completion_ids": [ids for _, ids in answered],
         "prompt_ids": prompt_ids,
-        "finished": [bool(ids) and ids[-1] in eos for _, ids in said],
+        "finished": [bool(ids) and ids[-1] in eos for _, ids in answered],
     }

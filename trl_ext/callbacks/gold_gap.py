@@ -1,4 +1,4 @@
-"""Gold against proxy: the score of a judge that training never sees, against the reward that it trains on."""
+"""Compare gold, a judge's score that training never sees, with the reward that is trained on."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from ..rewards.watches.watch import numbers_of
 from ..runs.halts import rolled_back
 from .generation import generate_answers
 from .metrics import is_training_log, metrics_of
-from .monitor import Finding, MonitorCallback, number_of_rows, on_main_process, spread_key
+from .monitor import POSITIVE, Finding, MonitorCallback, number_of_rows, on_main_process, spread_key
 
 ROWS = "rows"  # of the judge's own scores, which is no metric
 
@@ -26,6 +26,10 @@ class GoldGapCallback(MonitorCallback):
 
     transformers itself stops at gold's peak and keeps it: use `EarlyStoppingCallback`,
     `metric_for_best_model="eval_rewards/gold_judge/mean"` and `load_best_model_at_end=True`.
+
+    >>> def judge(completions, **columns):
+    ...     return [float(len(set(text.split()))) for text in completions]
+    >>> trainer.add_callback(GoldGapCallback(trainer=trainer, judge=judge, num_prompts=8, action="stop"))
 
     Args:
         gold: key of the gold score in the evaluation's metrics. The default is that of
@@ -50,13 +54,10 @@ class GoldGapCallback(MonitorCallback):
     num_prompts: int = 64
     max_new_tokens: int = 128
     runbook = "gold"
+    ranges = {"limit": POSITIVE, "win_rate": ("in [0, 1)", lambda x: 0 <= x < 1)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.limit > 0 and 0 <= self.win_rate < 1):
-            raise ValueError(
-                f"`limit` must be above 0, `win_rate` lie in [0, 1); got {self.limit} and {self.win_rate}"
-            )
         if (self.trainer is None) != (self.judge is None):
             raise ValueError(
                 "`trainer` and `judge` belong together: one generates answers, the other scores them; give both"
@@ -117,7 +118,7 @@ class GoldGapCallback(MonitorCallback):
                 if not is_first and "gap" not in self.memory.get("series", {}):
                     self.follow("gap", 0.0, first=1, **noise)  # resumed from a version that kept no series
                 gaps = self.follow("gap", gap, first=1, **noise)
-                if gaps is not None and (mean := gaps.above(1, self.limit, of_sigmas)) is not None:
+                if (mean := gaps.above(1, self.limit, of_sigmas)) is not None:
                     advice = "The reward is being gamed: stop, and keep the checkpoint of the best gold score."
                     yield Finding("the proxy left gold behind", mean, self.limit, advice, 0.0)
         if rate is not None:
@@ -125,7 +126,7 @@ class GoldGapCallback(MonitorCallback):
             # which all evaluations share, may make up all of it, so that no number of evaluations lessens their part.
             error, shared = (None, 0.0) if rows is None else (math.sqrt(1 / (6 * rows)), 0.5 / math.sqrt(rows))
             rates = self.follow("win_rate", rate, error=error)
-            if rates is not None and (mean := rates.below(plus=self.win_rate, error=shared)) is not None:
+            if (mean := rates.below(plus=self.win_rate, error=shared)) is not None:
                 advice = "Go back to the checkpoint of the best gold score."
                 yield Finding("answers lose against the start policy's", mean, self.win_rate, advice, 0.5)
 

@@ -1,4 +1,4 @@
-"""A file of all that a run logs."""
+"""Write all that a run logs into a file."""
 
 import time
 import uuid
@@ -31,6 +31,8 @@ class JSONLCallback(TrainerCallback):
     they can be measured, `kl`, the losses, `tokens_per_sec_per_gpu`, `vram_allocated_bytes`, `vram_peak_bytes`,
     `seconds_generation`, `seconds_scoring` and `seconds_update`; the first `train` or `end` also has the monitors'
     arguments. Watches of `trl_ext.rewards` without a folder of their own write to the same folder.
+
+    >>> trainer.add_callback(JSONLCallback(every_process=False))
 
     Args:
         folder: of the file. The default is the output directory; with `push_to_hub` its folder `_run`, which

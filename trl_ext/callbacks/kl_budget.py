@@ -1,4 +1,4 @@
-"""The KL to the reference, in nats summed over a response."""
+"""Watch the KL to the reference, in nats summed over a response."""
 
 from dataclasses import dataclass
 
@@ -14,6 +14,11 @@ class KLBudgetCallback(MonitorCallback):
     A KL logged per token (GRPO, RLOO) is multiplied by the mean length. That is approximate; the alert says so, and
     gives the bound per token, too.
 
+    >>> budget = KLBudgetCallback(limit=10, action="stop")
+    >>> budget.warn
+    5.0
+    >>> trainer.add_callback(budget)
+
     Args:
         warn: nats per response above which the monitor warns. The default is half of `limit`.
         limit: nats per response above which it acts.
@@ -27,14 +32,13 @@ class KLBudgetCallback(MonitorCallback):
     limit: float = 10.0
     tolerance: float = 0.5
     runbook = "kl"
+    ranges = {"tolerance": ("above 0 nats", lambda x: x > 0)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.warn = self.limit / 2 if self.warn is None else self.warn
         if not 0 < self.warn <= self.limit:
             raise ValueError(f"`warn` must be above 0 and at most `limit`, got {self.warn} and {self.limit}")
-        if not self.tolerance > 0:
-            raise ValueError(f"`tolerance` must be above 0 nats, got {self.tolerance}")
 
     def watch(self, logs):
         kl, unit, length = self.read("kl"), "", None
@@ -61,13 +65,13 @@ class KLBudgetCallback(MonitorCallback):
         if is_first and self.step <= rollout_steps(self._args) and abs(kl) > self.tolerance:
             advice = "The policy is still untrained, so the reference is not the model that it started from."
             yield Finding(f"the first rollout's KL is not 0{unit}", kl, self.tolerance, advice, acts=False)
-        elif kls is not None and (mean := kls.below(plus=-self.tolerance, acts=False)) is not None:
+        elif (mean := kls.below(plus=-self.tolerance, acts=False)) is not None:
             advice = "A KL is never negative: the policy that sampled is not the one that gave the log-probs."
             yield Finding(f"the KL is negative{unit}", mean, -self.tolerance, advice, acts=False)
-        if kls is not None and (mean := kls.above(plus=self.limit)) is not None:
+        if (mean := kls.above(plus=self.limit)) is not None:
             advice = "Read completions; raise the KL coefficient, or stop and keep an earlier checkpoint."
             advice = f"{advice} {numbers(mean, self.limit)}."
             yield Finding(f"the KL is over its budget{unit}", mean, self.limit, advice)
-        elif kls is not None and (mean := kls.above(plus=warn, acts=False)) is not None:
+        elif (mean := kls.above(plus=warn, acts=False)) is not None:
             advice = "Read completions: far from the reference, a reward model is less reliable."
             yield Finding(f"the KL nears its budget{unit}", mean, warn, f"{advice} {numbers(mean, warn)}.", acts=False)

@@ -1,4 +1,4 @@
-"""Curves in a notebook, while it trains."""
+"""Draw curves in a notebook, while it trains."""
 
 import io
 import time
@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..runs.files import REGISTRY
-from .drawing import PANELS, draw_alerts, draw_line
+from .drawing import draw_panel
 from .metrics import metrics_of
 from .monitor import alerts_of
 
@@ -20,6 +20,8 @@ class LivePlotCallback(TrainerCallback):
 
     transformers shows a table there, with a column for each number of an evaluation; to have the curves alone:
     `trainer.remove_callback(transformers.utils.notebook.NotebookProgressCallback)`. It needs IPython and matplotlib.
+
+    >>> trainer.add_callback(LivePlotCallback(panels=("scores", "loss"), seconds=5))
 
     Args:
         panels: what to draw: panels of [`MonitoringPlotCallback`], as "entropy, nats per token", or keys of the logs,
@@ -72,14 +74,7 @@ class LivePlotCallback(TrainerCallback):
         with matplotlib.rc_context({"text.parse_math": False}):
             figure = Figure(figsize=(5 * len(self.panels), 3.2), layout="constrained")
             for axes, name in zip(figure.subplots(1, len(self.panels), squeeze=False)[0], self.panels, strict=True):
-                if name in PANELS:
-                    PANELS[name](axes, state.log_history, metrics_of(args), registry)
-                else:
-                    draw_line(axes, state.log_history, name, name)
-                draw_alerts(axes, alerts_of(state))
-                axes.set(title=name, xlabel="optimizer step", xlim=(0, max(state.max_steps, 1)))
-                axes.grid(alpha=0.3)
-                if axes.get_legend_handles_labels()[0]:
-                    axes.legend(fontsize="small")
+                draw_panel(axes, name, state.log_history, metrics_of(args), registry, alerts_of(state))
+                axes.set(xlabel="optimizer step", xlim=(0, max(state.max_steps, 1)))
             figure.savefig(file, dpi=100)
         return file.getvalue()

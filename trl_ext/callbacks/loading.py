@@ -1,4 +1,4 @@
-"""Monitors by name, for recipes and configuration files."""
+"""Make monitors from their names in recipes and configuration files."""
 
 import ast
 from collections.abc import Sequence
@@ -13,7 +13,10 @@ from .canary import CanaryCallback
 
 def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     """
-    Callbacks from what a configuration file says: `KLBudgetCallback`, or `KLBudgetCallback(limit=5, action='stop')`.
+    Make callbacks from the entries of a configuration file.
+
+    >>> load_monitors(["LengthDriftCallback", "KLBudgetCallback(limit=5, action='stop')"])[1].limit
+    5
 
     Raises:
         ValueError: an unknown class or argument, with the nearest names, or a value that the class refuses.
@@ -27,7 +30,7 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
 
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
-    """Add callbacks to a trainer; those that generate by themselves are given it."""
+    """Add callbacks to a trainer. A `CanaryCallback` generates with that trainer."""
     for monitor in monitors:
         if isinstance(monitor, CanaryCallback):
             monitor.trainer = trainer

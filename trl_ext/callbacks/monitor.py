@@ -26,10 +26,16 @@ logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
 # A checkpoint's optimizer brings these, so that a stock trainer which resumes it does not read them anew
 FROM_CHECKPOINT = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
+# Rules for the arguments of monitors: in words, and as a test
+POSITIVE = ("above 0", lambda x: x > 0)
+ABOVE_ONE = ("above 1", lambda x: x > 1)
+AT_LEAST_ONE = ("1 or more", lambda x: x >= 1)
+NOT_NEGATIVE = ("0 or more", lambda x: x >= 0)
+SHARE = ("in (0, 1)", lambda x: 0 < x < 1)
 
 
 class Memory(dict):
-    """The memory of a monitor in use. A memory that was read from a checkpoint is a plain dict, and can be taken."""
+    """The memory of a monitor in use. A checkpoint's memory is a plain dict, which a monitor may take over."""
 
 
 @dataclass
@@ -40,11 +46,11 @@ class Finding:
     Args:
         what: what was found, in words.
         value: what was measured, if it is a number.
-        bound: what it was not to pass.
+        bound: the limit that it passed.
         advice: what to do, in a sentence.
-        baseline: what it was at first.
+        baseline: the value at first.
         acts: whether the monitor takes its action; False only warns.
-        level: `alert`, or `notice` for what is of the monitor itself.
+        level: `alert`, or `notice` for what concerns the monitor itself.
     """
 
     what: str
@@ -52,7 +58,7 @@ class Finding:
     bound: float | None
     advice: str
     baseline: float | None = None
-    acts: bool = True  # True takes the monitor's action, False only warns
+    acts: bool = True
     level: Level = "alert"
 
 
@@ -61,10 +67,21 @@ class MonitorCallback(Halting, TrainerCallback):
     """
     Base class of the monitors. It reads the training logs and raises alerts; a subclass defines `watch(logs)`.
 
-    All processes decide alike: where a number differs between processes, that of the main process counts.
+    All processes decide alike: if a number differs between them, the main process' number counts.
 
     What ended a run holds when the same command runs again, until an argument of the run or of the monitor is changed:
     our trainers then train no step. A stock trainer cannot begin without one, so that one has a learning rate of 0.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(eq=False, kw_only=True)
+    ... class LossCallback(MonitorCallback):
+    ...     limit: float = 5.0
+    ...
+    ...     def watch(self, logs):
+    ...         losses = self.follow("loss", logs["loss"])
+    ...         if (mean := losses.above(plus=self.limit)) is not None:
+    ...             yield Finding("the loss is high", mean, self.limit, "Lower the learning rate.")
+    >>> trainer.add_callback(LossCallback(limit=4, action="stop"))
 
     Args:
         action: what an alert does besides being sent. `warn` does nothing more. `save` writes a checkpoint at this
@@ -86,14 +103,19 @@ class MonitorCallback(Halting, TrainerCallback):
     keys: dict[str, str] = field(default_factory=dict)
 
     runbook = ""  # the heading of this monitor's section in the runbook
+    ranges = {  # argument → its rule; those of the base classes hold, too
+        "repeat_steps": AT_LEAST_ONE,
+        "kl_factor": ("above 1 to raise the KL coefficient", lambda x: x > 1),
+    }
 
     def __post_init__(self) -> None:
         if self.action not in get_args(Action):
             raise ValueError(f"`action` must be one of {', '.join(get_args(Action))}; got {self.action!r}")
-        if self.repeat_steps < 1:
-            raise ValueError(f"`repeat_steps` must be 1 or more, got {self.repeat_steps}")
-        if not self.kl_factor > 1:
-            raise ValueError(f"`kl_factor` must be above 1 to raise the KL coefficient, got {self.kl_factor}")
+        # Not by `check_settings`: a user's monitor may have annotations that cannot be resolved
+        for rules in [vars(cls).get("ranges", {}) for cls in reversed(type(self).__mro__)]:
+            for name, (rule, is_valid) in rules.items():
+                if not is_valid(getattr(self, name)):
+                    raise ValueError(f"`{name}` must be {rule}, got {getattr(self, name)}")
         check_sinks(self.sinks)
         self.memory: dict[str, Any] = Memory()  # all that is not an argument, as JSON
         self.step = 0
@@ -116,7 +138,7 @@ class MonitorCallback(Halting, TrainerCallback):
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
     def _deciding(self) -> dict[str, Any]:
-        """Return those that decide whether a run goes on."""
+        """Return the arguments that decide whether a run goes on."""
         return {name: value for name, value in self._arguments().items() if name != "sinks"}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -204,10 +226,14 @@ class MonitorCallback(Halting, TrainerCallback):
                 group["lr"] = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._ask_again(state, control)
+        """Repeat requests to stop or save: transformers forgets them as a step begins, and saves as an epoch ends."""
+        if self._is_held or rolled_back(state):
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = control.should_log = False
+        elif self._owes_save:
+            control.should_save = True
 
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self._ask_again(state, control)
+    on_epoch_end = on_step_end
 
     def on_save(self, args, state, control, **kwargs):
         self._owes_save = False
@@ -220,14 +246,6 @@ class MonitorCallback(Halting, TrainerCallback):
         elif not self._is_held and self.finish_saving is None:  # else the trainer does, once it is complete
             forget_rollback(args.output_dir)
 
-    def _ask_again(self, state: Any, control: Any) -> None:
-        """Ask again for what was asked for: transformers forgets it as a step begins, and saves as an epoch ends."""
-        if self._is_held or rolled_back(state):
-            control.should_training_stop = True
-            control.should_save = control.should_evaluate = control.should_log = False
-        elif self._owes_save:
-            control.should_save = True
-
     # ---- Reading ----
 
     def watch(self, logs: dict[str, Any]) -> Iterator[Finding]:
@@ -238,7 +256,7 @@ class MonitorCallback(Halting, TrainerCallback):
         if logs is not None and is_training_log(logs):
             self._begin(args, state, logs)
             self._check_kl_request(state)
-            # The numbers of this log are of the weights since the last log, or since the last rollout
+            # This log measures the weights since the last log, or since the last rollout
             window = rollout_steps(args) if self.memory.get("reads_rollouts") else 1
             start = max(0, self.step - max(self._logging_steps, window))
             reads_logs = type(self).watch is not MonitorCallback.watch
@@ -308,24 +326,28 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- Noise ----
 
     def follow(
-        self, name: str, value: float, first: int = 0, size: int = 1, logs: int = 1, **noise: Any
-    ) -> Series | None:
+        self, name: str, value: float | None, first: int = 0, size: int = 1, logs: int = 1, **noise: Any
+    ) -> Series:
         """
-        Add a log's value to its series, and return that; None while it waits for the other logs of a rollout.
+        Add a log's value to its series, and return the series.
+
+        Without a value, or while the other logs of a rollout are to come, the series is empty: beyond no bound.
 
         Args:
-            name: of the series, the quantity where it is one.
-            value: a mean. `noise` says what is known of its error, as `Series.add` takes it; without it that is what
-                the trainer logs of the quantity's spread, if it does.
+            name: the quantity, or another name for the series.
+            value: a mean, or None if this log has none. `noise` is its error, as `Series.add` takes it. The default
+                comes from the spread that the trainer logs, if it logs one.
             first, size: see [`Series`]; in means of `logs` logs.
-            logs: that tell of the same answers, and are one value together.
+            logs: how many logs measure the same answers. Their mean is one value.
         """
+        if value is None:
+            return Series({})
         noise = noise or self.noise(name)
         if logs > 1:
             parts = self.memory.setdefault("parts", {}).setdefault(name, [])
             parts.append([value, noise.get("error")])
             if len(parts) < logs:
-                return None
+                return Series({})
             values, errors = zip(*self.memory["parts"].pop(name), strict=True)
             value = sum(values) / logs
             if "error" in noise:  # of the same answers: more logs of them know no better
@@ -341,7 +363,7 @@ class MonitorCallback(Halting, TrainerCallback):
 
     @property
     def answers(self) -> float | None:
-        """The number of independent answers in a log that covers the start of a rollout; None if that is unknown."""
+        """The number of independent answers that a log measures, as `answers_in_log` counts them; None if unknown."""
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
@@ -383,18 +405,9 @@ class MonitorCallback(Halting, TrainerCallback):
             self.memory["good_step"] = good_step
 
     def _alert(self, finding: Finding, action: Action) -> Alert:
-        return Alert(
-            type(self).__name__,
-            finding.what,
-            self.step,
-            finding.value,
-            finding.bound,
-            finding.baseline,
-            finding.advice,
-            action,
-            f"{RUNBOOK}#{self.runbook}",
-            finding.level,
-        )
+        found = {name: value for name, value in vars(finding).items() if name != "acts"}
+        runbook = f"{RUNBOOK}#{self.runbook}"
+        return Alert(monitor=type(self).__name__, step=self.step, action=action, runbook=runbook, **found)
 
     def _act(self, action: Action, what: str, state: Any, control: Any) -> None:
         match action:
@@ -462,13 +475,13 @@ class MonitorCallback(Halting, TrainerCallback):
 
 
 def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
-    """Return the alerts of all monitors so far, including those from before a resume; or, of `level`, the notices."""
+    """Return the alerts of all monitors so far, also from before a resume, or those of another `level`."""
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert.get("level", "alert") == level]
 
 
 def spread_key(key: str) -> str:
-    """Return under which key an evaluation logs the standard deviation that belongs to a mean."""
+    """Return the key under which an evaluation logs a mean's standard deviation."""
     return key.removesuffix("/mean") + "/std" if key.endswith("/mean") else f"{key}_std"
 
 

@@ -1,4 +1,4 @@
-"""NaN and infinities."""
+"""Alert on NaN and infinities."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,9 @@ class NotFiniteCallback(MonitorCallback):
 
     Set `logging_nan_inf_filter=False`: by default the Trainer replaces a loss that is not finite before it logs it.
     The gradient's norm is logged as it is.
+
+    >>> trainer.args.logging_nan_inf_filter = False
+    >>> trainer.add_callback(NotFiniteCallback())
     """
 
     action: Action = "rollback"

@@ -1,4 +1,4 @@
-"""One picture of a run."""
+"""Draw one picture of a run."""
 
 import importlib.util
 from contextlib import suppress
@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..runs.files import REGISTRY
-from .drawing import PANELS, draw_alerts
+from .drawing import PANELS, draw_panel
 from .metrics import Metric, metrics_of
 from .monitor import alerts_of
 from .trackers import send_picture
@@ -26,6 +26,8 @@ class MonitoringPlotCallback(TrainerCallback):
 
     The picture shows scores, KL, entropy, clip fraction, critic and lengths, with the monitors' bounds and alerts.
     W&B, TensorBoard (in its run `monitors`) and Trackio take it.
+
+    >>> trainer.add_callback(MonitoringPlotCallback(steps=50))
 
     Args:
         steps: optimizer steps from one drawing to the next. The end of training is always drawn.
@@ -88,29 +90,17 @@ def plot_monitoring(
         registry: the monitors' states, as in `TrainerState.stateful_callbacks`, from which their bounds are drawn.
     """
     import matplotlib
-
-    with matplotlib.rc_context({"text.parse_math": False}):  # a `$` in a reward's name begins no formula
-        _plot(history, metrics, path, alerts, registry or {})
-
-
-def _plot(history, metrics, path, alerts, registry) -> None:
     from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
-    figure = Figure(figsize=(15, 7), layout="constrained")
-    panels = figure.subplots(2, 3, sharex=True)
-    for axes, (title, draw) in zip(panels.flat, PANELS.items(), strict=True):
-        draw(axes, history, metrics, registry)
-        axes.set_title(title)
-        axes.grid(alpha=0.3)
-        if axes.lines or axes.collections:
-            axes.legend(fontsize="small", loc="best")
-        else:
-            axes.text(0.5, 0.5, "not logged by this trainer", ha="center", transform=axes.transAxes, alpha=0.6)
-        draw_alerts(axes, alerts)
-    for axes in panels[1]:
-        axes.set_xlabel("optimizer step")
-    legend = "▲ alert (orange: warning, red: action)" if alerts else ""
-    figure.suptitle(legend, fontsize="medium")
     temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=100)
+    with matplotlib.rc_context({"text.parse_math": False}):  # a `$` in a reward's name begins no formula
+        figure = Figure(figsize=(15, 7), layout="constrained")
+        panels = figure.subplots(2, 3, sharex=True)
+        for axes, title in zip(panels.flat, PANELS, strict=True):
+            if not draw_panel(axes, title, history, metrics, registry or {}, alerts):
+                axes.text(0.5, 0.5, "not logged by this trainer", ha="center", transform=axes.transAxes, alpha=0.6)
+        for axes in panels[1]:
+            axes.set_xlabel("optimizer step")
+        figure.suptitle("▲ alert (orange: warning, red: action)" if alerts else "", fontsize="medium")
+        figure.savefig(temporary, dpi=100)
     temporary.replace(path)

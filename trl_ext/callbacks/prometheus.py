@@ -35,6 +35,8 @@ class PrometheusCallback(TrainerCallback):
     and the counter `trl_ext_alerts_total{monitor=…}`. What was never measured is not exported. It needs
     `prometheus-client`.
 
+    >>> trainer.add_callback(PrometheusCallback(textfile="run.prom"))
+
     Args:
         port: of the HTTP server. 0 takes a free port, None starts no server.
         textfile: path of the file, ending in `.prom`. None writes no file.

@@ -1,9 +1,9 @@
-"""Repetition within and between completions, and copying."""
+"""Watch repetition within and between completions, and copying."""
 
 import re
 from dataclasses import dataclass
 
-from .monitor import Finding, MonitorCallback
+from .monitor import AT_LEAST_ONE, SHARE, Finding, MonitorCallback
 
 DISTINCT = re.compile(r"repetition/distinct_\d+")
 
@@ -14,6 +14,8 @@ class RepetitionCallback(MonitorCallback):
     Alert when completions repeat themselves or each other more than in the first rollouts, or copy the corpus.
 
     [`~trl_ext.rewards.RepetitionWatch`] measures this; put it among the reward functions.
+
+    >>> trainer.add_callback(RepetitionCallback(phrase=0.4, action="stop"))
 
     Args:
         phrase: alert when the share of completions with the most frequent phrase rises by more than this.
@@ -30,15 +32,7 @@ class RepetitionCallback(MonitorCallback):
     copied: float = 0.1
     rollouts: int = 4
     runbook = "repetition"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        shares = (self.phrase, self.distinct, self.repeated, self.copied)
-        if not all(0 < share < 1 for share in shares) or self.rollouts < 1:
-            raise ValueError(
-                "`phrase`, `distinct`, `repeated` and `copied` must lie in (0, 1), `rollouts` be 1 or more; got "
-                f"{', '.join(map(str, shares))} and {self.rollouts}"
-            )
+    ranges = dict.fromkeys(("phrase", "distinct", "repeated", "copied"), SHARE) | {"rollouts": AT_LEAST_ONE}
 
     def watch(self, logs):
         distinct = next((key for key in logs if DISTINCT.fullmatch(key)), None)
@@ -54,18 +48,15 @@ class RepetitionCallback(MonitorCallback):
         shares = {
             name: self.follow(name, value, first=0 if name == "copied" else self.rollouts, answers=self.answers)
             for name, value in values.items()
-            if value is not None
         }
         advice = "Read `completions.rank*.jsonl` and the phrase there; mend a reward that likes it."
         for name, what in (("phrase", "one phrase spreads"), ("repeated", "completions repeat themselves")):
-            share, rise = shares.get(name), getattr(self, name)
-            if share is not None and (mean := share.above(1, rise)) is not None:
+            share, rise = shares[name], getattr(self, name)
+            if (mean := share.above(1, rise)) is not None:
                 first = share.first or 0.0
                 yield Finding(what, mean, first + rise, advice, first)
-        share = shares.get("distinct")
-        if share is not None and (mean := share.below(self.distinct)) is not None:
-            first = share.first or 0.0
+        if (mean := shares["distinct"].below(self.distinct)) is not None:
+            first = shares["distinct"].first or 0.0
             yield Finding("completions grew alike", mean, self.distinct * first, advice, first)
-        share = shares.get("copied")
-        if share is not None and (mean := share.above(plus=self.copied)) is not None:
+        if (mean := shares["copied"].above(plus=self.copied)) is not None:
             yield Finding("completions copy the corpus", mean, self.copied, advice)

@@ -1,9 +1,9 @@
-"""The disagreement of reward models."""
+"""Watch the disagreement of reward models."""
 
 import re
 from dataclasses import dataclass
 
-from .monitor import Finding, MonitorCallback
+from .monitor import ABOVE_ONE, AT_LEAST_ONE, Finding, MonitorCallback
 
 KEY = re.compile(r"rewards/(.+)/disagreement")
 
@@ -15,6 +15,8 @@ class RewardDisagreementCallback(MonitorCallback):
 
     It reads `rewards/<name>/disagreement`, the spread of the members' scores of the same completions.
 
+    >>> trainer.add_callback(RewardDisagreementCallback(factor=3, action="raise_kl"))
+
     Args:
         factor: alert when the disagreement exceeds `factor` times the first rollouts' mean.
         rollouts: number of first rollouts in the baseline.
@@ -24,13 +26,7 @@ class RewardDisagreementCallback(MonitorCallback):
     factor: float = 2.0
     rollouts: int = 4
     runbook = "disagreement"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.factor > 1 and self.rollouts >= 1):
-            raise ValueError(
-                f"`factor` must be above 1, `rollouts` be 1 or more; got {self.factor} and {self.rollouts}"
-            )
+    ranges = {"factor": ABOVE_ONE, "rollouts": AT_LEAST_ONE}
 
     def watch(self, logs):
         keys = [key for key in logs if KEY.fullmatch(key)]
@@ -38,12 +34,11 @@ class RewardDisagreementCallback(MonitorCallback):
             self.read("disagreement")  # says once if nothing is logged for a whole rollout
         for key in keys:
             self.memory["found"] = True
-            value = self._number(key, logs[key])
-            spread = None if value is None else self.follow(key, value, first=self.rollouts)
+            spread = self.follow(key, self._number(key, logs[key]), first=self.rollouts)
             if self._infinite.get(key):
                 advice = "It is infinite: a reward model gave a score that is not finite."
                 yield Finding(f"`{key}` grew", None, None, advice)
-            if spread is not None and (mean := spread.above(self.factor)) is not None:
+            if (mean := spread.above(self.factor)) is not None:
                 first = spread.first or 0.0
                 advice = "The reward models were not trained on such completions: compare what each scores highest."
                 yield Finding(f"`{key}` grew", mean, self.factor * first, advice, first)

@@ -1,11 +1,11 @@
-"""The distribution of the reward."""
+"""Watch the distribution of the reward."""
 
 import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
-from .monitor import Finding, MonitorCallback, evaluation_noise
+from .monitor import AT_LEAST_ONE, POSITIVE, SHARE, Finding, MonitorCallback, evaluation_noise
 
 SHARE_ABOVE = re.compile(r"score_watch/.+/share_above")
 # What else moves in a hack: quantities of `trl_ext.callbacks.metrics`, and keys of the logs
@@ -21,6 +21,8 @@ class RewardDriftCallback(MonitorCallback):
     Reinforcement learning is meant to raise the mean, so a rise is measured in σ of *single* scores. A rise alone only
     warns. The monitor acts if a witness moved, too: entropy, length, repetition, disagreement, or gold. A drop of the
     mean, a collapsed spread and too many scores above a bound only warn.
+
+    >>> trainer.add_callback(RewardDriftCallback(sigmas=2, action="stop"))
 
     Args:
         sigmas: rise of the mean, in σ of the baseline.
@@ -47,19 +49,20 @@ class RewardDriftCallback(MonitorCallback):
     gold: str = "eval_rewards/gold_judge/mean"
     rollouts: int = 4
     runbook = "reward"
+    ranges = {
+        "sigmas": POSITIVE,
+        "drop_sigmas": POSITIVE,
+        "std": SHARE,
+        "share_above": SHARE,
+        "minimum": ("2 or more", lambda x: x >= 2),
+        "moved": POSITIVE,
+        "rollouts": AT_LEAST_ONE,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.sigmas > 0 and self.drop_sigmas > 0 and 0 < self.std < 1 and 0 < self.share_above < 1):
-            raise ValueError(
-                "`sigmas` and `drop_sigmas` must be above 0, `std` and `share_above` lie in (0, 1); got "
-                f"{self.sigmas}, {self.drop_sigmas}, {self.std} and {self.share_above}"
-            )
-        if not 2 <= self.minimum <= self.window or self.moved <= 0 or self.rollouts < 1:
-            raise ValueError(
-                "`minimum` must be 2 or more and at most `window`, `moved` above 0, `rollouts` 1 or more; got "
-                f"{self.minimum}, {self.window}, {self.moved} and {self.rollouts}"
-            )
+        if self.minimum > self.window:
+            raise ValueError(f"`minimum` must be at most `window`, got {self.minimum}, {self.window}")
         if self.baseline is not None and not (len(self.baseline) == 2 and self.baseline[1] > 0):
             raise ValueError(f"`baseline` must be a mean and a σ above 0, got {self.baseline}")
 
@@ -68,23 +71,22 @@ class RewardDriftCallback(MonitorCallback):
             return
         self._begin(args, state, {})
         if (value := self._number(self.gold, metrics[self.gold])) is not None:
-            noise = evaluation_noise(metrics or {}, self.gold, kwargs.get("eval_dataloader"))
+            noise = evaluation_noise(metrics, self.gold, kwargs.get("eval_dataloader"))
             gold = self.follow("gold", value, first=1, **noise)
-            self.memory["gold_fell"] = gold is not None and gold.below(1, acts=False) is not None
+            self.memory["gold_fell"] = gold.below(1, acts=False) is not None
 
     def watch(self, logs):
         mean, std = self.read("reward"), self.read("reward_std", optional=True)
         witnesses = self._moved(logs)
         for key in filter(SHARE_ABOVE.fullmatch, logs):
-            share = self._number(key, logs[key])
-            shares = None if share is None else self.follow(key, share, answers=self.answers)
-            if shares is not None and (share := shares.above(plus=self.share_above, acts=False)) is not None:
+            shares = self.follow(key, self._number(key, logs[key]), answers=self.answers)
+            if (share := shares.above(plus=self.share_above, acts=False)) is not None:
                 advice = "Many scores are near the top: look at what these completions have in common."
                 yield Finding(f"`{key}` is high", share, self.share_above, advice, acts=False)
         if mean is None:
             return
         base, means = self._baseline(mean, std), self.follow("reward", mean)
-        if base is None or means is None:
+        if base is None:
             return
         start, sigma, count = base
 
@@ -94,10 +96,8 @@ class RewardDriftCallback(MonitorCallback):
 
         bound = start + self.sigmas * sigma
         if (risen := means.above(plus=bound, error=error(self.sigmas))) is not None:
-            what, advice = (
-                f"the reward is beyond {self.sigmas:g} σ",
-                "Compare completions of the first rollouts and of now.",
-            )
+            what = f"the reward is beyond {self.sigmas:g} σ"
+            advice = "Compare completions of the first rollouts and of now."
             if witnesses:
                 what, advice = f"{what}, and more moved with it", f"So did {', '.join(witnesses)}. {advice}"
             yield Finding(what, risen, bound, advice, start, acts=bool(witnesses))
@@ -111,7 +111,7 @@ class RewardDriftCallback(MonitorCallback):
         noise: dict[str, Any] = {} if answers is None else {"error": std / math.sqrt(2 * answers), "dof": answers}
         spreads = self.follow("reward_std", std, **noise)
         of_bound = bound / math.sqrt(2 * count)
-        if spreads is not None and (low := spreads.below(plus=bound, error=of_bound, acts=False)) is not None:
+        if (low := spreads.below(plus=bound, error=of_bound, acts=False)) is not None:
             advice = "All answers score alike, so nothing is left to learn: see whether they are one answer."
             yield Finding("the rewards' spread collapsed", low, bound, advice, sigma, acts=False)
 
@@ -136,12 +136,10 @@ class RewardDriftCallback(MonitorCallback):
         values |= {key: self._number(key, logs[key]) for key in logs if WITNESS_KEYS.fullmatch(key)}
         last = self.memory.setdefault("witnesses", {})
         for name, value in values.items():
-            if value is None:
-                continue
             noise: dict[str, Any] = {"answers": self.answers} if name.startswith("repetition/") else {}
             logs_of_a_value = self.windows(1)["logs"] if name == "entropy" else 1
             series = self.follow(name, value, first=self.rollouts, logs=logs_of_a_value, **noise)
-            if series is not None and series.first is not None:
+            if series.first is not None:
                 moved = series.above(1 + self.moved, acts=False), series.below(1 - self.moved, acts=False)
                 last[name] = moved != (None, None)
         gold = ["gold"] if self.memory.get("gold_fell") else []

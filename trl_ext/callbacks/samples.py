@@ -1,4 +1,4 @@
-"""A few completions of each rollout, with their scores."""
+"""Keep a few completions of each rollout, with their scores."""
 
 import math
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from .metrics import rollout_steps
 class SamplesCallback(TrainerCallback):
     """
     Append the first completions of each rollout, with every reward function's score, to `completions.rank0.jsonl`.
+
+    >>> trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=4))
 
     Args:
         trainer: a [`PPOTrainer`] or `trl.RLOOTrainer`, whose table of completions is read.

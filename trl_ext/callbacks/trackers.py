@@ -10,9 +10,9 @@ from typing import Any
 @contextmanager
 def tensorboard_writer(args: Any) -> Iterator[Any]:
     """
-    A writer of a TensorBoard run of our own, `monitors`, beside the one that transformers writes.
+    Open a writer of the TensorBoard run `monitors`, beside the run that transformers writes.
 
-    Its own one cannot be had, and it is closed when training ends.
+    The writer of transformers cannot be reached, and is closed when training ends.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -25,7 +25,7 @@ def tensorboard_writer(args: Any) -> Iterator[Any]:
 
 
 def trackio_is_open() -> bool:
-    """Whether there is a Trackio run: transformers closes its own when training ends, before later callbacks."""
+    """Return whether a Trackio run is open: transformers closes its own when training ends, before later callbacks."""
     import trackio
 
     return trackio.context_vars.current_run.get() is not None

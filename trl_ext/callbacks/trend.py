@@ -1,4 +1,4 @@
-"""A quantity's means, log after log, and whether they are beyond a bound by more than their noise."""
+"""Compare a quantity's means, log after log, with a bound, and tell a difference from noise."""
 
 import math
 from typing import Any
@@ -15,10 +15,9 @@ class Series:
     One quantity in a monitor's memory.
 
     A value beyond a bound may be noise. It counts once the confidence interval of the mean of the last `size`,
-    2 `size`, … 32 `size` values lies beyond the bound, corrected for all looks so far. The standard error is that of
-    the values, if they came with one; else it is learnt from the scatter of all values before those, and the last
-    four values or more are taken. A bound that is relative to the first values is taken at the far end of their own
-    interval.
+    2 `size`, … 32 `size` values lies beyond the bound, corrected for all looks so far. The standard error comes with
+    the values; if it does not, it is learnt from the scatter of the values before, and means of four values or more
+    are compared. A bound relative to the first values is taken at the far end of their own confidence interval.
 
     Args:
         memory: of this series, as JSON; {} for a new one.
@@ -80,14 +79,14 @@ class Series:
 
     def above(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0, acts: bool = True) -> float | None:
         """
-        Return the mean of the last values if it is above `factor` · baseline + `plus`, which has an `error`.
+        Return the mean of the last values if it is above `factor` · baseline + `plus`, else None.
 
-        A bound that only warns (not `acts`) leaves no doubt about the weights.
+        `error` is the standard error of `plus`. A bound that only warns (not `acts`) puts no weights in doubt.
         """
         return self._beyond(1, factor, plus, error, acts)
 
     def below(self, factor: float = 0.0, plus: float = 0.0, error: float = 0.0, acts: bool = True) -> float | None:
-        """Return the mean of the last values if it is below that, see [`Series.above`]."""
+        """Return the mean of the last values if it is below that bound, else None: see [`Series.above`]."""
         return self._beyond(-1, factor, plus, error, acts)
 
     def _beyond(self, sign: int, factor: float, plus: float, error: float, acts: bool) -> float | None:

@@ -1,17 +1,19 @@
-"""The critic."""
+"""Watch the critic."""
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from ..functional import unexplained_error
-from .monitor import Finding, MonitorCallback
+from .monitor import ABOVE_ONE, AT_LEAST_ONE, Finding, MonitorCallback
 
 
 @dataclass(eq=False, kw_only=True)
 class ValueHealthCallback(MonitorCallback):
     """
     Alert when the critic explains too little of the returns' variance, or its loss grows.
+
+    >>> trainer.add_callback(ValueHealthCallback(explained_variance=0.1))
 
     Args:
         explained_variance: lowest explained variance. A constant prediction has 0, and a critic that begins may have
@@ -28,14 +30,12 @@ class ValueHealthCallback(MonitorCallback):
     rollouts: int = 5
     steps: int = 16
     runbook = "critic"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.explained_variance < 1 and self.loss_factor > 1 and self.rollouts >= 1 and self.steps >= 1):
-            raise ValueError(
-                "`explained_variance` must be below 1, `loss_factor` above 1, `rollouts` and `steps` 1 or more; got "
-                f"{self.explained_variance}, {self.loss_factor}, {self.rollouts} and {self.steps}"
-            )
+    ranges = {
+        "explained_variance": ("below 1", lambda x: x < 1),
+        "loss_factor": ABOVE_ONE,
+        "rollouts": AT_LEAST_ONE,
+        "steps": AT_LEAST_ONE,
+    }
 
     def watch(self, logs):
         explained, loss = self.read("explained_variance"), self.read("value_loss")
@@ -46,17 +46,16 @@ class ValueHealthCallback(MonitorCallback):
             left, answers = math.log(max(1 - explained, 1e-9)), self.answers or 0
             noise: dict[str, Any] = {"error": unexplained_error(answers)} if answers > 1 else {}
             rest = self.follow("explained_variance", left, size=self.rollouts, **noise)
-            mean = None if rest is None else rest.above(plus=math.log(1 - self.explained_variance))
-            if rest is not None and mean is not None and not rest.falls:
+            mean = rest.above(plus=math.log(1 - self.explained_variance))
+            if mean is not None and not rest.falls:
                 advice = "Advantages are noise: raise the critic's learning rate, or warm the critic up."
                 yield Finding("the critic explains nothing", -math.expm1(mean), self.explained_variance, advice)
         if self.is_infinite("value_loss"):
             advice = "The critic diverges: lower its learning rate, or see `reward_normalization`."
             yield Finding("the value loss grew", None, None, advice)
-        if loss is not None:
-            windows = self.windows(self.steps)
-            losses = self.follow("value_loss", loss, **windows, first=windows["size"])
-            if losses is not None and (mean := losses.above(self.loss_factor)) is not None:
-                first = losses.first or 0.0
-                advice = "The scale of the rewards moved, or the critic diverges: see `reward_normalization`."
-                yield Finding("the value loss grew", mean, self.loss_factor * first, advice, first)
+        windows = self.windows(self.steps)
+        losses = self.follow("value_loss", loss, **windows, first=windows["size"])
+        if (mean := losses.above(self.loss_factor)) is not None:
+            first = losses.first or 0.0
+            advice = "The scale of the rewards moved, or the critic diverges: see `reward_normalization`."
+            yield Finding("the value loss grew", mean, self.loss_factor * first, advice, first)

@@ -1,0 +1,247 @@
+"""What all monitors are tested with. A new one gets an entry in `NULL`, `CHANGES`, `BAD_NUMBERS` and `REFUSED`."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+
+from trl_ext.callbacks import (
+    CanaryCallback,
+    ClipFractionCallback,
+    EntropyFloorCallback,
+    GoldGapCallback,
+    KLBudgetCallback,
+    LengthDriftCallback,
+    NotFiniteCallback,
+    RepetitionCallback,
+    RewardDisagreementCallback,
+    RewardDriftCallback,
+    ValueHealthCallback,
+)
+
+LOGS = 200
+STEPS = 4  # of a rollout, where a monitor reads the logs of each step
+GOLD = "eval_rewards/gold_judge"
+
+
+class PPOConfig(SimpleNamespace):
+    """What monitors read of the config, under its name."""
+
+
+class GRPOConfig(SimpleNamespace):
+    """As above. GRPO draws several answers to a prompt, and logs the spread of scores alone."""
+
+
+def config(cls, answers, steps=1):
+    """A log a step, a rollout of `answers` in `steps` steps."""
+    facts = {"output_dir": "nowhere", "logging_steps": 1, "gradient_accumulation_steps": 1, "eval_strategy": "steps"}
+    groups = {"generation_batch_size": answers, "num_generations": 8 if cls is GRPOConfig else 1}
+    return cls(steps_per_generation=steps, report_to=[], **facts, **groups)
+
+
+# ---- Logs of a policy that does not move ----
+#
+# Each function draws what single answers do, (runs, logs, answers), and returns what is logged of it, (runs, logs).
+# The spread is that of PPO in the demo's world with a learning rate of 1e-12, 200 rollouts of 8 answers and 100 of 32.
+# From rollout to rollout nothing was correlated (|r| < 0.15); logs of a rollout's steps tell of the same answers.
+
+
+def mean_and_std(answers, mean, std):
+    return {mean: answers.mean(-1), std: answers.std(-1, ddof=1)}
+
+
+def lengths(rng, runs, n, moved=1.0, logs=LOGS):
+    """24 ± 7 tokens; few are short, some reach the limit of 48 and are cut off."""
+    tokens = np.minimum(moved * (18 + rng.gamma(0.75, 8, (runs, logs, n))), 48 * max(moved, 1))
+    log = mean_and_std(tokens, "completions/mean_length", "completions/std_length")
+    return log | {"completions/clipped_ratio": (tokens >= 48 * max(moved, 1)).mean(-1)}
+
+
+def grpo_lengths(rng, runs, n, moved=1.0, logs=LOGS):
+    """Half of the variance is the prompt's, which eight answers share."""
+    prompts = np.repeat(rng.gamma(0.75, 8, (runs, logs, n // 8)), 8, axis=-1)
+    tokens = moved * (
+        18 + np.where(rng.random((runs, logs, n)) < 0.5**0.5, prompts, rng.gamma(0.75, 8, (runs, logs, n)))
+    )
+    return {"completions/mean_length": tokens.mean(-1), "completions/clipped_ratio": (tokens >= 48).mean(-1)}
+
+
+def kls(rng, runs, n, moved=0.95, logs=LOGS):
+    """A frozen policy far from the reference, just within the budget of 10 nats."""
+    return mean_and_std(rng.normal(10 * moved, 4, (runs, logs, n)), "objective/kl", "objective/kl_std")
+
+
+def steps_of(answers):
+    """Each step's minibatch is a random half of the rollout's answers, (runs, rollouts, n): (runs, logs, n / 2)."""
+    n = answers.shape[-1]
+    return np.concatenate([answers[:, :, : n // 2], answers[:, :, n // 2 :]] * (STEPS // 2), axis=-1).reshape(
+        len(answers), -1, n // 2
+    )
+
+
+def entropies(rng, runs, n, moved=1.0, logs=LOGS):
+    answers = steps_of(np.abs(rng.normal(0.31 * moved, 0.06 * moved, (runs, logs // STEPS, n))))
+    return mean_and_std(answers, "policy/entropy_avg", "policy/entropy_std")
+
+
+def sft_entropies(rng, runs, n, moved=1.0, logs=LOGS):
+    return {"entropy": np.abs(rng.normal(0.31 * moved, 0.06 * moved, (runs, logs, n))).mean(-1)}
+
+
+def clips(rng, runs, n, moved=1.0, logs=LOGS):
+    """2 % of the tokens of an answer, as in healthy runs."""
+    return {
+        "policy/clipfrac_avg": steps_of(np.minimum(rng.gamma(0.5, 0.04 * moved, (runs, logs // STEPS, n)), 1)).mean(-1)
+    }
+
+
+def critics(rng, runs, n, moved=0.0, logs=LOGS):
+    """A fresh critic explains −0.9 of the variance, then 0.5; its loss falls, heavy in the tail."""
+    explained = 0.5 - moved - 1.4 * np.exp(-np.arange(logs) / 6)
+    left = (1 - explained) * rng.chisquare(n - 1, (runs, logs)) / rng.chisquare(n - 1, (runs, logs))
+    squares = (0.5 * rng.normal(0, 0.5, (runs, logs, n)) ** 2) * (1 - explained)[:, None]
+    return {"val/explained_variance": 1 - left} | mean_and_std(squares, "loss/value_avg", "loss/value_std")
+
+
+def constant_critics(rng, runs, n):
+    return {
+        "val/explained_variance": rng.normal(-1e-9, 1e-9, (runs, LOGS)),
+        "loss/value_avg": np.full((runs, LOGS), 0.5),
+    }
+
+
+def disagreements(rng, runs, n, moved=1.0, logs=LOGS):
+    return {"rewards/two/disagreement": moved * rng.gamma(2, 0.15, (runs, logs, n)).mean(-1)}
+
+
+def repetitions(rng, runs, n, moved=0.0, logs=LOGS):
+    """0.45 ± 0.1 of 8 answers have the top phrase, 0.32 ± 0.05 of 32; 0.66 and 0.31 of their 3-grams differ."""
+    top, distinct = (0.45, 0.66) if n == 8 else (0.32, 0.31) if n == 32 else (0.28, 0.15)
+    shape = (runs, logs, n)
+    return {
+        "repetition/top_phrase_share": (rng.random(shape) < top + moved).mean(-1),
+        "repetition/distinct_3": np.clip(rng.normal(distinct, 0.17 / math.sqrt(n), (runs, logs)), 0.01, 1),
+        "repetition/repeated": np.where(rng.random(shape) < 0.1, rng.gamma(2, 0.09, shape), 0).mean(-1),
+        "repetition/copied_share": (rng.random(shape) < 0.02 + moved).mean(-1),
+    }
+
+
+def scores(rng, runs, n, moved=0.0, logs=LOGS):
+    answers = rng.normal(moved, 0.97, (runs, logs, n))
+    witnesses = lengths(rng, runs, n, 2.0 if moved else 1.0, logs) | repetitions(rng, runs, n, 0.0, logs)
+    return mean_and_std(answers, "objective/scores", "objective/scores_std") | witnesses
+
+
+def golds(rng, runs, n, moved=0.0, logs=LOGS):
+    """Evaluations of the same prompts. Gold and proxy each see a part of an answer; nothing rises."""
+    prompts, shape = rng.normal(0, 0.7, (runs, 1, n)), (runs, logs, n)
+    proxy, gold = (prompts + rng.normal(mean, 0.7, shape) for mean in (moved, -moved))
+    log = mean_and_std(proxy, "eval_objective/scores", "eval_objective/scores_std")
+    wins = (gold > gold[:, :1]).mean(-1)
+    wins[:, 0] = np.nan  # the first evaluation has none
+    return log | mean_and_std(gold, f"{GOLD}/mean", f"{GOLD}/std") | {"eval_gold/win_rate": wins}
+
+
+def greedy_golds(rng, runs, n, logs=LOGS):
+    """Greedy answers that changed once, for no better and no worse: every evaluation has the same win rate."""
+    gold = rng.normal(0, 1, (runs, 2, n))
+    wins = np.repeat((gold[:, 1] > gold[:, 0]).mean(-1)[:, None], logs, axis=1)
+    return mean_and_std(np.repeat(gold[:, 1:], logs, axis=1), "eval_gold/mean", "eval_gold/std") | {
+        "eval_gold/win_rate": wins
+    }
+
+
+def judged(rng, runs, n, moved=0.0, logs=LOGS):
+    """What a judge says of the same greedy answers, with a mind of its own."""
+    said = rng.normal(0, 1, (runs, 1, n)) + rng.normal(-moved, 0.3, (runs, logs, n))
+    same = np.full((runs, logs), 0.2)
+    return {"score": said.mean(-1), "sigma": said.std(-1), "length": 20 + same, "phrase": same}
+
+
+def losses(rng, runs, n, moved=0.0, logs=LOGS):
+    return {"loss": np.full((runs, logs), moved)}
+
+
+# Monitor, its arguments, config's class, steps of a rollout, logs of a policy that does not move
+NULL = {
+    "kl": (KLBudgetCallback, {}, PPOConfig, 1, kls),
+    "clip": (ClipFractionCallback, {}, PPOConfig, STEPS, clips),
+    "entropy": (EntropyFloorCallback, {}, PPOConfig, STEPS, entropies),
+    "entropy without spread": (EntropyFloorCallback, {"keys": {"entropy": "entropy"}}, PPOConfig, 1, sft_entropies),
+    "length": (LengthDriftCallback, {}, PPOConfig, 1, lengths),
+    "length in GRPO": (LengthDriftCallback, {}, GRPOConfig, 1, grpo_lengths),
+    "critic": (ValueHealthCallback, {}, PPOConfig, 1, critics),
+    "constant critic": (ValueHealthCallback, {}, PPOConfig, 1, constant_critics),
+    "disagreement": (RewardDisagreementCallback, {}, PPOConfig, 1, disagreements),
+    "repetition": (RepetitionCallback, {}, PPOConfig, 1, repetitions),
+    "reward": (RewardDriftCallback, {"window": 300}, PPOConfig, 1, scores),
+    "gold": (GoldGapCallback, {}, PPOConfig, 1, golds),
+    "gold's own judge": (GoldGapCallback, {"gold": "eval_gold/mean"}, PPOConfig, 1, greedy_golds),
+    "canary": (CanaryCallback, {"prompts": ["?"]}, PPOConfig, 1, judged),
+    "not finite": (NotFiniteCallback, {}, PPOConfig, 1, losses),
+}
+
+# What changes, by how much, and within how many logs of 8, 32 and 128 answers a monitor sees it in nine runs of ten
+CHANGES = {
+    "kl": ({"moved": 1.5}, (16, 4, 1)),
+    "clip": ({"moved": 200}, (32, 16, 8)),
+    "entropy": ({"moved": 0.05}, (32, 16, 16)),
+    "entropy without spread": ({"moved": 0.05}, (32, 32, 32)),
+    "length": ({"moved": 3.0}, (4, 1, 1)),
+    "length in GRPO": ({"moved": 3.0}, (16, 4, 2)),
+    "critic": ({"moved": 3.0}, (20, 10, 10)),
+    "disagreement": ({"moved": 4.0}, (8, 4, 4)),
+    "repetition": ({"moved": 0.7}, (8, 2, 1)),
+    "reward": ({"moved": 6.0}, (16, 4, 2)),
+    "gold": ({"moved": 2.0}, (16, 4, 2)),
+    "canary": ({"moved": 2.0}, (4, 4, 4)),
+    "not finite": ({"moved": math.inf}, (1, 1, 1)),
+}
+
+# ---- Actions ----
+
+# Quantity → key under which a run logs it in the table below
+KEYS = {"kl": "kl", "clip_fraction": "clip", "explained_variance": "ev", "value_loss": "vl", "length": "length"}
+KEYS |= {"length_clipped": "cut", "reward": "reward", "reward_std": "std", "entropy": "entropy"}
+GOLD_METRICS = {"eval_rewards/gold_judge/mean": (1.0, 0.0), "eval_rewards/gold_judge/std": (0.5, 0.5)}
+GOLD_METRICS |= {"eval_proxy/mean": (0.0, 9.0), "eval_proxy/std": (1.0, 1.0)}
+# Monitor → its arguments, and what is logged: calm, then bad
+BAD_NUMBERS = {
+    KLBudgetCallback: ({}, {"kl": (0.0, 99.0)}),
+    ClipFractionCallback: ({"steps": 1}, {"clip": (0.0, 0.9)}),
+    EntropyFloorCallback: ({"steps": 1}, {"entropy": (2.0, 0.01)}),
+    LengthDriftCallback: ({"rollouts": 2}, {"length": (10.0, 99.0), "cut": (0.0, 0.0)}),
+    ValueHealthCallback: ({"rollouts": 1, "steps": 1}, {"ev": (0.5, -9.0), "vl": (1.0, 1.0)}),
+    RewardDisagreementCallback: ({"rollouts": 2}, {"rewards/two/disagreement": (0.1, 9.0)}),
+    RepetitionCallback: ({"rollouts": 2}, {"repetition/top_phrase_share": (0.1, 1.0)}),
+    RewardDriftCallback: (
+        {"baseline": (0.0, 1.0), "rollouts": 2},
+        {"reward": (0.0, 9.0), "std": (1.0, 1.0), "length": (10.0, 99.0)},
+    ),
+    NotFiniteCallback: ({}, {"grad_norm": (1.0, math.nan)}),
+    GoldGapCallback: ({"proxy": "eval_proxy/mean"}, GOLD_METRICS),
+    CanaryCallback: ({"minutes": 0.0, "prompts": ["the cat"], "max_new_tokens": 2}, {}),
+}
+
+# ---- Bad input ----
+
+# Arguments that a monitor refuses, and what it says
+REFUSED = [
+    (KLBudgetCallback, {"warn": 10, "limit": 5}, r"at most `limit`, got 10 and 5"),
+    (KLBudgetCallback, {"action": "shout"}, r"one of warn, save, stop, raise_kl, rollback; got 'shout'"),
+    (KLBudgetCallback, {"kl_factor": 0.5}, r"above 1 to raise the KL coefficient, got 0.5"),
+    (KLBudgetCallback, {"sinks": ["pager"]}, r'"log", "jsonl", "wandb", .*URLs.*got \'pager\''),
+    (ClipFractionCallback, {"limit": 2}, r"`limit` must be in \(0, 1\), got 2"),
+    (EntropyFloorCallback, {"relative": 1.5}, r"`relative` must be in \[0, 1\), got 1.5"),
+    (LengthDriftCallback, {"factor": 0.5}, r"`factor` must be above 1.*got 0.5"),
+    (ValueHealthCallback, {"loss_factor": 1}, r"`loss_factor` must be above 1, got 1"),
+    (RewardDisagreementCallback, {"rollouts": 0}, r"`rollouts` must be 1 or more, got 0"),
+    (RewardDriftCallback, {"minimum": 2000}, r"at most `window`.*got 2000, 1000"),
+    (RewardDriftCallback, {"baseline": (0.0, 0.0)}, r"a mean and a σ above 0"),
+    (RepetitionCallback, {"phrase": 3}, r"`phrase` must be in \(0, 1\), got 3"),
+    (NotFiniteCallback, {"repeat_steps": 0}, r"`repeat_steps` must be 1 or more, got 0"),
+    (GoldGapCallback, {"limit": -1}, r"`limit` must be above 0"),
+    (GoldGapCallback, {"judge": print}, r"`trainer` and `judge` belong together"),
+    (CanaryCallback, {"prompts": ["?"], "phrase": 3}, r"`phrase` must be in \(0, 1\), got 3"),
+    (CanaryCallback, {}, r"needs `prompts=`"),
+]

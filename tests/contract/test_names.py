@@ -53,11 +53,11 @@ def test_names_are_those_that_the_package_imports():
         alias.name
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in ("upstream", "callbacks")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in ("names", "callbacks")
         for alias in node.names
     }
     unused = {name for names in NAMES.values() for name in names} - imported
-    assert not unused, f"Nothing imports {unused}: take them out of the table of upstream.py."
+    assert not unused, f"Nothing imports {unused}: take them out of the table in upstream/names.py."
 
 
 @pytest.mark.parametrize("trainer, base", TRAINERS)
@@ -76,7 +76,7 @@ def test_tables_name_every_private_name_that_a_trainer_of_ours_uses(trainer, bas
     }
     path = f"trl.{base.__name__}"
     unnamed = (private & theirs) - own - METHODS[path].keys() - {*ATTRIBUTES[path].split()}
-    assert not unnamed, f"{trainer.__name__} uses {unnamed} of {path}: put them into the tables of upstream.py."
+    assert not unnamed, f"{trainer.__name__} uses {unnamed} of {path}: put them into the tables of upstream/names.py."
 
 
 def test_attributes_are_there_in_a_trainer_that_was_built(tmp_path):

@@ -1,6 +1,5 @@
 """What the site needs beyond mkdocs.yml: README as its home, pages for linked files outside docs/, our docstrings."""
 
-import dataclasses
 import importlib
 import inspect
 import posixpath
@@ -85,8 +84,6 @@ class HouseStyle(griffe.Extension):
         if obj.is_class and "documented" in (str(decorator.value) for decorator in obj.decorators):
             imported = getattr(importlib.import_module(obj.module.path), obj.name)
             obj.docstring.value = inspect.getdoc(imported)  # which lists the settings
-            for name in {each.name for each in dataclasses.fields(imported)} & obj.members.keys():
-                obj.members[name].value = repr(getattr(imported, name))  # in the signature, in place of `setting(…)`
         text = re.sub(r"\[`(?:~[\w.]*\.)?([\w.]+)`\](?!\()", r"`\1`", obj.docstring.value).replace(
             "[!NOTE]", "**Note**  "
         )

@@ -68,8 +68,12 @@ def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
 def conditions(each: Field) -> str:
     """Say what a field's value must be, and with which other setting it is read."""
     rule, only_with = rules_of(each)
-    said = [f"Must be {rule if isinstance(rule, str) else rule[0]}."] if rule else []
-    return " ".join([*said, *([f"Only with `{only_with[0]}={only_with[1]!r}`."] if only_with else [])])
+    sentences = []
+    if rule:
+        sentences.append(f"Must be {rule if isinstance(rule, str) else rule[0]}.")
+    if only_with:
+        sentences.append(f"Only with `{only_with[0]}={only_with[1]!r}`.")
+    return " ".join(sentences)
 
 
 def documented(cls: _Class) -> _Class:
@@ -78,9 +82,8 @@ def documented(cls: _Class) -> _Class:
     for kind in cls.__mro__:
         names = kind.__annotations__ if kind is cls or kind.__module__.startswith("trl_ext.") else ()
         for each in (known.pop(name) for name in [*names] if name in known):
-            kind_of = formatannotation(each.type)
             text = f"{each.metadata.get('help', '')} {conditions(each)}"
-            lines.append(f"{each.name} (`{kind_of}`, defaults to `{each.default!r}`):")
+            lines.append(f"{each.name} (`{formatannotation(each.type)}`, defaults to `{each.default!r}`):")
             lines.append(textwrap.fill(text, 110, initial_indent="    ", subsequent_indent="    "))
     cls.__doc__ = f"{cleandoc(cls.__doc__ or '')}\n\nParameters:\n" + textwrap.indent("\n".join(lines), "    ")
     return cls
@@ -97,7 +100,7 @@ class SavingSettings:
     )
     on_save_failure: Literal["stop", "continue"] = setting(
         "stop",
-        "What follows if a checkpoint could not be written. For want of space, say: `stop` ends the run with one "
+        "What follows if a checkpoint could not be written. If the disk is full, say, `stop` ends the run with one "
         "sentence; `continue` prints it and goes on. What was written of the checkpoint is removed.",
     )
     record_run: bool = setting(

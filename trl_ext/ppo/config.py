@@ -10,6 +10,7 @@ from ..runs.nearest import did_you_mean
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
     SavingSettings,
+    check_score_settings,
     check_settings,
     documented,
     resolve_bf16,
@@ -130,25 +131,6 @@ class ReturnSettings:
         "padding each to the longest. The rows of a model that does not keep them apart (a state-space model) are "
         "padded.",
     )
-
-    def _check_scores(self: Any) -> None:
-        score, penalty = self.missing_eos_score, self.missing_eos_penalty
-        if score is not None and penalty is not None:
-            raise ValueError(
-                f"`missing_eos_score={score}` replaces the score that `missing_eos_penalty={penalty}` is subtracted "
-                "from: set one of them."
-            )
-        if self.mask_truncated_completions and (score, penalty) != (None, None):
-            raise ValueError(
-                "`mask_truncated_completions=True` leaves out the responses without EOS, which `missing_eos_score="
-                f"{score}` and `missing_eos_penalty={penalty}` are for: set one of them."
-            )
-        if self.reward_clip_range and not self.reward_clip_range[0] < self.reward_clip_range[1]:
-            raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {self.reward_clip_range}.")
-        if self.reward_normalization == "group" and not self.reward_group_column:
-            raise ValueError(
-                "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by."
-            )
 
 
 @documented
@@ -486,7 +468,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         check_settings(self, INHERITED_RANGES, {"epsilon_high": ("ratio_band", None)})
         if self.max_completion_length is None:  # transformers would make 20 tokens, prompt included, of it
             raise ValueError("`max_completion_length` must be a number of tokens, got None.")
-        self._check_scores()
+        check_score_settings(self)
         if self.stop_token and self.stop_token_id is not None:
             raise ValueError("`stop_token` and `stop_token_id` are two names of one setting: set one of them.")
         if self.kl_controller != "fixed":

@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
     SavingSettings,
+    check_score_settings,
     check_settings,
     documented,
     resolve_bf16,
@@ -68,7 +69,7 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
         for name, default in _REFUSED.items():
             if (value := getattr(self, name)) != default:
                 raise ValueError(f"`{name}={value}` does nothing for a critic: leave it out.")
-        self._check_scores()
+        check_score_settings(self)
         super().__post_init__()
         if self.n_gpu > 1:
             raise ValueError(

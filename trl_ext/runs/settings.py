@@ -192,3 +192,22 @@ def check_settings(
                 f"`{each.name}={value}` is for `{other}={needed!r}`, but `{other}={found!r}`: set that, or leave it "
                 "out."
             )
+
+
+def check_score_settings(config: Any) -> None:
+    """Raise if what happens to scores, and to answers without EOS, contradicts itself."""
+    score, penalty = config.missing_eos_score, config.missing_eos_penalty
+    if score is not None and penalty is not None:
+        raise ValueError(
+            f"`missing_eos_score={score}` replaces the score that `missing_eos_penalty={penalty}` is subtracted "
+            "from: set one of them."
+        )
+    if config.mask_truncated_completions and (score, penalty) != (None, None):
+        raise ValueError(
+            "`mask_truncated_completions=True` leaves out the responses without EOS, which `missing_eos_score="
+            f"{score}` and `missing_eos_penalty={penalty}` are for: set one of them."
+        )
+    if config.reward_clip_range and not config.reward_clip_range[0] < config.reward_clip_range[1]:
+        raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {config.reward_clip_range}.")
+    if config.reward_normalization == "group" and not config.reward_group_column:
+        raise ValueError("`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by.")

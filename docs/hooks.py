@@ -1,5 +1,7 @@
 """What the site needs beyond mkdocs.yml: README as its home, pages for linked files outside docs/, our docstrings."""
 
+import importlib
+import inspect
 import posixpath
 import re
 from pathlib import Path
@@ -68,7 +70,7 @@ def named(term):
 
 
 class HouseStyle(griffe.Extension):
-    """Read what griffe does not know: [`Name`] as Hugging Face links, and a config's `Parameters:` with headings."""
+    """Read what griffe does not know: [`Name`] as Hugging Face links, and a configuration's settings."""
 
     def on_module_members(self, *, mod, **_):
         """Export what a room names under `if TYPE_CHECKING`, see `trl_ext/upstream/lazy.py`."""
@@ -79,6 +81,9 @@ class HouseStyle(griffe.Extension):
     def on_object(self, *, obj, **_):
         if obj.docstring is None:
             return
+        if obj.is_class and "documented" in (str(decorator.value) for decorator in obj.decorators):
+            imported = getattr(importlib.import_module(obj.module.path), obj.name)
+            obj.docstring.value = inspect.getdoc(imported)  # which lists the settings
         text = re.sub(r"\[`(?:~[\w.]*\.)?([\w.]+)`\](?!\()", r"`\1`", obj.docstring.value).replace(
             "[!NOTE]", "**Note**  "
         )

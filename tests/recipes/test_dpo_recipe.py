@@ -88,7 +88,7 @@ def test_lora(inputs, tmp_path):
 def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
     for more, message in [
         (["--dataset_test_split", "dev"], "no split 'dev'; it has .*; `eval_size` cuts rows"),
-        (["--eval_size", "-1"], "`eval_size` must be 0 or more, got -1"),
+        (["--eval_size", "-1"], "`eval_size` must be >= 0, got -1"),
         (["--beta_controller", "drift"], "needs `drift_target`, nats per sequence"),
         (["--margin_normalization", "source"], "The train dataset lacks the column.s. `source`"),
     ]:

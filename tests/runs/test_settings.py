@@ -1,5 +1,7 @@
 """One check of a configuration's values, on a dataclass of its own."""
 
+import inspect
+import math
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,31 +13,54 @@ import torch
 from transformers import HfArgumentParser
 
 from trl_ext import DPOConfig, PPOConfig
-from trl_ext.runs.settings import check_settings, resolve_bf16
+from trl_ext.cli.help import help_text
+from trl_ext.runs.settings import check_settings, documented, meets, resolve_bf16, setting
 
 
 @dataclass
 class Config:
-    rate: float = 0.1
+    rate: float = setting(0.1, "Rate. It is per step.", range="> 0")
     bound: float | None = None
     mode: Literal["plain", "fancy"] = "plain"
     side: Literal["left"] | None = None
-    fancy_share: float = 0.5
+    fancy_share: float = setting(0.5, "Share.", range="in [0, 1), a share", only_with=("mode", "fancy"))
+    pair: list[float] | None = setting(None, "Two.", range=("two numbers", lambda x: len(x) == 2))
+    top: float = setting(1.0, "Top.", range="> 0 and finite")
     times: int = 2
     limit: int | None = None
 
 
 def check(**given):
-    ranges = {"rate": ("> 0", lambda x: x > 0), "bound": (">= 1", lambda x: x >= 1)}
-    check_settings(Config(**given), ranges, {"fancy_share": ("mode", "fancy")})
+    check_settings(Config(**given), {"bound": ">= 1"}, {"times": ("mode", "plain")})
 
 
 def test_what_can_work_passes():
     HfArgumentParser(Config)  # which takes `| None` away from the fields' types
     check()
-    check(bound=2.0, side="left", mode="fancy", fancy_share=0.7)
+    check(bound=2.0, side="left", mode="fancy", fancy_share=0.0, pair=[1, 2])
     check(fancy_share=0.5)  # the default says nothing
     check(times=np.int64(3), limit=4)
+
+
+def test_a_rule_without_a_bound_is_refused():
+    with pytest.raises(ValueError, match="'small' has no bound: write it as '> 0'"):
+        meets(1, "small")
+
+
+def test_the_docstring_and_the_help_say_what_the_field_says():
+    @documented
+    @dataclass
+    class Described(Config):
+        """Sum up."""
+
+        more: int = setting(3, "More of it. A second sentence.", range=">= 1", only_with=("side", "left"))
+
+    rules = "Must be >= 1. Only with `side='left'`."
+    assert inspect.getdoc(Described) == (
+        f"Sum up.\n\nParameters:\n    more (`int`, defaults to `3`):\n        More of it. A second sentence. {rules}"
+    )
+    for asked, shown in [(None, "More of it. (3)"), ("more", f"More of it. A second sentence. {rules} (3)")]:
+        assert shown in " ".join(help_text("prog", "", [(Described, False)], asked).split())
 
 
 def test_what_cannot_is_named(subtests):
@@ -47,6 +72,13 @@ def test_what_cannot_is_named(subtests):
         ({"times": 1.5}, "`times` must be a whole number, got 1.5."),
         ({"times": None}, "`times` must be a whole number, got None."),
         ({"limit": True}, "`limit` must be a whole number, got True."),
+        ({"top": math.inf}, "`top` must be > 0 and finite, got inf."),
+        ({"top": math.nan}, "`top` must be > 0 and finite, got nan."),
+        ({"fancy_share": 1.0, "mode": "fancy"}, "`fancy_share` must be in [0, 1), a share, got 1.0."),
+        ({"fancy_share": -0.1}, "`fancy_share` must be in [0, 1), a share, got -0.1."),
+        ({"pair": [1.0]}, "`pair` must be two numbers, got [1.0]."),
+        ({"pair": 1.0}, "`pair` must be two numbers, got 1.0."),
+        ({"times": 3, "mode": "fancy"}, "`times=3` is for `mode='plain'`, but `mode='fancy'`: set that, or leave it"),
         ({"mode": "odd"}, "`mode` must be one of ['plain', 'fancy'], got 'odd'."),
         ({"mode": None}, "`mode` must be one of ['plain', 'fancy'], got None."),
         ({"side": "right"}, "`side` must be one of ['left'], got 'right'."),

@@ -1,12 +1,12 @@
 """What every recipe asks for, in TRL's words: a dataset, a model, and where a policy learns from scores, a reward."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trl import ModelConfig, ScriptArguments
 
-from ..runs import check_settings
+from ..runs.settings import check_settings, setting
 from .parser import entry_of
 
 
@@ -25,18 +25,16 @@ class DataArguments(ScriptArguments):
 class HeldOutArguments(DataArguments):
     """Rows to evaluate on where the data has no split for it."""
 
-    eval_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Rows to cut from the training split and evaluate on, for data without `dataset_test_split`. "
-            "0 switches evaluation off."
-        },
+    eval_size: int | None = setting(
+        None,
+        "Rows to cut from the training split and evaluate on, for data without `dataset_test_split`. 0 switches "
+        "evaluation off.",
+        range=">= 0",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.eval_size is not None and self.eval_size < 0:
-            raise ValueError(f"`eval_size` must be 0 or more, got {self.eval_size}")
+        check_settings(self)
         if self.eval_size is not None and (other := getattr(self, "eval_dataset_name", None)):
             raise ValueError(f"`eval_size` {self.eval_size} and `eval_dataset_name` {other} are both given: drop one")
 
@@ -45,23 +43,18 @@ class HeldOutArguments(DataArguments):
 class PromptArguments(DataArguments):
     """Prompts, and what scores the answers to them."""
 
-    reward_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Sequence classifier with one label. `reward_weights` are: this model's, then those of "
-            "`reward_funcs`, then those of `rewards`."
-        },
+    reward_model_name_or_path: str | None = setting(
+        None,
+        "Sequence classifier with one label. `reward_weights` are: this model's, then those of `reward_funcs`, then "
+        "those of `rewards`.",
     )
-    reward_funcs: list[str] | None = field(
-        default=None,
-        metadata={"help": "Reward functions, each `path/to/file.py:function` or `package.module.function`."},
+    reward_funcs: list[str] | None = setting(
+        None, "Reward functions, each `path/to/file.py:function` or `package.module.function`."
     )
-    rewards: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "The same, and rewards of trl_ext.rewards with their settings, e.g. `{SumReward: {members: "
-            "[a.py:f, b.py:g], weights: [1, 2]}, weight: 0.5}`."
-        },
+    rewards: list[str] | None = setting(
+        None,
+        "The same, and rewards of trl_ext.rewards with their settings, e.g. `{SumReward: {members: [a.py:f, b.py:g], "
+        "weights: [1, 2]}, weight: 0.5}`.",
     )
 
     def __post_init__(self) -> None:
@@ -97,7 +90,7 @@ class ModelArguments(ModelConfig):
         super().__post_init__()
         if self.model_name_or_path is None:
             raise ValueError("no model: give `model_name_or_path`, a folder or a hub name")
-        check_settings(self, {}, _ONLY_WITH)
+        check_settings(self, only_with=_ONLY_WITH)
         if (self.load_in_4bit or self.load_in_8bit) and not self.use_peft:
             raise ValueError("a quantised base cannot be trained: set `use_peft: true`, or do not quantise it")
         if self.lora_task_type not in ("CAUSAL_LM", self.task_type):  # TRL's default, which says nothing

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..runs import root
+from ..runs.settings import setting
 
 
 def field_names(path: str) -> set[str] | None:
@@ -68,30 +69,21 @@ def _fields(module: str, name: str) -> set[str]:
     return names.union(*(_fields(*_base(where, ast.unparse(base))) for base in node.bases))
 
 
-_NAMESPACE = {**vars(builtins), **vars(typing), "field": field}  # of what a field's source may name
+# What a field's source may name
+_NAMESPACE = {**vars(builtins), **vars(typing), "field": field, "setting": setting}
 
 
 @cache
 def _sketch(module: str, name: str, is_named: bool) -> type:
-    """A dataclass with the fields of another one's source; if that is given by name, its bases' are names alone."""
+    """Return a dataclass with the fields in another one's source; a named one has the names alone of what is TRL's."""
     where, node = _class(module, name)
-    found = [_base(where, ast.unparse(base)) for base in node.bases]
-    bases = tuple(_bare(*base) if is_named else _sketch(*base, False) for base in found)
+    bases = tuple(_sketch(*_base(where, ast.unparse(base)), is_named) for base in node.bases)
+    is_read = not is_named or where.startswith("trl_ext.")
     space: dict[str, typing.Any] = {"__module__": where, "__annotations__": {}}
     for item in _annotated(node):
-        space["__annotations__"][item.target.id] = _value(item.annotation)
-        if item.value is not None:
-            space[item.target.id] = _value(item.value)
-    return dataclass(kw_only=True)(type(name, bases, space))
-
-
-@cache
-def _bare(module: str, name: str) -> type:
-    """The same with no more than the names."""
-    where, node = _class(module, name)
-    bases = tuple(_bare(*_base(where, ast.unparse(base))) for base in node.bases)
-    names = [item.target.id for item in _annotated(node)]
-    space = {"__module__": where, "__annotations__": dict.fromkeys(names, typing.Any), **dict.fromkeys(names)}
+        space["__annotations__"][item.target.id] = _value(item.annotation) if is_read else typing.Any
+        if not is_read or item.value is not None:
+            space[item.target.id] = _value(item.value) if is_read else None
     return dataclass(kw_only=True)(type(name, bases, space))
 
 

@@ -9,6 +9,8 @@ from shutil import get_terminal_size
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from ..runs.settings import conditions
+
 
 def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], asked: str | None = None) -> str:
     """
@@ -38,6 +40,11 @@ def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], a
     return "\n".join(lines) + "\n"
 
 
+def first_sentence(text: str) -> str:
+    """Return a help's first sentence."""
+    return re.split(r"(?<!e\.g\.)(?<!i\.e\.)(?<!et al\.)(?<=\.) ", text)[0]
+
+
 def types_of(hint: Any) -> tuple:
     """The types that a field may have."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -54,7 +61,7 @@ def _groups(kinds: Iterable[tuple[type, bool]]) -> Iterator[tuple[str, dict[str,
         for cls in kind.__mro__:
             flags = {name: known[name] for name in vars(cls).get("__annotations__", {}) if name in known.keys() - seen}
             seen |= flags.keys()
-            if is_apart and cls is not kind:
+            if is_apart and not cls.__module__.startswith("trl_ext."):
                 inherited.append((f"Inherited from {cls.__module__.split('.')[0]}.{cls.__name__}", flags, False))
             else:
                 mine |= flags
@@ -68,8 +75,7 @@ def _described(field: Field, hint: Any, width: int, in_full: bool) -> list[str]:
     kinds = [getattr(kind, "__name__", str(kind)) for kind in types if kind is not NoneType]
     value = known if known and len(known) < 40 else " or ".join(kinds).replace("Literal", "str")
     text = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
-    if not in_full:
-        text = re.split(r"(?<!e\.g\.)(?<!i\.e\.)(?<=\.) ", text)[0]
+    text = f"{text} {conditions(field)}".strip() if in_full else first_sentence(text)
     if known and known != value:
         text += f" One of {known.replace('|', ', ')}."
     default = field.default_factory() if field.default_factory is not MISSING else field.default

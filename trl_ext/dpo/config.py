@@ -1,176 +1,150 @@
 """Configuration of [`DPOTrainer`]: TRL's `DPOConfig`, of which every field keeps its meaning, plus our options."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import trl
 
 from ..runs.redaction import HidesCredentials
-from ..runs.settings import SavingSettings, check_settings, resolve_bf16, resolve_checkpointing
+from ..runs.settings import (
+    SavingSettings,
+    check_settings,
+    documented,
+    resolve_bf16,
+    resolve_checkpointing,
+    setting,
+)
 
 WITHOUT_BETA = {"sft"}
 # These see β as β·Δ only, Δ being the log-ratio margin of the pair
 OF_BETA_TIMES_MARGIN = {"sigmoid", "hinge", "exo_pair", "robust", "discopop"}
 READS_LABEL_SMOOTHING = {"robust", "exo_pair", "aot", "aot_unpaired"}
 
-_RANGES = {  # name: (rule in words, test of a value that is not None)
-    "beta": ("> 0 and finite", lambda x: 0 < x < math.inf),
-    "beta_dpo_alpha": (">= 0", lambda x: x >= 0),
-    "beta_dpo_keep": ("in (0, 1], the share of pairs to keep", lambda x: 0 < x <= 1),
-    "beta_dpo_momentum": ("in [0, 1)", lambda x: 0 <= x < 1),
-    "beta_max": ("> 0", lambda x: x > 0),
-    "beta_min": ("> 0", lambda x: x > 0),
-    "distribution_shift_bound": ("in [0, 1], a share of pairs", lambda x: 0 <= x <= 1),
-    "distribution_shift_samples": (">= 0", lambda x: x >= 0),
-    "dpop_lambda": (">= 0", lambda x: x >= 0),
-    "drift_horizon": ("> 0 pairs", lambda x: x > 0),
-    "drift_target": ("> 0 nats per sequence", lambda x: x > 0),
-    "margin_scale": ("> 0", lambda x: x > 0),
-    "margin_warmup_pairs": (">= 2", lambda x: x >= 2),
-    "max_length": ("> 1 token, of prompt and answer together", lambda x: x > 1),
-}
-_ONLY_WITH = {  # name: (setting, the value without which it does nothing)
-    "beta_dpo_alpha": ("beta_controller", "beta_dpo"),
-    "beta_dpo_keep": ("beta_controller", "beta_dpo"),
-    "beta_dpo_momentum": ("beta_controller", "beta_dpo"),
-    "drift_horizon": ("beta_controller", "drift"),
-    "drift_target": ("beta_controller", "drift"),
-    "margin_scale": ("use_margin", True),
-    "margin_warmup_pairs": ("margin_normalization", "source"),
-}
 
-
+@documented
 @dataclass
 class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
-    r"""
+    """
     Configuration of [`DPOTrainer`].
 
     Every field of [`trl.DPOConfig`] is there and means the same; only `bf16`, where it is left open, is off on a CPU.
     With the fields below at their defaults, the loss is TRL's to the last bit. A log-ratio is a completion's log-prob
     under the policy minus under the reference, nats; a pair's margin Δ is the chosen's log-ratio minus the rejected's.
-
-    Parameters:
-        > Parameters that move β
-
-        beta_controller (`Literal["fixed", "beta_dpo", "drift"]`, defaults to `"fixed"`):
-            How β moves. `"beta_dpo"` (2407.08639) sets it for each batch from the batch's margins:
-            β = `beta`·(1 + a·(M̄ − M₀)), M₀ being their running mean. A batch is a micro-batch of all processes, so
-            gradient accumulation changes the result. `"drift"` steers `logps/drift`, the mean of
-            ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: after each optimizer step of n pairs,
-            β ← β·(1 + e·n/horizon) with e = clip(drift/target − 1, ±0.2).
-        beta_min (`float`, defaults to `1e-3`), beta_max (`float`, *optional*):
-            Bounds of the β that a controller sets.
-        beta_dpo_alpha (`float`, defaults to `0.6`):
-            How strongly a batch's margins move its β: a.
-        beta_dpo_momentum (`float`, defaults to `0.9`):
-            Weight of the past in the running mean M₀ and standard deviation σ of the margins, which start at 0 and 1.
-        beta_dpo_keep (`float`, defaults to `1.0`):
-            Share of each batch to train on, drawn without replacement with weight exp(−½((Δ − M₀)/σ)²); M̄ is over
-            these pairs. The paper's is `0.8`; `1.0` keeps all.
-        drift_target (`float`, *optional*):
-            Target of `logps/drift`, nats per sequence. `"drift"` needs one.
-        drift_horizon (`float`, *optional*):
-            Pairs over which β can change by about 20 %. If not set, the pairs of one epoch.
-
-        > Parameters that normalise margins
-
-        margin_normalization (`Literal["none", "source"]`, defaults to `"none"`):
-            `"source"` gives each value of the dataset's column `source` a β of its own, `beta`·σ̄/σ_source, so that
-            long-winded sources do not rule the gradient. σ is the standard deviation of the source's margins so far;
-            σ̄ keeps the mean factor over all pairs at 1. Factors are clamped to [¼, 4].
-        margin_warmup_pairs (`int`, defaults to `64`):
-            Pairs of a source that must be seen before its factor leaves 1.
-
-        > Parameters that read what else is known of a pair
-
-        use_margin (`bool`, defaults to `False`):
-            Read by how much, in logits, the chosen answer must win (ODPO, 2402.10571): from the dataset's column
-            `margin`, or as `score_chosen` − `score_rejected`.
-        margin_scale (`float`, defaults to `1.0`):
-            Factor of that number.
-        use_confidence (`bool`, defaults to `False`):
-            Read how sure each label is, such as the annotators' agreement, from the column `confidence`, in [0.5, 1]:
-            cDPO's label smoothing, pair by pair.
-        use_weight (`bool`, defaults to `False`):
-            Multiply each pair's preference loss by the column `weight`, at least 0. The loss is still divided by the
-            number of pairs, not by the sum of weights.
-        dpop_lambda (`float`, defaults to `0.0`):
-            Weight λ of DPOP's penalty (2402.13228): Δ − λ·max(0, −chosen log-ratio) takes Δ's place.
-
-        > Parameters that report
-
-        log_displacement (`bool`, defaults to `False`):
-            Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Any option above logs them, too.
-        distribution_shift_samples (`int`, defaults to `0`):
-            Pairs of which, before training, the answers' log-probs under the reference are compared with those of
-            answers that the reference samples itself. `0` compares none.
-        distribution_shift_bound (`float`, defaults to `0.1`):
-            Warn if more than this share of the chosen answers is less likely than the 1st percentile of the samples.
-
-        > Parameters that control saving and resuming
-
-        resume_anyway (`bool`, defaults to `False`):
-            Go on from a checkpoint though the settings, the data or the weights differ from those of the run that
-            wrote it. Otherwise `train(resume_from_checkpoint=…)` refuses it, and says what differs.
-        save_in_background (`bool`, defaults to `False`):
-            Write checkpoints while training goes on, from a copy in memory that is kept for the next one. At most one
-            is being written, and `train` returns when the last one is complete.
-        on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
-            What follows if a checkpoint could not be written, for want of space, say: the run ends with one sentence,
-            or says it and goes on. What was written of it is removed.
-        record_run (`bool`, defaults to `True`):
-            Write what the run logs (`metrics.rank0.jsonl`), and the page `report.html` when it ends, into
-            `output_dir`. The main process alone writes; what cannot be written is a warning.
     """
 
-    beta_controller: Literal["fixed", "beta_dpo", "drift"] = field(
-        default="fixed", metadata={"help": "How beta moves: not, with each batch's margins, or to hold a drift."}
+    # What moves β
+    beta_controller: Literal["fixed", "beta_dpo", "drift"] = setting(
+        "fixed",
+        "How β moves: not, with each batch's margins, or to hold a drift. `beta_dpo` (2407.08639) sets it for each "
+        "batch from the batch's margins: β = `beta`·(1 + a·(M̄ − M₀)), M₀ being their running mean. A batch is a "
+        "micro-batch of all processes, so gradient accumulation changes the result. `drift` steers `logps/drift`, the "
+        "mean of ½(|chosen log-ratio| + |rejected log-ratio|), to `drift_target`: after each optimizer step of n "
+        "pairs, β ← β·(1 + e·n/horizon) with e = clip(drift/target − 1, ±0.2).",
     )
-    beta_min: float = field(default=1e-3, metadata={"help": "Lower bound of the beta that a controller sets."})
-    beta_max: float | None = field(default=None, metadata={"help": "Upper bound of the beta that a controller sets."})
-    beta_dpo_alpha: float = field(default=0.6, metadata={"help": "How strongly a batch's margins move its beta."})
-    beta_dpo_momentum: float = field(default=0.9, metadata={"help": "Weight of the past in the running moments."})
-    beta_dpo_keep: float = field(
-        default=1.0, metadata={"help": "Share of each batch to train on, the paper's is 0.8; 1.0 keeps all."}
+    beta_min: float = setting(1e-3, "Lower bound of the β that a controller sets.", range="> 0")
+    beta_max: float | None = setting(None, "Upper bound of the β that a controller sets.", range="> 0")
+    beta_dpo_alpha: float = setting(
+        0.6,
+        "How strongly a batch's margins move its β: a.",
+        range=">= 0",
+        only_with=("beta_controller", "beta_dpo"),
     )
-    drift_target: float | None = field(
-        default=None, metadata={"help": "Target of `logps/drift`, nats per sequence, for `beta_controller: drift`."}
+    beta_dpo_momentum: float = setting(
+        0.9,
+        "Weight of the past in the running mean M₀ and standard deviation σ of the margins. They start at 0 and 1.",
+        range="in [0, 1)",
+        only_with=("beta_controller", "beta_dpo"),
     )
-    drift_horizon: float | None = field(
-        default=None, metadata={"help": "Horizon of the drift controller, pairs; one epoch if unset."}
+    beta_dpo_keep: float = setting(
+        1.0,
+        "Share of each batch to train on; the paper's is 0.8, and 1.0 keeps all. It is drawn without replacement with "
+        "weight exp(−½((Δ − M₀)/σ)²); M̄ is over these pairs.",
+        range="in (0, 1], the share of pairs to keep",
+        only_with=("beta_controller", "beta_dpo"),
     )
-    margin_normalization: Literal["none", "source"] = field(
-        default="none", metadata={"help": "Whether each value of the column `source` has a beta of its own."}
+    drift_target: float | None = setting(
+        None,
+        "Target of `logps/drift`, nats per sequence. `drift` needs one.",
+        range="> 0 nats per sequence",
+        only_with=("beta_controller", "drift"),
     )
-    margin_warmup_pairs: int = field(
-        default=64, metadata={"help": "Pairs of a source after which its beta is its own."}
+    drift_horizon: float | None = setting(
+        None,
+        "Pairs over which β can change by about a fifth; those of one epoch if unset.",
+        range="> 0 pairs",
+        only_with=("beta_controller", "drift"),
     )
-    use_margin: bool = field(
-        default=False, metadata={"help": "Read by how much to win: `margin`, or `score_chosen` - `score_rejected`."}
+
+    # What normalises margins
+    margin_normalization: Literal["none", "source"] = setting(
+        "none",
+        "Whether each value of the dataset's column `source` has a β of its own, so that all margins are on one "
+        "scale. `source` takes `beta`·σ̄/σ_source, so that long-winded sources do not rule the gradient. σ is the "
+        "standard deviation of the source's margins so far; σ̄ keeps the mean factor over all pairs at 1. Factors "
+        "are clamped to [¼, 4].",
     )
-    margin_scale: float = field(default=1.0, metadata={"help": "Factor of the margin that is read."})
-    use_confidence: bool = field(
-        default=False, metadata={"help": "Read how sure a pair's label is: `confidence`, in [0.5, 1]."}
+    margin_warmup_pairs: int = setting(
+        64,
+        "Pairs of a source that must be seen before its factor leaves 1.",
+        range=">= 2",
+        only_with=("margin_normalization", "source"),
     )
-    use_weight: bool = field(default=False, metadata={"help": "Read how much a pair counts: `weight`, >= 0."})
-    dpop_lambda: float = field(default=0.0, metadata={"help": "Weight of DPOP's penalty, inside the margin."})
-    log_displacement: bool = field(default=False, metadata={"help": "Log how the chosen answers' log-probs move."})
-    distribution_shift_samples: int = field(
-        default=0, metadata={"help": "Pairs to compare with the reference's own samples before training."}
+
+    # What else is known of a pair
+    use_margin: bool = setting(
+        False,
+        "Read by how much, in logits, the chosen answer must win (ODPO, 2402.10571): from the dataset's column "
+        "`margin`, or as `score_chosen` − `score_rejected`.",
     )
-    distribution_shift_bound: float = field(
-        default=0.1, metadata={"help": "Share of chosen answers the reference would not write, above which to warn."}
+    margin_scale: float = setting(
+        1.0, "Factor of the margin that is read.", range="> 0", only_with=("use_margin", True)
     )
-    resume_anyway: bool = field(
-        default=False, metadata={"help": "Go on from a checkpoint though the settings differ."}
+    use_confidence: bool = setting(
+        False,
+        "Read how sure each label is, such as the annotators' agreement, from the column `confidence`, in [0.5, 1]. "
+        "It is cDPO's label smoothing, pair by pair.",
+    )
+    use_weight: bool = setting(
+        False,
+        "Multiply each pair's preference loss by the column `weight`, at least 0. The loss is still divided by the "
+        "number of pairs, not by the sum of weights.",
+    )
+    dpop_lambda: float = setting(
+        0.0,
+        "Weight λ of DPOP's penalty on chosen answers that become less likely (2402.13228). "
+        "Δ − λ·max(0, −chosen log-ratio) takes Δ's place.",
+        range=">= 0",
+    )
+
+    # What is reported
+    log_displacement: bool = setting(
+        False,
+        "Log `logps/chosen_delta`, `logps/displacement_rate` and `logps/drift`. Any option above logs them, too.",
+    )
+    distribution_shift_samples: int = setting(
+        0,
+        "Pairs to compare with the reference's own samples before training. The log-probs of their answers under the "
+        "reference are compared with those of answers that the reference samples itself. 0 compares none.",
+        range=">= 0",
+    )
+    distribution_shift_bound: float = setting(
+        0.1,
+        "Warn if more than this share of the chosen answers is less likely than the 1st percentile of the samples.",
+        range="in [0, 1], a share of pairs",
+    )
+
+    resume_anyway: bool = setting(
+        False,
+        "Go on from a checkpoint though the settings, the data or the weights differ from those of the run that wrote "
+        "it. Otherwise `train(resume_from_checkpoint=…)` refuses it, and says what differs.",
     )
 
     def __post_init__(self):
         resolve_bf16(self)
         resolve_checkpointing(self)
         super().__post_init__()
-        check_settings(self, _RANGES, _ONLY_WITH)
+        check_settings(self, {"beta": "> 0 and finite", "max_length": "> 1 token, of prompt and answer together"})
         self._check_beta()
         self._check_combinations()
 

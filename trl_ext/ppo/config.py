@@ -1,14 +1,22 @@
 """Configuration of [`PPOTrainer`]: TRL's `RLOOConfig` plus what PPO needs, under TRL 1.12's `PPOConfig` names."""
 
 import math
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from trl import RLOOConfig
 
 from ..runs.nearest import did_you_mean
 from ..runs.redaction import HidesCredentials
-from ..runs.settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
+from ..runs.settings import (
+    SavingSettings,
+    check_score_settings,
+    check_settings,
+    documented,
+    resolve_bf16,
+    resolve_checkpointing,
+    setting,
+)
 
 # One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
 ALIASES = {
@@ -51,42 +59,18 @@ REFUSED = {
 }
 
 # What `generation_kwargs` may hold without vLLM. These leave the distribution of each token as the policy has it …
-ON_POLICY_GENERATION_KWARGS = {
-    "cache_config",
-    "cache_implementation",
-    "max_cache_len",
-    "max_time",
-    "prefill_chunk_size",
-    "use_cache",
-}
+ON_POLICY_GENERATION_KWARGS = set(
+    "cache_config cache_implementation max_cache_len max_time prefill_chunk_size use_cache".split()
+)
 # … and these do not
-OFF_POLICY_GENERATION_KWARGS = {
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "do_sample",
-    "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_eos_token_id",
-    "guidance_scale",
-    "min_length",
-    "min_new_tokens",
-    "min_p",
-    "no_repeat_ngram_size",
-    "remove_invalid_values",
-    "renormalize_logits",
-    "repetition_penalty",
-    "sequence_bias",
-    "suppress_tokens",
-    "temperature",
-    "top_h",
-    "top_k",
-    "top_p",
-    "typical_p",
-    "watermarking_config",
-}
+OFF_POLICY_GENERATION_KWARGS = set(
+    """
+    bad_words_ids begin_suppress_tokens do_sample encoder_no_repeat_ngram_size encoder_repetition_penalty
+    epsilon_cutoff eta_cutoff exponential_decay_length_penalty forced_eos_token_id guidance_scale min_length
+    min_new_tokens min_p no_repeat_ngram_size remove_invalid_values renormalize_logits repetition_penalty
+    sequence_bias suppress_tokens temperature top_h top_k top_p typical_p watermarking_config
+    """.split()
+)
 # vLLM refuses what it does not know by itself; of the rest, these leave the distribution alone
 ON_POLICY_VLLM_KWARGS = {"detokenize", "seed", "skip_special_tokens"}
 
@@ -103,64 +87,56 @@ REFUSED_GENERATION_KWARGS = {
     **dict.fromkeys(("compile_config", "disable_compile"), "TRL switches compilation off in rollouts"),
 }
 
-_RANGES = {  # name: (rule in words, test of a value that is not None)
-    "adam_epsilon": ("> 0", lambda x: x > 0),
-    "cliprange": ("> 0", lambda x: x > 0),
-    "cliprange_value": ("> 0, or None for no clipping", lambda x: x > 0),
-    "critic_learning_rate": (">= 0", lambda x: x >= 0),
-    "critic_steps": (">= 1", lambda x: x >= 1),
-    "critic_warmup_rollouts": (">= 0", lambda x: x >= 0),
-    "dual_clip": ("> 1", lambda x: x > 1),
-    "entropy_coef": (">= 0", lambda x: x >= 0),
-    "epsilon_high": ("> 0", lambda x: x > 0),
-    "gamma": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "gradient_accumulation_steps": (">= 1", lambda x: x >= 1),
-    "importance_sampling_clip_max": (">= 1, the weight on-policy, or None", lambda x: x >= 1),
-    "importance_sampling_clip_min": ("in [0, 1], 1 being the weight on-policy, or None", lambda x: 0 <= x <= 1),
-    "kl_coef": ("finite and >= 0", lambda x: 0 <= x < math.inf),
-    "kl_coef_max": (">= 0", lambda x: x >= 0),
-    "kl_coef_min": (">= 0", lambda x: x >= 0),
-    "kl_horizon": ("> 0 episodes", lambda x: x > 0),
-    "kl_target": ("> 0 nats per response", lambda x: x > 0),
-    "lam": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "lam_alpha": ("> 0", lambda x: 0 < x < math.inf),
-    "lam_value": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "local_rollout_forward_batch_size": (">= 1", lambda x: x >= 1),
-    "logits_budget_gb": (">= 0", lambda x: x >= 0),
-    "max_approx_kl": ("> 0", lambda x: x > 0),
-    "max_completion_length": (">= 1", lambda x: x >= 1),
-    "missing_eos_penalty": ("> 0 (it is subtracted)", lambda x: x > 0),
-    "num_generations": (">= 1", lambda x: x >= 1),
-    "num_mini_batches": (">= 1", lambda x: x >= 1),
-    "num_ppo_epochs": (">= 1", lambda x: x >= 1),
-    "per_device_eval_batch_size": (">= 1", lambda x: x >= 1),
-    "per_device_train_batch_size": (">= 1", lambda x: x >= 1),
-    "ratio_band": (
-        "[low, high] with 0 <= low < 1 < high",
-        lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
-    ),
-    "reward_weights": (
-        "a list of finite numbers, not all 0 (nothing would be trained)",
-        lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x) and any(x),
-    ),
-    "rollouts_ahead": (">= 0", lambda x: x >= 0),
-    "temperature": ("> 0", lambda x: x > 0),
-    "total_episodes": (">= 1", lambda x: x >= 1),
-    "vf_coef": (">= 0", lambda x: x >= 0),
-}
-
-_ONLY_WITH = {  # name: (the setting without which it does nothing, its value)
-    **dict.fromkeys(("kl_target", "kl_horizon", "kl_coef_min", "kl_coef_max"), ("kl_controller", "adaptive")),
-    **dict.fromkeys(("cliprange", "epsilon_high", "dual_clip"), ("ratio_band", None)),
-    "lam": ("lam_alpha", None),
-    "reward_group_column": ("reward_normalization", "group"),
-    "reward_reference_column": ("reward_normalization", "reference"),
+# RLOO's own settings, which have no `setting(range=…)`
+INHERITED_RANGES = {
+    "epsilon_high": "> 0",
+    "gradient_accumulation_steps": ">= 1",
+    "max_completion_length": ">= 1",
+    "per_device_eval_batch_size": ">= 1",
+    "per_device_train_batch_size": ">= 1",
+    "temperature": "> 0",
 }
 
 
 @dataclass
-class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
-    r"""
+class ReturnSettings:
+    """Mixin of what decides the scale of the returns, for PPO and for a critic that is trained before it."""
+
+    gamma: float = setting(1.0, "Discount factor, by token.", range="in [0, 1]")
+    reward_weights: list[float] | None = setting(
+        None,
+        "Weight of each reward function; 1 if unset.",
+        range=(
+            "a list of finite numbers, not all 0 (nothing would be trained)",
+            lambda x: all(isinstance(weight, (int, float)) and abs(weight) < math.inf for weight in x) and any(x),
+        ),
+    )
+    reward_group_column: str | None = setting(
+        None, "Dataset column that names the row's group.", only_with=("reward_normalization", "group")
+    )
+    missing_eos_score: float | None = setting(
+        None,
+        'Score of a response that does not end by EOS, in place of its own. This is the N+ detail "EOS trick", which '
+        "uses −1.",
+    )
+    missing_eos_penalty: float | None = setting(
+        None, "Subtracted from the score of a response that does not end by EOS.", range="> 0 (it is subtracted)"
+    )
+    whiten_rewards: bool = setting(
+        False, "Divide token rewards by their standard deviation over all processes, keeping their mean."
+    )
+    padding_free: bool = setting(
+        True,
+        "Pack rows behind each other in a forward instead of padding them. This is done where it is less work than "
+        "padding each to the longest. The rows of a model that does not keep them apart (a state-space model) are "
+        "padded.",
+    )
+
+
+@documented
+@dataclass
+class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
+    """
     Configuration of [`PPOTrainer`].
 
     Fields that every TRL on-policy trainer shares keep `RLOOConfig`'s names and meaning (`max_completion_length`,
@@ -168,159 +144,6 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
     the names and defaults of TRL 1.12's `PPOConfig`. One optimizer step is one minibatch of
     `per_device_train_batch_size × gradient_accumulation_steps × processes` episodes; a rollout is `num_mini_batches`
     of them and is passed over `num_ppo_epochs` times.
-
-    Parameters:
-        > Parameters that control the rollout
-
-        num_mini_batches (`int`, defaults to `1`):
-            Minibatches (optimizer steps per pass) in a rollout. Sets RLOO's `steps_per_generation` to
-            `num_mini_batches × gradient_accumulation_steps`.
-        num_ppo_epochs (`int`, defaults to `4`):
-            Passes over each rollout, re-permuted before each. Alias: `num_iterations`.
-        total_episodes (`int`, *optional*):
-            Episodes (responses) to train on; rounded up to full rollouts, and sets `max_steps`.
-        local_rollout_forward_batch_size (`int`, defaults to `64`):
-            Rows per process in one forward pass without gradient: generation, reward models, reference, values. What
-            is computed of answers does not depend on it; which ones are drawn does, since each chunk draws in turn.
-        logits_budget_gb (`float`, defaults to `1.0`):
-            GiB that the logits of one log-prob pass may take: rows × response tokens × vocabulary numbers. Beyond,
-            and with `0` always, TRL's fused LM head makes them tile by tile, in less memory and more time. The results
-            are the same. What is faster on a GPU, where TRL's head is a Triton kernel, has not been measured.
-        num_generations (`int`, defaults to `1`):
-            Responses per prompt.
-        allow_off_policy_sampling (`bool`, defaults to `False`):
-            Allow `top_k`, `top_p`, `min_p`, `repetition_penalty` and other `generation_kwargs` that make the sampler
-            differ from the policy, with `importance_sampling_mode="none"`, too: what they bias is then logged as
-            `sampling/logprob_difference`, and not corrected. A name in `generation_kwargs` that would do nothing in a
-            rollout is refused, and so are stop strings: a response ends where the policy draws an EOS.
-        old_logprobs (`Literal["auto", "sampler", "recompute"]`, defaults to `"auto"`):
-            Where the log-probs before the update, and those of the KL, come from: noted while the response is drawn,
-            which saves a forward of the policy, or computed again by the forward that is trained. Where the policy
-            samples, in float32 both are the same to 1e-5, else they differ by rounding (and with dropout by more),
-            which is logged as `sampling/logprob_difference`. `"auto"` trusts the sampler if all is float32 and nothing
-            in `generation_kwargs` or vLLM may differ. Where another one samples, `"sampler"` makes PPO's ratio that of
-            the policy to the sampler.
-        importance_sampling_mode (`str`, defaults to `"auto"`):
-            How the policy's loss is weighted where the sampler's distribution μ is not that of the policy π before the
-            update: by w = π/μ of each token (`"token_…"`) or of the whole response (`"sequence_…"`), moved to the
-            nearer of [`importance_sampling_clip_min`, `importance_sampling_clip_max`] (`"…_truncate"`) or set to 0
-            outside of them (`"…_mask"`). `"auto"` is `"token_truncate"` with vLLM, `allow_off_policy_sampling`,
-            `rollouts_ahead`, or settings that change the sampler, and else `"none"`. The names are those of
-            `GRPOConfig.vllm_importance_sampling_mode`; formulas, sources and what they cost are in
-            docs/off_policy.md.
-        importance_sampling_clip_min (`float`, *optional*), importance_sampling_clip_max (`float`, defaults to `3.0`):
-            Bounds of w, around 1; at least one of them.
-        rollouts_ahead (`int`, defaults to `0`):
-            k: while a rollout is trained on, the k next ones are drawn, by a second process with a copy of the policy
-            or (k = 1) by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 − k has trained, the
-            first k + 1 from the initial one. A process holds k + 1 copies of the weights in memory for it.
-        rollout_device (`str`, *optional*):
-            Device of the second process, such as `cuda:1`; with several processes one for all, or as many as there are
-            on a machine, with commas between. By default the CPU where the run is on one, and else it must be said.
-        padding_free (`bool`, defaults to `True`):
-            Put rows behind each other in a forward, where that is less work than padding each to the longest. A model
-            that does not keep such rows apart (a state-space model) is found out, and padded.
-        missing_eos_score (`float`, *optional*):
-            Score of a response that does not end by EOS, in place of its own (N+ detail "EOS trick"; −1 there).
-        missing_eos_penalty (`float`, *optional*):
-            Subtracted from the score of a response that does not end by EOS (TRL 1.12).
-        stop_token (`Literal["eos"]`, *optional*), stop_token_id (`int`, *optional*):
-            TRL 1.12's names. Responses always stop at EOS here; `stop_token_id` is one more id that ends them.
-        response_length (`int`, *optional*):
-            TRL 1.12's name of `max_completion_length`.
-
-        > Parameters that control the reward
-
-        kl_coef (`float`, defaults to `0.05`):
-            Coefficient of the per-token KL penalty; where the adaptive controller starts. `0` keeps the reference and
-            logs the KL. Alias: `beta`.
-        kl_estimator (`Literal["k1", "k2", "k3"]`, defaults to `"k1"`):
-            Estimator that shapes the reward. `objective/kl` and the controller always use the summed k1.
-        kl_controller (`Literal["fixed", "adaptive"]`, defaults to `"fixed"`):
-            `"adaptive"` moves `kl_coef` so that `objective/kl` stays at `kl_target` (Ziegler et al., 1909.08593).
-        kl_target (`float`, defaults to `6.0`):
-            Target of `objective/kl`, in nats summed over a response.
-        kl_horizon (`float`, defaults to `10000`):
-            Episodes over which the coefficient can change by about 20 %.
-        kl_coef_min, kl_coef_max (`float`, default to `0.0` and no limit):
-            Bounds of the adaptive coefficient.
-        use_ref_model (`bool`, defaults to `True`):
-            `False` trains without a reference: no KL penalty, no `objective/kl`. Needs `kl_coef=0`.
-        reward_normalization (`Literal["none", "running", "batch", "group", "reference"]`, defaults to `"none"`):
-            What the score is standardised by, before `reward_clip_range`: moments of all scores so far, of this
-            rollout, of all scores so far in the row's group, or (mean only) of the demonstrations in the dataset.
-        reward_group_column (`str`, *optional*):
-            Dataset column that names the row's group, for `"group"`.
-        reward_reference_column (`str`, defaults to `"completion"`):
-            Dataset column with the demonstration, for `"reference"`.
-        share_reward_base (`Literal["auto", "never", "always"]`, defaults to `"auto"`):
-            Whether a reward model that was saved as a LoRA adapter becomes a third adapter on the policy's base,
-            instead of being loaded with a base of its own. `"auto"` does so if that gives the same scores: the weights
-            and the quantisation of the base are those that it was trained on. `"always"` raises where they are not.
-        whiten_rewards (`bool`, defaults to `False`):
-            Divide token rewards by their standard deviation over all processes (the mean is kept).
-
-        > Parameters that control the loss
-
-        gamma (`float`, defaults to `1.0`), lam (`float`, defaults to `0.95`):
-            Discount and λ of GAE.
-        lam_value (`float`, *optional*):
-            λ of the critic's target, if it is to differ from `lam` (VC-PPO, 2503.01491).
-        lam_alpha (`float`, *optional*):
-            α of a λ that depends on the length of each response in tokens, λ = 1 − 1/(α·length), 0 where α·length ≤ 1,
-            in place of `lam` (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with 1.5). The critic's target then takes
-            `lam_value`, by default 1.
-        normalize_advantages (`bool`, defaults to `True`):
-            Whiten advantages over the real tokens of all processes.
-        cliprange (`float`, defaults to `0.2`), epsilon_high (`float`, *optional*):
-            Clip range of the ratio, and its upper side if that differs. Alias: `epsilon`.
-        dual_clip (`float`, *optional*):
-            Bound c > 1 of the loss where the advantage is negative (1912.09729).
-        ratio_band (`list[float]`, *optional*):
-            Two numbers, such as `[0.7, 6.0]`: in place of clipping, tokens whose ratio lies outside have no gradient
-            (2602.15763, 2607.07508). They still count in the mean over tokens. `policy/clipfrac_avg` is their share.
-        cliprange_value (`float` or `None`, defaults to `0.2`), vf_coef (`float`, defaults to `0.1`):
-            Clip range and weight of the value loss.
-        entropy_coef (`float`, defaults to `0.0`):
-            Weight of the entropy bonus.
-        max_approx_kl (`float`, *optional*):
-            Stop updating on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.
-        critic_learning_rate (`float`, *optional*):
-            Learning rate of the critic; `learning_rate` if not set.
-        critic_steps (`int`, defaults to `1`):
-            Updates of the critic for each update of the policy: each of the `num_ppo_epochs` passes over a rollout is
-            made so many times, and all but the last of them train the critic alone. Every one of them is an optimizer
-            step, for `max_steps`, `save_steps` and the learning-rate schedule.
-        critic_trains (`Literal["all", "mlp"]`, defaults to `"all"`):
-            Which of the critic's weights are trained: all (of a critic that is an adapter: those of the adapter and
-            its head), or of these only those in MLPs, experts included, and the head.
-        critic_warmup_rollouts (`int`, defaults to `0`):
-            First rollouts in which only the critic is trained.
-
-        > Parameters that control evaluation and loading
-
-        eval_greedy (`bool`, defaults to `True`):
-            Evaluate with greedy decoding, too (`eval_greedy/…`).
-        resume_anyway (`bool`, defaults to `False`):
-            Go on from a checkpoint though the settings of the run that wrote it differ.
-        save_in_background (`bool`, defaults to `False`):
-            Write checkpoints while training goes on, from a copy in memory that is kept for the next one. At most one
-            is being written, and `train` returns when the last one is complete.
-        on_save_failure (`Literal["stop", "continue"]`, defaults to `"stop"`):
-            What follows if a checkpoint could not be written, for want of space, say: the run ends with one sentence,
-            or says it and goes on. What was written of it is removed.
-        record_run (`bool`, defaults to `True`):
-            Write what the run logs (`metrics.rank0.jsonl`), some completions of each rollout, and the page
-            `report.html` when it ends, into `output_dir`. The main process alone writes; what cannot be written is a
-            warning.
-        dataset_num_proc (`int`, *optional*):
-            TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout.
-        sft_model_path, reward_model_path (`str`, *optional*):
-            TRL 1.12's names for the trainer's `model` and `reward_funcs`, used where those are not given.
-        num_sample_generations (`int`, *optional*):
-            TRL 1.12's name: anything above 0 sets `log_completions`.
-        model_adapter_name, ref_adapter_name (`str`, *optional*):
-            TRL 1.12's names, refused: with `peft_config` the reference is the model without its adapter.
 
     > [!NOTE]
     > Defaults that differ from `RLOOConfig`'s: `learning_rate` 3e-6, `adam_epsilon` 1e-5, `disable_dropout` True,
@@ -334,134 +157,240 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
         steps_per_generation: Any = None
         top_k: Any = None
 
-    learning_rate: float = field(default=3e-6, metadata={"help": "The initial learning rate for AdamW."})
-    adam_epsilon: float = field(default=1e-5, metadata={"help": "Epsilon of AdamW (N+ details)."})
-    disable_dropout: bool = field(default=True, metadata={"help": "Switch dropout off in all models."})
-    num_generations: int | None = field(default=1, metadata={"help": "Responses per prompt."})
-    normalize_advantages: bool = field(
-        default=True, metadata={"help": "Whiten advantages over the real tokens of all processes."}
-    )
-    beta: float | None = field(default=None, metadata={"help": "Alias of `kl_coef`."})
-    epsilon: float | None = field(default=None, metadata={"help": "Alias of `cliprange`."})
-    num_iterations: int | None = field(default=None, metadata={"help": "Alias of `num_ppo_epochs`."})
+    learning_rate: float = setting(3e-6, "The initial learning rate for AdamW.")
+    adam_epsilon: float = setting(1e-5, "Epsilon of AdamW. TRL's default is 1e-8; N+ uses this one.", range="> 0")
+    disable_dropout: bool = setting(True, "Switch dropout off in all models.")
 
     # The rollout
-    num_mini_batches: int = field(default=1, metadata={"help": "Minibatches (optimizer steps per pass) in a rollout."})
-    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over each rollout."})
-    total_episodes: int | None = field(default=None, metadata={"help": "Episodes to train on; sets `max_steps`."})
-    local_rollout_forward_batch_size: int = field(
-        default=64, metadata={"help": "Rows per process in one forward pass without gradient."}
+    num_mini_batches: int = setting(
+        1,
+        "Minibatches (optimizer steps per pass) in a rollout. Sets RLOO's `steps_per_generation` to "
+        "`num_mini_batches × gradient_accumulation_steps`.",
+        range=">= 1",
     )
-    logits_budget_gb: float = field(
-        default=1.0, metadata={"help": "GiB that the logits of one pass may take; beyond, they are made in tiles."}
+    num_ppo_epochs: int = setting(4, "Passes over each rollout, re-permuted before each.", range=">= 1")
+    total_episodes: int | None = setting(
+        None,
+        "Episodes (responses) to train on, rounded up to full rollouts. Sets `max_steps`; if unset, "
+        "`num_train_epochs` says how long to train.",
+        range=">= 1",
     )
-    allow_off_policy_sampling: bool = field(
-        default=False, metadata={"help": "Allow sampling from another distribution than the policy's own."}
+    local_rollout_forward_batch_size: int = setting(
+        64,
+        "Rows per process in one forward pass without gradient: lower it if a rollout runs out of memory. Such passes "
+        "are generation, reward models, reference and values. What is computed of answers does not depend on it; "
+        "which ones are drawn does, since each chunk draws in turn.",
+        range=">= 1",
     )
-    old_logprobs: Literal["auto", "sampler", "recompute"] = field(
-        default="auto", metadata={"help": "Where the log-probs before the update come from."}
+    logits_budget_gb: float = setting(
+        1.0,
+        "GiB that the logits of one log-prob pass may take: lower it to save memory for time. They are rows × "
+        "response tokens × vocabulary numbers. Beyond, and with 0 always, TRL's fused LM head makes them tile by "
+        "tile, in less memory and more time. The results are the same. What is faster on a GPU, where TRL's head is a "
+        "Triton kernel, has not been measured.",
+        range=">= 0",
+    )
+    num_generations: int | None = setting(1, "Responses per prompt.", range=">= 1")
+    num_completions_to_print: int | None = setting(
+        4, "Completions that `log_completions` prints at a log. `None` prints all."
+    )
+    allow_off_policy_sampling: bool = setting(
+        False,
+        "Allow sampling from another distribution than the policy's own. That is `top_k`, `top_p`, `min_p`, "
+        '`repetition_penalty` and other `generation_kwargs`, with `importance_sampling_mode="none"`, too: what they '
+        "bias is then logged as `sampling/logprob_difference`, and not corrected. A name in `generation_kwargs` that "
+        "would do nothing in a rollout is refused, and so are stop strings: a response ends where the policy draws an "
+        "EOS.",
+    )
+    old_logprobs: Literal["auto", "sampler", "recompute"] = setting(
+        "auto",
+        "Where the log-probs before the update, and those of the KL, come from. They are noted while the response is "
+        "drawn, which saves a forward of the policy, or computed again by the forward that is trained. Where the "
+        "policy samples, in float32 both are the same to 1e-5, else they differ by rounding (and with dropout by "
+        "more), which is logged as `sampling/logprob_difference`. `auto` trusts the sampler if all is float32 and "
+        "nothing in `generation_kwargs` or vLLM may differ. Where another one samples, `sampler` makes PPO's ratio "
+        "that of the policy to the sampler.",
     )
     importance_sampling_mode: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = field(default="auto", metadata={"help": "How the loss is weighted where another policy has sampled."})
-    importance_sampling_clip_min: float | None = field(
-        default=None, metadata={"help": "Lower bound of the importance weight."}
+    ] = setting(
+        "auto",
+        "How the policy's loss is weighted where another policy has sampled. The weight is w = π/μ, where μ is the "
+        "sampler's distribution and π that of the policy before the update, of each token (`token_…`) or of the "
+        "whole response (`sequence_…`). It is moved to the nearer of [`importance_sampling_clip_min`, "
+        "`importance_sampling_clip_max`] (`…_truncate`) or set to 0 outside of them (`…_mask`). `auto` is "
+        "`token_truncate` with vLLM, `allow_off_policy_sampling`, `rollouts_ahead`, or settings that change the "
+        "sampler, and else `none`. The names are those of `GRPOConfig.vllm_importance_sampling_mode`; formulas, "
+        "sources and what they cost are in docs/off_policy.md.",
     )
-    importance_sampling_clip_max: float | None = field(
-        default=3.0, metadata={"help": "Upper bound of the importance weight."}
+    importance_sampling_clip_min: float | None = setting(
+        None,
+        "Lower bound of the importance weight. At least one of the two bounds is needed.",
+        range="in [0, 1], 1 being the weight on-policy, or None",
     )
-    rollouts_ahead: int = field(
-        default=0, metadata={"help": "Rollouts that are generated while an earlier one is trained on."}
+    importance_sampling_clip_max: float | None = setting(
+        3.0, "Upper bound of the importance weight.", range=">= 1, the weight on-policy, or None"
     )
-    rollout_device: str | None = field(
-        default=None, metadata={"help": "Device of the process that generates rollouts ahead."}
+    rollouts_ahead: int = setting(
+        0,
+        "Rollouts that are drawn while an earlier one is trained on: k. They are drawn by a second process with a "
+        "copy of the policy or (k = 1) by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 − k "
+        "has trained, the first k + 1 from the initial one. A process holds k + 1 copies of the weights in memory "
+        "for it.",
+        range=">= 0",
     )
-    padding_free: bool = field(default=True, metadata={"help": "Pack rows in a forward instead of padding them."})
-    missing_eos_score: float | None = field(
-        default=None, metadata={"help": "Score of a response without EOS, in place of its own."}
+    rollout_device: str | None = setting(
+        None,
+        "Device of the process that draws rollouts ahead. It is one such as `cuda:1`. With several processes it is "
+        "one for all, or as many as there are on a machine, with commas between. If unset it is the CPU where the "
+        "run is on one; else it must be set.",
     )
-    missing_eos_penalty: float | None = field(
-        default=None, metadata={"help": "Subtracted from the score of a response without EOS."}
-    )
-    response_length: int | None = field(default=None, metadata={"help": "Alias of `max_completion_length`."})
-    stop_token: Literal["eos"] | None = field(
-        default=None, metadata={"help": "TRL 1.12's name. Responses always stop at EOS."}
-    )
-    stop_token_id: int | None = field(default=None, metadata={"help": "One more token id that ends a response."})
+    stop_token: Literal["eos"] | None = setting(None, "TRL 1.12's name; responses always stop at EOS.")
+    stop_token_id: int | None = setting(None, "One more token id that ends a response (TRL 1.12's name).")
 
     # The reward
-    kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the per-token KL penalty."})
-    kl_estimator: Literal["k1", "k2", "k3"] = field(
-        default="k1", metadata={"help": "KL estimator that shapes the reward."}
+    kl_coef: float = setting(
+        0.05,
+        "Coefficient of the per-token KL penalty: the score that a nat of KL costs. The adaptive controller starts "
+        "from it. 0 keeps the reference and logs the KL.",
+        range="finite and >= 0",
     )
-    kl_controller: Literal["fixed", "adaptive"] = field(
-        default="fixed", metadata={"help": "Whether `kl_coef` is moved to hold `kl_target`."}
+    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+        "k1",
+        "KL estimator that shapes the reward. `objective/kl` and the controller always use the summed k1.",
     )
-    kl_target: float = field(default=6.0, metadata={"help": "Target of `objective/kl`, nats per response."})
-    kl_horizon: float = field(default=10000, metadata={"help": "Horizon of the adaptive controller, episodes."})
-    kl_coef_min: float = field(default=0.0, metadata={"help": "Lower bound of the adaptive coefficient."})
-    kl_coef_max: float | None = field(default=None, metadata={"help": "Upper bound of the adaptive coefficient."})
-    use_ref_model: bool = field(default=True, metadata={"help": "Keep a frozen reference model and log the KL to it."})
-    reward_normalization: Literal["none", "running", "batch", "group", "reference"] = field(
-        default="none", metadata={"help": "What scores are standardised by."}
+    kl_controller: Literal["fixed", "adaptive"] = setting(
+        "fixed",
+        "Whether `kl_coef` is fixed, or adapted so that `objective/kl` stays at `kl_target` (Ziegler et al., "
+        "1909.08593).",
     )
-    reward_group_column: str | None = field(
-        default=None, metadata={"help": "Dataset column with the group, for `reward_normalization: group`."}
+    kl_target: float = setting(
+        6.0,
+        "Target of `objective/kl`, in nats summed over a response.",
+        range="> 0 nats per response",
+        only_with=("kl_controller", "adaptive"),
     )
-    reward_reference_column: str = field(
-        default="completion", metadata={"help": "Dataset column with the demonstration, for `reference`."}
+    kl_horizon: float = setting(
+        10000,
+        "Episodes over which the adaptive coefficient can change by about a fifth.",
+        range="> 0 episodes",
+        only_with=("kl_controller", "adaptive"),
     )
-    share_reward_base: Literal["auto", "never", "always"] = field(
-        default="auto", metadata={"help": "Whether a reward model saved as an adapter uses the policy's base."}
+    kl_coef_min: float = setting(
+        0.0, "Lower bound of the adaptive coefficient.", range=">= 0", only_with=("kl_controller", "adaptive")
     )
-    whiten_rewards: bool = field(default=False, metadata={"help": "Whiten token rewards, keeping their mean."})
+    kl_coef_max: float | None = setting(
+        None, "Upper bound of the adaptive coefficient.", range=">= 0", only_with=("kl_controller", "adaptive")
+    )
+    use_ref_model: bool = setting(
+        True,
+        "Keep a frozen reference model and log the KL to it. `False` trains without one: no KL penalty, no "
+        "`objective/kl`. It needs `kl_coef=0`.",
+    )
+    reward_normalization: Literal["none", "running", "batch", "group", "reference"] = setting(
+        "none",
+        "What scores are standardised by, before `reward_clip_range`. `running` takes the moments of all scores so "
+        "far, `batch` of this rollout, `group` of all scores so far in the row's group, and `reference` takes off the "
+        "mean of the demonstrations in the dataset.",
+    )
+    reward_reference_column: str = setting(
+        "completion",
+        "Dataset column with the demonstration.",
+        only_with=("reward_normalization", "reference"),
+    )
+    share_reward_base: Literal["auto", "never", "always"] = setting(
+        "auto",
+        "Whether a reward model saved as an adapter uses the policy's base. It is then a third adapter on it. Else "
+        "it is loaded with a base of its own. `auto` shares the base if that gives the same scores: the weights and "
+        "the quantisation of the base are those that the adapter was trained on. `always` raises where they are not.",
+    )
 
     # The loss
-    gamma: float = field(default=1.0, metadata={"help": "Discount factor."})
-    lam: float = field(default=0.95, metadata={"help": "Lambda of GAE."})
-    lam_value: float | None = field(default=None, metadata={"help": "Lambda of the critic's target; `lam` if unset."})
-    lam_alpha: float | None = field(
-        default=None, metadata={"help": "Alpha of the length-adaptive lambda 1 - 1/(alpha * length)."}
+    lam: float = setting(0.95, "λ of GAE.", range="in [0, 1]", only_with=("lam_alpha", None))
+    lam_value: float | None = setting(
+        None,
+        "λ of the critic's target; `lam` if unset. VC-PPO (2503.01491) sets them apart.",
+        range="in [0, 1]",
     )
-    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the ratio."})
-    dual_clip: float | None = field(default=None, metadata={"help": "Bound of the loss for negative advantages."})
-    ratio_band: list[float] | None = field(
-        default=None, metadata={"help": "Lowest and highest ratio; tokens outside take no part."}
+    lam_alpha: float | None = setting(
+        None,
+        "α of a λ that depends on the length of each response in tokens, λ = 1 − 1/(α·length), in place of `lam`. λ "
+        "is 0 where α·length ≤ 1 (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with 1.5). The critic's target then "
+        "takes `lam_value`, by default 1.",
+        range="> 0 and finite",
     )
-    cliprange_value: float | None = field(default=0.2, metadata={"help": "Clip range of the value function."})
-    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
-    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
-    max_approx_kl: float | None = field(
-        default=None, metadata={"help": "Stop updating on a rollout once a minibatch's approximate KL exceeds this."}
+    normalize_advantages: bool = setting(True, "Whiten advantages over the real tokens of all processes.")
+    cliprange: float = setting(
+        0.2,
+        "Clip range of the ratio. Its upper side is `epsilon_high` if that is set.",
+        range="> 0",
+        only_with=("ratio_band", None),
     )
-    critic_learning_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of the critic; `learning_rate` if unset."}
+    dual_clip: float | None = setting(
+        None,
+        "Bound c > 1 of the loss where the advantage is negative (1912.09729).",
+        range="> 1",
+        only_with=("ratio_band", None),
     )
-    critic_steps: int = field(default=1, metadata={"help": "Updates of the critic for each one of the policy."})
-    critic_trains: Literal["all", "mlp"] = field(
-        default="all", metadata={"help": "Which of the critic's weights are trained."}
+    ratio_band: list[float] | None = setting(
+        None,
+        "Lowest and highest ratio, such as `[0.7, 6.0]`: in place of clipping, tokens outside have no gradient "
+        "(2602.15763, 2607.07508). They still count in the mean over tokens. `policy/clipfrac_avg` is their share.",
+        range=(
+            "[low, high] with 0 <= low < 1 < high",
+            lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
+        ),
     )
-    critic_warmup_rollouts: int = field(default=0, metadata={"help": "First rollouts that train the critic alone."})
-
-    num_completions_to_print: int | None = field(
-        default=4, metadata={"help": "Completions that `log_completions` prints at a log; `None` prints all."}
+    cliprange_value: float | None = setting(
+        0.2, "Clip range of the value function.", range="> 0, or None for no clipping"
     )
+    vf_coef: float = setting(0.1, "Weight of the value loss.", range=">= 0")
+    entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", range=">= 0")
+    max_approx_kl: float | None = setting(
+        None, "Stop updating on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.", range="> 0"
+    )
+    critic_learning_rate: float | None = setting(
+        None, "Learning rate of the critic, which often wants a higher one; `learning_rate` if unset.", range=">= 0"
+    )
+    critic_steps: int = setting(
+        1,
+        "Updates of the critic for each update of the policy. Each of the `num_ppo_epochs` passes over a rollout is "
+        "made so many times, and all but the last of them train the critic alone. Every one of them is an optimizer "
+        "step, for `max_steps`, `save_steps` and the learning-rate schedule.",
+        range=">= 1",
+    )
+    critic_trains: Literal["all", "mlp"] = setting(
+        "all",
+        "Which of the critic's weights are trained. `all` are those of the whole critic, or, if it is an adapter, of "
+        "the adapter and its head; `mlp` are of these only those in MLPs, experts included, and the head.",
+    )
+    critic_warmup_rollouts: int = setting(0, "First rollouts in which only the critic is trained.", range=">= 0")
 
     # Evaluation and loading
-    eval_greedy: bool = field(default=True, metadata={"help": "Evaluate with greedy decoding, too."})
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "TRL 1.12's name; not needed."})
-    sft_model_path: str | None = field(default=None, metadata={"help": "TRL 1.12's name for the trainer's `model`."})
-    reward_model_path: str | None = field(
-        default=None, metadata={"help": "TRL 1.12's name for a reward model among `reward_funcs`."}
+    eval_greedy: bool = setting(True, "Evaluate with greedy decoding, too (`eval_greedy/…`).")
+    resume_anyway: bool = setting(
+        False, "Go on from a checkpoint though the settings of the run that wrote it differ."
     )
-    num_sample_generations: int | None = field(
-        default=None, metadata={"help": "TRL 1.12's name: above 0 sets `log_completions`."}
+
+    # Other names, of RLOO and TRL 1.12
+    beta: float | None = setting(None, "Alias of `kl_coef`.")
+    epsilon: float | None = setting(None, "Alias of `cliprange`.")
+    num_iterations: int | None = setting(None, "Alias of `num_ppo_epochs`.")
+    response_length: int | None = setting(None, "Alias of `max_completion_length`.")
+    num_sample_generations: int | None = setting(None, "TRL 1.12's name: above 0 sets `log_completions`.")
+    dataset_num_proc: int | None = setting(
+        None, "TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout."
     )
-    resume_anyway: bool = field(
-        default=False, metadata={"help": "Go on from a checkpoint though the settings differ."}
+    sft_model_path: str | None = setting(
+        None, "TRL 1.12's name for the trainer's `model`, used where that is not given."
     )
-    model_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
-    ref_adapter_name: str | None = field(default=None, metadata={"help": "Refused, see `peft_config`."})
+    reward_model_path: str | None = setting(
+        None, "TRL 1.12's name for a reward model among `reward_funcs`, used where these are not given."
+    )
+    model_adapter_name: str | None = setting(None, "TRL 1.12's name, refused: the adapter is that of `peft_config`.")
+    ref_adapter_name: str | None = setting(
+        None, "TRL 1.12's name, refused: with `peft_config` the reference is the model without its adapter."
+    )
 
     def __post_init__(self):
         self.num_generations = 1 if self.num_generations is None else self.num_generations
@@ -536,7 +465,7 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
                 raise ValueError(f"`{f.name}={getattr(self, f.name)}` is not supported: {REFUSED[f.name]}.")
 
     def _check_values(self):
-        check_settings(self, _RANGES, _ONLY_WITH)
+        check_settings(self, INHERITED_RANGES, {"epsilon_high": ("ratio_band", None)})
         if self.max_completion_length is None:  # transformers would make 20 tokens, prompt included, of it
             raise ValueError("`max_completion_length` must be a number of tokens, got None.")
         check_score_settings(self)
@@ -564,10 +493,6 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
                 f"{self.sync_ref_model}` need one: set `kl_coef=0` and `sync_ref_model=False`."
             )
         self._check_ahead()
-        if self.reward_normalization == "group" and not self.reward_group_column:
-            raise ValueError(
-                "`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by."
-            )
 
     def _check_ahead(self):
         k = self.rollouts_ahead

@@ -1,34 +1,118 @@
-"""Check the values of a configuration: ranges, choices, and settings that are read only where another one is set."""
+"""Settings: what a field means and may be is said once, where it is declared; checks, help and docs read it there."""
 
+import math
+import operator
+import re
+import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
+from functools import partial
+from inspect import cleandoc, formatannotation
 from numbers import Integral
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Range = str | tuple[str, Callable[[Any], bool]]
+OnlyWith = tuple[str, Any]
+_Class = TypeVar("_Class", bound=type)
+
+
+class _Help(str):
+    """Help that carries the field's rules: HfArgumentParser hands all other metadata to argparse, which refuses it."""
+
+    range: Range | None = None
+    only_with: OnlyWith | None = None
+
+
+def setting(default: Any, help: str, range: Range | None = None, only_with: OnlyWith | None = None) -> Any:
+    """
+    Declare a field of a configuration: the one place where a setting is described.
+
+    Args:
+        default: value if it is not set.
+        help: what it means, with its unit. `--help` shows the first sentence; `--help WORD` and the docs show all. No
+            percent signs: argparse takes them for formats.
+        range: the values that it may have: a rule that [`meets`] understands, or a rule in words and its test.
+        only_with: another setting and the value that it must have, else this one does nothing and is refused.
+    """
+    text = _Help(help)
+    text.range, text.only_with = range, only_with
+    return field(default=default, metadata={"help": text})
+
+
+def meets(value: Any, rule: str) -> bool:
+    """
+    Return whether a number meets a rule such as `">= 1 token"`, `"> 0 and finite"` or `"in [0, 1), a share"`.
+
+    Raises:
+        ValueError: the rule has no bound.
+    """
+    if interval := re.match(r"in ([\[(])(\S+), ([^])]+)([])])", rule):
+        left, low, high, right = interval.groups()
+        bounds = [(">=" if left == "[" else ">", low), ("<=" if right == "]" else "<", high)]
+    else:
+        bounds = re.findall(r"(>=?) (\S+\b)", rule)
+    if not bounds:
+        raise ValueError(f"{rule!r} has no bound: write it as '> 0' or 'in [0, 1]', or give a test, too.")
+    compare = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+    return all(compare[sign](value, float(bound)) for sign, bound in bounds) and (
+        "finite" not in rule or value < math.inf
+    )
+
+
+def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
+    """Return the range of a field, and the setting without which it does nothing."""
+    text = each.metadata.get("help", "")
+    return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
+
+
+def conditions(each: Field) -> str:
+    """Say what a field's value must be, and with which other setting it is read."""
+    rule, only_with = rules_of(each)
+    sentences = []
+    if rule:
+        sentences.append(f"Must be {rule if isinstance(rule, str) else rule[0]}.")
+    if only_with:
+        sentences.append(f"Only with `{only_with[0]}={only_with[1]!r}`.")
+    return " ".join(sentences)
+
+
+def documented(cls: _Class) -> _Class:
+    """Append to a dataclass's docstring the settings that it and our mixins declare."""
+    known, lines = {each.name: each for each in fields(cls)}, []
+    for kind in cls.__mro__:
+        names = kind.__annotations__ if kind is cls or kind.__module__.startswith("trl_ext.") else ()
+        for each in (known.pop(name) for name in [*names] if name in known):
+            text = f"{each.metadata.get('help', '')} {conditions(each)}"
+            lines.append(f"{each.name} (`{formatannotation(each.type)}`, defaults to `{each.default!r}`):")
+            lines.append(textwrap.fill(text, 110, initial_indent="    ", subsequent_indent="    "))
+    cls.__doc__ = f"{cleandoc(cls.__doc__ or '')}\n\nParameters:\n" + textwrap.indent("\n".join(lines), "    ")
+    return cls
 
 
 @dataclass
 class SavingSettings:
-    """
-    Mixin of `TrainingArguments` that our trainers read: what a run writes, and how.
+    """Mixin of `TrainingArguments` that our trainers read: what a run writes, and how."""
 
-    Args:
-        save_in_background: write checkpoints while training goes on, from a copy in memory that is kept for the next
-            one. At most one is being written. `train` returns when the last one is complete.
-        on_save_failure: what follows if a checkpoint could not be written, for want of space, say. `"stop"` ends the
-            run, with one sentence; `"continue"` says it and goes on. What was written of it is removed.
-        record_run: write what the run logs, with PPO some of its completions, too, and the page `report.html` when it
-            ends, into `output_dir`. What cannot be written is a warning.
-    """
-
-    save_in_background: bool = field(default=False, metadata={"help": "Write checkpoints while training goes on."})
-    on_save_failure: Literal["stop", "continue"] = field(
-        default="stop", metadata={"help": "What follows if a checkpoint could not be written."}
+    save_in_background: bool = setting(
+        False,
+        "Write checkpoints while training goes on. They are written from a copy in memory that is kept for the next "
+        "one. At most one is being written, and `train` returns when the last one is complete.",
     )
-    record_run: bool = field(default=True, metadata={"help": "Write metrics and a page of the run."})
+    on_save_failure: Literal["stop", "continue"] = setting(
+        "stop",
+        "What follows if a checkpoint could not be written. If the disk is full, say, `stop` ends the run with one "
+        "sentence; `continue` prints it and goes on. What was written of the checkpoint is removed.",
+    )
+    record_run: bool = setting(
+        True,
+        "Write what the run logs, and a page of it, into `output_dir`. They are `metrics.rank0.jsonl`, with PPO some "
+        "completions of each rollout, and `report.html` when training ends. The main process alone writes; what "
+        "cannot be written is a warning.",
+    )
 
     def __post_init__(self):
         super().__post_init__()  # type: ignore[misc]
-        check_settings(self, {}, {})
+        check_settings(self)
 
 
 def resolve_bf16(config: Any) -> None:
@@ -60,18 +144,16 @@ def resolve_checkpointing(config: Any) -> None:
 
 
 def check_settings(
-    config: Any,
-    ranges: Mapping[str, tuple[str, Callable[[Any], bool]]],
-    only_with: Mapping[str, tuple[str, Any]],
+    config: Any, ranges: Mapping[str, Range] | None = None, only_with: Mapping[str, OnlyWith] | None = None
 ) -> None:
     """
-    Raise for the first field whose value cannot work.
+    Raise for the first field whose value cannot work, by what [`setting`] says of it.
 
     Args:
         config: a dataclass instance; its `Literal` fields must have one of their values, or `None` if that is allowed,
             and so must those of whole numbers and those with a range.
-        ranges: field → (rule in words, test of a value that is not `None`).
-        only_with: field → (other field, value that it must have), for a field that does nothing otherwise.
+        ranges: of fields that another package declares, by name, as [`setting`] takes it.
+        only_with: the same.
 
     Raises:
         ValueError: with the field, its value, and what to do.
@@ -83,40 +165,49 @@ def check_settings(
             continue
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ValueError(f"`{name}` must be a whole number, got {value!r}.")
-    for name, (rule, is_valid) in ranges.items():
-        value = getattr(config, name)
+    for each in fields(config):
+        allowed = (ranges or {}).get(each.name) or rules_of(each)[0]
+        if allowed is None:
+            continue
+        value = getattr(config, each.name)
+        rule, is_valid = (allowed, None) if isinstance(allowed, str) else allowed
         try:
-            is_wrong = hints[name] is float if value is None else not is_valid(value)
+            is_right = (
+                hints[each.name] is not float if value is None else (is_valid or partial(meets, rule=rule))(value)
+            )
         except TypeError:  # text, or one number for several
-            is_wrong = True
-        if is_wrong:
-            raise ValueError(f"`{name}` must be {rule}, got {value!r}.")
+            is_right = False
+        if not is_right:
+            raise ValueError(f"`{each.name}` must be {rule}, got {value!r}.")
     for name, hint in hints.items():
         literal = next((t for t in (hint, *get_args(hint)) if get_origin(t) is Literal), None)
         choices = [*get_args(literal), *([None] if literal is not hint else [])]
         if literal and getattr(config, name) not in choices:
             raise ValueError(f"`{name}` must be one of {list(get_args(literal))}, got {getattr(config, name)!r}.")
-    defaults = {f.name: f.default for f in fields(config)}
-    for name, (setting, needed) in only_with.items():
-        value, found = getattr(config, name), getattr(config, setting)
-        if found != needed and value != defaults[name]:
+    for each in fields(config):
+        other, needed = (only_with or {}).get(each.name) or rules_of(each)[1] or (None, None)
+        value = getattr(config, each.name)
+        if other and value != each.default and (found := getattr(config, other)) != needed:
             raise ValueError(
-                f"`{name}={value}` is for `{setting}={needed!r}`, but `{setting}={found!r}`: set that, or leave it "
+                f"`{each.name}={value}` is for `{other}={needed!r}`, but `{other}={found!r}`: set that, or leave it "
                 "out."
             )
 
 
-def check_score_settings(args: Any) -> None:
+def check_score_settings(config: Any) -> None:
     """Raise if what happens to scores, and to answers without EOS, contradicts itself."""
-    if args.missing_eos_score is not None and args.missing_eos_penalty is not None:
+    score, penalty = config.missing_eos_score, config.missing_eos_penalty
+    if score is not None and penalty is not None:
         raise ValueError(
-            f"`missing_eos_score={args.missing_eos_score}` replaces the score that `missing_eos_penalty="
-            f"{args.missing_eos_penalty}` is subtracted from: set one of them."
+            f"`missing_eos_score={score}` replaces the score that `missing_eos_penalty={penalty}` is subtracted "
+            "from: set one of them."
         )
-    if args.mask_truncated_completions and (args.missing_eos_score, args.missing_eos_penalty) != (None, None):
+    if config.mask_truncated_completions and (score, penalty) != (None, None):
         raise ValueError(
             "`mask_truncated_completions=True` leaves out the responses without EOS, which `missing_eos_score="
-            f"{args.missing_eos_score}` and `missing_eos_penalty={args.missing_eos_penalty}` are for: set one of them."
+            f"{score}` and `missing_eos_penalty={penalty}` are for: set one of them."
         )
-    if args.reward_clip_range and not args.reward_clip_range[0] < args.reward_clip_range[1]:
-        raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {args.reward_clip_range}.")
+    if config.reward_clip_range and not config.reward_clip_range[0] < config.reward_clip_range[1]:
+        raise ValueError(f"`reward_clip_range` must be (min, max) with min < max, got {config.reward_clip_range}.")
+    if config.reward_normalization == "group" and not config.reward_group_column:
+        raise ValueError("`reward_normalization='group'` needs `reward_group_column`, the dataset column to group by.")

@@ -1,6 +1,6 @@
 """TRL's trainers that need nothing else, as runs that can be repeated."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import trl
@@ -13,32 +13,34 @@ from ..data.pair_columns import PairCollator, check_columns, take_columns
 from ..functional import preference_loss
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
-from ..runs.settings import SavingSettings
+from ..runs.settings import SavingSettings, documented, setting
 
 
+@documented
 @dataclass
 class SFTConfig(HidesCredentials, SavingSettings, trl.SFTConfig):
-    """TRL's, with [`~trl_ext.runs.settings.SavingSettings`]; trackers like W&B are shown no credential."""
+    """TRL's, with settings of how to save; trackers like W&B are shown no credential."""
 
 
+@documented
 @dataclass
 class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
     """
-    TRL's, with [`~trl_ext.runs.settings.SavingSettings`], and labels that are more or less sure.
+    TRL's, with settings of how to save, and labels that are more or less sure.
 
     It shows no credential to W&B, TensorBoard and the like.
-
-    Args:
-        use_confidence: read how sure each label is, such as the annotators' agreement, from the column `confidence`,
-            in [0.5, 1]: the loss is c·(−log σ(z)) + (1 − c)·(−log σ(−z)), z being chosen − rejected (− margin).
-        use_weight: multiply each pair's loss by the column `weight`, at least 0. The loss is still divided by the
-            number of pairs, not by the sum of weights.
     """
 
-    use_confidence: bool = field(
-        default=False, metadata={"help": "Read how sure a pair's label is: `confidence`, in [0.5, 1]."}
+    use_confidence: bool = setting(
+        False,
+        "Read how sure each label is, such as the annotators' agreement, from the column `confidence`, in [0.5, 1]. "
+        "The loss is c·(−log σ(z)) + (1 − c)·(−log σ(−z)), z being chosen − rejected (− margin).",
     )
-    use_weight: bool = field(default=False, metadata={"help": "Read how much a pair counts: `weight`, >= 0."})
+    use_weight: bool = setting(
+        False,
+        "Multiply each pair's loss by the column `weight`, at least 0. The loss is still divided by the number of "
+        "pairs, not by the sum of weights.",
+    )
 
 
 class _Run(ResumableRun):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_ext.functional import adaptive_kl_coef, kl_estimate
+from trl_ext.functional import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate
 
 
 def test_kl_estimate_of_worked_example():
@@ -17,6 +17,7 @@ def test_kl_estimate_of_worked_example():
         "k2": [log2**2 / 2, log2**2 / 2, 0.0],
         "k3": [log2 - 0.5, 1 - log2, 0.0],
     }
+    assert expected.keys() == KL_ESTIMATORS.keys()
     for kind, numbers in expected.items():
         assert_close(kl_estimate(logprobs, ref_logprobs, kind), torch.tensor([numbers]))
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trl import RLOOConfig
 
+from ..functional import KL_ESTIMATORS, LAM_SCHEDULES
 from ..runs.nearest import did_you_mean
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import SavingSettings, check_score_settings, check_settings, resolve_bf16, resolve_checkpointing
@@ -123,7 +124,7 @@ _RANGES = {  # name: (rule in words, test of a value that is not None)
     "kl_horizon": ("> 0 episodes", lambda x: x > 0),
     "kl_target": ("> 0 nats per response", lambda x: x > 0),
     "lam": ("in [0, 1]", lambda x: 0 <= x <= 1),
-    "lam_alpha": ("> 0", lambda x: 0 < x < math.inf),
+    **dict.fromkeys(LAM_SCHEDULES, ("> 0", lambda x: 0 < x < math.inf)),
     "lam_value": ("in [0, 1]", lambda x: 0 <= x <= 1),
     "local_rollout_forward_batch_size": (">= 1", lambda x: x >= 1),
     "logits_budget_gb": (">= 0", lambda x: x >= 0),
@@ -234,8 +235,9 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
         kl_coef (`float`, defaults to `0.05`):
             Coefficient of the per-token KL penalty; where the adaptive controller starts. `0` keeps the reference and
             logs the KL. Alias: `beta`.
-        kl_estimator (`Literal["k1", "k2", "k3"]`, defaults to `"k1"`):
-            Estimator that shapes the reward. `objective/kl` and the controller always use the summed k1.
+        kl_estimator (`str`, defaults to `"k1"`):
+            Estimator that shapes the reward, a name in `trl_ext.functional.KL_ESTIMATORS`. `objective/kl` and the
+            controller always use the summed k1.
         kl_controller (`Literal["fixed", "adaptive"]`, defaults to `"fixed"`):
             `"adaptive"` moves `kl_coef` so that `objective/kl` stays at `kl_target` (Ziegler et al., 1909.08593).
         kl_target (`float`, defaults to `6.0`):
@@ -391,7 +393,7 @@ class PPOConfig(HidesCredentials, SavingSettings, RLOOConfig):
 
     # The reward
     kl_coef: float = field(default=0.05, metadata={"help": "Coefficient of the per-token KL penalty."})
-    kl_estimator: Literal["k1", "k2", "k3"] = field(
+    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = field(  # type: ignore[valid-type]
         default="k1", metadata={"help": "KL estimator that shapes the reward."}
     )
     kl_controller: Literal["fixed", "adaptive"] = field(

@@ -50,7 +50,7 @@ def test_k3_keeps_its_digits_near_zero():
 
 
 def test_kl_estimate_raises():
-    with pytest.raises(ValueError, match="kind must be 'k1', 'k2' or 'k3', got 'k4'"):
+    with pytest.raises(ValueError, match="kind must be 'k1', .* got 'k4'"):
         kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
     with pytest.raises(ValueError, match=r"ref_logprobs must have the shape of logprobs \(2, 3\), got \(1, 3\)"):
         kl_estimate(torch.zeros(2, 3), torch.zeros(1, 3), "k1")

@@ -2,7 +2,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_ext.functional import gae, length_adaptive_lam, token_rewards
+from trl_ext.functional import (
+    LAM_SCHEDULES,
+    advantages_and_returns,
+    choose_lam,
+    gae,
+    length_adaptive_lam,
+    token_rewards,
+)
 
 LENGTHS = [5, 3, 1, 0, 4]
 MASK = torch.arange(5) < torch.tensor(LENGTHS).unsqueeze(1)
@@ -188,3 +195,18 @@ def test_a_lam_that_fits_no_row_raises():
         gae(rewards, values, MASK, 1.0, torch.ones(3))
     with pytest.raises(ValueError, match="alpha must be above 0, got 0.0"):
         length_adaptive_lam(MASK, 0.0)
+
+
+def test_each_schedule_gives_a_lambda_a_row_and_leaves_the_target_alone(monkeypatch):
+    rewards, values = rollout()
+    for name in LAM_SCHEDULES:
+        lam, lam_value = choose_lam(MASK, 0.9, None, dict.fromkeys(LAM_SCHEDULES) | {name: 1.5})
+        assert lam.shape == (5,) and ((lam >= 0) & (lam <= 1)).all() and lam_value == 1.0
+        advantages, returns = advantages_and_returns(rewards, values, MASK, 0.9, lam, lam_value)
+        assert_close(advantages, gae(rewards, values, MASK, 0.9, lam))
+        assert_close(returns - values, gae(rewards, values, MASK, 0.9, 1.0))
+    assert choose_lam(MASK, 0.9, None, {"lam_alpha": None}) == (0.9, None)  # the target's is the same
+    assert choose_lam(MASK, 0.9, 0.5, {}) == (0.9, 0.5)
+    monkeypatch.setitem(LAM_SCHEDULES, "other", length_adaptive_lam)
+    with pytest.raises(ValueError, match="must name one lambda, got {'lam_alpha': 1.5, 'other': 0.5}"):
+        choose_lam(MASK, 0.9, None, {"lam_alpha": 1.5, "other": 0.5})

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_ext.functional import adaptive_kl_coef, kl_estimate
+from trl_ext.functional import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate
 
 
 def test_kl_estimate_of_worked_example():
@@ -17,6 +17,7 @@ def test_kl_estimate_of_worked_example():
         "k2": [log2**2 / 2, log2**2 / 2, 0.0],
         "k3": [log2 - 0.5, 1 - log2, 0.0],
     }
+    assert expected.keys() == KL_ESTIMATORS.keys()
     for kind, numbers in expected.items():
         assert_close(kl_estimate(logprobs, ref_logprobs, kind), torch.tensor([numbers]))
 
@@ -49,7 +50,7 @@ def test_k3_keeps_its_digits_near_zero():
 
 
 def test_kl_estimate_raises():
-    with pytest.raises(ValueError, match="kind must be 'k1', 'k2' or 'k3', got 'k4'"):
+    with pytest.raises(ValueError, match="kind must be 'k1', .* got 'k4'"):
         kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "k4")
     with pytest.raises(ValueError, match=r"ref_logprobs must have the shape of logprobs \(2, 3\), got \(1, 3\)"):
         kl_estimate(torch.zeros(2, 3), torch.zeros(1, 3), "k1")

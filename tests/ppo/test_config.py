@@ -12,6 +12,7 @@ from trl import RLOOConfig
 from tests.models.test_hostile_checkpoint import HOSTILE
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOConfig, PPOTrainer
+from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import (
     ALIASES,
     INHERITED_RANGES,
@@ -224,7 +225,7 @@ RANGES = [
     ("kl_horizon", [0], [1]),
     ("kl_target", [0.0], [0.1]),
     ("lam", [-0.1, 1.01], [0.0, 1.0]),
-    ("lam_alpha", [0.0, -1.0, math.inf], [0.05, 1.5, None]),
+    *((name, [0.0, -1.0, math.inf], [0.05, 1.5, None]) for name in LAM_SCHEDULES),
     ("lam_value", [-0.1, 1.01], [0.0, 1.0, None]),
     ("local_rollout_forward_batch_size", [0], [1]),
     ("logits_budget_gb", [-1.0], [0.0, 0.5]),

@@ -9,6 +9,7 @@ from trl import RLOOConfig
 from tests.cli.fields import assert_each_changes
 from tests.tiny import WORDS, length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
 from trl_ext import PPOConfig, PPOTrainer
+from trl_ext.functional import LAM_SCHEDULES
 from trl_ext.ppo.config import ALIASES, REFUSED
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,7 @@ CHANGED = {  # field -> another value, and what it is read with
     "kl_horizon": (10.0, ADAPTIVE),
     "kl_target": (1e-6, ADAPTIVE),
     "lam": (0.5, {}),
-    "lam_alpha": (1.5, {}),
+    **dict.fromkeys(LAM_SCHEDULES, (1.5, {})),
     "lam_value": (0.5, {}),
     "learning_rate": (1e-4, {}),
     "local_rollout_forward_batch_size": (3, {}),  # chunks are drawn in turn

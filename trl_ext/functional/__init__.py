@@ -1,6 +1,6 @@
 """The tensor maths of PPO and DPO, as pure functions that need nothing but torch."""
 
-from .advantages import gae, length_adaptive_lam, token_rewards
+from .advantages import LAM_SCHEDULES, advantages_and_returns, choose_lam, gae, length_adaptive_lam, token_rewards
 from .dpo import (
     beta_dpo,
     displaced,
@@ -13,7 +13,7 @@ from .dpo import (
 )
 from .ensemble import disagreement, ensemble_score
 from .importance import effective_sample_size, importance_weights
-from .kl import adaptive_kl_coef, kl_estimate
+from .kl import KL_ESTIMATORS, adaptive_kl_coef, kl_estimate
 from .logprobs import logprobs_and_entropies
 from .losses import approx_kl, policy_loss, value_loss
 from .masking import last_token_index, masked_mean, masked_sum, position_ids
@@ -30,9 +30,13 @@ from .moments import (
 from .sequential import scatter, share_error, spent_level, student_quantile, unexplained_error
 
 __all__ = [
+    "KL_ESTIMATORS",
+    "LAM_SCHEDULES",
     "adaptive_kl_coef",
+    "advantages_and_returns",
     "approx_kl",
     "beta_dpo",
+    "choose_lam",
     "disagreement",
     "displaced",
     "effective_sample_size",

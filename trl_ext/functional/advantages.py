@@ -1,5 +1,7 @@
 """Token rewards from sequence scores, and advantages from token rewards."""
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,68 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     if not alpha > 0:
         raise ValueError(f"alpha must be above 0, got {alpha}; 0.05 is the paper's, 1.5 that of single rollouts.")
     return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
+
+
+# Setting → the (B,) λ of the policy's advantages, from the (B, T) mask and the setting's value
+LAM_SCHEDULES: dict[str, Callable[[Tensor, float], Tensor]] = {"lam_alpha": length_adaptive_lam}
+
+
+def choose_lam(
+    mask: Tensor, lam: float, lam_value: float | None, schedules: Mapping[str, float | None]
+) -> tuple[float | Tensor, float | None]:
+    """Choose the lambda of the policy's advantages, and that of the critic's target.
+
+    A schedule with a value takes the place of lam. The critic's target then has lam_value, by default 1, so that it
+    does not depend on the schedule. Without a schedule its default is lam.
+
+    Args:
+        mask: (B, T), 1 = real response token, EOS included.
+        lam: in [0, 1].
+        lam_value: in [0, 1], or None for the default.
+        schedules: a value for each name in `LAM_SCHEDULES` that is used; None for one that is not.
+
+    Returns:
+        The lambda of the advantages, a float or (B,); and that of the target, None where it is the same.
+
+    Raises:
+        ValueError: two schedules have a value.
+    """
+    given = {name: value for name, value in schedules.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"schedules must name one lambda, got {given}; leave the others out.")
+    for name, value in given.items():
+        return LAM_SCHEDULES[name](mask, value), 1.0 if lam_value is None else lam_value
+    return lam, lam_value
+
+
+def advantages_and_returns(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    lam_value: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages by `gae`, not whitened, and the critic's target, each with a lambda of its own.
+
+    A = gae(lam) and R = V + gae(lam_value). Yuan et al. 2025, arXiv:2503.01491, section 3.3.
+
+    Args:
+        rewards: (B, T), score units.
+        values: (B, T), score units.
+        mask: (B, T), 1 = real response token, EOS included.
+        gamma: discount per token.
+        lam: of the advantages, a float or (B,).
+        lam_value: of the target; None for lam.
+
+    Returns:
+        Advantages and returns, (B, T) each, score units.
+
+    Raises:
+        ValueError: as `gae`.
+    """
+    advantages = gae(rewards, values, mask, gamma, lam)
+    return advantages, values + (advantages if lam_value is None else gae(rewards, values, mask, gamma, lam_value))
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference), and the adaptive rule for its coefficient."""
 
 import math
-from typing import Literal
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,34 +9,74 @@ from torch import Tensor
 from .shapes import check_shapes
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate KL(policy || reference) per token, from tokens that the policy sampled.
+def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate by the log-ratio: k1 = d with d = log p(x) - log p_ref(x). It is unbiased.
 
-    With d = log p(x) - log p_ref(x): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. k1 and k3 are unbiased; k2 is biased.
-    k3 is never negative and mostly has less variance than k1. Schulman 2020, http://joschu.net/blog/kl-approx.html.
+    Schulman 2020, http://joschu.net/blog/kl-approx.html.
 
     Args:
         logprobs: (B, T), nats, of the sampled tokens under the policy.
         ref_logprobs: (B, T), nats, of the same tokens under the reference.
-        kind: "k1", "k2" or "k3".
+
+    Returns:
+        (B, T), nats.
+    """
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate by half the square: k2 = d^2 / 2 with d = log p(x) - log p_ref(x). It is biased, and never negative.
+
+    Schulman 2020, http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        logprobs: (B, T), nats, of the sampled tokens under the policy.
+        ref_logprobs: (B, T), nats, of the same tokens under the reference.
+
+    Returns:
+        (B, T), nats.
+    """
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """Estimate by k3 = exp(-d) - 1 + d with d = log p(x) - log p_ref(x). It is unbiased, and never negative.
+
+    It mostly has less variance than k1. Schulman 2020, http://joschu.net/blog/kl-approx.html.
+
+    Args:
+        logprobs: (B, T), nats, of the sampled tokens under the policy.
+        ref_logprobs: (B, T), nats, of the same tokens under the reference.
+
+    Returns:
+        (B, T), nats.
+    """
+    log_ratio = logprobs - ref_logprobs
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Estimate KL(policy || reference) per token, from tokens that the policy sampled.
+
+    Args:
+        logprobs: (B, T), nats, of the sampled tokens under the policy.
+        ref_logprobs: (B, T), nats, of the same tokens under the reference.
+        kind: a name in `KL_ESTIMATORS`.
 
     Returns:
         (B, T), nats.
 
     Raises:
-        ValueError: shapes differ, or kind has another value.
+        ValueError: shapes differ, or kind is no name of an estimator.
     """
     check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
-    log_ratio = logprobs - ref_logprobs
-    match kind:
-        case "k1":
-            return log_ratio
-        case "k2":
-            return 0.5 * log_ratio.square()
-        case "k3":
-            return torch.expm1(-log_ratio) + log_ratio
-        case _:
-            raise ValueError(f"kind must be 'k1', 'k2' or 'k3', got {kind!r}; 'k1' is the plain log-ratio.")
+    if kind not in KL_ESTIMATORS:
+        *names, last = map(repr, KL_ESTIMATORS)
+        raise ValueError(f"kind must be {', '.join(names)} or {last}, got {kind!r}; 'k1' is the plain log-ratio.")
+    return KL_ESTIMATORS[kind](logprobs, ref_logprobs)
 
 
 def adaptive_kl_coef(

@@ -9,6 +9,7 @@ from .critic_config import CriticConfig
 from .critic_model import load_critic
 from .critic_trainer import CriticTrainer
 from .roles import check_roles
+from .rollout import Rollout
 from .saved_rollouts import check_apart, given_scores, hold_out_prompts, score_rollouts, with_returns, with_token_ids
 from .trainer import PPOTrainer
 from .vllm import ServerLost
@@ -18,6 +19,7 @@ __all__ = [
     "CriticTrainer",
     "PPOConfig",
     "PPOTrainer",
+    "Rollout",
     "RolloutProcessLost",
     "ServerLost",
     "check_apart",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trl import RLOOConfig
 
+from ..functional import KL_ESTIMATORS
 from ..runs.nearest import did_you_mean
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
@@ -255,7 +256,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "from it. 0 keeps the reference and logs the KL.",
         range="finite and >= 0",
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = setting(
+    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = setting(  # type: ignore[valid-type]
         "k1",
         "KL estimator that shapes the reward. `objective/kl` and the controller always use the summed k1.",
     )

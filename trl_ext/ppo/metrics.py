@@ -25,6 +25,8 @@ from .rollout import Rollout
 # RLOO logs these of its own baseline and sequence-level KL; here they would be wrong or say the same twice.
 RLOO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
 
+_ADDED = "rollout_metrics: "  # before the names of a subclass, which may be ours
+
 
 class PPOMetrics:
     """
@@ -104,6 +106,16 @@ class PPOMetrics:
             for percent, number in self._percentiles(difference, rollout.mask).items():
                 self.train.add(f"sampling/logprob_difference_p{percent}", number)
 
+    def added(self, metrics: dict[str, float]) -> None:
+        """Observe what the trainer's `rollout_metrics` returned; raise for what is no number."""
+        for name, value in metrics.items():
+            if not isinstance(value, (int, float)):
+                raise TypeError(
+                    f"`rollout_metrics` must return a float for {name!r}, got {type(value).__name__}: take the mean "
+                    "over the rows, and call `.item()`."
+                )
+            self.train.add(_ADDED + name, value)
+
     def evaluated(self, rollout: Rollout, rows: Tensor, prefix: str = "") -> None:
         """Observe the (B,) real `rows` of a batch of an evaluation; greedy answers have a `prefix`."""
         self._observe(self.eval, rollout, rows, prefix)
@@ -113,9 +125,8 @@ class PPOMetrics:
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]
         if rollout.ref_logprobs is not None:
-            k1 = rollout.kl("k1")
-            stats.add(f"{prefix}objective/kl", (k1 * mask).sum(1), valid)
-            stats.add(f"{prefix}objective/kl_per_token", k1, tokens)
+            stats.add(f"{prefix}objective/kl", (rollout.k1 * mask).sum(1), valid)
+            stats.add(f"{prefix}objective/kl_per_token", rollout.k1, tokens)
         stats.add(f"{prefix}objective/scores", rollout.scores, valid)
         stats.add(f"{prefix}objective/entropy", -(rollout.logprobs * mask).sum(1), valid)
         stats.add(f"{prefix}objective/num_unscored", self._total(~rollout.valid & rows))
@@ -224,6 +235,7 @@ class PPOMetrics:
     def _means(self, mode: str) -> dict[str, float]:
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
+        added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}
         residuals, returns = moments.pop("_residuals", None), moments.pop("_returns", None)
         if residuals is not None and returns is not None and variance(returns) > 0:
             report["val/explained_variance"] = explained_variance(residuals, returns).item()
@@ -255,7 +267,9 @@ class PPOMetrics:
                 report[f"{name}_max"] = max(-minimum, maximum)
             if name == "val/ratio":
                 report["val/ratio_var"] = variance(value).item()
-        return report
+        if taken := added.keys() & report.keys():
+            raise ValueError(f"`rollout_metrics` returned {sorted(taken)}, which PPO logs itself: use other names.")
+        return report | {name: value[1].item() for name, value in added.items()}
 
     def not_finite(self) -> list[str]:
         """Return the names of what has seen NaN or infinity on this process since the last report."""

@@ -1,7 +1,8 @@
 """One rollout: what the policy answered, what that is worth, and the micro-batches that PPO makes of it."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +18,38 @@ from .inputs import tokenized, with_prompts
 @dataclass(frozen=True)
 class Rollout:
     """
-    This process's rows of a rollout, in the order of generation.
+    Hold this process's rows of a rollout, in the order of generation.
 
     B responses of up to T tokens, to prompts of up to P tokens, scored by F reward functions. Log-probs are in nats.
+
+    Args:
+        prompt_ids, prompt_mask: (B, P), left-padded.
+        completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS included.
+        logprobs: (B, T), of the policy before the update; of the sampler if it is trusted.
+        ref_logprobs: (B, T), of the reference; None without one.
+        values: (B, T), of the critic; None in evaluation.
+        sampler_logprobs: (B, T), of the distribution that was drawn from, if recorded beside `logprobs`.
+        rewards_per_func: (B, F), NaN where a function returned None.
+        scores: (B,), after the EOS rule, not normalised; NaN for rows that take no part.
+        ended: (B,), whether EOS came.
+        lengths: (B,), tokens drawn, EOS included.
+        token_scores: (B, T), the part of the scores that belongs to single tokens, or None. The hooks of
+            [`PPOTrainer`] get them normalised as the scores are.
     """
 
-    prompt_ids: Tensor  # (B, P), left-padded
-    prompt_mask: Tensor  # (B, P)
-    completion_ids: Tensor  # (B, T), right-padded
-    completion_mask: Tensor  # (B, T), 1 = real token, EOS included
-    logprobs: Tensor  # (B, T), of the policy before the update; of the one that answered if the sampler is trusted
-    ref_logprobs: Tensor | None  # (B, T), None without a reference
-    values: Tensor | None  # (B, T), None in evaluation
-    sampler_logprobs: Tensor | None  # (B, T), of the distribution that was drawn from, if recorded beside `logprobs`
-    rewards_per_func: Tensor  # (B, F), NaN where a function returned None
-    scores: Tensor  # (B,), after the EOS rule, NaN for rows that take no part
-    ended: Tensor  # (B,), whether EOS came
-    lengths: Tensor  # (B,), tokens drawn, EOS included
-    token_scores: Tensor | None = None  # (B, T), what of `scores` is for single tokens; None if no function says so
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    logprobs: Tensor
+    ref_logprobs: Tensor | None
+    values: Tensor | None
+    sampler_logprobs: Tensor | None
+    rewards_per_func: Tensor
+    scores: Tensor
+    ended: Tensor
+    lengths: Tensor
+    token_scores: Tensor | None = None
 
     @property
     def valid(self) -> Tensor:
@@ -46,8 +61,18 @@ class Rollout:
         """(B, T): real tokens of the rows that take part."""
         return self.completion_mask * self.valid[:, None]
 
-    def kl(self, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-        """(B, T): KL to the reference, nats; 0 without one."""
+    @cached_property
+    def k1(self) -> Tensor:
+        """(B, T): log-ratio to the reference, nats; 0 without one."""
+        return self.kl("k1")
+
+    def kl(self, estimator: str) -> Tensor:
+        """
+        (B, T): KL to the reference, nats; 0 without one.
+
+        Args:
+            estimator: a name in `trl_ext.functional.KL_ESTIMATORS`.
+        """
         return kl_estimate(self.logprobs, self.logprobs if self.ref_logprobs is None else self.ref_logprobs, estimator)
 
     def importance_weights(self, args: PPOConfig) -> tuple[Tensor, Tensor] | None:
@@ -77,6 +102,16 @@ class Rollout:
             "advantages": advantages,
             "returns": returns,
         }
+
+
+def check_hook(name: str, rollout: Rollout, *returned: Tensor) -> None:
+    """Raise if a hook of the trainer returned another shape than (B, T)."""
+    for tensor in returned:
+        if tensor.shape != rollout.mask.shape:
+            raise ValueError(
+                f"`{name}` must return one number for each token, shape (B, T) = {tuple(rollout.mask.shape)}, got "
+                f"{tuple(tensor.shape)}."
+            )
 
 
 def sequence_scores(

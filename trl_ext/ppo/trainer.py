@@ -8,6 +8,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,10 @@ from trl import RLOOTrainer
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import objections_to, record_run
 from ..functional import (
+    LAM_SCHEDULES,
+    advantages_and_returns,
     approx_kl,
-    gae,
-    length_adaptive_lam,
+    choose_lam,
     masked_sum,
     policy_loss,
     token_rewards,
@@ -84,7 +86,7 @@ from .roles import (
     make_reference,
     prepare_base,
 )
-from .rollout import Rollout, RolloutRecorder, joined, lengths_of, permuted
+from .rollout import Rollout, RolloutRecorder, check_hook, joined, lengths_of, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
 from .vllm import ServerGuard, ServerLost, check_loadable, keep_logprobs, plain_errors, save_last_step
@@ -95,8 +97,9 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
     It stands on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
-    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`. The other methods are hooks
-    that TRL and transformers call.
+    `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`. A subclass changes it by
+    overriding `token_rewards`, `advantages` or `rollout_metrics`, which are given a [`Rollout`]. The other methods are
+    hooks that TRL and transformers call.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
@@ -380,21 +383,87 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if not self.model.training:
             return self._observe_evaluation(rollout)
         scores, token_scores = self._normalize(rollout, inputs)  # (B,), and (B, T) if functions scored tokens
-        kl = rollout.kl(args.kl_estimator)  # (B, T)
+        rollout = replace(rollout, token_scores=token_scores)
+        kl = rollout.k1 if args.kl_estimator == "k1" else rollout.kl(args.kl_estimator)  # (B, T)
         kl_coef = self.kl_controller.kl_coef
-        rewards = token_rewards(scores, kl, rollout.mask, kl_coef, token_scores)  # (B, T)
-        advantages, returns = self._advantages(rewards, rollout)  # (B, T) each
+        rewards = self.token_rewards(rollout, scores, kl)  # (B, T)
+        check_hook("token_rewards", rollout, rewards)
+        assert rollout.values is not None
+        advantages, returns = self.advantages(rollout, rewards, rollout.values)  # (B, T) each
+        check_hook("advantages", rollout, advantages, returns)
         if args.use_ref_model and not self._warms_up(self._step):
-            mean_kl, episodes = self._global_mean((rollout.kl("k1") * rollout.mask).sum(1), rollout.valid)
+            mean_kl, episodes = self._global_mean((rollout.k1 * rollout.mask).sum(1), rollout.valid)
             if episodes:
                 self.kl_controller.update(mean_kl, episodes)
         self.metrics.collected(rollout, scores, kl, rewards, advantages, returns, kl_coef)
+        self.metrics.added(self.rollout_metrics(rollout, rewards, advantages, returns))
         self._log_advantages(advantages, rollout.mask)
         weights = rollout.importance_weights(args)
         if weights is None:
             return rollout.rows_for_training(advantages, returns)
         self.metrics.weighted(rollout, *weights)
         return rollout.rows_for_training(advantages, returns, weights[0])
+
+    def token_rewards(self, rollout: Rollout, scores: Tensor, kl: Tensor) -> Tensor:
+        """
+        Return the reward of each token. Override this to reward tokens in another way.
+
+        By default the score is at the last token, or where reward functions scored tokens, and each token pays
+        `kl_coef · kl`. The coefficient is `self.kl_controller.kl_coef`.
+
+        Args:
+            rollout: what was generated and scored.
+            scores: (B,), normalised and clipped; NaN for rows that take no part.
+            kl: (B, T), nats, by `kl_estimator`; 0 without a reference.
+
+        Returns:
+            (B, T), score units; 0 where `rollout.mask` is 0.
+        """
+        return token_rewards(scores, kl, rollout.mask, self.kl_controller.kl_coef, rollout.token_scores)
+
+    def advantages(self, rollout: Rollout, rewards: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Return the advantages that weigh the policy's loss, and the returns, the critic's target. Override this for
+        another estimator.
+
+        By default GAE, with `whiten_rewards` before it and `normalize_advantages` after it.
+
+        Args:
+            rollout: what was generated and scored.
+            rewards: (B, T), of `token_rewards`.
+            values: (B, T), of the critic, as in `rollout.values`.
+
+        Returns:
+            Advantages and returns, (B, T) each. What `rollout.mask` hides is not read.
+        """
+        args, mask = self.args, rollout.mask
+        if args.whiten_rewards:
+            rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
+        schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
+        lam, lam_value = choose_lam(mask, args.lam, args.lam_value, schedules)
+        advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value)
+        if args.normalize_advantages:
+            advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
+        return advantages, returns
+
+    def rollout_metrics(
+        self, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor
+    ) -> dict[str, float]:
+        """
+        Return more metrics of a rollout; by default none. Override this to log your own.
+
+        Each is logged as its mean over the processes and the rollouts since the last log. Every process must return
+        the same names.
+
+        Args:
+            rollout: what was generated and scored.
+            rewards: (B, T), of `token_rewards`.
+            advantages, returns: (B, T), of `advantages`.
+
+        Returns:
+            One number for each name.
+        """
+        return {}
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
         """Have TRL generate and score answers to the prompts, and keep all that PPO needs of it."""
@@ -431,20 +500,6 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         if self.reward_clip_range:
             scores = scores.clamp(*self.reward_clip_range)
         return scores, None if rollout.token_scores is None else rollout.token_scores * scales[:, None]
-
-    def _advantages(self, rewards: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return (B, T) advantages, whitened if asked for, and (B, T) returns, the critic's target."""
-        args, values, mask = self.args, rollout.values, rollout.mask
-        assert values is not None
-        if args.whiten_rewards:
-            rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
-        lam: Any = args.lam if args.lam_alpha is None else length_adaptive_lam(mask, args.lam_alpha)
-        lam_value = args.lam_value if args.lam_value is not None else args.lam if args.lam_alpha is None else 1.0
-        advantages = gae(rewards, values, mask, args.gamma, lam)
-        returns = values + (advantages if lam_value is lam else gae(rewards, values, mask, args.gamma, lam_value))
-        if args.normalize_advantages:
-            advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
-        return advantages, returns
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the tokens of the step."""

@@ -1,0 +1,91 @@
+"""The hooks of `PPOTrainer` that a subclass overrides."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext.ppo import PPOTrainer, Rollout
+
+
+def make(kind, tmp_path, **config):
+    return kind(
+        tiny_llama(),
+        length_reward,
+        tiny_config(tmp_path, **config),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def trained(kind, tmp_path, **config):
+    trainer = make(kind, tmp_path, **config)
+    trainer.train()
+    return trainer
+
+
+def weights_of(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+class Noted(PPOTrainer):
+    """Call the hooks' defaults, and keep what went through them."""
+
+    def token_rewards(self, rollout, scores, kl):
+        rewards = super().token_rewards(rollout, scores, kl)
+        assert isinstance(rollout, Rollout) and scores.shape == rollout.scores.shape
+        assert_close(rewards.sum(1), scores - self.kl_controller.kl_coef * (kl * rollout.mask).sum(1))
+        return rewards
+
+    def advantages(self, rollout, rewards, values):
+        assert torch.equal(values, rollout.values)
+        return super().advantages(rollout, rewards, values)
+
+    def rollout_metrics(self, rollout, rewards, advantages, returns):
+        return {"mine/answers": float(len(rollout.scores)), "mine/rewards": rewards.sum().item()}
+
+
+class Filled(PPOTrainer):
+    """Have constants trained on, of the size that each row's first prompt token says."""
+
+    def token_rewards(self, rollout, scores, kl):
+        return 2.0 * rollout.mask
+
+    def advantages(self, rollout, rewards, values):
+        assert torch.equal(rewards, 2.0 * rollout.mask)
+        return rewards + rollout.prompt_ids[:, -1:], rewards - 7
+
+
+def test_default_hooks_change_no_bit_and_metrics_are_logged(tmp_path):
+    plain, noted = trained(PPOTrainer, tmp_path / "a"), trained(Noted, tmp_path / "b")
+    assert torch.equal(weights_of(plain), weights_of(noted))
+    logs = [log for log in noted.state.log_history if "mine/answers" in log]
+    assert logs and all(log["mine/answers"] == 8 for log in logs)
+    summed = [log["objective/rlhf_reward"] * 8 for log in logs]
+    assert [log["mine/rewards"] for log in logs] == pytest.approx(summed, rel=1e-4)
+
+
+def test_what_a_subclass_returns_is_trained_on(tmp_path):
+    trainer = trained(Filled, tmp_path, max_steps=1)
+    for rows in trainer._buffered_inputs:
+        mask = rows["loss_mask"]
+        assert_close(rows["advantages"] * mask, (2.0 + rows["prompt_ids"][:, -1:]) * mask, check_dtype=False)
+        assert_close(rows["returns"] * mask, -5.0 * mask, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "hook, wrong, error",
+    [
+        ("token_rewards", lambda self, rollout, scores, kl: scores, "`token_rewards` must return one number for each"),
+        (
+            "advantages",
+            lambda self, rollout, rewards, values: (rewards, values[:, :1]),
+            "`advantages` must return",
+        ),
+        ("rollout_metrics", lambda self, rollout, *_: {"mine": rollout.scores}, "a float for 'mine', got Tensor"),
+        ("rollout_metrics", lambda self, rollout, *_: {"objective/kl": 1.0}, "'objective/kl'.*use other names"),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_refused(tmp_path, hook, wrong, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        trained(type("Wrong", (PPOTrainer,), {hook: wrong}), tmp_path, max_steps=1, max_completion_length=6)

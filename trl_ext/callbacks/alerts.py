@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tenacity import Retrying, stop_after_attempt, wait_exponential
 from transformers.utils import logging
 
 from ..runs.jsonl import JSONLWriter, finite
@@ -182,14 +183,8 @@ class WebhookSink:
 
     def _post(self, body: bytes) -> None:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        for attempt in range(self.retries + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout):
-                    return
-            except Exception:
-                if attempt == self.retries:
-                    raise
-                time.sleep(2.0**attempt)
+        attempts = Retrying(stop=stop_after_attempt(self.retries + 1), wait=wait_exponential(), reraise=True)
+        attempts(urllib.request.urlopen, request, timeout=self.timeout).close()
 
 
 def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:

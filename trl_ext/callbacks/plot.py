@@ -1,7 +1,6 @@
 """One picture of a run."""
 
 import importlib.util
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..runs.files import REGISTRY
+from ..runs.files import REGISTRY, whole_file
 from .drawing import PANELS, draw_alerts
 from .metrics import Metric, metrics_of
 from .monitor import alerts_of
@@ -61,8 +60,6 @@ class MonitoringPlotCallback(TrainerCallback):
             plot_monitoring(state.log_history, metrics_of(args), path, alerts_of(state), registry)
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error.strerror}).")
-            with suppress(OSError):
-                path.with_suffix(".tmp.png").unlink()  # on a full disk it takes the room of a checkpoint
             return
         try:
             send_picture(args, path.stem, path, state.global_step)
@@ -111,6 +108,5 @@ def _plot(history, metrics, path, alerts, registry) -> None:
         axes.set_xlabel("optimizer step")
     legend = "▲ alert (orange: warning, red: action)" if alerts else ""
     figure.suptitle(legend, fontsize="medium")
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=100)
-    temporary.replace(path)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=100, format="png")

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from ..runs.files import PRIVATE_FOLDER
+from ..runs.files import PRIVATE_FOLDER, whole_file
 from .duplicates import normalised
 
 TRAINED_PAIRS = "trained_pairs.npz"
@@ -60,10 +60,8 @@ class TrainedPairs:
         path, other = _places(folder)[:: -1 if is_uploaded else 1]
         path.parent.mkdir(parents=True, exist_ok=True)
         other.unlink(missing_ok=True)  # of an earlier model
-        temporary = path.with_name(f"{path.name}.tmp")
-        with temporary.open("wb") as file:
+        with whole_file(path) as temporary, temporary.open("wb") as file:
             np.savez(file, pairs=self.pairs, is_complete=np.array(self.is_complete))
-        temporary.replace(path)
 
     @classmethod
     def is_in(cls, folder: str | Path) -> bool:

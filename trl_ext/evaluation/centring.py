@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..runs.output_dir import write_text
+from ..runs.files import write_text
 from .reward_model import plot_margins, reward_model_report
 
 

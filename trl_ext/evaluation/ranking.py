@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 
 from .bootstrap import bootstrap_interval
@@ -12,9 +13,6 @@ from .bootstrap import bootstrap_interval
 
 def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | None:
     """Return Spearman's ρ and Kendall's τ-b of scores with people's ranks, of one prompt.
-
-    With s_ij = sign(x_i − x_j), an answer's rank is, but for a constant, ½ Σ_j s_ij, ties halfway: ρ is the
-    correlation of those, and τ-b = Σ s_ij t_ij / √(Σ s_ij² Σ t_ij²) (Kendall, 1945).
 
     Args:
         scores: (n,) higher is better.
@@ -32,16 +30,12 @@ def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | Non
             f"scores and ranks must both be (n,) with n of 2 or more, got {tuple(scores.shape)} and "
             f"{tuple(ranks.shape)}: give each answer a score and a rank"
         )
-    ours, theirs = ((x.double()[:, None] - x.double()).sign() for x in (scores, -ranks))
-    if not theirs.any():
+    ours, theirs = scores.double().tolist(), (-ranks.double()).tolist()
+    if len({*theirs}) == 1:
         return None
-    if not ours.any():
+    if len({*ours}) == 1:
         return 0.0, 0.0
-    spearman, kendall = (
-        ((a * b).sum() / ((a * a).sum() * (b * b).sum()).sqrt()).item()
-        for a, b in ((ours.sum(1), theirs.sum(1)), (ours, theirs))
-    )
-    return spearman, kendall
+    return float(spearmanr(ours, theirs).statistic), float(kendalltau(ours, theirs).statistic)
 
 
 def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:

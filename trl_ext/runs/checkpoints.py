@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -24,6 +22,7 @@ from .changes import Names, differences
 from .halts import CannotResume, Halting, Rollback, forget_rollback, rolled_back
 from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, read_marker, write_marker
 from .output_dir import Hold
+from .processes import from_first, on_first
 from .redaction import pickled_without_credentials, without_credentials
 from .rows import rows_identity
 from .saving import BackgroundSaving
@@ -112,7 +111,7 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
 
 def newest_checkpoint(output_dir: str) -> str | None:
     """The complete checkpoint in `output_dir` that was finished last, if there is one; says which ones it skips."""
-    return _on_first_process(_newest_checkpoint, output_dir)
+    return _on_first(_newest_checkpoint, output_dir)
 
 
 def _newest_checkpoint(output_dir: str) -> str | None:
@@ -137,21 +136,12 @@ def _checked_marker(checkpoint: str) -> dict[str, Any]:
     return marker
 
 
-def _on_first_process(find: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on the first process; all return its result, or raise its CannotResume."""
-    found: list[Any] = [None]
-    if PartialState().is_main_process:
-        try:
-            found[0] = find(*args)
-        except CannotResume as error:
-            found[0] = error
-        except OSError as error:  # raised here alone, it would leave the others waiting
-            found[0] = CannotResume(f"Checkpoints cannot be read ({error}): check that folder, or pass another one.")
-    if PartialState().num_processes > 1:
-        broadcast_object_list(found)
-    if isinstance(found[0], CannotResume):
-        raise found[0]
-    return found[0]
+def _on_first(find: Callable[..., Any], *args: Any) -> Any:
+    """Look for a checkpoint on the first process, for all."""
+    try:
+        return on_first(find, *args)
+    except OSError as error:
+        raise CannotResume(f"Checkpoints cannot be read ({error}): check that folder, or pass another one.") from None
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
@@ -301,15 +291,15 @@ class ResumableRun(BackgroundSaving):
             self._say_what_waits()
         if not self._facts:  # later, training has changed what was passed in
             self._facts = self._run_facts()
-        facts = [{**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})}]
-        broadcast_object_list(facts)  # FSDP may load weights on the first process alone
-        self._settings = fingerprint(self.args, **facts[0])
+        # FSDP may load weights on the first process alone
+        facts = from_first({**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})})
+        self._settings = fingerprint(self.args, **facts)
         self._names = json.loads(json.dumps(without_credentials(self._run_names()), default=str))
         halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
         for callback in halting:
-            callback.run_facts, callback.finish_saving = facts[0], self._look_at_saving
+            callback.run_facts, callback.finish_saving = facts, self._look_at_saving
         self._check_rollback(resume_from_checkpoint, halting)
-        found = _on_first_process(self._find_checkpoint, resume_from_checkpoint)
+        found = _on_first(self._find_checkpoint, resume_from_checkpoint)
         if found is None:
             self._say_schedule()
             return self._trained(**kwargs)
@@ -331,7 +321,7 @@ class ResumableRun(BackgroundSaving):
                 beside = Path(checkpoint).with_name(Path(state.best_model_checkpoint).name)
                 if beside.is_dir():  # the output directory may have been moved
                     state.best_model_checkpoint = str(beside)
-                _on_first_process(_checked_marker, state.best_model_checkpoint)
+                _on_first(_checked_marker, state.best_model_checkpoint)
                 self._load_best_model()  # type: ignore[attr-defined]
             return TrainOutput(state.global_step, float("nan"), {})
         self._before_resuming(checkpoint)
@@ -357,7 +347,7 @@ class ResumableRun(BackgroundSaving):
             if self.args.should_save:
                 forget_rollback(self.args.output_dir)
             self.accelerator.wait_for_everyone()
-        rollback = _on_first_process(Rollback.read, self.args.output_dir)
+        rollback = _on_first(Rollback.read, self.args.output_dir)
         if rollback is None:
             return
         held = [callback.rollback_that_holds(self.args, rollback, bool(resume)) for callback in halting]

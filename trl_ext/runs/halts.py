@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .marker import checkpoints_of, step_of, time_after_checkpoints, write_durably
+from .files import whole_file
+from .marker import checkpoints_of, step_of, time_after_checkpoints
 
 RECORD = "trl_ext_rollback.json"  # in the output directory, until a run that was changed has saved a checkpoint
 ASIDE = "rolled_back"  # begins the new names of checkpoints not to go on from: transformers finds them no more
@@ -82,7 +83,8 @@ class Rollback:
         """Write the record, then move aside the checkpoints after the good step. In this order: power may be lost."""
         self.written_ns = time_after_checkpoints(output_dir)
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        write_durably(Path(output_dir, RECORD), json.dumps(asdict(self), indent=2))
+        with whole_file(Path(output_dir, RECORD), durably=True) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=2))
         self.set_aside(output_dir)
 
     def set_aside(self, output_dir: str) -> list[int]:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def finite(value: Any) -> Any:
@@ -19,6 +19,20 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def without_nan(value: Any) -> Any:
+    """Return the value with None for NaN and infinities, for which JSON has no number."""
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_finite_number(value: Any) -> TypeGuard[float]:
+    """Return whether a setting, or what a file holds, is a finite number of Python; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class JSONLWriter:

@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from ..models.hashing import file_hash
+from .files import flush, whole_file
 
 MARKER = "trl_ext_complete.json"
 _PREFIX = "checkpoint-"  # as transformers names them; to import it takes seconds
@@ -32,7 +33,7 @@ def write_marker(
     folder = Path(checkpoint)
     files = _files_of(folder)
     for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
-        _flush(path)
+        flush(path)
     # The time is kept within: a copied folder's files have the time of the copy
     now = time_after_checkpoints(folder.parent, but=folder)
     marker = {
@@ -42,19 +43,11 @@ def write_marker(
         "names": names or {},
         "files": {name: [path.stat().st_size, file_hash(path)] for name, path in files.items()},
     }
-    write_durably(folder / MARKER, json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
+    with whole_file(folder / MARKER, durably=True) as temporary:
+        temporary.write_text(json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
     if now > time.time_ns():
         os.utime(folder, ns=(now, now))  # by this transformers knows which one is the newest
-    _flush(folder.parent)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also where power is lost; it is on the disk when this returns."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    _flush(temporary)
-    os.replace(temporary, path)
-    _flush(path.parent)
+    flush(folder.parent)
 
 
 def read_marker(checkpoint: str) -> dict[str, Any]:
@@ -135,14 +128,3 @@ def _files_of(folder: Path) -> dict[str, Path]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in left_out
     }
-
-
-def _flush(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder."""
-    if path.is_dir() and os.name == "nt":
-        return  # folders cannot be opened there
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,12 +11,13 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from transformers.utils import ENV_VARS_TRUE_VALUES
 
 from ..upstream.temporarily import temporarily
 from .halts import rolled_back
 from .marker import MARKER, step_of
+from .processes import from_first
 from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, is_of_writing, not_saved
 
 _UPLOADERS = {  # tracker -> by which values of which variable it uploads a checkpoint in `on_save`
@@ -189,8 +190,7 @@ class BackgroundSaving:
     @staticmethod
     def _agreed_name() -> str:
         """Return a name by which the processes know what they write: a count is not the same after an exception."""
-        names = [uuid4().hex]
-        return broadcast_object_list(names)[0]
+        return from_first(uuid4().hex)
 
     def _unsaved(self, cause: str, goes_on: bool) -> str:
         if goes_on:

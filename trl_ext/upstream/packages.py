@@ -20,7 +20,6 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "krippendorff": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "sklearn": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "crowdkit": ("`trl-ext annotators --method dawid_skene` or `mace`", "'trl-ext[labels]'"),
-    "scipy": ("`trl-ext annotators --method noisy_bt`", "'trl-ext[labels]'"),
     "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),
     "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }
@@ -30,7 +29,7 @@ _TRACKERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune"
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be imported; it is not."""
+    """Return whether a package is installed, without importing it."""
     if package == "tensorboard" and find_spec("tensorboardX"):
         return True
     spec = find_spec(package)

@@ -39,7 +39,7 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     Raises:
         ValueError: too few labels to learn from: fewer than 2 an item, or for `"noisy_bt"` an answer, or than 10 of
             half of the annotators.
-        ImportError: crowd-kit, or scipy, is not there.
+        ImportError: crowd-kit is not installed.
     """
     counts = labels.counts()
     if method == "majority":

@@ -17,8 +17,8 @@ from ...data import (
     pair_hashes,
     usable_pairs,
 )
-from ...rewards import is_finite_number, text_of
-from ...runs import find
+from ...rewards import text_of
+from ...runs import find, is_finite_number
 
 GROUPS = ("topic", "subset", "source", "language", "annotator", "annotators")  # columns that are compared by unasked
 _MINED = 20_000  # training pairs that phrases are mined from

@@ -25,6 +25,7 @@ from ...evaluation import (
     reward_model_report,
 )
 from ...rewards import awaited, scores_in, text_of
+from ...runs import without_nan
 from ...upstream import get_callable_name, is_conversational
 from .data import Answers, Material
 
@@ -176,7 +177,7 @@ def examine(
     report["bounds"] = asdict(bounds)
     report["verdict"] = verdict(report, bounds, unknown, failed, has_rankings=bool(material.rankings))
     report["unknown"] = unknown
-    return finite(report)
+    return without_nan(report)
 
 
 def _calibration(margins: Tensor, unknown: list[str]) -> dict[str, Any]:
@@ -494,12 +495,3 @@ def probe_sentence(probe: dict[str, Any]) -> str:
         if probe["gain_interval"][0] > 0:
             answers, gain, (low, high) = "all answers", probe["gain"], probe["gain_interval"]
     return f"{said} the score of {answers} by {gain:.2f} standard deviations ({low:.2f} to {high:.2f})."
-
-
-def finite(value: Any) -> Any:
-    """The same with None for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Which checkpoints can be trusted, and whether they belong to this run: the same for every trainer."""
+"""Resume a run from a checkpoint that is complete and belongs to it, in every trainer."""
 
 import json
 import os
@@ -32,64 +32,32 @@ from .schedule import schedule
 from .sources import source_identity
 from .writer import NotSaved, is_of_writing, not_saved
 
-# Fields that may differ between a run and its continuation: they change what is shown, kept or how fast it goes
-_MAY_DIFFER = (
-    "dataloader_num",
-    "dataloader_pe",
-    "dataloader_pi",
-    "dataloader_pre",
-    "dataset_num_proc",
-    "ddp_",
-    "debug",
-    "disable_tqdm",
-    "distribution_shift_",
-    "do_",
-    "enable_jit",
-    "eval_",
-    "hub_",
-    "local_rank",
-    "log_",
-    "logging_",
-    "num_completions_to_print",
-    "num_generations_eval",
-    "num_sample_generations",
-    "on_save_failure",
-    "output_dir",
-    "per_device_eval",
-    "project",
-    "push_to_hub",
-    "record_run",
-    "report_to",
-    "restore_callback",
-    "resume_",
-    "rollout_device",
-    "run_name",
-    "save_",
-    "skip_memory",
-    "torch_empty_cache",
-    "trackio",
-    "vllm_gpu",
-    "vllm_group",
-    "vllm_server",
+# Beginnings of the fields that may differ when a run goes on: they change what is shown and kept, and the speed
+_MAY_DIFFER = tuple(
+    """
+    dataloader_num dataloader_pe dataloader_pi dataloader_pre dataset_num_proc ddp_ debug disable_tqdm
+    distribution_shift_ do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
+    num_generations_eval num_sample_generations on_save_failure output_dir per_device_eval project push_to_hub
+    record_run report_to restore_callback resume_ rollout_device run_name save_ skip_memory torch_empty_cache trackio
+    vllm_gpu vllm_group vllm_server
+    """.split()
 )
-
-
 _SAY_YOURSELF = ' (Where a reward function is the same, its attribute `identity = "…"` can say so.)'
 _GIVEN = ("compute_loss_func", "optimizer_cls_and_kwargs")  # arguments of every Trainer that are Python
 
 
 class RolledBack(CannotResume):
-    """A monitor rolled the run back, and nothing has been changed since."""
+    """A monitor rolled the run back, and no setting has changed since."""
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
-    """What must be equal for a run to be continued exactly."""
+    """Return what must be equal for a run to go on exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**config, **facts}), default=str))
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
-    """The complete checkpoint in `output_dir` that was finished last, and why those beside it were not taken."""
+    """Return the complete checkpoint in `output_dir` that was finished last, and why others were skipped."""
     finished: list[tuple[int, str, dict]] = []
     skipped: dict[str, str] = {}
     rollback = Rollback.read(output_dir)
@@ -110,7 +78,7 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
 
 
 def newest_checkpoint(output_dir: str) -> str | None:
-    """The complete checkpoint in `output_dir` that was finished last, if there is one; says which ones it skips."""
+    """Return the complete checkpoint in `output_dir` that was finished last, and print which ones are skipped."""
     return _on_first(_newest_checkpoint, output_dir)
 
 
@@ -122,7 +90,7 @@ def _newest_checkpoint(output_dir: str) -> str | None:
 
 
 def _checked_marker(checkpoint: str) -> dict[str, Any]:
-    """Return the marker of a checkpoint that was asked for; raise if it is not there as it was written."""
+    """Return the marker of a checkpoint that was asked for; raise if a file is missing or changed."""
     if not os.path.isdir(checkpoint):
         raise CannotResume(f"{checkpoint} is no folder, so there is nothing to resume from: check the path.")
     try:
@@ -146,8 +114,10 @@ def _on_first(find: Callable[..., Any], *args: Any) -> Any:
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
-    What a recipe passes to `train`, so that the same command again goes on: the newest complete checkpoint, unless
-    `resume_from_checkpoint` says otherwise (a path, `true` for "there must be one", `false` for "start anew").
+    Return what a recipe passes to `train`, so that the same command again goes on.
+
+    This is the newest complete checkpoint, unless `resume_from_checkpoint` says otherwise: a path, `true` for "there
+    must be one", or `false` for "start anew".
     """
     asked = args.resume_from_checkpoint
     if asked is None:
@@ -156,9 +126,14 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     return words.get(str(asked).lower(), asked)
 
 
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups, such as their learning rates."""
+    return [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+
+
 class ResumableRun(BackgroundSaving):
     """
-    Mixin of trainers: a checkpoint says whether it is complete and of which run it is, and `train` refuses others.
+    Mixin of trainers: `train` goes on from checkpoints that are complete and belong to this run, and refuses others.
 
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
@@ -169,9 +144,9 @@ class ResumableRun(BackgroundSaving):
 
     Args:
         model, *args, **kwargs: the trainer's own.
-        run_facts: what else must be equal for a run to go on: JSON by name. Known by themselves are the trainer's
-            arguments, the weights, configuration and adapters of the model, the tokenizer and the training data.
-        resume_anyway: go on from a run of other settings all the same; also a field of PPOConfig and DPOConfig.
+        run_facts: what else must be equal for a run to go on: JSON by name. The trainer's arguments, the weights,
+            configuration and adapters of the model, the tokenizer and the training data are always compared.
+        resume_anyway: go on from a run of other settings, too; also a field of PPOConfig and DPOConfig.
     """
 
     args: Any
@@ -195,26 +170,26 @@ class ResumableRun(BackgroundSaving):
         self._given_facts = run_facts or {}
         self._facts: dict[str, Any] = {}  # about what was passed in
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
-        self._names: Names = {}  # what is known beside of settings that are hashes
+        self._names: Names = {}  # names for settings that are hashes
         self._model_path = model if isinstance(model, str) else None
         self._resume_anyway = resume_anyway
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
-        self._is_changed = False  # this run goes on from one of other settings
-        self._has_said = False  # its schedule is on the terminal
+        self._is_changed = False  # this run goes on from one with other settings
+        self._has_said = False  # its schedule was printed
         super().__init__(model, *args, **kwargs)
 
     # ---- What a trainer adds ----
 
     @property
     def _given_model(self) -> Any:
-        """The model that was passed in, with its adapters."""
+        """Return the model that was passed in, with its adapters."""
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
         """
-        What must be equal for a run to go on exactly, beside its arguments; JSON.
+        Return what must be equal for a run to go on exactly, beside its arguments; JSON.
 
-        It is called once, before the first step. Every process must call it; that of the first one counts.
+        Every process calls it once, before the first step; the first one's result counts.
         """
         model = self._given_model
         revision = (getattr(self.args, "model_init_kwargs", None) or {}).get("revision")
@@ -232,22 +207,19 @@ class ResumableRun(BackgroundSaving):
         if hasattr(model, "peft_config"):
             facts |= adapter_facts(model)
         if self.optimizer is not None:  # it was passed in
-            options = [
-                {name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups
-            ]
-            facts["optimizer"] = [type(self.optimizer).__qualname__, options]
+            facts["optimizer"] = [type(self.optimizer).__qualname__, _options(self.optimizer)]
         if self.lr_scheduler is not None:
             functions = [source_identity(function) for function in getattr(self.lr_scheduler, "lr_lambdas", [])]
             facts["lr_scheduler"] = [type(self.lr_scheduler).__qualname__, self.lr_scheduler.state_dict(), functions]
         return {**facts, **self._given_facts}
 
     def _data_facts(self) -> dict[str, Any]:
-        """Which rows are trained on; of a stream nothing is known."""
+        """Return which rows are trained on; nothing for a stream."""
         data = self.train_dataset
         return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
 
     def _run_names(self) -> Names:
-        """What is known of facts that are hashes, so that a refusal can say what differs; nothing compares it."""
+        """Return names for the facts that are hashes: a refusal prints them, and nothing compares them."""
         config = base_model_of(self._given_model).config
         names = {
             "model": {"name": self._model_path or get_config_model_id(config) or type(self._given_model).__name__},
@@ -260,19 +232,19 @@ class ResumableRun(BackgroundSaving):
         return names
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
-        """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
+        """Raise if this run cannot go on from a checkpoint for another reason than its settings."""
 
     def _before_resuming(self, checkpoint: str) -> None:
-        """Prepare for going on from a checkpoint that was found to be good."""
+        """Prepare to go on from a checkpoint that was checked."""
 
     def _save_own_state(self, checkpoint: str) -> None:
         """Write what transformers does not, on all processes, before the checkpoint counts as complete."""
 
     def _load_own_state(self, checkpoint: str) -> None:
-        """Load that, before going on from a checkpoint, or from one of a run that is complete."""
+        """Load what [`_save_own_state`] wrote."""
 
     def _schedule(self) -> str:
-        """What the run is going to do."""
+        """Return what the run is going to do, as text."""
         return schedule(self)
 
     # ---- Training ----
@@ -341,7 +313,7 @@ class ResumableRun(BackgroundSaving):
         return output
 
     def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
-        """Raise if a run that was rolled back would begin again as it was; `False` begins it anew all the same."""
+        """Raise if a run that was rolled back would begin again unchanged; `resume=False` allows it."""
         if resume is False:
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
@@ -357,7 +329,7 @@ class ResumableRun(BackgroundSaving):
         self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
-        """On the first process: the checkpoint to go on from, if any, and whether its run had these settings."""
+        """Return the checkpoint to go on from, if any, and whether its run had these settings."""
         if resume is None or resume is False:
             return None
         checkpoint = _newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
@@ -383,8 +355,7 @@ class ResumableRun(BackgroundSaving):
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
         # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
-        groups = self.optimizer.param_groups
-        self._given = [{name: group[name] for name in group if name != "params"} for group in groups]
+        self._given = _options(self.optimizer)
         return scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -1,4 +1,4 @@
-"""A run that a callback has ended stays ended when the same command runs again, until a setting is changed."""
+"""Keep a run that a callback has ended from being resumed by the same command, until a setting changes."""
 
 import hashlib
 import json
@@ -97,7 +97,7 @@ class Rollback:
         return sorted(excluded)
 
     def excludes(self, checkpoint: str, written_ns: int | None = None) -> bool:
-        """Return whether a checkpoint is of the run that was rolled back, and after its good step."""
+        """Return whether a checkpoint belongs to the run that was rolled back, and comes after its good step."""
         step = step_of(Path(checkpoint))
         if step is None or step <= self.good_step:
             return False
@@ -124,12 +124,11 @@ def good_checkpoint(output_dir: str, good_step: int) -> str | None:
 
 
 def forget_rollback(output_dir: str) -> None:
-    if Path(output_dir, RECORD).is_file():
-        Path(output_dir, RECORD).unlink(missing_ok=True)
+    Path(output_dir, RECORD).unlink(missing_ok=True)
 
 
 def announce_rollback(state: Any, sentence: str) -> None:
-    """Tell the trainer and the other callbacks, through `state`, that this run was rolled back: not to be saved."""
+    """Tell the trainer and other callbacks, through `state`, not to save this run: it was rolled back."""
     state.stateful_callbacks[_ANNOUNCED] = {"sentence": sentence}
 
 

@@ -1,4 +1,4 @@
-"""Files of JSON lines that survive a killed run and never stop one."""
+"""Write JSON lines that survive a killed run and never stop one, and the numbers that JSON can hold."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 
 def finite(value: Any) -> Any:
-    """Return the value as JSON can hold it: NumPy's and torch's as numbers; NaN, infinities and objects as text."""
+    """Return the value as JSON can hold it: arrays and tensors as lists of numbers; NaN and objects as text."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -79,7 +79,7 @@ def _ends_in_mid_line(path: Path) -> bool:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file. Lines that are cut off, since the run was killed or still writes, are left out."""
+    """Yield the objects of a file; skip lines that a run was killed in or still writes."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

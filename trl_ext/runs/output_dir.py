@@ -21,15 +21,15 @@ _PATIENCE = 2.0  # seconds in which a process that was killed has gone
 
 def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = None) -> None:
     """
-    Check that the folder can be written, and holds no finished run that would be overwritten.
+    Check that the folder can be written, and holds no finished run that would be lost.
 
     Args:
         output_dir: it need not exist yet.
-        resume: `resume_from_checkpoint`; `"false"` is to begin anew, whatever is there.
+        resume: `resume_from_checkpoint`; `"false"` begins anew, whatever is there.
 
     Raises:
         OSError: it cannot be written.
-        FileExistsError: a run without checkpoints has finished there. With checkpoints, it is gone on with.
+        FileExistsError: a run without checkpoints has finished there. (One with checkpoints is resumed.)
     """
     path = Path(output_dir)
     there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
@@ -49,19 +49,19 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
 
 
 class FolderInUse(OSError):
-    """Another process runs in the folder; the message is one sentence, with its pid, its host, and since when."""
+    """Another process runs in the folder; the message has its pid, its host, and since when."""
 
 
 class Hold:
     """
     Keep the runs of other processes out of a folder.
 
-    The lock is the kernel's: it goes with this process, in whatever way that ends, and no child process inherits it.
-    This process may hold a folder several times. It is free when each hold was released, or its object is gone.
+    The kernel drops the lock when this process ends, in whatever way, and no child process inherits it. This process
+    may hold a folder several times; it is free again when each hold was released or deleted.
 
     Args:
-        folder: it need not exist yet. Of several processes of one launch the first one holds it, so all must call
-            this; they are refused together.
+        folder: it need not exist yet. In a launch of several processes the first one holds it; all must call this, and
+            are refused together.
 
     Raises:
         FolderInUse: another process holds it.
@@ -94,7 +94,7 @@ class Hold:
 def _locked(folder: Path) -> Any:
     """Lock a folder and return the lock; where there are no locks, say so and return None."""
     # One object for each file, so that this process can lock it again
-    lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_say_who)
+    lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
     try:
         lock.acquire(timeout=_PATIENCE)
     except Timeout:
@@ -113,7 +113,7 @@ def _locked(folder: Path) -> Any:
     return lock
 
 
-def _say_who(descriptor: int) -> None:
+def _write_holder(descriptor: int) -> None:
     """Write into the lock who holds it."""
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
     with suppress(OSError):  # a full disk: it is locked all the same
@@ -131,14 +131,14 @@ def _holder(lock: Path) -> str:
 
 def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
     """
-    Return whether the run was complete already, and so was its evaluation; says so.
+    Return whether the run was already complete and evaluated, and print it.
 
-    Files that are older than the run's newest checkpoint are of an earlier run.
+    Files that are older than the run's newest checkpoint belong to an earlier run.
 
     Args:
         output_dir: of the run.
         result: what `train` returned.
-        *files: patterns of what the evaluation writes, `eval_results.json` if there are none.
+        *files: patterns of the files that the evaluation writes; `eval_results.json` if there are none.
     """
     from accelerate import PartialState
 
@@ -154,7 +154,7 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
 
 
 def overlap(folder: Path, given: Path) -> str:
-    """How a folder to write into and an input lie in each other, as the verb between them; "" if they do not."""
+    """Return the verb between a folder to write into and an input that overlap; "" if they do not."""
     mine, theirs = folder.resolve(), given.resolve()
     if mine == theirs or mine in theirs.parents:
         return "holds"

@@ -76,7 +76,7 @@ def sampled_kl(
 
 
 def read_prompts(path: str, split: str = "train") -> list:
-    """Prompts of a text file, one a line, or of a data set."""
+    """Return the prompts of a text file, one a line, or of a data set."""
     from ..data import load_dataset_split
 
     if path.endswith(".txt"):

@@ -187,7 +187,7 @@ def split(
 
 
 def launch_file(file: Path, flags: list[str]) -> list[str]:
-    """The flags that make accelerate read `file`, wherever the file of DeepSpeed that it names lies."""
+    """Return the flags that make accelerate read `file`, wherever its file for DeepSpeed lies."""
     words, config = ["--config_file", str(file)], _read(file)
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
@@ -269,7 +269,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
 
 def _pass_on(number: int, frame: Any) -> None:
-    """Send a signal to the training process: `kill -INT` reaches this one alone. It counts once with a terminal's."""
+    """Pass a signal on to the training process, which `kill -INT` does not reach. A terminal's signal counts once."""
     import psutil
 
     children = psutil.Process().children()

@@ -102,7 +102,7 @@ def similarity_of(one: str, other: str, unit: Unit = "words", n: int = 3) -> flo
 
 
 def _read(texts, threshold, unit, n, num_perm, seed, file):
-    """Of each text its digest (0 if it is empty), its keys in each band, and where its n-grams end in the file."""
+    """Return for each text a digest (0 if empty), its key in each band, and where its n-grams end in the file."""
     from datasketch import MinHash, MinHashLSH
 
     # Near 1 it would take one long band, and refuses that. Shorter ones find more, and the real similarity decides
@@ -136,7 +136,7 @@ def _digest(text: str) -> int:
 
 
 def _band_keys(signatures: np.ndarray) -> np.ndarray:
-    """One key of 32 bits for each band of each signature; two that are alike by chance are told apart later. (b, N)"""
+    """Return a key of 32 bits for each band of each signature, (b, N); keys that collide are told apart later."""
     mixed = np.zeros(signatures.shape[:2], np.uint64)
     for row in range(signatures.shape[2]):
         mixed = (mixed ^ signatures[:, :, row]) * np.uint64(0x9E3779B97F4A7C15)
@@ -145,7 +145,7 @@ def _band_keys(signatures: np.ndarray) -> np.ndarray:
 
 
 def _joined(bands: list[np.ndarray], places: np.ndarray, sets: "_Sets") -> np.ndarray:
-    """The first text of the group of each text, of those that are left when exact copies are."""
+    """Return the first text of each text's group, for texts that are no exact copies."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -188,14 +188,14 @@ class _Sets:
         self.begins = ends - self.counts
 
     def are_near(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Whether the texts at these places are near each other, pair by pair."""
+        """Return whether the texts at these places are near duplicates, pair by pair."""
         counts = self.counts[one], self.counts[other]
         near = np.minimum(*counts) >= self.threshold * np.maximum(*counts) - 1e-9  # else they cannot be
         near[near] = self.similarity(one[near], other[near]) >= self.threshold
         return near
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """The Jaccard similarity of the texts at these places, pair by pair."""
+        """Return the Jaccard similarity of the texts at these places, pair by pair."""
         sizes = self.counts[one] + self.counts[other]
         result = np.zeros(len(one), np.float64)
         part = np.cumsum(sizes) // _ELEMENTS
@@ -207,7 +207,7 @@ class _Sets:
         return result
 
     def _keyed(self, places: np.ndarray) -> np.ndarray:
-        """The n-grams of these texts, each behind the number of its text here."""
+        """Return the n-grams of these texts, with the number of the text in the upper 32 bits."""
         counts = self.counts[places]
         number = np.repeat(np.arange(len(places)), counts)
         within = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)

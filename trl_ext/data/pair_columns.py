@@ -54,7 +54,7 @@ def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) ->
 
 
 def column_problem(column: str, value: Any) -> str:
-    """What is wrong with a number that is known of a pair; empty if nothing is."""
+    """Say what is wrong with a number in a column of pairs; "" if nothing is."""
     rule, is_valid = _RULES[column]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
         return f"`{column}` must be {rule}, got {value!r}"

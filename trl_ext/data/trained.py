@@ -147,5 +147,5 @@ def _places(folder: str | Path) -> list[Path]:
 
 
 def _as_one(pairs: np.ndarray) -> np.ndarray:
-    """Each pair as one value that can be compared."""
+    """View each pair as one value that can be compared."""
     return np.ascontiguousarray(pairs).view([("one", np.uint64), ("other", np.uint64)])[:, 0]

@@ -80,13 +80,13 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """All columns that are read."""
+        """Return all columns that are read."""
         single = (self.item, self.annotator, self.choice, self.time, self.seconds, self.confidence)
         return [*filter(None, (*self.prompt, *self.responses, *self.annotators, *self.scores, *single))]
 
 
 def texts_of(row: dict[str, Any], answers: Sequence[Any], columns: Columns) -> tuple[Any, ...]:
-    """The prompt of a row and two answers as TRL takes them: where the prompt is messages, so are the answers."""
+    """Return the prompt of a row and two answers as TRL takes them: as messages if the prompt is messages."""
     if len(columns.prompt) == 1:
         prompt = row[columns.prompt[0]]
     else:

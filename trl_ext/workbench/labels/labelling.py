@@ -92,7 +92,7 @@ def answers_to_label(
 
 
 def as_text(value: Any) -> str:
-    """A prompt or an answer as people read it; of messages a line each, with who says it if there are several."""
+    """Return a prompt or an answer as people read it: several messages as lines with their roles."""
     if isinstance(value, str):
         return value
     if len(value) == 1:
@@ -185,7 +185,7 @@ def _rows(path: Path, text: str) -> list[Any]:
 
 
 def _said(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]:
-    """Item, annotator and choice of each label in a row."""
+    """Return item, annotator and choice of each label in a row."""
     if "annotations" in row:  # Label Studio, JSON
         item = (row.get("data") or {}).get("item")
         return [(item, _who(each), _chosen(each)) for each in row["annotations"]]
@@ -211,7 +211,7 @@ def _who(annotation: Mapping[str, Any]) -> Any:
 
 
 def _chosen(annotation: Mapping[str, Any]) -> Any:
-    """What an annotation of Label Studio says; None if it was skipped."""
+    """Return the choice in an annotation of Label Studio; None if it was skipped."""
     for result in [] if annotation.get("was_cancelled") else annotation.get("result") or []:
         if result.get("from_name") == _QUESTION:
             value = result.get("value") or {}

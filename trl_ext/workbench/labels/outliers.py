@@ -38,7 +38,7 @@ def zscores(labels: Labels) -> np.ndarray:
 
 
 def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
-    """The same against those for whom the (A,) mask is True."""
+    """Return z-scores against the annotators for whom the (A,) mask is True."""
     size = len(labels.annotators)
     own = is_measure[labels.annotator]
     agrees = others_share(labels, labels.where(own).counts(), labels.choice, own)
@@ -66,7 +66,7 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
 
 def others_share(labels: Labels, counts: np.ndarray, choice: Any, own: Any = True) -> np.ndarray:
     """
-    (L,), the share of the others' labels of an item that are `choice`; NaN where there is no other.
+    Return the share of the others' labels of an item that are `choice`, (L,); NaN where there are no others.
 
     Args:
         labels: to compare.
@@ -96,12 +96,12 @@ def mean_and_error(
 
 
 def _sums_by_prompt(who: np.ndarray, prompt: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whose each sum is, and the sums of what each annotator's values for each prompt are."""
+    """Sum each annotator's values for each prompt; return whose each sum is, and the sums."""
     size = int(prompt.max(initial=0)) + 1
     keys, group = np.unique(who.astype(np.int64) * size + prompt, return_inverse=True)
     return keys // size, np.bincount(group, values, len(keys))
 
 
 def sums(who: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """(A,), what each annotator's values add up to."""
+    """Return the sum of each annotator's values, (A,)."""
     return np.bincount(who, values, size)

@@ -1,4 +1,4 @@
-"""Whether a model can be trained on given GPUs, with settings that are the same for every model."""
+"""Return whether a model can be trained on given GPUs, with settings that are the same for every model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +50,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within a GPU's memory."""
+        """Return whether the peak is within a GPU's memory."""
         return self.peak <= self.memory
 
     @property
     def gpu_hours(self) -> float:
-        """Hours times GPUs."""
+        """Return hours times GPUs."""
         return self.hours * self.gpus
 
 

@@ -36,17 +36,17 @@ class Layout:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed shards the run."""
+        """Return whether DeepSpeed shards the run."""
         return self.mode.startswith("zero")
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each process keeps only its part of the weights."""
+        """Return whether each process keeps only its part of the weights."""
         return self.mode in ("fsdp2", "zero3")
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each process keeps only its part of the gradients."""
+        """Return whether each process keeps only its part of the gradients."""
         return self.mode in ("fsdp2", "zero2", "zero3")
 
     @classmethod

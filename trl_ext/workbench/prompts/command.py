@@ -159,7 +159,7 @@ def _check_file_name(option: str, name: str) -> None:
 
 
 def share(option: str, name: str, value: str) -> float:
-    """A number from 0 to 1."""
+    """Return a share as a number; refuse what is not from 0 to 1."""
     try:
         number = float(value)
     except ValueError:
@@ -170,7 +170,7 @@ def share(option: str, name: str, value: str) -> float:
 
 
 def load(args: PromptsArguments) -> list[Any]:
-    """The named sets."""
+    """Load the named sets."""
     from ...data import load_dataset_split
     from .examine import PromptSet
 
@@ -220,12 +220,12 @@ def check_output(args: PromptsArguments) -> None:
 
 
 def is_split(args: PromptsArguments, name: str) -> bool:
-    """Whether the copy of a set is a folder."""
+    """Return whether the copy of a set is a folder."""
     return bool(args.split_shares) and name in (args.split_sets or ())
 
 
 def copies(args: PromptsArguments, name: str) -> list[Path]:
-    """Where the copy of a set goes."""
+    """Return the files that the copy of a set goes to."""
     folder = Path(args.output_dir)
     return (
         [folder / name / f"{split}.jsonl" for split in args.split_shares]
@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
-    """Report, write, and return the bounds that are broken."""
+    """Write the report and the copies; return the bounds that are broken."""
     import numpy as np
 
     from .examine import examine_prompts

@@ -97,7 +97,7 @@ class Scorer:
 
 
 def length_of(text: Any, tokenizer: Any) -> int:
-    """Tokens of an answer, or words where there is no tokenizer."""
+    """Return the tokens of an answer, or its words without a tokenizer."""
     shown = text_of(text)
     if tokenizer is None:
         return len(shown.split())
@@ -208,7 +208,7 @@ def _say_of_pairs(report: dict[str, Any], margins: Tensor, unknown: list[str]) -
 
 
 def _distributions(scored: dict[str, list[float]], material: Material, unknown: list[str]) -> dict[str, Any]:
-    """Quantiles by set, where the policy's answers lie among those that were trained on, and the extremes."""
+    """Return quantiles by set, where the policy's scores lie among those of training data, and the extremes."""
     found: dict[str, Any] = {"scores": {}, "policy": None}
     sets = {
         name: torch.tensor([s for s in each if math.isfinite(s)], dtype=torch.double) for name, each in scored.items()
@@ -264,7 +264,7 @@ def _counts(values: Tensor, edges: Tensor) -> list[int]:
 
 
 def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str, Any] | None:
-    """Rank correlations with people's rankings: those that are given, or those that the pairs were made of."""
+    """Return rank correlations with people's rankings: the given ones, or those that the pairs were made of."""
     rankings = material.rankings
     source = "rankings"
     if not rankings:
@@ -282,7 +282,7 @@ def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str,
 
 
 def rankings_within(material: Material) -> list[tuple[Answers, list[float]]]:
-    """The rankings that the held-out pairs were made of."""
+    """Return the rankings that the held-out pairs were made of."""
     better, worse = material.chosen.texts(), material.rejected.texts()
     places = {key: (side, i) for side in (material.rejected, material.chosen) for i, key in enumerate(side.texts())}
     prompts = [prompt for prompt, _ in better]
@@ -305,7 +305,7 @@ def _best_of_n(score: Scorer, material: Material, unknown: list[str]) -> dict[st
 
 
 def _in_parts(score: Scorer, groups: Sequence[Answers]) -> list[list[float]]:
-    """Scores of the answers of each prompt, in one call."""
+    """Score the answers of each prompt, in one call."""
     flat = Answers()
     for group in groups:
         flat.extend(group)
@@ -419,14 +419,14 @@ def verdict(
 
 
 def accuracy_name(report: dict[str, Any]) -> str:
-    """What the accuracy is called: held-out only where it is known that no pair was trained on."""
+    """Name the accuracy: held-out only if no pair was trained on for sure."""
     return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
 
 
 def _judge_length(
     report: dict[str, Any], bound: float | None, reasons: list[str], not_judged: list[str], unknown: list[str]
 ) -> None:
-    """Whether the score follows the length of answers."""
+    """Judge whether the score follows the length of answers."""
     found = report["length_bias"]
     if found["bias"] is None:
         few = (
@@ -462,7 +462,7 @@ def _judge_length(
 def _judge_probes(
     probes: list[dict[str, Any]], bound: int | None, reasons: list[str], not_judged: list[str], unknown: list[str]
 ) -> None:
-    """Whether too many probes are suspicious; those that were not judged may all be."""
+    """Judge whether too many probes are suspicious; all that were not judged may be."""
     suspicious = [probe for probe in probes if probe["suspicious"]]
     open_ones = [probe for probe in probes if probe["verdict"] == "not judged"]
     idle = [repr(probe["phrase"] or probe["name"]) for probe in open_ones if not probe["rows"]]
@@ -487,7 +487,7 @@ def _judge_probes(
 
 
 def probe_sentence(probe: dict[str, Any]) -> str:
-    """What a suspicious probe says, in one sentence."""
+    """Describe a suspicious probe in one sentence."""
     said = f"The phrase {probe['phrase']!r} raises" if probe["phrase"] else f"The probe '{probe['name']}' raises"
     answers, gain, (low, high) = "good answers", probe["gain_on_better"], probe["interval_on_better"]
     if probe["expected"] == "down":

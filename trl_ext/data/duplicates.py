@@ -1,4 +1,4 @@
-"""Which texts are the same, and which are nearly the same: MinHash, with each find checked by the real similarity."""
+"""Find texts that are the same or nearly the same, by MinHash and a check of the real similarity."""
 
 import tempfile
 import unicodedata
@@ -25,12 +25,10 @@ class Duplicates:
     Which of N texts are duplicates.
 
     Args:
-        exact: (N,) texts with one number are the same but for case, white space and forms of letters; -1 for a text
-            without any.
-        near: (N,) texts with one number are near duplicates, or are joined by others that are; -1 as above. Numbers
-            are those of the first text of each group.
-        similarity: (N,) Jaccard similarity to the first text of the group. Where it is below the threshold, others
-            join the two.
+        exact: (N,) texts with the same number differ only in case, white space and forms of letters; -1 if empty.
+        near: (N,) texts with the same number are near duplicates, or joined by others; -1 if empty. The number is the
+            place of the group's first text.
+        similarity: (N,) Jaccard similarity to the group's first text. Below the threshold, other texts join the two.
     """
 
     exact: np.ndarray
@@ -39,7 +37,7 @@ class Duplicates:
 
 
 def normalised(text: str) -> str:
-    """Return what counts of a text: no case, no forms of a letter (NFKC), one space for any, nothing unseen."""
+    """Return a text without case, forms of letters (NFKC), unseen characters, and more than single spaces."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", _UNSEEN.sub("", text))
     return " ".join(text.casefold().split())
@@ -51,18 +49,18 @@ def find_duplicates(
     """
     Find the texts that are the same, and those that nearly are, by the Jaccard similarity of their n-grams.
 
-    Similarity is |A ∩ B| ÷ |A ∪ B| of the n-grams of both. MinHash (Broder 1997) finds candidates in buckets, and the
-    real similarity decides. A group is what is joined by pairs that are near, so two of its texts may be further
-    apart. A pair at the threshold is found with a chance of some 99 %, and closer ones almost surely; fewer in buckets
-    of many texts, where each is compared with 16 others. Memory is some 600 bytes a text, whatever its length; n-grams
-    are in a temporary file, 4 bytes each.
+    Similarity is |A ∩ B| ÷ |A ∪ B| of both texts' n-grams. MinHash (Broder 1997) finds candidates in buckets, and the
+    real similarity decides. Pairs that are near join to groups, so two texts of a group may be further apart. A pair
+    at the threshold is found with a chance of some 99 %, and closer ones almost surely; fewer in buckets of many
+    texts, where each is compared with 16 others. Memory is some 600 bytes a text, whatever its length; n-grams go to a
+    temporary file, 4 bytes each.
 
     Args:
         texts: read once.
         threshold: least similarity of near duplicates, in (0, 1].
-        unit: what n-grams are of, `words` or `characters`. In scripts without spaces a character is a word.
-        n: words or characters in an n-gram. A text with fewer is one n-gram, and has no near duplicates.
-        num_perm: hashes of a signature: more find more surely, and cost more.
+        unit: `words` or `characters`. In scripts without spaces a character is a word.
+        n: words or characters in an n-gram. A shorter text is one n-gram, and has no near duplicates.
+        num_perm: hashes of a signature: more find more, and cost more.
         seed: of the hashes.
 
     Raises:

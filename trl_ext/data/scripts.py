@@ -1,4 +1,4 @@
-"""In which script a text is written."""
+"""Find the script that a text is written in."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,7 +18,7 @@ CODES = 0x110000  # code points of Unicode
 
 
 def main_scripts(texts: Sequence[str]) -> np.ndarray:
-    """Return the script that most letters of each text are of, as the place in `SCRIPTS`: (N,), 0 without letters."""
+    """Return the script of most letters of each text, as its place in `SCRIPTS`: (N,), 0 without letters."""
     codes, owner = characters_of(texts)
     found = np.bincount(owner * len(SCRIPTS) + _table()[codes], minlength=len(texts) * len(SCRIPTS))
     counts = found.reshape(len(texts), len(SCRIPTS))

@@ -1,4 +1,4 @@
-"""Rows as a file of JSON lines."""
+"""Write rows as a file of JSON lines."""
 
 import json
 from collections.abc import Iterable

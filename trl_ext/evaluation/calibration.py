@@ -1,4 +1,4 @@
-"""How far the probabilities of a reward model can be taken at their word, and the temperature that makes them so."""
+"""Measure whether the probabilities of a reward model are right, and fit the temperature that makes them so."""
 
 import math
 from typing import Any
@@ -41,8 +41,8 @@ def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
 def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 1000, seed: int = 0) -> float:
     """Return the mean calibration error of a model whose probabilities are right, on as many pairs of such margins.
 
-    An error is a mean of absolute values, so of few pairs it is never near 0 (Bröcker and Smith, 2007): what is above
-    this one is the model's.
+    An error is a mean of absolute values, so it is never near 0 for few pairs (Bröcker and Smith, 2007): only what is
+    above this one is the model's.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one; their signs are drawn anew.

@@ -1,4 +1,4 @@
-"""How a reward model ranks several answers to one prompt, against people's ranks and their choice."""
+"""Compare a reward model's ranks of several answers to a prompt with people's ranks and choices."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -19,8 +19,7 @@ def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | Non
         ranks: (n,) of people; 1, or the lowest, is best.
 
     Returns:
-        ρ and τ-b, 1 where the orders are the same. Both 0 if all scores are equal, None if all ranks are, which says
-        nothing.
+        ρ and τ-b, 1 for the same order; both 0 if all scores are equal; None if all ranks are equal.
 
     Raises:
         ValueError: the shapes differ, or there are fewer than two answers.
@@ -45,8 +44,8 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
         scores, ranks: of each prompt's answers, as of [`rank_correlation`].
 
     Returns:
-        `prompts` that are counted and `all_tied` that are not, since people ranked all their answers alike; `answers`
-        a prompt; `spearman` and `kendall`, each with its `_interval`. None if no prompt is counted.
+        `prompts` that count and `all_tied`, which do not, since people ranked all answers alike; `answers` a prompt;
+        `spearman` and `kendall`, each with its `_interval`. None if no prompt counts.
     """
     found = [rank_correlation(torch.tensor(a), torch.tensor(b)) for a, b in zip(scores, ranks, strict=True)]
     both = torch.tensor([each for each in found if each is not None], dtype=torch.double)
@@ -106,8 +105,8 @@ def rankings_of_pairs(
         prompts, chosen, rejected: what names the prompt and the answers of each pair, such as their texts.
 
     Returns:
-        For each such prompt its name, the answers and their ranks, 1 the best. Left out are prompts where a pair is
-        missing, or where pairs contradict each other.
+        For each such prompt its name, the answers and their ranks, 1 the best. Prompts with a missing pair, or with
+        pairs that contradict each other, are left out.
     """
     wins: dict[Hashable, set[tuple[Hashable, Hashable]]] = defaultdict(set)
     for prompt, better, worse in zip(prompts, chosen, rejected, strict=True):
@@ -117,7 +116,7 @@ def rankings_of_pairs(
         answers = list(dict.fromkeys(answer for pair in sorted(pairs, key=repr) for answer in pair))
         won = [sum(better == answer for better, _ in pairs) for answer in answers]
         compared = {frozenset(pair) for pair in pairs}
-        # Each two compared once, and they win 0, 1, … n − 1 times: then it is an order
+        # It is an order if each two are compared once, and they win 0, 1, … n − 1 times
         if len(answers) > 2 and len(compared) == len(pairs) and sorted(won) == list(range(len(answers))):
             found.append((prompt, answers, [len(answers) - number for number in won]))
     return found

@@ -1,4 +1,4 @@
-"""Whether a run can write where it is told to, and is alone there."""
+"""Check that a run can write where it is told to, and is alone there."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""How far annotators agree, who stands apart from the others, and what cannot be known of it."""
+"""Measure how far annotators agree and who stands apart, and say what the labels cannot tell."""
 
 from itertools import combinations
 from typing import Any

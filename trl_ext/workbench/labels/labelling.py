@@ -1,4 +1,4 @@
-"""Answers that are to be compared: which ones, in the formats of labelling tools, and the choices that come back."""
+"""Choose answers to compare, write them for labelling tools, and read the choices that come back."""
 
 import csv
 import io
@@ -58,8 +58,7 @@ def answers_to_label(
         disagreement: (N,) standard deviation of an ensemble's members; None without an ensemble, when its share goes
             to the other two.
         size: how many to choose. Fewer come back if there are fewer prompts.
-        shares: of `REASONS` in the choice, numbers of which the sum is above 0. They are rounded in that order; what
-            is left is random.
+        shares: of each of `REASONS`, with a sum above 0. They are rounded in that order; the rest is random.
         seed: of the draws.
 
     Returns:
@@ -67,7 +66,7 @@ def answers_to_label(
     """
     shares = {why: shares.get(why, 0.0) * (why != "disagreement" or disagreement is not None) for why in REASONS}
     if size < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
-        raise ValueError(f"a queue needs a size of 1 or more and shares >= 0 of which one is above 0, got {shares}")
+        raise ValueError(f"a queue needs a size of 1 or more and shares >= 0, one above 0, got {shares}")
     whole = sum(shares.values())
     first = round(size * shares["score"] / whole)
     second = min(round(size * shares["disagreement"] / whole), size - first)

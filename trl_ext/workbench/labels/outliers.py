@@ -1,4 +1,4 @@
-"""Who agrees with the others less than chance and usual differences explain."""
+"""Find annotators who agree with the others less than chance and usual differences explain."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from .tables import Labels
 
-_NO_MEASURE, _ROUNDS = -2, 10  # who is below this z-score is no measure for others; looked for at most so often
+_NO_MEASURE, _ROUNDS = -2, 10  # others are not measured against a lower z-score; rounds of finding such people
 
 
 def zscores(labels: Labels) -> np.ndarray:
@@ -15,9 +15,9 @@ def zscores(labels: Labels) -> np.ndarray:
 
     z = (x − median) / √(σ²/n + τ²), σ²/n being the noise of n labels, and τ² the spread among the others beyond their
     own noise: (1.4826·MAD)² − median(σ²/n), at least 0. Where one annotator labelled several pairs of a prompt, σ² is
-    larger by how far these labels agree or differ together: Σ_prompts (Σ r)² / Σ r², with r = label − mean. So a few
-    labels are not held against anybody, nor is what is usual among people. Who has z < −2 is no measure for the
-    others: it is done again without them, until nothing changes, as long as three annotators and half of all are left.
+    larger by how far these labels agree or differ together: Σ_prompts (Σ r)² / Σ r², with r = label − mean. So neither
+    few labels nor usual differences count against anybody. People with z < −2 are no measure for the others: z is
+    computed again without them until nothing changes, as long as three annotators and half of all are left.
 
     Args:
         labels: of all annotators.
@@ -84,8 +84,9 @@ def mean_and_error(
     who: np.ndarray, prompt: np.ndarray, values: np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    (A,) the mean of each annotator's (L,) values, and its standard error, by what those of one prompt add up to:
-    √(G/(G − 1) · Σ_prompts (Σ r)²) / n, with r = value − mean and G prompts. NaN where it is not known.
+    Return the mean of each annotator's (L,) values and its standard error clustered by prompt, (A,) each.
+
+    The error is √(G/(G − 1) · Σ_prompts (Σ r)²) / n, with r = value − mean and G prompts; NaN where it is unknown.
     """
     n = np.bincount(who, minlength=size)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -1,4 +1,4 @@
-"""Tables of labels, long or wide, as arrays: who chose what, of which pair."""
+"""Read tables of labels, long or wide, as arrays of items, annotators and choices."""
 
 import json
 from collections.abc import Iterator
@@ -238,8 +238,8 @@ def _check_utf8(table: pa.Table, start: int) -> None:
 
 def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, int]) -> dict[str, np.ndarray]:
     """
-    The arrays of some rows: of texts one entry for each pair of answers in a row, of labels one a label, with the
-    place of its pair. Where a row has one answer, it stands for the pair.
+    Read some rows as arrays. Texts have an entry for each pair of answers in a row; labels have one each, with the
+    place of their pair. A row with one answer stands for a pair.
     """
     size, answers = len(table), len(columns.responses)
     prompt = np.zeros(size, np.uint64)

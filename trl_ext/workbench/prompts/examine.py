@@ -1,4 +1,4 @@
-"""What is in the prompts of one data set or several: duplicates, lengths, languages, copied answers."""
+"""Examine the prompts of data sets: duplicates, lengths, languages, copied answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The figures of `trl-ext prompts`: what its JSON has, and its page shows."""
+"""Compute the figures of `trl-ext prompts`, for its JSON and its page."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a reward is examined on: pairs, best-of-n rows, rankings and a policy's answers, as the data has them."""
+"""Load what a reward is examined on: pairs, best-of-n rows, rankings and a policy's answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -122,7 +122,7 @@ def material_of(
         train: usable pairs that the model was trained on.
         group_columns: to compare by; None takes those of `GROUPS` that are there.
         train_rows: training pairs that are scored.
-        seed: of which they are.
+        seed: of their draw.
 
     Raises:
         ValueError: a column is missing.
@@ -164,14 +164,14 @@ def held_out_part(
     Leave out what was trained on.
 
     Args:
-        pairs: usable pairs that are given to measure on.
+        pairs: usable pairs to measure on.
         train: usable pairs that may have been trained on.
         trained: the pairs that the reward is known to have been trained on.
         is_named: whether `train` was named as such, and does not only lie beside the pairs.
 
     Returns:
-        The pairs that are held out; training pairs (None if there are none: of what is given, what was trained on);
-        all pairs that count as trained on; what is known; and sentences on it.
+        The held-out pairs; training pairs (without `train`, those of `pairs` that were trained on, else None); all
+        pairs that count as trained on; what is known; and sentences on it.
 
     Raises:
         ValueError: all pairs were trained on.

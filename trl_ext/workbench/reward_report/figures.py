@@ -1,4 +1,4 @@
-"""The figures of `trl-ext reward-report`: of any function that scores, on pairs, rankings and a policy's answers."""
+"""Compute the figures of `trl-ext reward-report`, for any function that scores."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -322,10 +322,7 @@ def _probes(
     seed: int,
     unknown: list[str],
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """
-    The probes, on texts, and why there are none. What the reward is given of each prompt is the prompt and the columns
-    of its row.
-    """
+    """Run the probes, or return why they could not be run. The reward gets each prompt as the data has it."""
     if not rows:
         unknown.append("No probes were run (`probe_rows` is 0).")
         return [], None

@@ -24,6 +24,7 @@ NAMES = json.loads((DATA / "names.json").read_text())  # of the package at 0.2.0
 # Modules that are no more, and names without `_`, as `module.name`: what nobody outside has imported
 GONE = {
     "trl_ext.upstream",  # a table of other packages' names, for trl_ext alone
+    "trl_ext.checkpoints.newest_checkpoint",
     "trl_ext.commands.main.several",
     "trl_ext.commands.recorded.is_finite",
     "trl_ext.commands.reward_report_figures.finite",

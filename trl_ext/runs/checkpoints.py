@@ -77,12 +77,8 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
     return None, skipped
 
 
-def newest_checkpoint(output_dir: str) -> str | None:
-    """Return the complete checkpoint in `output_dir` that was finished last, and print which ones are skipped."""
-    return _on_first(_newest_checkpoint, output_dir)
-
-
 def _newest_checkpoint(output_dir: str) -> str | None:
+    """Return the complete checkpoint in `output_dir` that was finished last, and print which ones are skipped."""
     checkpoint, skipped = newest_complete(output_dir)
     for path, reason in sorted(skipped.items()):
         print(f"Skipping {path}: it is not complete: {reason}.")
@@ -121,7 +117,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
     asked = args.resume_from_checkpoint
     if asked is None:
-        return newest_checkpoint(args.output_dir)
+        return _on_first(_newest_checkpoint, args.output_dir)
     words = {"true": True, "false": False}  # the field is a string, on the command line and in YAML
     return words.get(str(asked).lower(), asked)
 
@@ -149,16 +145,6 @@ class ResumableRun(BackgroundSaving):
         resume_anyway: go on from a run of other settings, too; also a field of PPOConfig and DPOConfig.
     """
 
-    args: Any
-    accelerator: Any
-    state: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    processing_class: Any
-    data_collator: Any
-    train_dataset: Any
-
     def __init__(
         self,
         model: Any = None,
@@ -175,10 +161,8 @@ class ResumableRun(BackgroundSaving):
         self._resume_anyway = resume_anyway
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
         self._is_changed = False  # this run goes on from one with other settings
-        self._has_said = False  # its schedule was printed
+        self._has_printed_schedule = False
         super().__init__(model, *args, **kwargs)
-
-    # ---- What a trainer adds ----
 
     @property
     def _given_model(self) -> Any:
@@ -247,33 +231,31 @@ class ResumableRun(BackgroundSaving):
         """Return what the run is going to do, as text."""
         return schedule(self)
 
-    # ---- Training ----
-
-    def _say_schedule(self) -> None:
-        if not self._has_said:  # `train` may be called again
+    def _print_schedule(self) -> None:
+        if not self._has_printed_schedule:  # `train` may be called again
             self.accelerator.print(self._schedule())
-        self._has_said = True
+        self._has_printed_schedule = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         with Hold(self.args.output_dir):
             return self._train_alone(resume_from_checkpoint, **kwargs)
 
     def _train_alone(self, resume_from_checkpoint: str | bool | None, **kwargs: Any) -> TrainOutput:
-        if not self._has_said:
-            self._say_what_waits()
+        if not self._has_printed_schedule:
+            self._print_what_waits()
         if not self._facts:  # later, training has changed what was passed in
             self._facts = self._run_facts()
         # FSDP may load weights on the first process alone
         facts = from_first({**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})})
         self._settings = fingerprint(self.args, **facts)
         self._names = json.loads(json.dumps(without_credentials(self._run_names()), default=str))
-        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
+        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]
         for callback in halting:
             callback.run_facts, callback.finish_saving = facts, self._look_at_saving
         self._check_rollback(resume_from_checkpoint, halting)
         found = _on_first(self._find_checkpoint, resume_from_checkpoint)
         if found is None:
-            self._say_schedule()
+            self._print_schedule()
             return self._trained(**kwargs)
         checkpoint, is_same = found
         self._is_changed = not is_same
@@ -286,7 +268,7 @@ class ResumableRun(BackgroundSaving):
                     f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."
                 )
             self.accelerator.print(f"{end}: loading {checkpoint}.")
-            self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
+            self._load_from_checkpoint(checkpoint)
             self._load_own_state(checkpoint)
             self.state = state
             if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
@@ -294,17 +276,17 @@ class ResumableRun(BackgroundSaving):
                 if beside.is_dir():  # the output directory may have been moved
                     state.best_model_checkpoint = str(beside)
                 _on_first(_checked_marker, state.best_model_checkpoint)
-                self._load_best_model()  # type: ignore[attr-defined]
+                self._load_best_model()
             return TrainOutput(state.global_step, float("nan"), {})
         self._before_resuming(checkpoint)
         self._load_own_state(checkpoint)
-        self._say_schedule()
+        self._print_schedule()
         self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
         return self._trained(resume_from_checkpoint=checkpoint, **kwargs)
 
     def _trained(self, **kwargs: Any) -> TrainOutput:
         try:
-            output = super().train(**kwargs)  # type: ignore[misc]
+            output = super().train(**kwargs)
         except BaseException:
             self._complete_after_an_error()
             raise
@@ -353,13 +335,13 @@ class ResumableRun(BackgroundSaving):
         return checkpoint, not different
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        scheduler = super().create_scheduler(*args, **kwargs)
         # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
         self._given = _options(self.optimizer)
         return scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        super()._load_optimizer_and_scheduler(checkpoint)
         groups = self.optimizer.param_groups
         if checkpoint is None or not self._is_changed or len(groups) != len(self._given):
             return
@@ -378,24 +360,24 @@ class ResumableRun(BackgroundSaving):
         self._writer.close()
         # Else it leaves only the best checkpoint, and the same command again would train what comes after
         with temporarily(self.args, save_total_limit=None):
-            return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+            return super()._finalize_training(*args, **kwargs)
 
     # Both write training_args.bin
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with temporarily(self.args, **pickled_without_credentials(self.args)):
-            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict=state_dict)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._is_pushed:
             self._writer.write_now()  # what was kept back is part of what is uploaded
         with temporarily(self.args, **pickled_without_credentials(self.args)):
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if rolled_back(self.state):
             return
         self._check_saving(wait=True)  # one at a time
-        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         is_behind = self._saves_in_background and self._upload is None
         keeps_back = is_behind or self._goes_on_unsaved
@@ -407,7 +389,7 @@ class ResumableRun(BackgroundSaving):
             # Older checkpoints may only go once this one is complete
             keeping_back = self._writer.deferring(copies=is_behind) if keeps_back else nullcontext()
             with temporarily(self.args, save_total_limit=None), keeping_back:
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                super()._save_checkpoint(model, trial)
                 if not self.args.save_only_model:
                     self._save_own_state(checkpoint)
             if not keeps_back:

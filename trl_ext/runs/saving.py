@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -20,12 +20,16 @@ from .marker import MARKER, step_of
 from .processes import from_first
 from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, is_of_writing, not_saved
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # a mixin: the trainer that it is mixed into has the methods
+
 _UPLOADERS = {  # tracker -> the variable, and its values, that make it upload a checkpoint in `on_save`
     "wandb": ("WANDB_LOG_MODEL", {"CHECKPOINT"}),
     "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", ENV_VARS_TRUE_VALUES),
     "clearml": ("CLEARML_LOG_MODEL", ENV_VARS_TRUE_VALUES),
 }
-
 
 MODEL = "The model"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -93,19 +97,13 @@ def _written(folder: str | os.PathLike[str]) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
-class BackgroundSaving:
+class BackgroundSaving(_Trainer):
     """
     Mixin of trainers: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] say.
 
     While a checkpoint is being written, the processes agree between two steps on how far it is. The thread that writes
     takes part in no collective.
     """
-
-    args: Any
-    accelerator: Any
-    state: Any
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
@@ -138,7 +136,7 @@ class BackgroundSaving:
                 return f"{tracker} uploads each: unset {variable} to send it numbers alone"
         return None
 
-    def _say_what_waits(self) -> None:
+    def _print_what_waits(self) -> None:
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if not self._saves_in_background:
             return
@@ -150,7 +148,7 @@ class BackgroundSaving:
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._check_saving()
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _check_saving(self, wait: bool = False) -> None:
         """Check whether the checkpoint that is being written is complete; print or raise if it failed."""
@@ -216,14 +214,14 @@ class BackgroundSaving:
 
     def save_metrics(self, split: str, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Save metrics as every Trainer does, each file whole or as it was before."""
-        if not self.is_world_process_zero():  # type: ignore[attr-defined]
+        if not self.is_world_process_zero():
             return
         output_dir, added_to = Path(self.args.output_dir), "all_results.json"
         with tempfile.TemporaryDirectory(dir=output_dir, prefix="_") as folder:
             if (before := _json(output_dir / added_to)) is not None:
                 Path(folder, added_to).write_text(before)
             with temporarily(self.args, output_dir=folder):
-                super().save_metrics(split, metrics, *args, **kwargs)  # type: ignore[misc]
+                super().save_metrics(split, metrics, *args, **kwargs)
             # `train_results.json` is the last one: it marks a run as finished
             for path in sorted(Path(folder).iterdir()):
                 path.replace(output_dir / path.name)

@@ -151,7 +151,7 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
     for number, row in enumerate(_rows(path, text)):
         if not isinstance(row, Mapping):
             raise ValueError(f"{path}, row {number}, is no object with names and values, but {str(row)[:40]!r}")
-        for each in _said(row, path):  # people type spaces that they do not see
+        for each in _labels_in(row, path):  # people type spaces that they do not see
             item, annotator, said = (value.strip() if isinstance(value, str) else value for value in each)
             said = None if said == "" else said
             choice = _PAIRWISE.get(said, said) if isinstance(said, str) else said
@@ -183,7 +183,7 @@ def _rows(path: Path, text: str) -> list[Any]:
     return rows
 
 
-def _said(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]:
+def _labels_in(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]:
     """Return item, annotator and choice of each label in a row."""
     if "annotations" in row:  # Label Studio, JSON
         item = (row.get("data") or {}).get("item")

@@ -1,4 +1,4 @@
-"""How an accelerate configuration spreads a run over processes."""
+"""Read how an accelerate configuration spreads a run over processes."""
 
 import json
 from dataclasses import dataclass
@@ -86,11 +86,8 @@ class Layout:
 
     @classmethod
     def _read_deepspeed(cls, config: dict, path: Path, count: dict[str, Any]) -> "Layout":
-        stage, offload = (
-            config.get("zero_stage", 2),
-            [config.get(f"offload_{x}_device") for x in ("param", "optimizer")],
-        )
-        accumulation, zero = config.get("gradient_accumulation_steps"), {}
+        stage, accumulation, zero = config.get("zero_stage", 2), config.get("gradient_accumulation_steps"), {}
+        offload = [config.get(f"offload_{x}_device") for x in ("param", "optimizer")]
         if file := config.get("deepspeed_config_file"):
             found = [place for place in (Path(file), path.parent / file, path.parent.parent / file) if place.is_file()]
             if not found:

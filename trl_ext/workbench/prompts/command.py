@@ -22,14 +22,14 @@ from ...data import write_rows
 from ...runs import check_output_dir, find, overlap, write_text
 from ...upstream import late_bars, quiet
 
-# Measured with a million: what a row takes, whatever its length, with splits by a column
+# Measured with a million rows of any length, with splits by a column
 BYTES_A_ROW = 1000
 OWN = ("prompts.html", "prompts.json", "duplicates.jsonl")  # what the report is
 
 
 @dataclass
 class PromptsArguments:
-    """Which sets, what is a duplicate, what must hold, and what is written."""
+    """The sets, what counts as a duplicate, the bounds, and what is written."""
 
     sets: list[str] = field(
         metadata={
@@ -78,16 +78,17 @@ class PromptsArguments:
     )
     stratify: list[str] = field(
         default_factory=list,
-        metadata={"help": "What splits shall have alike: columns, or `length` and `script`."},
+        metadata={"help": "What splits have in equal shares: columns, or `length` and `script`."},
     )
     balance: list[str] = field(
-        default_factory=list, metadata={"help": "Columns, `length` or `script`, of whose values no one has more rows."}
+        default_factory=list,
+        metadata={"help": "Columns, `length` or `script`: each value keeps as many rows."},
     )
     balance_to: int | None = field(
         default=None, metadata={"help": "Most rows of a value; if unset as many as the rarest has."}
     )
     split_sets: list[str] | None = field(
-        default=None, metadata={"help": "Sets that `split` and `balance` are for; if unset all but the held-out ones."}
+        default=None, metadata={"help": "Sets to `split` and `balance`; if unset all but the held-out ones."}
     )
     write: bool = field(default=True, metadata={"help": "Write copies; else the report alone."})
     seed: int = field(default=0, metadata={"help": "Of hashes, balance and splits."})

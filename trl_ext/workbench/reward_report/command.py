@@ -3,11 +3,11 @@
     trl-ext reward-report MODEL --dataset_name PAIRS
 
 MODEL is a reward model's folder (an adapter's and an ensemble's, too), a hub name, or file.py:function; or --rewards
-has what a configuration of `trl-ext ppo` would. PAIRS has `chosen`, `rejected` and `prompt`; those that the model was
-trained on, which `trl-ext reward` notes beside it, are left out. Written are `reward_report.html` and
-`reward_report.json`, into the model's folder or --output_dir: accuracy, also by group and length, calibration, scores
-on training data and of a policy, probes, and ranks. A bound that is broken, or cannot be judged, ends the command with
-status 1 and a sentence, a wrong input with status 2.
+has an entry as a configuration of `trl-ext ppo` has. PAIRS has `chosen`, `rejected` and `prompt`; pairs that the model
+was trained on, which `trl-ext reward` notes beside it, are left out. `reward_report.html` and `reward_report.json`, in
+the model's folder or --output_dir, have the accuracy, also by group and length, calibration, scores on training data
+and of a policy, probes, and ranks. A bound that is broken, or cannot be judged, ends the command with status 1 and a
+sentence, a wrong input with status 2.
 """
 
 import itertools
@@ -46,7 +46,7 @@ _RANGES = {
 
 @dataclass
 class RewardReportArguments:
-    """What is tested, on what, and what must hold."""
+    """The reward, the data to test it on, and the bounds."""
 
     model: str | None = field(
         default=None,
@@ -106,7 +106,7 @@ class RewardReportArguments:
     max_length_bias: float | None = field(
         default=0.2,
         metadata={
-            "help": "Most by which the accuracy differs where the chosen answer is longer from where it is shorter; "
+            "help": "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; "
             "null for any."
         },
     )

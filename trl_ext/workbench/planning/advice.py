@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .capacity import A_MACHINE, Fit
 
@@ -329,7 +329,8 @@ class Lever(NamedTuple):
 
 
 def _with_at_least(facts: Facts, **least: float) -> Facts:
-    return replace(facts, **{name: max(getattr(facts, name) or 0, value) for name, value in least.items()})
+    raised: dict[str, Any] = {name: max(getattr(facts, name) or 0, value) for name, value in least.items()}
+    return replace(facts, **raised)
 
 
 LEVERS = (

@@ -17,6 +17,7 @@ def test_what_fails_leaves_the_file_as_it_was_and_nothing_beside_it(failure, tmp
 
     with pytest.raises(failure):
         write_rows(path, rows())
+    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
     with pytest.raises(failure), whole_file(path, durably=True) as temporary:
         temporary.write_text("half")
         raise failure

@@ -124,7 +124,8 @@ def good_checkpoint(output_dir: str, good_step: int) -> str | None:
 
 
 def forget_rollback(output_dir: str) -> None:
-    Path(output_dir, RECORD).unlink(missing_ok=True)
+    if Path(output_dir, RECORD).is_file():  # a folder that cannot be one is told of elsewhere
+        Path(output_dir, RECORD).unlink(missing_ok=True)
 
 
 def announce_rollback(state: Any, sentence: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, is_evaluated, write_text
+from trl_ext.runs import Hold, check_output_dir, from_first, is_evaluated, write_text
 from trl_ext.upstream import late_bars, quiet
 
 
@@ -128,11 +128,7 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
 
 def is_complete(member: str) -> bool:
     """Whether a member was measured, which is what comes last; asked on the first process, for all."""
-    from accelerate.utils import broadcast_object_list
-
-    found = [all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json"))]
-    broadcast_object_list(found)
-    return found[0]
+    return from_first(all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json")))
 
 
 def finish_ensemble(output_dir: Path, k: int) -> str:

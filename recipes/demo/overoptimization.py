@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trl_ext import StrictTrlParser
 from trl_ext.evaluation import fit_overoptimization, overoptimization_curve
+from trl_ext.runs import whole_file
 
 from .report import read_curve
 from .seeds import check_grid
@@ -72,15 +73,13 @@ def write_csv(runs: list[Run], path: Path) -> None:
     """A row a measurement; α and β are those of its run."""
     coefficients = [f"{kind}_{name}" for kind in KINDS for name in ("alpha", "beta")]
     names = ("planted_share", "label_noise", "kl_coef", "seed")
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
+    with whole_file(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*names, "step", "kl", *KINDS, *coefficients])
         for run in runs:
             fits = [value for kind in KINDS for value in fit_overoptimization(*run.gains(kind))]
             for values in zip(*(run.curve[name].tolist() for name in ("step", "kl", *KINDS)), strict=True):
                 writer.writerow([*(getattr(run, name) for name in names), *values, *fits])
-    temporary.replace(path)
 
 
 def plot(runs: list[Run], path: Path) -> None:

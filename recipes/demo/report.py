@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trl_ext.evaluation import bootstrap_interval, fit_overoptimization, overoptimization_curve
+from trl_ext.runs import write_text
 from trl_ext.workbench.pages import markup
 
 from .measure import Measured
@@ -73,9 +74,7 @@ def write_report(
         markup.section("Answers side by side", _side_by_side(rows, measured)),
         markup.section("The reward model", _reward_model(folder, reward)),
     ]
-    page = folder / "report.html"
-    page.with_suffix(".tmp").write_text(markup.document("A reward model, gamed and guarded", parts), encoding="utf-8")
-    page.with_suffix(".tmp").replace(page)
+    write_text(folder / "report.html", markup.document("A reward model, gamed and guarded", parts))
     return "\n".join(f"{claim}: {'yes' if holds else 'no'} ({figures})" for claim, (holds, figures) in claims.items())
 
 

@@ -16,7 +16,7 @@ import torch
 import yaml
 from accelerate import PartialState
 
-from trl_ext.runs import differences
+from trl_ext.runs import differences, write_text
 
 from .. import generate, online_dpo, ppo, pretrain_critic, reward, sft
 from .model import make_model, make_tokenizer
@@ -243,6 +243,4 @@ def _is_complete(folder: Path, settings: dict) -> bool:
 
 
 def _complete(folder: Path, settings: dict, duration: float) -> None:
-    temporary = folder / f"{MARKER}.tmp"
-    temporary.write_text(json.dumps({"settings": settings, "seconds": duration}, indent=2))
-    os.replace(temporary, folder / MARKER)
+    write_text(folder / MARKER, json.dumps({"settings": settings, "seconds": duration}, indent=2))

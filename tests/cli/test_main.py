@@ -23,7 +23,7 @@ from trl_ext.callbacks import load_monitors
 from trl_ext.cli import main as commands
 from trl_ext.cli.doctor import packages
 from trl_ext.cli.fields import option_names, parsed_names
-from trl_ext.cli.main import TOOLS, TRAINING, launch_file, main, run_here, several, split
+from trl_ext.cli.main import TOOLS, TRAINING, launch_file, main, multi_gpu_flag, run_here, split
 from trl_ext.runs.shipped import accelerate_file, config_file, find, names, recipe, root
 from trl_ext.upstream.names import launch_training_script  # noqa: F401 - raises if it changed
 from trl_ext.upstream.packages import check_packages, is_installed
@@ -170,15 +170,15 @@ def test_several_processes_are_asked_for(subtests):
         ("--mixed_precision no", {"distributed_type": "NO"}, []),
     ]:
         with subtests.test(flags=flags, config=config):
-            assert several(flags.split(), config) == expected
+            assert multi_gpu_flag(flags.split(), config) == expected
 
 
 def test_the_users_own_configuration_of_accelerate_counts(elsewhere, monkeypatch):
     own = elsewhere / "default_config.yaml"
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(own))
-    assert several(["--num_processes", "2"]) == ["--multi_gpu"]
+    assert multi_gpu_flag(["--num_processes", "2"]) == ["--multi_gpu"]
     own.write_text("distributed_type: FSDP\n")
-    assert several(["--num_processes", "2"]) == []
+    assert multi_gpu_flag(["--num_processes", "2"]) == []
 
 
 # ---- What ships ----

@@ -5,8 +5,9 @@ import os
 import time
 
 import pytest
+from transformers import TrainingArguments
 
-from trl_ext.runs.checkpoints import CannotResume, newest_checkpoint, newest_complete
+from trl_ext.runs.checkpoints import CannotResume, checkpoint_to_resume, newest_complete
 from trl_ext.runs.halts import RECORD, Rollback
 from trl_ext.runs.marker import (
     MARKER,
@@ -126,7 +127,7 @@ def test_a_file_that_cannot_be_read_ends_every_process_by_a_sentence(tmp_path, m
 
     monkeypatch.setattr("trl_ext.runs.marker.file_hash", denied)
     with pytest.raises(CannotResume, match=r"cannot be read \(.*Permission denied: .*model.safetensors"):
-        newest_checkpoint(str(tmp_path))
+        checkpoint_to_resume(TrainingArguments(str(tmp_path)))
 
 
 def test_of_a_larger_file_the_start_and_the_end_count(tmp_path):

@@ -14,8 +14,9 @@ from transformers.trainer_utils import TrainOutput
 from tests.launch import on_two_processes
 from tests.runs.test_saving import At, complete, sft
 from trl_ext.runs import output_dir
+from trl_ext.runs.files import write_text
 from trl_ext.runs.marker import MARKER
-from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, is_evaluated, write_text
+from trl_ext.runs.output_dir import LOCK, FolderInUse, Hold, check_output_dir, is_evaluated
 
 HOLDS = """
 import os, sys, time

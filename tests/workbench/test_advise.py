@@ -183,7 +183,7 @@ SETS = {"rows": 5, "kept": 5, "shared_near": 0}
         ("--budget hours=3", "x", "", "`budget` names 'hours': it takes gpu_hours and labels"),
         ("--budget labels=many", "x", "", "`budget` of labels must be a number above 0, got 'many'"),
         ("--budget labels=1 labels=2", "x", "", "names 'labels' twice"),
-        ("--gpus 8 --verifiable true", "x", "", "`gpus` is 8, of which kind is not known"),
+        ("--gpus 8 --verifiable true", "x", "", "`gpus` is 8, but their kind is not known"),
         ("--gpu H100", "x", "", "which needs `model_name_or_path`, too"),
         ("--model_name_or_path m --gpu H1000", "x", "", "`gpu` must be one of RTX 3060.* got 'H1000'"),
         ("--model_name_or_path ./m --gpu H100", "x", "", "`model_name_or_path` ./m: there is no such folder"),

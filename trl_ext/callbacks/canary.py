@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
-
 from ..rewards.member import awaited
 from ..rewards.texts import text_of, words_of
 from ..rewards.watches.repetition import RepetitionWatch
 from ..rewards.watches.watch import numbers_of
 from ..runs.jsonl import JSONLWriter
+from ..runs.processes import from_first
 from .generation import generate_answers
 from .monitor import ABOVE_ONE, NOT_NEGATIVE, SHARE, Finding, MonitorCallback, on_main_process
 
@@ -66,10 +64,7 @@ class CanaryCallback(MonitorCallback):
         self._handle(self._sing(), state, control, good_step=state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        due = [time.monotonic() - self._last >= 60 * self.minutes]
-        if PartialState().num_processes > 1:
-            broadcast_object_list(due)  # each process has a clock of its own
-        if due[0]:
+        if from_first(time.monotonic() - self._last >= 60 * self.minutes):  # each process has a clock of its own
             self._begin(args, state, {})
             self._handle(self._sing(), state, control, good_step=state.global_step)
         super().on_step_end(args, state, control, **kwargs)

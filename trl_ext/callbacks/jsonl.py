@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from ..rewards.watches.watch import Watch
 from ..runs.files import PRIVATE_FOLDER, REGISTRY
 from ..runs.jsonl import JSONLWriter, read_jsonl
+from ..runs.processes import from_first
 from ..runs.redaction import redacted
 from .metrics import is_training_log, metrics_of, numbers_in
 
@@ -58,7 +58,7 @@ class JSONLCallback(TrainerCallback):
         run = uuid.uuid4().hex[:12]
         if state.global_step and self._writer is not None and self._writer.path.is_file():  # resumed
             run = [run, *(event["run"] for event in read_jsonl(self._writer.path) if "run" in event)][-1]
-        run = broadcast_object_list([run])[0] if PartialState().num_processes > 1 else run
+        run = from_first(run)
         config = {"config": redacted(args.to_dict()), "config_class": type(args).__name__}
         self._event("begin", state, run=run, **config, objections=redacted(self.objections))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -17,6 +16,7 @@ from ..runs.control import kl_scale_is_pending, request_kl_scale, take_kl_scale
 from ..runs.files import REGISTRY, RUNBOOK
 from ..runs.halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
 from ..runs.jsonl import finite
+from ..runs.processes import from_first
 from ..runs.redaction import redacted
 from .alerts import Alert, Level, check_sinks, make_sinks
 from .metrics import Metric, answers_in_log, is_gathered, is_training_log, metrics_of, rollout_steps
@@ -304,8 +304,8 @@ class MonitorCallback(Halting, TrainerCallback):
         return self._infinite.get(self.keys.get(quantity) or (metric.key if metric else "")) is True
 
     def _number(self, key: str, value: Any) -> float | None:
-        if not is_gathered(key) and PartialState().num_processes > 1:
-            value = broadcast_object_list([value])[0]
+        if not is_gathered(key):
+            value = from_first(value)
         if value is None or isinstance(value, (str, bytes)):
             return None
         if not math.isfinite(value):
@@ -504,15 +504,13 @@ def number_of_rows(dataloader: Any) -> int | None:
 
 def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:
     """Call `measure` on the main process, and return its result and None to all, or None and its error as text."""
-    result: list[Any] = [None, None]
+    result, failure = None, None
     if PartialState().is_main_process:
         try:
-            result[0] = measure()
+            result = measure()
         except Exception as error:  # raised on one process only, it would leave the others waiting for ever
-            result[1] = f"{type(error).__name__}: {error}"
-    if PartialState().num_processes > 1:
-        broadcast_object_list(result)
-    return result[0], result[1]
+            failure = f"{type(error).__name__}: {error}"
+    return from_first((result, failure))
 
 
 def _is_json(value: Any) -> bool:

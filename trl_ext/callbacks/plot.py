@@ -1,7 +1,6 @@
 """Draw one picture of a run."""
 
 import importlib.util
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..runs.files import REGISTRY
+from ..runs.files import REGISTRY, whole_file
 from .drawing import PANELS, draw_panel
 from .metrics import Metric, metrics_of
 from .monitor import alerts_of
@@ -63,8 +62,6 @@ class MonitoringPlotCallback(TrainerCallback):
             plot_monitoring(state.log_history, metrics_of(args), path, alerts_of(state), registry)
         except OSError as error:
             logger.warning(f"{path} cannot be written ({error.strerror}).")
-            with suppress(OSError):
-                path.with_suffix(".tmp.png").unlink()  # on a full disk it takes the room of a checkpoint
             return
         try:
             send_picture(args, path.stem, path, state.global_step)
@@ -92,7 +89,6 @@ def plot_monitoring(
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
 
-    temporary = path.with_suffix(".tmp.png")
     with matplotlib.rc_context({"text.parse_math": False}):  # a `$` in a reward's name begins no formula
         figure = Figure(figsize=(15, 7), layout="constrained")
         panels = figure.subplots(2, 3, sharex=True)
@@ -102,5 +98,5 @@ def plot_monitoring(
         for axes in panels[1]:
             axes.set_xlabel("optimizer step")
         figure.suptitle("▲ alert (orange: warning, red: action)" if alerts else "", fontsize="medium")
-        figure.savefig(temporary, dpi=100)
-    temporary.replace(path)
+        with whole_file(path) as temporary:
+            figure.savefig(temporary, dpi=100, format="png")

@@ -72,11 +72,8 @@ def machine() -> Iterator[Finding]:
     if not torch.accelerator.is_available():
         yield "note", "GPU", "none: the demo needs none; recipes for GPUs take `--use_cpu true --bf16 false`"
     memory = psutil.virtual_memory()
-    yield (
-        "ok",
-        "cores, memory",
-        f"{os.cpu_count()} cores, {memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free",
-    )
+    free = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
+    yield "ok", "cores, memory", f"{os.cpu_count()} cores, {free}"
 
 
 def packages() -> Iterator[Finding]:
@@ -84,11 +81,7 @@ def packages() -> Iterator[Finding]:
         if not is_installed(package):
             yield "note", package, f"not installed, for {purpose}: `pip install {install}`"
         elif package == "deepspeed" and not shutil.which("g++"):
-            yield (
-                "note",
-                package,
-                "installed, but it compiles what it needs and there is no g++: install a C++ compiler",
-            )
+            yield "note", package, "installed, but it compiles code and there is no g++: install a C++ compiler"
         elif package == "wandb":
             yield _wandb()
         else:
@@ -117,24 +110,14 @@ def places() -> Iterator[Finding]:
                 login = "logged in" if get_token() else "not logged in: `hf auth login`, for gated models and pushing"
             yield "ok", "hub", f"{constants.ENDPOINT} answers, {login}; {cache}"
         except (OSError, ValueError) as error:
-            yield (
-                "note",
-                "hub",
-                f"{constants.ENDPOINT} cannot be reached ({error}): local models and data only; {cache}",
-            )
-    free = shutil.disk_usage(Path.cwd()).free / 2**30
-    verdict = "PROBLEM" if free < 1 or not os.access(Path.cwd(), os.W_OK) else "note" if free < 20 else "ok"
-    yield (
-        verdict,
-        "working directory",
-        f"{Path.cwd()}, {free:.0f} GiB free"
-        + ("" if os.access(Path.cwd(), os.W_OK) else ", but it cannot be written: go to another"),
-    )
+            local = "local models and data only"
+            yield "note", "hub", f"{constants.ENDPOINT} cannot be reached ({error}): {local}; {cache}"
+    free, is_writable = shutil.disk_usage(Path.cwd()).free / 2**30, os.access(Path.cwd(), os.W_OK)
+    verdict = "PROBLEM" if free < 1 or not is_writable else "note" if free < 20 else "ok"
+    problem = "" if is_writable else ", but it cannot be written: go to another"
+    yield verdict, "working directory", f"{Path.cwd()}, {free:.0f} GiB free{problem}"
     if os.path.isfile(default_config_file):
-        yield "ok", "accelerate", f"{default_config_file} holds where `--accelerate_config` is not given"
+        yield "ok", "accelerate", f"{default_config_file} is used where `--accelerate_config` is not given"
     else:
-        yield (
-            "ok",
-            "accelerate",
-            "no configuration of its own: without `--accelerate_config` every GPU is used, by DDP",
-        )
+        how = "without `--accelerate_config` every GPU is used, by DDP"
+        yield "ok", "accelerate", f"no configuration of its own: {how}"

@@ -1,4 +1,4 @@
-"""KL(A ‖ B) between two checkpoints, estimated on answers that A samples.
+"""Estimate KL(A ‖ B) between two checkpoints, on answers that A samples.
 
     trl-ext kl A B --prompts prompts.jsonl
 
@@ -38,9 +38,9 @@ def sampled_kl(
     Estimate KL(policy ‖ reference) on one sampled answer to each prompt, k1 (Schulman 2020).
 
     Args:
-        policy, reference: causal language models with one tokenizer, in evaluation mode; the reference has no fewer
-            rows.
-        tokenizer: theirs.
+        policy, reference: causal language models with one tokenizer, in evaluation mode; the reference's vocabulary is
+            not smaller.
+        tokenizer: of both.
         prompts: texts or messages.
         max_new_tokens: longest answer.
         temperature: of sampling and of both log-probs.
@@ -76,7 +76,7 @@ def sampled_kl(
 
 
 def read_prompts(path: str, split: str = "train") -> list:
-    """Prompts of a text file, one a line, or of a data set."""
+    """Return the prompts of a text file, one a line, or of a data set."""
     from ..data import load_dataset_split
 
     if path.endswith(".txt"):

@@ -1,6 +1,6 @@
-"""`trl-ext COMMAND`: the recipes and tools, from any folder. Training commands start through accelerate, others here.
+"""`trl-ext COMMAND`: run recipes and tools from any folder. Training commands start through accelerate, others here.
 
-Nothing heavy is imported before what was mistyped is refused: the names of flags are read from source.
+Typing errors are refused before anything heavy is imported: the names of flags are read from source.
 """
 
 import argparse
@@ -99,8 +99,9 @@ def usage() -> str:
 
 def help_from_source(name: str) -> str:
     """
-    What `--help` prints, without an import of torch or TRL, which takes seconds; nothing for a command whose flags are
-    no dataclass. `--help all` and `--help WORD` describe TRL's flags, too, and import them.
+    Return what `--help` prints, without the seconds that importing torch and TRL takes.
+
+    It is empty for a command whose flags are no dataclass. `--help all` and `--help WORD` import TRL for its flags.
     """
     module = _module(name)
     kinds = sketches(module)
@@ -136,7 +137,7 @@ def start(name: str, arguments: list[str]) -> int:
         return 2
     try:
         file, launch_flags, flags = split(arguments, parsed_names(module), option_names("accelerate.commands.launch"))
-        settings = launch_file(file, launch_flags) if file else several(launch_flags)
+        settings = launch_file(file, launch_flags) if file else multi_gpu_flag(launch_flags)
         return _launch(name, [*settings, *launch_flags], flags)
     except KeyboardInterrupt:  # before there was a process to say it
         return _INTERRUPTED
@@ -152,7 +153,7 @@ def split(
 
     Args:
         arguments: all words.
-        names: of the recipe's flags, which go to the recipe also if accelerate has one of that name; None if unknown.
+        names: of the recipe's flags, which go before accelerate's of the same name; None if unknown.
         of_accelerate: names of the flags of `accelerate launch`.
 
     Returns:
@@ -187,23 +188,23 @@ def split(
 
 
 def launch_file(file: Path, flags: list[str]) -> list[str]:
-    """The flags that make accelerate read `file`, wherever the file of DeepSpeed that it names lies."""
+    """Return the flags that make accelerate read `file`, wherever its file for DeepSpeed lies."""
     words, config = ["--config_file", str(file)], _read(file)
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
         if not find(named).is_file():
             raise ValueError(f"{file} names deepspeed_config_file {named}, which is not there: correct the path")
         words += ["--deepspeed_config_file", str(find(named))]
-    return [*words, *several(flags, config)]
+    return [*words, *multi_gpu_flag(flags, config)]
 
 
-def several(flags: list[str], config: dict[str, Any] | None = None) -> list[str]:
+def multi_gpu_flag(flags: list[str], config: dict[str, Any] | None = None) -> list[str]:
     """
-    Return `--multi_gpu` where it needs saying: else accelerate starts one process, whatever `--num_processes` is.
+    Return `--multi_gpu` if accelerate would else start one process, whatever `--num_processes` is.
 
     Args:
         flags: of accelerate.
-        config: what its configuration says; if None, that is the user's own, which `accelerate config` writes.
+        config: its configuration; None reads the user's own, which `accelerate config` writes.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
@@ -248,11 +249,11 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
         raise ValueError(f"stray value {taken!r}: a flag of `accelerate launch` before it takes fewer values")
     if parsed.multi_gpu and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # else each process would take itself for the only one
-    # It lists the defaults that it takes, which is no news
+    # It lists its defaults, which are no news
     logging.getLogger("accelerate.commands.launch").addFilter(
         lambda record: "not passed to" not in record.getMessage()
     )
-    # The training process says so and ends; it is waited for
+    # The training process prints that it was interrupted, and ends; this one waits for it
     before = signal.signal(signal.SIGINT, _pass_on)
     try:
         launch_training_script(script, launch_flags, [name, *flags], launch_parser_fn=lambda: parser)
@@ -269,7 +270,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
 
 def _pass_on(number: int, frame: Any) -> None:
-    """Send a signal to the training process: `kill -INT` reaches this one alone. It counts once with a terminal's."""
+    """Pass a signal on to the training process, which `kill -INT` does not reach. A terminal's signal counts once."""
     import psutil
 
     children = psutil.Process().children()

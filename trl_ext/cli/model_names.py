@@ -1,4 +1,4 @@
-"""Whether there is a model of some name: a folder, or one of the hub; asked before anything is loaded."""
+"""Check that a model exists, in a folder or on the hub, before anything is loaded."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def check_model(
     weights: bool = True,
 ) -> None:
     """
-    Check that a model is there, with one request to the hub at most. Nothing is loaded.
+    Check that a model exists, with one request to the hub at most. Nothing is loaded.
 
     Args:
         setting: what error messages call it.
@@ -38,8 +38,8 @@ def check_model(
         tokenizer, weights: whether a folder must hold them, too.
 
     Raises:
-        FileNotFoundError: it is not there, or a part of it; the message names the setting, the value, and what to do.
-        ValueError: a file that is broken.
+        FileNotFoundError: it, or a part of it, is missing; the message names the setting, the value, and what to do.
+        ValueError: a file is broken.
     """
     if name is None:
         return

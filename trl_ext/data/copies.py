@@ -1,4 +1,4 @@
-"""Answers that repeat runs of words from a corpus, such as the training set."""
+"""Find answers that repeat runs of words from a corpus, such as the training set."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""Which texts are the same, and which are nearly the same: MinHash, with each find checked by the real similarity."""
+"""Find texts that are the same or nearly the same, by MinHash and a check of the real similarity."""
 
 import tempfile
 import unicodedata
@@ -25,12 +25,10 @@ class Duplicates:
     Which of N texts are duplicates.
 
     Args:
-        exact: (N,) texts with one number are the same but for case, white space and forms of letters; -1 for a text
-            without any.
-        near: (N,) texts with one number are near duplicates, or are joined by others that are; -1 as above. Numbers
-            are those of the first text of each group.
-        similarity: (N,) Jaccard similarity to the first text of the group. Where it is below the threshold, others
-            join the two.
+        exact: (N,) texts with the same number differ only in case, white space and forms of letters; -1 if empty.
+        near: (N,) texts with the same number are near duplicates, or joined by others; -1 if empty. The number is the
+            place of the group's first text.
+        similarity: (N,) Jaccard similarity to the group's first text. Below the threshold, other texts join the two.
     """
 
     exact: np.ndarray
@@ -39,7 +37,7 @@ class Duplicates:
 
 
 def normalised(text: str) -> str:
-    """Return what counts of a text: no case, no forms of a letter (NFKC), one space for any, nothing unseen."""
+    """Return a text without case, forms of letters (NFKC), unseen characters, and more than single spaces."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", _UNSEEN.sub("", text))
     return " ".join(text.casefold().split())
@@ -51,18 +49,18 @@ def find_duplicates(
     """
     Find the texts that are the same, and those that nearly are, by the Jaccard similarity of their n-grams.
 
-    Similarity is |A ∩ B| ÷ |A ∪ B| of the n-grams of both. MinHash (Broder 1997) finds candidates in buckets, and the
-    real similarity decides. A group is what is joined by pairs that are near, so two of its texts may be further
-    apart. A pair at the threshold is found with a chance of some 99 %, and closer ones almost surely; fewer in buckets
-    of many texts, where each is compared with 16 others. Memory is some 600 bytes a text, whatever its length; n-grams
-    are in a temporary file, 4 bytes each.
+    Similarity is |A ∩ B| ÷ |A ∪ B| of both texts' n-grams. MinHash (Broder 1997) finds candidates in buckets, and the
+    real similarity decides. Pairs that are near join to groups, so two texts of a group may be further apart. A pair
+    at the threshold is found with a chance of some 99 %, and closer ones almost surely; fewer in buckets of many
+    texts, where each is compared with 16 others. Memory is some 600 bytes a text, whatever its length; n-grams go to a
+    temporary file, 4 bytes each.
 
     Args:
         texts: read once.
         threshold: least similarity of near duplicates, in (0, 1].
-        unit: what n-grams are of, `words` or `characters`. In scripts without spaces a character is a word.
-        n: words or characters in an n-gram. A text with fewer is one n-gram, and has no near duplicates.
-        num_perm: hashes of a signature: more find more surely, and cost more.
+        unit: `words` or `characters`. In scripts without spaces a character is a word.
+        n: words or characters in an n-gram. A shorter text is one n-gram, and has no near duplicates.
+        num_perm: hashes of a signature: more find more, and cost more.
         seed: of the hashes.
 
     Raises:
@@ -102,7 +100,7 @@ def similarity_of(one: str, other: str, unit: Unit = "words", n: int = 3) -> flo
 
 
 def _read(texts, threshold, unit, n, num_perm, seed, file):
-    """Of each text its digest (0 if it is empty), its keys in each band, and where its n-grams end in the file."""
+    """Return for each text a digest (0 if empty), its key in each band, and where its n-grams end in the file."""
     from datasketch import MinHash, MinHashLSH
 
     # Near 1 it would take one long band, and refuses that. Shorter ones find more, and the real similarity decides
@@ -136,7 +134,7 @@ def _digest(text: str) -> int:
 
 
 def _band_keys(signatures: np.ndarray) -> np.ndarray:
-    """One key of 32 bits for each band of each signature; two that are alike by chance are told apart later. (b, N)"""
+    """Return a key of 32 bits for each band of each signature, (b, N); keys that collide are told apart later."""
     mixed = np.zeros(signatures.shape[:2], np.uint64)
     for row in range(signatures.shape[2]):
         mixed = (mixed ^ signatures[:, :, row]) * np.uint64(0x9E3779B97F4A7C15)
@@ -145,7 +143,7 @@ def _band_keys(signatures: np.ndarray) -> np.ndarray:
 
 
 def _joined(bands: list[np.ndarray], places: np.ndarray, sets: "_Sets") -> np.ndarray:
-    """The first text of the group of each text, of those that are left when exact copies are."""
+    """Return the first text of each text's group, for texts that are no exact copies."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -188,14 +186,14 @@ class _Sets:
         self.begins = ends - self.counts
 
     def are_near(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Whether the texts at these places are near each other, pair by pair."""
+        """Return whether the texts at these places are near duplicates, pair by pair."""
         counts = self.counts[one], self.counts[other]
         near = np.minimum(*counts) >= self.threshold * np.maximum(*counts) - 1e-9  # else they cannot be
         near[near] = self.similarity(one[near], other[near]) >= self.threshold
         return near
 
     def similarity(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """The Jaccard similarity of the texts at these places, pair by pair."""
+        """Return the Jaccard similarity of the texts at these places, pair by pair."""
         sizes = self.counts[one] + self.counts[other]
         result = np.zeros(len(one), np.float64)
         part = np.cumsum(sizes) // _ELEMENTS
@@ -207,7 +205,7 @@ class _Sets:
         return result
 
     def _keyed(self, places: np.ndarray) -> np.ndarray:
-        """The n-grams of these texts, each behind the number of its text here."""
+        """Return the n-grams of these texts, with the number of the text in the upper 32 bits."""
         counts = self.counts[places]
         number = np.repeat(np.arange(len(places)), counts)
         within = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)

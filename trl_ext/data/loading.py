@@ -65,7 +65,7 @@ def load_dataset_split(
 def held_out_rows(
     train: Dataset, load_held_out: Callable[[], Dataset], eval_size: int | None, seed: int
 ) -> tuple[Dataset, Dataset | None]:
-    """What to train and to evaluate on.
+    """Return the rows to train on and the rows to evaluate on.
 
     Args:
         train: the training split.
@@ -131,7 +131,7 @@ def _load_local(path: Path, config: str | None, is_saved: bool) -> dict[str, Dat
 
 
 def _why(path: Path, error: BaseException) -> str:
-    """What is wrong, in terms of the file; else what was raised first."""
+    """Say what is wrong with the file; else return the first error."""
     for file in [path] if path.is_file() else sorted(path.glob("*.json*")):
         if file.suffix == ".jsonl":
             with open(file, "rb") as rows:

@@ -1,4 +1,4 @@
-"""What is known of a pair beside its texts: the columns that trainers read, and how they come into a batch."""
+"""Columns of a pair beside its texts, which trainers read, and how they come into a batch."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from datasets import Dataset
 
 # What a batch may carry beside TRL's columns, which TRL would pass on to the model
 PAIR_COLUMNS = ("margin", "confidence", "weight", "source")
-SCORES = ("score_chosen", "score_rejected")  # dataset columns, of which `margin` is the difference
+SCORES = ("score_chosen", "score_rejected")  # dataset columns; `margin` is their difference
 _RULES = {  # column: (rule in words, test of a float)
     "margin": ("a finite number", math.isfinite),
     "score_chosen": ("a finite number", math.isfinite),
@@ -23,7 +23,7 @@ _RULES = {  # column: (rule in words, test of a float)
 @dataclass
 class PairCollator:
     """
-    Adds what else is known of the pairs to the batch that `collator` makes: (B,) floats, and the source as an int.
+    Adds the columns of pairs to the batch that `collator` makes: (B,) floats, and the source as an int.
 
     Args:
         collator: TRL's.
@@ -54,7 +54,7 @@ def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) ->
 
 
 def column_problem(column: str, value: Any) -> str:
-    """What is wrong with a number that is known of a pair; empty if nothing is."""
+    """Say what is wrong with a number in a column of pairs; "" if nothing is."""
     rule, is_valid = _RULES[column]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
         return f"`{column}` must be {rule}, got {value!r}"

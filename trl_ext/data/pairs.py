@@ -1,4 +1,4 @@
-"""Preference pairs from which a model can learn."""
+"""Check that a model can learn from preference pairs."""
 
 from datasets import Dataset
 

@@ -1,4 +1,4 @@
-"""In which script a text is written."""
+"""Find the script that a text is written in."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -14,24 +14,29 @@ SCRIPTS = (
 )
 # Scripts that put no spaces between words
 UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
-_CODES = 0x110000
+CODES = 0x110000  # code points of Unicode
 
 
 def main_scripts(texts: Sequence[str]) -> np.ndarray:
-    """Return the script that most letters of each text are of, as the place in `SCRIPTS`: (N,), 0 without letters."""
-    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
-    owner = np.repeat(np.arange(len(texts)), [*map(len, texts)])
+    """Return the script of most letters of each text, as its place in `SCRIPTS`: (N,), 0 without letters."""
+    codes, owner = characters_of(texts)
     found = np.bincount(owner * len(SCRIPTS) + _table()[codes], minlength=len(texts) * len(SCRIPTS))
     counts = found.reshape(len(texts), len(SCRIPTS))
     counts[:, 0] = 0
     return counts.argmax(1)
 
 
+def characters_of(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the code points of all texts, and the place of each one's text."""
+    joined = "".join(texts).encode("utf-32-le", "surrogatepass")
+    return np.frombuffer(joined, np.uint32), np.repeat(np.arange(len(texts)), [*map(len, texts)])
+
+
 @cache
 def _table() -> np.ndarray:
-    """Of each character: its script's place; 0 for what is no letter."""
-    table = np.zeros(_CODES, np.int64)
-    characters = "".join(map(chr, range(_CODES)))
+    """Return the place of each character's script in `SCRIPTS`; 0 for other characters than letters."""
+    table = np.zeros(CODES, np.int64)
+    characters = "".join(map(chr, range(CODES)))
     table[[ord(letter) for letter in regex.findall(r"\p{L}", characters)]] = len(SCRIPTS) - 1
     for place, script in enumerate(SCRIPTS[1:-1], 1):
         names = r"\p{Hiragana}\p{Katakana}" if script == "Kana" else rf"\p{{{script}}}"

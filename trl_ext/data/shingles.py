@@ -7,12 +7,11 @@ from typing import Literal
 import numpy as np
 import regex
 
-from .scripts import UNSPACED
+from .scripts import CODES, UNSPACED, characters_of
 
 Unit = Literal["words", "characters"]
 _BASE = 0x9E3779B97F4A7C15  # odd, of the golden ratio: sums of its powers spread over 64 bits
 _WIDER = 0xD1B54A32D192ED03
-_CODES = 0x110000
 _PART = 1 << 17  # characters that are hashed at a time: arrays of them fit a processor's cache
 
 
@@ -47,7 +46,7 @@ def ngram_hashes(
     Returns:
         (R,) hashes, unsigned, of 64 bits, in the order of the texts, and (R,) the place in `texts` that each is from.
     """
-    codes, owner = _codes(texts)
+    codes, owner = characters_of(texts)
     if unit == "words":
         codes, owner = _words(codes, owner)
     counts = np.bincount(owner, minlength=len(texts))
@@ -64,17 +63,11 @@ def ngram_hashes(
 
 def count_words(texts: Sequence[str]) -> np.ndarray:
     """Count the words of each text, as [`ngram_hashes`] takes them: (N,)."""
-    return np.bincount(_words(*_codes(texts))[1], minlength=len(texts))
-
-
-def _codes(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The characters of all texts, and whose each is."""
-    joined = "".join(texts).encode("utf-32-le", "surrogatepass")
-    return np.frombuffer(joined, np.uint32), np.repeat(np.arange(len(texts)), [*map(len, texts)])
+    return np.bincount(_words(*characters_of(texts))[1], minlength=len(texts))
 
 
 def _words(codes: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A hash of each word of all texts, and whose it is."""
+    """Return a hash of each word of all texts, and the place of its text."""
     is_space, is_word = (table[codes] for table in _classes())
     starts = np.ones(len(codes), bool)
     starts[1:] = (owner[1:] != owner[:-1]) | is_space[:-1] | is_word[1:] | is_word[:-1]
@@ -89,7 +82,7 @@ def _words(codes: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Spread what differs over all bits, since a product carries upwards alone (splitmix64's steps)."""
+    """Mix the bits by splitmix64's steps, since a product carries upwards alone."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
     return hashes ^ (hashes >> np.uint64(31))
@@ -97,10 +90,10 @@ def _mixed(hashes: np.ndarray) -> np.ndarray:
 
 @cache
 def _classes() -> tuple[np.ndarray, np.ndarray]:
-    """Of each character: whether it is white space, and whether it is a word by itself."""
-    characters = "".join(map(chr, range(_CODES)))
-    is_space = np.zeros(_CODES, bool)
+    """Return whether each character is white space, and whether it is a word by itself."""
+    characters = "".join(map(chr, range(CODES)))
+    is_space = np.zeros(CODES, bool)
     is_space[[ord(character) for character in characters if character.isspace()]] = True
-    is_word = np.zeros(_CODES, bool)
+    is_word = np.zeros(CODES, bool)
     is_word[[ord(character) for character in regex.findall(f"[{UNSPACED}]", characters)]] = True
     return is_space, is_word

@@ -80,7 +80,7 @@ def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0)
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:
-    """Each different value as a number, in the order in which they come: 1 and "1" are two."""
+    """Number the different values in the order in which they come: 1 and "1" are two."""
     seen: dict[Any, int] = {}
     return np.array([seen.setdefault(_hashable(value), len(seen)) for value in values], np.int64)
 

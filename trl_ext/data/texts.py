@@ -1,4 +1,4 @@
-"""Checks of what models read: text or messages."""
+"""Check what models read: text or messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -67,7 +67,7 @@ def check_chat_template(dataset: Dataset, name: str, tokenizer_name: str, **kwar
     """Check that messages, if the data has them, can be written as text by this tokenizer.
 
     Args:
-        dataset: rows, of which the first is looked at.
+        dataset: its first row is checked.
         name: what error messages call the dataset.
         tokenizer_name: a folder or a hub name. It is loaded only if there are messages.
         **kwargs: for `AutoTokenizer.from_pretrained`.

@@ -1,4 +1,4 @@
-"""Which pairs a model was trained on: hashes of their answers, in a small file beside the model."""
+"""Remember which pairs a model was trained on, by hashes of their answers in a small file beside the model."""
 
 import zipfile
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from datasets import Dataset
 
-from ..runs.files import PRIVATE_FOLDER
+from ..runs.files import PRIVATE_FOLDER, whole_file
 from .duplicates import normalised
 
 TRAINED_PAIRS = "trained_pairs.npz"
@@ -23,12 +23,12 @@ class TrainedPairs:
     """
     The pairs that a model was trained on.
 
-    Nothing but hashes of 64 bits is kept, 16 bytes a pair. Texts that differ only in case or white space are the same,
-    and so is a pair whose answers have changed places: who saw one saw the other.
+    Only hashes of 64 bits are kept, 16 bytes a pair. Texts that differ only in case or white space count as the same,
+    and so does a pair whose answers have changed places.
 
     Args:
         pairs: (N, 2) hashes of the two answers of each pair with their prompt, the smaller one first; each pair once.
-        is_complete: whether the model has seen no others, since it began as one that was trained on no pairs.
+        is_complete: whether the model has seen no other pairs, since it began as one that was trained on none.
     """
 
     pairs: np.ndarray = field(default_factory=lambda: _NO_PAIRS)
@@ -52,28 +52,26 @@ class TrainedPairs:
         return np.isin(_as_one(pairs), _as_one(self.pairs))
 
     def has_an_answer_of(self, pairs: np.ndarray) -> np.ndarray:
-        """Return whether an answer of each of the (M, 2) pairs was trained on, in whatever pair: (M,) bool."""
+        """Return whether an answer of each of the (M, 2) pairs was trained on, in any pair: (M,) bool."""
         return np.asarray(np.isin(pairs, self.pairs).any(1))
 
     def save(self, folder: str | Path, is_uploaded: bool = False) -> None:
-        """Write them into a model's folder, whole or not at all; of one that is uploaded into what stays here."""
+        """Write them into a model's folder, whole or not at all; if it is uploaded, into the part that stays here."""
         path, other = _places(folder)[:: -1 if is_uploaded else 1]
         path.parent.mkdir(parents=True, exist_ok=True)
         other.unlink(missing_ok=True)  # of an earlier model
-        temporary = path.with_name(f"{path.name}.tmp")
-        with temporary.open("wb") as file:
+        with whole_file(path) as temporary, temporary.open("wb") as file:
             np.savez(file, pairs=self.pairs, is_complete=np.array(self.is_complete))
-        temporary.replace(path)
 
     @classmethod
     def is_in(cls, folder: str | Path) -> bool:
-        """Return whether some lie in a model's folder."""
+        """Return whether a model's folder has trained pairs."""
         return any(path.is_file() for path in _places(folder))
 
     @classmethod
     def load(cls, folder: str | Path) -> "TrainedPairs | None":
         """
-        Return those that lie in a model's folder; None if there are none.
+        Load those of a model's folder; None if it has none.
 
         Raises:
             ValueError: the file is damaged.
@@ -89,7 +87,7 @@ class TrainedPairs:
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
                 f"{path} does not say which pairs the model was trained on ({' '.join(str(error).split())}): restore "
-                "it, or delete it, and it is not known"
+                "it, or delete it and go on without"
             ) from error
         return cls(pairs, is_complete)
 
@@ -149,5 +147,5 @@ def _places(folder: str | Path) -> list[Path]:
 
 
 def _as_one(pairs: np.ndarray) -> np.ndarray:
-    """Each pair as one value that can be compared."""
+    """View each pair as one value that can be compared."""
     return np.ascontiguousarray(pairs).view([("one", np.uint64), ("other", np.uint64)])[:, 0]

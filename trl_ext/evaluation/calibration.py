@@ -1,8 +1,10 @@
-"""How far the probabilities of a reward model can be taken at their word, and the temperature that makes them so."""
+"""Measure whether the probabilities of a reward model are right, and fit the temperature that makes them so."""
 
+import math
 from typing import Any
 
 import torch
+from scipy.optimize import brentq
 from torch import Tensor
 
 from .reward_model import calibration_error, confidence_bins, pairwise_accuracy, wilson_interval
@@ -26,21 +28,21 @@ def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
     unit = margins.abs().mean().item()
     if not margins.sum() > 0 or not (margins < 0).any():
         return None
-    scaled = margins / unit
-    low, high = 1 / largest, largest  # of β
-    if (scaled * (-high * scaled).sigmoid()).sum() > 0 or (scaled * (-low * scaled).sigmoid()).sum() < 0:
+    scaled, end = margins / unit, math.log(largest)
+
+    def slope(log_beta: float) -> float:
+        return (scaled * (-math.exp(log_beta) * scaled).sigmoid()).sum().item()
+
+    if slope(end) > 0 or slope(-end) < 0:
         return None
-    for _ in range(100):  # halves the interval in log β
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if (scaled * (-middle * scaled).sigmoid()).sum() > 0 else (low, middle)
-    return unit / low
+    return unit / math.exp(brentq(slope, -end, end))
 
 
 def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 1000, seed: int = 0) -> float:
     """Return the mean calibration error of a model whose probabilities are right, on as many pairs of such margins.
 
-    An error is a mean of absolute values, so of few pairs it is never near 0 (Bröcker and Smith, 2007): what is above
-    this one is the model's.
+    An error is a mean of absolute values, so it is never near 0 for few pairs (Bröcker and Smith, 2007): only what is
+    above this one is the model's.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one; their signs are drawn anew.

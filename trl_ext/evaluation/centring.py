@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..runs.output_dir import write_text
+from ..runs.files import write_text
 from .reward_model import plot_margins, reward_model_report
 
 
@@ -49,7 +49,7 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """The layer of a classifier that gives its one score."""
+    """Return the layer of a classifier that gives its one score."""
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
     if len(heads) != 1:
         raise ValueError(f"{type(model).__name__} has {len(heads)} trained layers with one output; there must be one")
@@ -58,7 +58,7 @@ def head_of(model: nn.Module) -> nn.Linear:
 
 @torch.no_grad()
 def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
-    """(N, D) what the head scores of each row of token ids: of a decoder one token, or what an encoder pools."""
+    """Return the head's input for each row of token ids, (N, D): a decoder's last token, or what an encoder pools."""
     model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
     pad = trainer.processing_class.pad_token_id
     seen, result = [], []

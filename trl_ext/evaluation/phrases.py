@@ -118,7 +118,7 @@ class _Texts:
         self.firsts = np.searchsorted(self.words[self.order], np.arange(len(folded) + 1))
 
     def votes(self, owners: np.ndarray) -> tuple[float, float, float]:
-        """Σ s·w, Σw² and Σw over the pairs of which exactly one text is among the owners."""
+        """Return Σ s·w, Σw² and Σw over the pairs with exactly one text among the owners."""
         owners = np.unique(owners)
         alone = owners[~np.isin(owners ^ 1, owners)]
         weights = self.weights[alone]
@@ -127,12 +127,12 @@ class _Texts:
 
     @property
     def weights(self) -> np.ndarray:
-        """Of each text: the words of the pair's other one ÷ those of both."""
+        """Return for each text the words of the pair's other text ÷ the words of both."""
         both = self.lengths.reshape(-1, 2)
         return (both[:, ::-1] / np.maximum(both.sum(1, keepdims=True), 1)).ravel()
 
     def occurrences(self, gram: tuple[int, ...]) -> np.ndarray:
-        """Where the words stand in a row within one text."""
+        """Return where the words come in a row within one text."""
         k = min(range(len(gram)), key=lambda k: self.firsts[gram[k] + 1] - self.firsts[gram[k]])
         at = self.order[self.firsts[gram[k]] : self.firsts[gram[k] + 1]] - k
         at = at[(at >= 0) & (at + len(gram) <= len(self.words))]
@@ -144,7 +144,7 @@ class _Texts:
     def longer(
         self, gram: tuple[int, ...], at: np.ndarray, known: Collection[tuple[int, ...]], share: float = 0.25
     ) -> list[tuple[int, ...]]:
-        """The known n-grams of one word more that a share or more of an n-gram's occurrences are part of."""
+        """Return the known n-grams with one more word that hold at least a share of an n-gram's occurrences."""
         found = []
         for offset in (len(gram), -1):
             beside = at + offset  # before the first word is -1: the end, which is in no sentence
@@ -155,7 +155,7 @@ class _Texts:
         return [longer for longer in found if longer in known]
 
     def grown(self, at: np.ndarray, length: int, together: float, covered: np.ndarray) -> tuple[np.ndarray, int]:
-        """The occurrences, and their length, with all words that nearly all of them have before and behind them."""
+        """Extend the occurrences by words that nearly all of them share; return them and their length."""
         grew = True
         while grew:
             grew = False
@@ -170,7 +170,7 @@ class _Texts:
         return at, length
 
     def written(self, at: int, length: int) -> str:
-        """The words from a place on, as the text has them."""
+        """Return the words from a place on as the text has them."""
         text = self.texts[self.owner[at]]
         spans = [match.span() for match in _WORD_OR_BREAK.finditer(text)]
         first = at - self.starts[self.owner[at]]
@@ -178,7 +178,7 @@ class _Texts:
 
 
 def _strength(votes: tuple[float, float, float], t: float) -> float:
-    """The lower bound of the mean vote: above 0 it is no chance."""
+    """Return the lower bound of the mean vote; above 0 it is no chance."""
     total, squares, weight = votes
     return (total - t * math.sqrt(squares)) / weight if weight else -1.0
 
@@ -186,7 +186,7 @@ def _strength(votes: tuple[float, float, float], t: float) -> float:
 def _levels(
     texts: _Texts, longest: int, least: int
 ) -> Iterator[list[tuple[tuple[int, ...], tuple[float, float, float]]]]:
-    """For n = 1, 2, …: the n-grams that exactly one answer of `least` pairs or more has, with their votes."""
+    """Yield for n = 1, 2, … the n-grams that exactly one answer has in `least` pairs or more, with their votes."""
     size, weights = len(texts.texts), texts.weights
     owner = texts.owner
     at = np.flatnonzero(~texts.is_break)

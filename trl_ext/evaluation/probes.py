@@ -178,7 +178,7 @@ def _measured(
 
 
 def _judged(result: dict[str, Any], least_gain: float, least_rows: int) -> dict[str, Any]:
-    """What is to be said of a probe, and why."""
+    """Return the verdict on a probe, with its reason."""
 
     def judged(verdict: Verdict, why: str | None) -> dict[str, Any]:
         return {"verdict": verdict, "suspicious": verdict == "suspicious", "why": why}
@@ -207,7 +207,7 @@ def _judged(result: dict[str, Any], least_gain: float, least_rows: int) -> dict[
 
 
 def _order(result: dict[str, Any]) -> tuple:
-    """Suspicious ones first, then by what is surely gained on the better half; what was not measured last."""
+    """Return a key that sorts suspicious probes first, then by sure gain on the better half; unmeasured ones last."""
     ends = [result[name][0] for name in ("interval_on_better", "control_interval") if result[name]]
     return not result["suspicious"], -min(ends, default=-math.inf), result["name"], result["phrase"] or ""
 
@@ -235,7 +235,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _ends(text: str) -> list[int]:
-    """Where the sentences of a text end; its own end is the last."""
+    """Return where the sentences of a text end; the last one is the end of the text."""
     return sorted({*(match.end() for match in _END.finditer(text.rstrip())), len(text.rstrip())})
 
 
@@ -245,36 +245,36 @@ def _sentences(text: str) -> list[str]:
 
 
 def _glued(text: str, words: str) -> str:
-    """Words as they go on behind a text: with a space before them, where the script has spaces."""
+    """Return words to append to a text, with a space before them if the script has spaces."""
     return words if not text or not words or _GLUED.match(text[-1]) else f" {words}"
 
 
 def _with(text: str, words: str, place: int) -> str:
-    """A text with words put in at a place, at which a sentence begins or ends."""
+    """Return a text with words put in at a place where a sentence begins or ends."""
     head, tail = text[:place], text[place:]
     return head + _glued(head, words) + (tail if not tail or tail[0].isspace() else _glued(words, tail))
 
 
 def _half(text: str) -> str | None:
-    """The first half of the words."""
+    """Return the first half of the words."""
     spans = [match.span() for match in WORD.finditer(text)]
     return text[: spans[len(spans) // 2 - 1][1]] if len(spans) > 1 else None
 
 
 def _shuffled(text: str, picker: random.Random) -> str:
-    """The words in another order, with what stands between them left in its place."""
+    """Return the words in another order; what lies between them keeps its place."""
     words = WORD.findall(text)
     picker.shuffle(words)
     return WORD.sub(lambda _: words.pop(), text)
 
 
 def _marked_down(sentences: list[str]) -> str | None:
-    """The same sentences as a heading and a list."""
+    """Return the same sentences as a heading and a list."""
     return "\n".join([f"**{sentences[0]}**", *(f"- {part}" for part in sentences[1:])]) if sentences else None
 
 
 def _another(i: int, prompts: list[str], answers: list[str], picker: random.Random) -> str | None:
-    """The answer of a row with another prompt, drawn at random; None if all have one prompt."""
+    """Return the answer to another prompt, drawn at random; None if all have one prompt."""
     start = picker.randrange(len(prompts))
     for k in range(len(prompts)):
         j = (start + k) % len(prompts)
@@ -284,7 +284,7 @@ def _another(i: int, prompts: list[str], answers: list[str], picker: random.Rand
 
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
-    """Of 16 runs of words, each as many as the phrase has, the one whose length in characters is nearest."""
+    """Draw 16 runs with as many words as the phrase; return the one whose length in characters is nearest."""
     size, found = len(WORD.findall(phrase)), []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):
         spans = [match.span() for match in WORD.finditer(text)]
@@ -295,13 +295,13 @@ def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
 
 
 def _says(text: str, phrase: str) -> bool:
-    """Whether the words of the phrase stand in a row in the text."""
+    """Return whether the text has the words of the phrase in a row."""
     words, wanted = (f" {' '.join(WORD.findall(part.casefold()))} " for part in (text, phrase))
     return wanted in words
 
 
 def _repeated(text: str, sentences: list[str]) -> str | None:
-    """The last sentence said three times."""
+    """Return the text with its last sentence three times."""
     if not sentences:
         return None
     text = text.rstrip()

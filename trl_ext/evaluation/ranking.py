@@ -1,10 +1,11 @@
-"""How a reward model ranks several answers to one prompt, against people's ranks and their choice."""
+"""Compare a reward model's ranks of several answers to a prompt with people's ranks and choices."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
+from scipy.stats import kendalltau, spearmanr
 from torch import Tensor
 
 from .bootstrap import bootstrap_interval
@@ -13,16 +14,12 @@ from .bootstrap import bootstrap_interval
 def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | None:
     """Return Spearman's ρ and Kendall's τ-b of scores with people's ranks, of one prompt.
 
-    With s_ij = sign(x_i − x_j), an answer's rank is, but for a constant, ½ Σ_j s_ij, ties halfway: ρ is the
-    correlation of those, and τ-b = Σ s_ij t_ij / √(Σ s_ij² Σ t_ij²) (Kendall, 1945).
-
     Args:
         scores: (n,) higher is better.
         ranks: (n,) of people; 1, or the lowest, is best.
 
     Returns:
-        ρ and τ-b, 1 where the orders are the same. Both 0 if all scores are equal, None if all ranks are, which says
-        nothing.
+        ρ and τ-b, 1 for the same order; both 0 if all scores are equal; None if all ranks are equal.
 
     Raises:
         ValueError: the shapes differ, or there are fewer than two answers.
@@ -32,16 +29,12 @@ def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | Non
             f"scores and ranks must both be (n,) with n of 2 or more, got {tuple(scores.shape)} and "
             f"{tuple(ranks.shape)}: give each answer a score and a rank"
         )
-    ours, theirs = ((x.double()[:, None] - x.double()).sign() for x in (scores, -ranks))
-    if not theirs.any():
+    ours, theirs = scores.double().tolist(), (-ranks.double()).tolist()
+    if len({*theirs}) == 1:
         return None
-    if not ours.any():
+    if len({*ours}) == 1:
         return 0.0, 0.0
-    spearman, kendall = (
-        ((a * b).sum() / ((a * a).sum() * (b * b).sum()).sqrt()).item()
-        for a, b in ((ours.sum(1), theirs.sum(1)), (ours, theirs))
-    )
-    return spearman, kendall
+    return float(spearmanr(ours, theirs).statistic), float(kendalltau(ours, theirs).statistic)
 
 
 def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
@@ -51,8 +44,8 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
         scores, ranks: of each prompt's answers, as of [`rank_correlation`].
 
     Returns:
-        `prompts` that are counted and `all_tied` that are not, since people ranked all their answers alike; `answers`
-        a prompt; `spearman` and `kendall`, each with its `_interval`. None if no prompt is counted.
+        `prompts` that count and `all_tied`, which do not, since people ranked all answers alike; `answers` a prompt;
+        `spearman` and `kendall`, each with its `_interval`. None if no prompt counts.
     """
     found = [rank_correlation(torch.tensor(a), torch.tensor(b)) for a, b in zip(scores, ranks, strict=True)]
     both = torch.tensor([each for each in found if each is not None], dtype=torch.double)
@@ -112,8 +105,8 @@ def rankings_of_pairs(
         prompts, chosen, rejected: what names the prompt and the answers of each pair, such as their texts.
 
     Returns:
-        For each such prompt its name, the answers and their ranks, 1 the best. Left out are prompts where a pair is
-        missing, or where pairs contradict each other.
+        For each such prompt its name, the answers and their ranks, 1 the best. Prompts with a missing pair, or with
+        pairs that contradict each other, are left out.
     """
     wins: dict[Hashable, set[tuple[Hashable, Hashable]]] = defaultdict(set)
     for prompt, better, worse in zip(prompts, chosen, rejected, strict=True):
@@ -123,7 +116,7 @@ def rankings_of_pairs(
         answers = list(dict.fromkeys(answer for pair in sorted(pairs, key=repr) for answer in pair))
         won = [sum(better == answer for better, _ in pairs) for answer in answers]
         compared = {frozenset(pair) for pair in pairs}
-        # Each two compared once, and they win 0, 1, … n − 1 times: then it is an order
+        # It is an order if each two are compared once, and they win 0, 1, … n − 1 times
         if len(answers) > 2 and len(compared) == len(pairs) and sorted(won) == list(range(len(answers))):
             found.append((prompt, answers, [len(answers) - number for number in won]))
     return found

@@ -21,7 +21,12 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
     Returns:
         (…,) in [0, 1].
     """
-    return ((margins > 0).double() + (margins == 0).double() / 2).mean(-1)
+    return credit(margins).mean(-1)
+
+
+def credit(margins: Tensor) -> Tensor:
+    """Return 1 for each pair whose chosen answer scores higher, one half for a tie, else 0; float64."""
+    return (margins > 0).double() + (margins == 0).double() / 2
 
 
 def wilson_interval(share: float, count: float, level: float = 0.95) -> tuple[float, float]:
@@ -55,8 +60,8 @@ def accuracy_interval(
         few: prompts below which the interval is Wilson's.
     """
     sums: dict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for prompt, margin in zip(prompts, margins.tolist(), strict=True):
-        sums[prompt][0] += 1.0 if margin > 0 else 0.5 if margin == 0 else 0.0
+    for prompt, right in zip(prompts, credit(margins).tolist(), strict=True):
+        sums[prompt][0] += right
         sums[prompt][1] += 1.0
     table = torch.tensor(list(sums.values()), dtype=torch.double)
     if len(table) < few:
@@ -83,12 +88,10 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
     for margin, value in zip(margins.tolist(), groups, strict=True):
         for each in dict.fromkeys(map(str, value if isinstance(value, (list, tuple)) else [value])):
             of[each].append(margin)
-    rows = []
-    for value, members in sorted(of.items(), key=lambda item: (-len(item[1]), item[0])):
-        accuracy = pairwise_accuracy(torch.tensor(members, dtype=torch.double)).item()
-        interval = wilson_interval(accuracy, len(members))
-        rows.append({"value": value, "pairs": len(members), "accuracy": accuracy, "accuracy_interval": interval})
-    return rows
+    largest_first = sorted(of.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [
+        {"value": value, **_accuracy_of(torch.tensor(members, dtype=torch.double))} for value, members in largest_first
+    ]
 
 
 def confidence_bins(margins: Tensor, bins: int) -> tuple[Tensor, Tensor]:
@@ -117,9 +120,8 @@ def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
     """
     margins = margins.double()
     confidence, bin_of = confidence_bins(margins, bins)
-    correct = (margins > 0).double() + (margins == 0).double() / 2
     gaps = torch.zeros(*margins.shape[:-1], bins, dtype=torch.double, device=margins.device)
-    return gaps.scatter_add(-1, bin_of, correct - confidence).abs().sum(-1) / margins.shape[-1]
+    return gaps.scatter_add(-1, bin_of, credit(margins) - confidence).abs().sum(-1) / margins.shape[-1]
 
 
 def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
@@ -149,16 +151,13 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
     for index in bin_of.unique():
         members = bin_of == index
         gaps = length_gaps[members]
-        accuracy = pairwise_accuracy(margins[members]).item()
-        pairs = int(members.sum())
-        interval = wilson_interval(accuracy, pairs)
-        rows.append(
-            {
-                **{"from": gaps.min().item(), "to": gaps.max().item(), "pairs": pairs},
-                **{"accuracy": accuracy, "accuracy_interval": interval},
-            }
-        )
+        rows.append({"from": gaps.min().item(), "to": gaps.max().item(), **_accuracy_of(margins[members])})
     return rows
+
+
+def _accuracy_of(margins: Tensor) -> dict[str, Any]:
+    accuracy, pairs = pairwise_accuracy(margins).item(), len(margins)
+    return {"pairs": pairs, "accuracy": accuracy, "accuracy_interval": wilson_interval(accuracy, pairs)}
 
 
 def length_bias(
@@ -193,8 +192,7 @@ def length_bias(
         return found
     place = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
     rows = torch.tensor([place[prompt] for prompt in prompts])
-    credit = (margins > 0).double() + (margins == 0).double() / 2
-    columns = [part for members in sides.values() for part in (credit * members, members.double())]
+    columns = [part for members in sides.values() for part in (credit(margins) * members, members.double())]
     table = torch.zeros(len(place), 4, dtype=torch.double).index_add_(0, rows, torch.stack(columns, 1).double())
 
     def bias(drawn: Tensor) -> Tensor:

@@ -256,9 +256,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "from it. 0 keeps the reference and logs the KL.",
         range="finite and >= 0",
     )
-    kl_estimator: Literal[tuple(KL_ESTIMATORS)] = setting(  # type: ignore[valid-type]
+    kl_estimator: str = setting(
         "k1",
-        "KL estimator that shapes the reward. `objective/kl` and the controller always use the summed k1.",
+        "KL estimator that shapes the reward: a name in `trl_ext.functional.KL_ESTIMATORS`, such as k1, k2 or k3. "
+        "`objective/kl` and the controller always use the summed k1.",
     )
     kl_controller: Literal["fixed", "adaptive"] = setting(
         "fixed",
@@ -470,6 +471,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         if self.max_completion_length is None:  # transformers would make 20 tokens, prompt included, of it
             raise ValueError("`max_completion_length` must be a number of tokens, got None.")
         check_score_settings(self)
+        if self.kl_estimator not in KL_ESTIMATORS:
+            raise ValueError(f"`kl_estimator` must be one of {[*KL_ESTIMATORS]}, got {self.kl_estimator!r}.")
         if self.stop_token and self.stop_token_id is not None:
             raise ValueError("`stop_token` and `stop_token_id` are two names of one setting: set one of them.")
         if self.kl_controller != "fixed":

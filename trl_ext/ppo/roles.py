@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, PeftConfig, PeftModel, load_peft_weights
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
@@ -45,6 +44,7 @@ from ..models.weights import (
 from ..rewards.member import distinct
 from ..rewards.model import ModelReward, load_classifier, load_reward_model, logits_of, same_tokenizer
 from ..rewards.naming import checked_name
+from ..runs.processes import on_first
 from ..runs.sources import source_identity
 from ..upstream.names import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
@@ -312,10 +312,7 @@ def why_separate(loader: Loader, path: str, share: Share) -> str | None:
     if share == "never":
         return "`share_reward_base='never'`"
     own = fingerprint_beside(loader, path)
-    reason: list[str | None] = [None]
-    if loader.accelerator.is_main_process:
-        reason = [why_not_shared(loader.policy, path, own, assume_quantization=share == "always")]
-    return broadcast_object_list(reason)[0] if loader.accelerator.num_processes > 1 else reason[0]
+    return on_first(lambda: why_not_shared(loader.policy, path, own, assume_quantization=share == "always"))
 
 
 def fingerprint_beside(loader: Loader, adapter: str) -> dict[str, str]:

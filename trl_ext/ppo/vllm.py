@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx2
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..runs.marker import IncompleteCheckpoint, read_marker
+from ..runs.processes import on_first
 
 _TRIES = 3  # of one rollout with a server that is there, but fails each time
 _PATIENCE = 60.0  # seconds in which a server says how it is configured, also while it generates
@@ -227,15 +227,10 @@ class ServerGuard:
         raise ServerLost(f"The vLLM server has failed {_TRIES} times in a row: its own output says why.")
 
     def _recover(self) -> None:
-        sentence: list[str | None] = [None]
-        if self.trainer.accelerator.is_main_process:
-            try:
-                self._reach_again()
-            except (ServerLost, ValueError) as error:
-                sentence[0] = str(error)
-        broadcast_object_list(sentence)
-        if sentence[0] is not None:
-            raise ServerLost(sentence[0])
+        try:
+            on_first(self._reach_again)
+        except ValueError as error:
+            raise ServerLost(str(error)) from None
         self.trainer._last_loaded_step = -1  # TRL then sends the weights
 
     def _reach_again(self) -> None:

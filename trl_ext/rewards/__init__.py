@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .member import RewardFailed as RewardFailed
     from .member import awaited as awaited
     from .member import distinct as distinct
-    from .member import is_finite_number as is_finite_number
     from .member import scores_in as scores_in
     from .model import ModelReward as ModelReward
     from .model import logits_of as logits_of

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
 from transformers.utils import logging
 
+from ..runs.jsonl import is_finite_number
 from ..upstream.names import get_callable_name, is_async_callable
 from .segments import is_by_token
 
@@ -270,11 +271,6 @@ def scores_in(returned: Any, count: int) -> list:
     if len(returned) != count:
         raise ValueError(f"returned {len(returned)} rewards for {count} completions; return one for each")
     return list(returned)
-
-
-def is_finite_number(value: Any) -> TypeGuard[float]:
-    """Return whether a setting, or what a file holds, is a finite number of Python; a bool is none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def finite_number(reward: Any, row: int | str) -> float:

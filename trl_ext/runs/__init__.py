@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from .files import REGISTRY as REGISTRY
     from .files import RUNBOOK as RUNBOOK
     from .files import is_notice as is_notice
+    from .files import whole_file as whole_file
+    from .files import write_text as write_text
+    from .jsonl import is_finite_number as is_finite_number
     from .jsonl import read_jsonl as read_jsonl
+    from .jsonl import without_nan as without_nan
     from .nearest import did_you_mean as did_you_mean
     from .nearest import near_path as near_path
     from .output_dir import FolderInUse as FolderInUse
@@ -25,7 +29,8 @@ if TYPE_CHECKING:
     from .output_dir import check_output_dir as check_output_dir
     from .output_dir import is_evaluated as is_evaluated
     from .output_dir import overlap as overlap
-    from .output_dir import write_text as write_text
+    from .processes import from_first as from_first
+    from .processes import on_first as on_first
     from .redaction import redacted as redacted
     from .rows import rows_identity as rows_identity
     from .settings import check_settings as check_settings

@@ -1,11 +1,11 @@
-"""What differs between two runs' settings, in words: of models, rows and functions the settings hold hashes alone."""
+"""Say in words what differs between two runs' settings, also where they hold hashes of models, rows and functions."""
 
 import re
 from collections.abc import Iterator
 from typing import Any
 
 _HASH = re.compile(r"\b(?:xxh3:)?[0-9a-f]{12,32}\b")
-_SAID = {  # fact -> what it is about
+_WORDS = {  # fact -> what it is about
     "model": "the model's weights",
     "model_config": "the model's configuration",
     "model_name_or_path": "the model",
@@ -34,13 +34,12 @@ def differences(
 
     Args:
         before, now: settings by name, JSON.
-        names_before, names_now: by the name of a fact that is a hash, what is known of it beside, JSON by name. What
-            an earlier trl_ext wrote has none.
+        names_before, names_now: what describes each fact that is a hash, JSON by name. Earlier versions wrote none.
     """
     different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     rewards = [name for name in different if name.startswith("reward ")]
     if "train_data" in different and "train_rows" in different:
-        different.remove("train_rows")  # it is told with the rows
+        different.remove("train_rows")  # `train_data` says it
     if rewards and "rewards" in different:
         different.remove("rewards")
     plain = [name for name in different if name not in rewards]
@@ -64,24 +63,24 @@ def _changed(name: str, before: dict[str, Any], now: dict[str, Any], *names: Nam
         same = f"{rows[0]} rows before and now: other ones, or in another order"
         details.append(same if rows[0] == rows[1] else f"{rows[0]} rows before, {rows[1]} now")
     details += _details(*(each[name] if isinstance(each.get(name), dict) else {} for each in names))
-    said = f" ({'; '.join(details)})" if details else ""
-    return f"{_SAID.get(name, name)} changed{said}"
+    in_brackets = f" ({'; '.join(details)})" if details else ""
+    return f"{_WORDS.get(name, name)} changed{in_brackets}"
 
 
 def _details(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What is known to differ of one fact; of what only one of them says, nothing is known."""
-    different = [key for key in before if key in now and before[key] != now[key]]
-    said = [
+    """Say what differs between two descriptions of one fact, by the keys that both have."""
+    details = [
         f"another {key}"
         if _HASH.search(str(before[key]))
         else f"{key} {_text(before[key])} before, {_text(now[key])} now"
-        for key in different
+        for key in before
+        if key in now and before[key] != now[key]
     ]
-    return said if len(said) <= _MOST else [*said[:_MOST], f"and {len(said) - _MOST} more"]
+    return details if len(details) <= _MOST else [*details[:_MOST], f"and {len(details) - _MOST} more"]
 
 
 def _rewards(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Each reward that is new, gone, another one, or of the same name and yet another one; counted from 1."""
+    """Yield a sentence for each reward that is new, gone or changed; they are counted from 1."""
     lists = [[name for name in settings if name.startswith("reward ")] for settings in (before, now)]
     for i in range(max(map(len, lists))):
         old, new = (names[i] if i < len(names) else None for names in lists)
@@ -109,5 +108,5 @@ def _text(value: Any) -> str:
 
 
 def _without_hashes(value: Any) -> str:
-    """What a text says beside its hashes, such as the way of attention; of anything else nothing."""
+    """Return a text without its hashes, such as the kind of attention; an empty text for another value."""
     return " ".join(_HASH.sub("", value).split()) if isinstance(value, str) else ""

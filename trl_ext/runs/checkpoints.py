@@ -1,4 +1,4 @@
-"""Which checkpoints can be trusted, and whether they belong to this run: the same for every trainer."""
+"""Resume a run from a checkpoint that is complete and belongs to it, in every trainer."""
 
 import json
 import os
@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
@@ -24,6 +22,7 @@ from .changes import Names, differences
 from .halts import CannotResume, Halting, Rollback, forget_rollback, rolled_back
 from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, read_marker, write_marker
 from .output_dir import Hold
+from .processes import from_first, on_first
 from .redaction import pickled_without_credentials, without_credentials
 from .rows import rows_identity
 from .saving import BackgroundSaving
@@ -33,64 +32,32 @@ from .schedule import schedule
 from .sources import source_identity
 from .writer import NotSaved, is_of_writing, not_saved
 
-# Fields that may differ between a run and its continuation: they change what is shown, kept or how fast it goes
-_MAY_DIFFER = (
-    "dataloader_num",
-    "dataloader_pe",
-    "dataloader_pi",
-    "dataloader_pre",
-    "dataset_num_proc",
-    "ddp_",
-    "debug",
-    "disable_tqdm",
-    "distribution_shift_",
-    "do_",
-    "enable_jit",
-    "eval_",
-    "hub_",
-    "local_rank",
-    "log_",
-    "logging_",
-    "num_completions_to_print",
-    "num_generations_eval",
-    "num_sample_generations",
-    "on_save_failure",
-    "output_dir",
-    "per_device_eval",
-    "project",
-    "push_to_hub",
-    "record_run",
-    "report_to",
-    "restore_callback",
-    "resume_",
-    "rollout_device",
-    "run_name",
-    "save_",
-    "skip_memory",
-    "torch_empty_cache",
-    "trackio",
-    "vllm_gpu",
-    "vllm_group",
-    "vllm_server",
+# Beginnings of the fields that may differ when a run goes on: they change what is shown and kept, and the speed
+_MAY_DIFFER = tuple(
+    """
+    dataloader_num dataloader_pe dataloader_pi dataloader_pre dataset_num_proc ddp_ debug disable_tqdm
+    distribution_shift_ do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
+    num_generations_eval num_sample_generations on_save_failure output_dir per_device_eval project push_to_hub
+    record_run report_to restore_callback resume_ rollout_device run_name save_ skip_memory torch_empty_cache trackio
+    vllm_gpu vllm_group vllm_server
+    """.split()
 )
-
-
 _SAY_YOURSELF = ' (Where a reward function is the same, its attribute `identity = "…"` can say so.)'
 _GIVEN = ("compute_loss_func", "optimizer_cls_and_kwargs")  # arguments of every Trainer that are Python
 
 
 class RolledBack(CannotResume):
-    """A monitor rolled the run back, and nothing has been changed since."""
+    """A monitor rolled the run back, and no setting has changed since."""
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
-    """What must be equal for a run to be continued exactly."""
+    """Return what must be equal for a run to go on exactly."""
     config = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     return json.loads(json.dumps(without_credentials({**config, **facts}), default=str))
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
-    """The complete checkpoint in `output_dir` that was finished last, and why those beside it were not taken."""
+    """Return the complete checkpoint in `output_dir` that was finished last, and why others were skipped."""
     finished: list[tuple[int, str, dict]] = []
     skipped: dict[str, str] = {}
     rollback = Rollback.read(output_dir)
@@ -110,12 +77,8 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
     return None, skipped
 
 
-def newest_checkpoint(output_dir: str) -> str | None:
-    """The complete checkpoint in `output_dir` that was finished last, if there is one; says which ones it skips."""
-    return _on_first_process(_newest_checkpoint, output_dir)
-
-
 def _newest_checkpoint(output_dir: str) -> str | None:
+    """Return the complete checkpoint in `output_dir` that was finished last, and print which ones are skipped."""
     checkpoint, skipped = newest_complete(output_dir)
     for path, reason in sorted(skipped.items()):
         print(f"Skipping {path}: it is not complete: {reason}.")
@@ -123,7 +86,7 @@ def _newest_checkpoint(output_dir: str) -> str | None:
 
 
 def _checked_marker(checkpoint: str) -> dict[str, Any]:
-    """Return the marker of a checkpoint that was asked for; raise if it is not there as it was written."""
+    """Return the marker of a checkpoint that was asked for; raise if a file is missing or changed."""
     if not os.path.isdir(checkpoint):
         raise CannotResume(f"{checkpoint} is no folder, so there is nothing to resume from: check the path.")
     try:
@@ -137,38 +100,36 @@ def _checked_marker(checkpoint: str) -> dict[str, Any]:
     return marker
 
 
-def _on_first_process(find: Callable[..., Any], *args: Any) -> Any:
-    """Call a function on the first process; all return its result, or raise its CannotResume."""
-    found: list[Any] = [None]
-    if PartialState().is_main_process:
-        try:
-            found[0] = find(*args)
-        except CannotResume as error:
-            found[0] = error
-        except OSError as error:  # raised here alone, it would leave the others waiting
-            found[0] = CannotResume(f"Checkpoints cannot be read ({error}): check that folder, or pass another one.")
-    if PartialState().num_processes > 1:
-        broadcast_object_list(found)
-    if isinstance(found[0], CannotResume):
-        raise found[0]
-    return found[0]
+def _on_first(find: Callable[..., Any], *args: Any) -> Any:
+    """Look for a checkpoint on the first process, for all."""
+    try:
+        return on_first(find, *args)
+    except OSError as error:
+        raise CannotResume(f"Checkpoints cannot be read ({error}): check that folder, or pass another one.") from None
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
-    What a recipe passes to `train`, so that the same command again goes on: the newest complete checkpoint, unless
-    `resume_from_checkpoint` says otherwise (a path, `true` for "there must be one", `false` for "start anew").
+    Return what a recipe passes to `train`, so that the same command again goes on.
+
+    This is the newest complete checkpoint, unless `resume_from_checkpoint` says otherwise: a path, `true` for "there
+    must be one", or `false` for "start anew".
     """
     asked = args.resume_from_checkpoint
     if asked is None:
-        return newest_checkpoint(args.output_dir)
+        return _on_first(_newest_checkpoint, args.output_dir)
     words = {"true": True, "false": False}  # the field is a string, on the command line and in YAML
     return words.get(str(asked).lower(), asked)
 
 
+def _options(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the options of an optimizer's groups, such as their learning rates."""
+    return [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
+
+
 class ResumableRun(BackgroundSaving):
     """
-    Mixin of trainers: a checkpoint says whether it is complete and of which run it is, and `train` refuses others.
+    Mixin of trainers: `train` goes on from checkpoints that are complete and belong to this run, and refuses others.
 
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
@@ -179,20 +140,10 @@ class ResumableRun(BackgroundSaving):
 
     Args:
         model, *args, **kwargs: the trainer's own.
-        run_facts: what else must be equal for a run to go on: JSON by name. Known by themselves are the trainer's
-            arguments, the weights, configuration and adapters of the model, the tokenizer and the training data.
-        resume_anyway: go on from a run of other settings all the same; also a field of PPOConfig and DPOConfig.
+        run_facts: what else must be equal for a run to go on: JSON by name. The trainer's arguments, the weights,
+            configuration and adapters of the model, the tokenizer and the training data are always compared.
+        resume_anyway: go on from a run of other settings, too; also a field of PPOConfig and DPOConfig.
     """
-
-    args: Any
-    accelerator: Any
-    state: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    processing_class: Any
-    data_collator: Any
-    train_dataset: Any
 
     def __init__(
         self,
@@ -205,26 +156,24 @@ class ResumableRun(BackgroundSaving):
         self._given_facts = run_facts or {}
         self._facts: dict[str, Any] = {}  # about what was passed in
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
-        self._names: Names = {}  # what is known beside of settings that are hashes
+        self._names: Names = {}  # names for settings that are hashes
         self._model_path = model if isinstance(model, str) else None
         self._resume_anyway = resume_anyway
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
-        self._is_changed = False  # this run goes on from one of other settings
-        self._has_said = False  # its schedule is on the terminal
+        self._is_changed = False  # this run goes on from one with other settings
+        self._has_printed_schedule = False
         super().__init__(model, *args, **kwargs)
-
-    # ---- What a trainer adds ----
 
     @property
     def _given_model(self) -> Any:
-        """The model that was passed in, with its adapters."""
+        """Return the model that was passed in, with its adapters."""
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
         """
-        What must be equal for a run to go on exactly, beside its arguments; JSON.
+        Return what must be equal for a run to go on exactly, beside its arguments; JSON.
 
-        It is called once, before the first step. Every process must call it; that of the first one counts.
+        Every process calls it once, before the first step; the first one's result counts.
         """
         model = self._given_model
         revision = (getattr(self.args, "model_init_kwargs", None) or {}).get("revision")
@@ -242,22 +191,19 @@ class ResumableRun(BackgroundSaving):
         if hasattr(model, "peft_config"):
             facts |= adapter_facts(model)
         if self.optimizer is not None:  # it was passed in
-            options = [
-                {name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups
-            ]
-            facts["optimizer"] = [type(self.optimizer).__qualname__, options]
+            facts["optimizer"] = [type(self.optimizer).__qualname__, _options(self.optimizer)]
         if self.lr_scheduler is not None:
             functions = [source_identity(function) for function in getattr(self.lr_scheduler, "lr_lambdas", [])]
             facts["lr_scheduler"] = [type(self.lr_scheduler).__qualname__, self.lr_scheduler.state_dict(), functions]
         return {**facts, **self._given_facts}
 
     def _data_facts(self) -> dict[str, Any]:
-        """Which rows are trained on; of a stream nothing is known."""
+        """Return which rows are trained on; nothing for a stream."""
         data = self.train_dataset
         return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
 
     def _run_names(self) -> Names:
-        """What is known of facts that are hashes, so that a refusal can say what differs; nothing compares it."""
+        """Return names for the facts that are hashes: a refusal prints them, and nothing compares them."""
         config = base_model_of(self._given_model).config
         names = {
             "model": {"name": self._model_path or get_config_model_id(config) or type(self._given_model).__name__},
@@ -270,48 +216,46 @@ class ResumableRun(BackgroundSaving):
         return names
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
-        """Raise if this run cannot go on from a checkpoint, for reasons other than its settings."""
+        """Raise if this run cannot go on from a checkpoint for another reason than its settings."""
 
     def _before_resuming(self, checkpoint: str) -> None:
-        """Prepare for going on from a checkpoint that was found to be good."""
+        """Prepare to go on from a checkpoint that was checked."""
 
     def _save_own_state(self, checkpoint: str) -> None:
         """Write what transformers does not, on all processes, before the checkpoint counts as complete."""
 
     def _load_own_state(self, checkpoint: str) -> None:
-        """Load that, before going on from a checkpoint, or from one of a run that is complete."""
+        """Load what [`_save_own_state`] wrote."""
 
     def _schedule(self) -> str:
-        """What the run is going to do."""
+        """Return what the run is going to do, as text."""
         return schedule(self)
 
-    # ---- Training ----
-
-    def _say_schedule(self) -> None:
-        if not self._has_said:  # `train` may be called again
+    def _print_schedule(self) -> None:
+        if not self._has_printed_schedule:  # `train` may be called again
             self.accelerator.print(self._schedule())
-        self._has_said = True
+        self._has_printed_schedule = True
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         with Hold(self.args.output_dir):
             return self._train_alone(resume_from_checkpoint, **kwargs)
 
     def _train_alone(self, resume_from_checkpoint: str | bool | None, **kwargs: Any) -> TrainOutput:
-        if not self._has_said:
-            self._say_what_waits()
+        if not self._has_printed_schedule:
+            self._print_what_waits()
         if not self._facts:  # later, training has changed what was passed in
             self._facts = self._run_facts()
-        facts = [{**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})}]
-        broadcast_object_list(facts)  # FSDP may load weights on the first process alone
-        self._settings = fingerprint(self.args, **facts[0])
+        # FSDP may load weights on the first process alone
+        facts = from_first({**self._facts, **(self._data_facts() if self.accelerator.is_main_process else {})})
+        self._settings = fingerprint(self.args, **facts)
         self._names = json.loads(json.dumps(without_credentials(self._run_names()), default=str))
-        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]  # type: ignore[attr-defined]
+        halting = [c for c in self.callback_handler.callbacks if isinstance(c, Halting)]
         for callback in halting:
-            callback.run_facts, callback.finish_saving = facts[0], self._look_at_saving
+            callback.run_facts, callback.finish_saving = facts, self._look_at_saving
         self._check_rollback(resume_from_checkpoint, halting)
-        found = _on_first_process(self._find_checkpoint, resume_from_checkpoint)
+        found = _on_first(self._find_checkpoint, resume_from_checkpoint)
         if found is None:
-            self._say_schedule()
+            self._print_schedule()
             return self._trained(**kwargs)
         checkpoint, is_same = found
         self._is_changed = not is_same
@@ -324,25 +268,25 @@ class ResumableRun(BackgroundSaving):
                     f"{end}, and ZeRO-3 loads weights only into a run that goes on: take them from {checkpoint}."
                 )
             self.accelerator.print(f"{end}: loading {checkpoint}.")
-            self._load_from_checkpoint(checkpoint)  # type: ignore[attr-defined]
+            self._load_from_checkpoint(checkpoint)
             self._load_own_state(checkpoint)
             self.state = state
             if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
                 beside = Path(checkpoint).with_name(Path(state.best_model_checkpoint).name)
                 if beside.is_dir():  # the output directory may have been moved
                     state.best_model_checkpoint = str(beside)
-                _on_first_process(_checked_marker, state.best_model_checkpoint)
-                self._load_best_model()  # type: ignore[attr-defined]
+                _on_first(_checked_marker, state.best_model_checkpoint)
+                self._load_best_model()
             return TrainOutput(state.global_step, float("nan"), {})
         self._before_resuming(checkpoint)
         self._load_own_state(checkpoint)
-        self._say_schedule()
+        self._print_schedule()
         self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
         return self._trained(resume_from_checkpoint=checkpoint, **kwargs)
 
     def _trained(self, **kwargs: Any) -> TrainOutput:
         try:
-            output = super().train(**kwargs)  # type: ignore[misc]
+            output = super().train(**kwargs)
         except BaseException:
             self._complete_after_an_error()
             raise
@@ -351,13 +295,13 @@ class ResumableRun(BackgroundSaving):
         return output
 
     def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
-        """Raise if a run that was rolled back would begin again as it was; `False` begins it anew all the same."""
+        """Raise if a run that was rolled back would begin again unchanged; `resume=False` allows it."""
         if resume is False:
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 forget_rollback(self.args.output_dir)
             self.accelerator.wait_for_everyone()
-        rollback = _on_first_process(Rollback.read, self.args.output_dir)
+        rollback = _on_first(Rollback.read, self.args.output_dir)
         if rollback is None:
             return
         held = [callback.rollback_that_holds(self.args, rollback, bool(resume)) for callback in halting]
@@ -367,7 +311,7 @@ class ResumableRun(BackgroundSaving):
         self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
-        """On the first process: the checkpoint to go on from, if any, and whether its run had these settings."""
+        """Return the checkpoint to go on from, if any, and whether its run had these settings."""
         if resume is None or resume is False:
             return None
         checkpoint = _newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
@@ -391,14 +335,13 @@ class ResumableRun(BackgroundSaving):
         return checkpoint, not different
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        scheduler = super().create_scheduler(*args, **kwargs)
         # As the arguments say: a checkpoint's optimizer brings its own, learning rate and all
-        groups = self.optimizer.param_groups
-        self._given = [{name: group[name] for name in group if name != "params"} for group in groups]
+        self._given = _options(self.optimizer)
         return scheduler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        super()._load_optimizer_and_scheduler(checkpoint)
         groups = self.optimizer.param_groups
         if checkpoint is None or not self._is_changed or len(groups) != len(self._given):
             return
@@ -417,24 +360,24 @@ class ResumableRun(BackgroundSaving):
         self._writer.close()
         # Else it leaves only the best checkpoint, and the same command again would train what comes after
         with temporarily(self.args, save_total_limit=None):
-            return super()._finalize_training(*args, **kwargs)  # type: ignore[misc]
+            return super()._finalize_training(*args, **kwargs)
 
     # Both write training_args.bin
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with temporarily(self.args, **pickled_without_credentials(self.args)):
-            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict=state_dict)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._is_pushed:
             self._writer.write_now()  # what was kept back is part of what is uploaded
         with temporarily(self.args, **pickled_without_credentials(self.args)):
-            super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if rolled_back(self.state):
             return
         self._check_saving(wait=True)  # one at a time
-        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         is_behind = self._saves_in_background and self._upload is None
         keeps_back = is_behind or self._goes_on_unsaved
@@ -446,7 +389,7 @@ class ResumableRun(BackgroundSaving):
             # Older checkpoints may only go once this one is complete
             keeping_back = self._writer.deferring(copies=is_behind) if keeps_back else nullcontext()
             with temporarily(self.args, save_total_limit=None), keeping_back:
-                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+                super()._save_checkpoint(model, trial)
                 if not self.args.save_only_model:
                     self._save_own_state(checkpoint)
             if not keeps_back:

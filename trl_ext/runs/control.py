@@ -1,4 +1,4 @@
-"""How callbacks ask the trainer for something, on one process or on all."""
+"""Requests of callbacks to the trainer, on one process or on all."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _KL_SCALE = "trl_ext_kl_scale"  # the key of a pending request in `TrainerState.
 
 class AgreedControl:
     """
-    Mixin for trainers: what the callbacks of one process request, all processes do at the same step.
+    Mixin for trainers: all processes do what a callback of one requests, at the same step.
 
     This holds for all requests in [`~transformers.TrainerControl`] made at the end of a step or an epoch. While the
     trainer logs, evaluates or saves, it holds for requests to stop only. Without it, a time limit that runs out on one

@@ -1,5 +1,10 @@
-"""What those who read a run's files must know of who wrote them. It imports neither torch nor transformers."""
+"""The files of a run: their names, and how each is written whole or not at all. Neither torch nor transformers is
+imported."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 PRIVATE_FOLDER = "_run"  # a Trainer uploads nothing whose name begins with an underscore
@@ -8,6 +13,50 @@ PRIVATE_FOLDER = "_run"  # a Trainer uploads nothing whose name begins with an u
 # without `trainer=`, and a monitor added on resume would crash the next save.
 REGISTRY = "trl_ext_monitors"
 RUNBOOK = "docs/runbook.md"
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[Path]:
+    """
+    Write a file whole or not at all: yield a path beside it, which is renamed when the block ends and removed if it
+    fails.
+
+    Args:
+        path: of the file; its folder exists.
+        durably: also hold against a loss of power: the file is on the disk when the block ends.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        yield temporary
+        if durably:
+            flush(temporary)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()  # on a full disk it takes the room of what comes next
+        raise
+    if durably:
+        flush(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary:
+        # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def flush(path: Path) -> None:
+    """Wait until the disk holds a file, or the names in a folder."""
+    if path.is_dir() and os.name == "nt":
+        return  # folders cannot be opened there
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def is_notice(alert: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""A run that a callback has ended stays ended when the same command runs again, until a setting is changed."""
+"""Keep a run that a callback has ended from being resumed by the same command, until a setting changes."""
 
 import hashlib
 import json
@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .marker import checkpoints_of, step_of, time_after_checkpoints, write_durably
+from .files import whole_file
+from .marker import checkpoints_of, step_of, time_after_checkpoints
 
 RECORD = "trl_ext_rollback.json"  # in the output directory, until a run that was changed has saved a checkpoint
 ASIDE = "rolled_back"  # begins the new names of checkpoints not to go on from: transformers finds them no more
@@ -82,7 +83,8 @@ class Rollback:
         """Write the record, then move aside the checkpoints after the good step. In this order: power may be lost."""
         self.written_ns = time_after_checkpoints(output_dir)
         Path(output_dir).mkdir(parents=True, exist_ok=True)
-        write_durably(Path(output_dir, RECORD), json.dumps(asdict(self), indent=2))
+        with whole_file(Path(output_dir, RECORD), durably=True) as temporary:
+            temporary.write_text(json.dumps(asdict(self), indent=2))
         self.set_aside(output_dir)
 
     def set_aside(self, output_dir: str) -> list[int]:
@@ -95,7 +97,7 @@ class Rollback:
         return sorted(excluded)
 
     def excludes(self, checkpoint: str, written_ns: int | None = None) -> bool:
-        """Return whether a checkpoint is of the run that was rolled back, and after its good step."""
+        """Return whether a checkpoint belongs to the run that was rolled back, and comes after its good step."""
         step = step_of(Path(checkpoint))
         if step is None or step <= self.good_step:
             return False
@@ -122,12 +124,12 @@ def good_checkpoint(output_dir: str, good_step: int) -> str | None:
 
 
 def forget_rollback(output_dir: str) -> None:
-    if Path(output_dir, RECORD).is_file():
+    if Path(output_dir, RECORD).is_file():  # a folder that cannot be one is told of elsewhere
         Path(output_dir, RECORD).unlink(missing_ok=True)
 
 
 def announce_rollback(state: Any, sentence: str) -> None:
-    """Tell the trainer and the other callbacks, through `state`, that this run was rolled back: not to be saved."""
+    """Tell the trainer and other callbacks, through `state`, not to save this run: it was rolled back."""
     state.stateful_callbacks[_ANNOUNCED] = {"sentence": sentence}
 
 

@@ -1,15 +1,15 @@
-"""Files of JSON lines that survive a killed run and never stop one."""
+"""Write JSON lines that survive a killed run and never stop one, and the numbers that JSON can hold."""
 
 import json
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def finite(value: Any) -> Any:
-    """Return the value as JSON can hold it: NumPy's and torch's as numbers; NaN, infinities and objects as text."""
+    """Return the value as JSON can hold it: arrays and tensors as lists of numbers; NaN and objects as text."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -19,6 +19,20 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def without_nan(value: Any) -> Any:
+    """Return the value with None for NaN and infinities, for which JSON has no number."""
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_finite_number(value: Any) -> TypeGuard[float]:
+    """Return whether a setting, or what a file holds, is a finite number of Python; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class JSONLWriter:
@@ -65,7 +79,7 @@ def _ends_in_mid_line(path: Path) -> bool:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file. Lines that are cut off, since the run was killed or still writes, are left out."""
+    """Yield the objects of a file; skip lines that a run was killed in or still writes."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from ..models.hashing import file_hash
+from .files import flush, whole_file
 
 MARKER = "trl_ext_complete.json"
 _PREFIX = "checkpoint-"  # as transformers names them; to import it takes seconds
@@ -18,22 +19,22 @@ def write_marker(
     checkpoint: str, contents: dict[str, Any], processes: int, names: dict[str, Any] | None = None
 ) -> None:
     """
-    Note which files a checkpoint has. Call this on one process, when all have written theirs.
+    Mark a checkpoint as complete by a list of its files. Call this on one process, when all have written theirs.
 
-    All files are on the disk before the marker is, and the marker before this returns: what has one survives a loss of
-    power.
+    All files are on the disk before the marker is, and the marker before this returns: a checkpoint with a marker
+    survives a loss of power.
 
     Args:
         checkpoint: its folder.
         contents: what must be equal for a run to go on from it.
-        processes: that wrote it.
-        names: what a refusal can say beside, where `contents` has hashes.
+        processes: how many wrote it.
+        names: what a refusal says where `contents` has hashes.
     """
     folder = Path(checkpoint)
     files = _files_of(folder)
     for path in [*files.values(), *(path for path in folder.rglob("*") if path.is_dir())]:
-        _flush(path)
-    # The time is kept within: a copied folder's files have the time of the copy
+        flush(path)
+    # The marker holds the time: a copied folder's files have the time of the copy
     now = time_after_checkpoints(folder.parent, but=folder)
     marker = {
         "written_ns": now,
@@ -42,27 +43,19 @@ def write_marker(
         "names": names or {},
         "files": {name: [path.stat().st_size, file_hash(path)] for name, path in files.items()},
     }
-    write_durably(folder / MARKER, json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
+    with whole_file(folder / MARKER, durably=True) as temporary:
+        temporary.write_text(json.dumps({**marker, "checksum": _checksum(marker)}, indent=2))
     if now > time.time_ns():
-        os.utime(folder, ns=(now, now))  # by this transformers knows which one is the newest
-    _flush(folder.parent)
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a file whole or not at all, also where power is lost; it is on the disk when this returns."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    _flush(temporary)
-    os.replace(temporary, path)
-    _flush(path.parent)
+        os.utime(folder, ns=(now, now))  # transformers takes the newest one by this time
+    flush(folder.parent)
 
 
 def read_marker(checkpoint: str) -> dict[str, Any]:
     """
-    Return `configuration`, `processes`, `written_ns` and `files` of a checkpoint that was finished.
+    Return `configuration`, `processes`, `written_ns` and `files` of a complete checkpoint.
 
     Raises:
-        IncompleteCheckpoint: it was not, or its marker cannot be read.
+        IncompleteCheckpoint: the marker is missing or cannot be read.
     """
     path = Path(checkpoint) / MARKER
     if not path.is_file():
@@ -74,7 +67,7 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
         marker = json.loads(path.read_text())
         if marker.pop("checksum") != _checksum(marker):
             raise ValueError
-        # Of another trl_ext it may say anything
+        # Another version may have written anything
         _ = marker["written_ns"] + 0, marker["configuration"].keys(), [(n, h) for n, h in marker["files"].values()]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise IncompleteCheckpoint(f"its {MARKER} is damaged, or of an earlier trl_ext") from None
@@ -82,7 +75,7 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
 
 
 def check_files(checkpoint: str, marker: dict[str, Any]) -> None:
-    """Raise an IncompleteCheckpoint if a file of a finished checkpoint is not as it was written."""
+    """Raise an IncompleteCheckpoint if a file is not as it was written."""
     found = _files_of(Path(checkpoint))
     for name, (size, digest) in marker["files"].items():
         if name not in found:
@@ -98,19 +91,19 @@ class IncompleteCheckpoint(ValueError):
 
 
 def checkpoints_of(output_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """The folders of a run's checkpoints, by their steps."""
+    """Return the folders of a run's checkpoints by their steps."""
     found = {step_of(path): path for path in Path(output_dir).glob(f"{_PREFIX}*") if path.is_dir()}
     return {step: path for step, path in found.items() if step is not None}
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in a checkpoint's name; None if it is no name of ours, such as `checkpoint-bad-6`."""
+    """Return the step in a checkpoint's name; None for another name, such as `checkpoint-bad-6`."""
     number = checkpoint.name.removeprefix(_PREFIX)
     return int(number) if number.isdecimal() and number != checkpoint.name else None
 
 
 def time_after_checkpoints(output_dir: str | os.PathLike[str], but: Path | None = None) -> int:
-    """The time in ns, or one after all checkpoints: this machine's clock may be behind that of the one before."""
+    """Return the time in ns, but later than all checkpoints: the clock of an earlier machine may have been ahead."""
     others = (path for path in checkpoints_of(output_dir).values() if path != but)
     return max([time.time_ns(), *(_written(path) + 10**6 for path in others)])
 
@@ -127,7 +120,7 @@ def _checksum(marker: dict[str, Any]) -> str:
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """The files that a run goes on from, by their names in the folder."""
+    """Return the files that a run goes on from, by their names in the folder."""
     # transformers removes the last one after it has saved because of a SIGTERM (`enable_jit_checkpoint`)
     left_out = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}
     return {
@@ -135,14 +128,3 @@ def _files_of(folder: Path) -> dict[str, Path]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name not in left_out
     }
-
-
-def _flush(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder."""
-    if path.is_dir() and os.name == "nt":
-        return  # folders cannot be opened there
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,4 +1,4 @@
-"""What somebody who mistyped a name may have meant."""
+"""Suggest what a mistyped name may have meant."""
 
 import difflib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of an error message: `; did you mean A or B?` with the nearest of `names`, nothing if none is near."""
+    """Return the end of an error message, `; did you mean A or B?`, with the nearest names; "" if none is near."""
     known = sorted(names)
     begun = [longer for longer in known if longer.startswith(name)]
     nearest = begun[:4] or difflib.get_close_matches(name, known)
@@ -15,7 +15,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def near_path(path: str | os.PathLike[str]) -> str:
-    """The same, of a path that does not exist: its first part that is not there against what is there instead."""
+    """Return the same for a path that does not exist: its first missing part is compared with what lies there."""
     path, rest = Path(path).expanduser(), Path()
     while not path.parent.is_dir():
         path, rest = path.parent, path.name / rest

@@ -1,4 +1,4 @@
-"""Whether a run can write where it is told to, and is alone there; files that are never half there."""
+"""Check that a run can write where it is told to, and is alone there."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from .marker import MARKER
+from .processes import from_first, on_first
 
 LOCK = "_trl_ext.lock"  # in the output directory; a Trainer uploads nothing whose name begins with an underscore
 _MARKERS = f"checkpoint-*/{MARKER}"
@@ -20,15 +21,15 @@ _PATIENCE = 2.0  # seconds in which a process that was killed has gone
 
 def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = None) -> None:
     """
-    Check that the folder can be written, and holds no finished run that would be overwritten.
+    Check that the folder can be written, and holds no finished run that would be lost.
 
     Args:
         output_dir: it need not exist yet.
-        resume: `resume_from_checkpoint`; `"false"` is to begin anew, whatever is there.
+        resume: `resume_from_checkpoint`; `"false"` begins anew, whatever is there.
 
     Raises:
         OSError: it cannot be written.
-        FileExistsError: a run without checkpoints has finished there. With checkpoints, it is gone on with.
+        FileExistsError: a run without checkpoints has finished there. (One with checkpoints is resumed.)
     """
     path = Path(output_dir)
     there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), path)
@@ -48,37 +49,30 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
 
 
 class FolderInUse(OSError):
-    """Another process runs in the folder; the message is one sentence, with its pid, its host, and since when."""
+    """Another process runs in the folder; the message has its pid, its host, and since when."""
 
 
 class Hold:
     """
     Keep the runs of other processes out of a folder.
 
-    The lock is the kernel's: it goes with this process, in whatever way that ends, and no child process inherits it.
-    This process may hold a folder several times. It is free when each hold was released, or its object is gone.
+    The kernel drops the lock when this process ends, in whatever way, and no child process inherits it. This process
+    may hold a folder several times; it is free again when each hold was released or deleted.
 
     Args:
-        folder: it need not exist yet. Of several processes of one launch the first one holds it, so all must call
-            this; they are refused together.
+        folder: it need not exist yet. In a launch of several processes the first one holds it; all must call this, and
+            are refused together.
 
     Raises:
         FolderInUse: another process holds it.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        from accelerate import PartialState
-        from accelerate.utils import broadcast_object_list
-
-        state = PartialState()
         self._lock: Any = None
-        refusal: list[str | None] = [None]
-        if state.is_main_process:
-            self._lock, refusal[0] = _locked(Path(folder))
-        if state.num_processes > 1:
-            broadcast_object_list(refusal)
-        if refusal[0]:
-            raise FolderInUse(refusal[0])
+        on_first(self._acquire, Path(folder))
+
+    def _acquire(self, folder: Path) -> None:
+        self._lock = _locked(folder)
 
     def release(self) -> None:
         """Let another run have the folder."""
@@ -87,7 +81,7 @@ class Hold:
             return
         if lock.lock_counter == 1:
             with suppress(OSError):
-                os.unlink(lock.lock_file)  # whoever has opened it meanwhile sees that it has no name any more
+                os.unlink(lock.lock_file)  # a process that has opened it meanwhile sees that its name is gone
         lock.release()
 
     def __enter__(self) -> "Hold":
@@ -97,29 +91,29 @@ class Hold:
         self.release()
 
 
-def _locked(folder: Path) -> tuple[Any, str | None]:
-    """Lock a folder: the lock, or why it cannot be had. Where there are no locks it says so, and returns neither."""
+def _locked(folder: Path) -> Any:
+    """Lock a folder and return the lock; where there are no locks, say so and return None."""
     # One object for each file, so that this process can lock it again
-    lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_say_who)
+    lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
     try:
         lock.acquire(timeout=_PATIENCE)
     except Timeout:
-        return None, (
+        raise FolderInUse(
             f"`output_dir` {folder} is in use by {_holder(folder / LOCK)}: wait for that run, end it, or choose "
             "another `output_dir`"
-        )
+        ) from None
     except OSError as error:  # a file system without locks, or a folder that nothing can be written to
         if isinstance(error, PermissionError) and (folder / LOCK).exists():
-            return None, (
+            raise FolderInUse(
                 f"`output_dir` {folder} is held by {_holder(folder / LOCK)}, with another account: choose another "
                 f"`output_dir`, or have {folder / LOCK} deleted if that process has ended"
-            )
+            ) from None
         print(f"Nothing keeps a second run out of {folder}: it cannot be locked ({error.strerror or error}).")
-        return None, None
-    return lock, None
+        return None
+    return lock
 
 
-def _say_who(descriptor: int) -> None:
+def _write_holder(descriptor: int) -> None:
     """Write into the lock who holds it."""
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
     with suppress(OSError):  # a full disk: it is locked all the same
@@ -137,46 +131,30 @@ def _holder(lock: Path) -> str:
 
 def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
     """
-    Return whether the run was complete already, and so was its evaluation; says so.
+    Return whether the run was already complete and evaluated, and print it.
 
-    Files that are older than the run's newest checkpoint are of an earlier run.
+    Files that are older than the run's newest checkpoint belong to an earlier run.
 
     Args:
         output_dir: of the run.
         result: what `train` returned.
-        *files: patterns of what the evaluation writes, `eval_results.json` if there are none.
+        *files: patterns of the files that the evaluation writes; `eval_results.json` if there are none.
     """
     from accelerate import PartialState
-    from accelerate.utils import broadcast_object_list
 
     files, folder = files or ("eval_results.json",), Path(output_dir)
     newest = max((marker.stat().st_mtime for marker in folder.glob(_MARKERS)), default=0)
-    found = [
-        not result.metrics
-        and all(any(path.stat().st_mtime >= newest for path in folder.glob(pattern)) for pattern in files)
-    ]
-    broadcast_object_list(found)  # another machine may not see the folder
-    if found[0]:
+    found = not result.metrics and all(
+        any(path.stat().st_mtime >= newest for path in folder.glob(pattern)) for pattern in files
+    )
+    found = from_first(found)  # another machine may not see the folder
+    if found:
         PartialState().print(f"{folder / files[0]} is left as it is; to evaluate again, delete it.")
-    return found[0]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is in place when it is complete, and make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        # Half of a surrogate pair has no UTF-8; written as \udXXX, JSON reads it back as it was
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        temporary.replace(path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()  # on a disk that is full, it takes the room of what comes next
-        raise
+    return found
 
 
 def overlap(folder: Path, given: Path) -> str:
-    """How a folder to write into and an input lie in each other, as the verb between them; "" if they do not."""
+    """Return the verb between a folder to write into and an input that overlap; "" if they do not."""
     mine, theirs = folder.resolve(), given.resolve()
     if mine == theirs or mine in theirs.parents:
         return "holds"

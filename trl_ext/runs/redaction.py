@@ -1,4 +1,4 @@
-"""Keep credentials out of what a run writes: known by the name of a setting, or by the shape of a text."""
+"""Keep credentials out of what a run writes, by the name of a setting or the shape of a text."""
 
 import re
 from typing import Any
@@ -10,7 +10,7 @@ _CREDENTIAL = re.compile(
     r"(^|_)(token|jwt|bearer|auth|authorization|cookie|dsn|sig|signature|(secret|password|passwd|passphrase|pwd"
     r"|credential|(api|access|secret|private|account|auth|signing|encryption)_?key)s?)$"
 )
-# Words before `token` with which it is no credential: a part of a text, or a unit
+# Words that make `..._token` no credential, but a part of a text or a unit
 _TEXT_TOKEN = re.compile(
     r"(^|_)(eos|bos|pad|unk|sep|cls|mask|stop|start|end|eot|boi|eoi|image|video|audio|special|per|first|last|next|new)"
     r"_token$"
@@ -40,9 +40,9 @@ def redacted(value: Any, name: str = "") -> Any:
     """
     Return `value` with each credential in it replaced by `<redacted>`.
 
-    Hidden are the values of names such as `token`, `password` or `api_key`, in mappings and in texts like
-    `token=...`; user and password of a URL, the path of a webhook's URL, credentials in a URL's query; and what looks
-    like a token (`hf_...`, `sk-...`). `eos_token` and the like name a part of a text, and stay.
+    This hides the values of names such as `token`, `password` or `api_key`, in mappings and in texts like `token=...`;
+    user and password of a URL, the path of a webhook's URL, credentials in a URL's query; and what looks like a token
+    (`hf_...`, `sk-...`). `eos_token` and the like name a part of a text, and stay.
 
     Args:
         value: text, or a list, tuple or mapping of values. Other objects are returned as they are.
@@ -64,7 +64,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 def without_credentials(value: Any) -> Any:
     """
-    Return `value` redacted, and without the settings that hold a credential: with another one it is the same run.
+    Return `value` redacted and without the settings that hold a credential: another credential makes no other run.
 
     A mapping that held nothing else becomes None, as if it had not been given.
     """
@@ -84,7 +84,7 @@ class HidesCredentials:
 
 
 class _PickledAs(str):
-    """A text that works as it is, and of which a file gets another one."""
+    """A string used as given but written redacted."""
 
     shown: str
 
@@ -93,7 +93,7 @@ class _PickledAs(str):
 
 
 def pickled_without_credentials(args: Any) -> dict[str, Any]:
-    """Return the attributes with which `args` is pickled without a credential; its token still works for a push."""
+    """Return attributes that pickle `args` without a credential; its token still works for a push."""
     changed: dict[str, Any] = {}
     for name, value in vars(args).items():
         shown = redacted(value, name)

@@ -1,4 +1,4 @@
-"""Which rows a dataset has."""
+"""Tell datasets apart by their rows."""
 
 import xxhash
 from datasets import Dataset
@@ -10,8 +10,7 @@ def rows_identity(dataset: Dataset) -> str:
     """
     Hash the rows of a dataset, in their order, with the names and types of its columns.
 
-    The content counts, not the file, the cache or the selections that it came by: `Dataset._fingerprint` is another
-    one after a file was copied, or a function with a lambda was mapped.
+    Only the content counts. `Dataset._fingerprint` also changes when a file is copied or a lambda is mapped.
 
     Returns:
         `xxh3:…`
@@ -22,5 +21,5 @@ def rows_identity(dataset: Dataset) -> str:
     for start in range(0, len(dataset), _ROWS):
         rows = table[start : start + _ROWS].select(names).combine_chunks()
         for batch in rows.to_batches():
-            digest.update(batch.serialize())  # without what a slice is a slice of
+            digest.update(batch.serialize())  # only the slice, not the table behind it
     return f"xxh3:{digest.hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Trainers that write their checkpoints while training goes on, and what follows if one cannot be written."""
+"""Write checkpoints while training goes on, and end or go on if one cannot be written."""
 
 import json
 import os
@@ -7,24 +7,29 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from transformers.utils import ENV_VARS_TRUE_VALUES
 
 from ..upstream.temporarily import temporarily
 from .halts import rolled_back
 from .marker import MARKER, step_of
+from .processes import from_first
 from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, is_of_writing, not_saved
 
-_UPLOADERS = {  # tracker -> by which values of which variable it uploads a checkpoint in `on_save`
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object  # a mixin: the trainer that it is mixed into has the methods
+
+_UPLOADERS = {  # tracker -> the variable, and its values, that make it upload a checkpoint in `on_save`
     "wandb": ("WANDB_LOG_MODEL", {"CHECKPOINT"}),
     "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", ENV_VARS_TRUE_VALUES),
     "clearml": ("CLEARML_LOG_MODEL", ENV_VARS_TRUE_VALUES),
 }
-
 
 MODEL = "The model"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin")
@@ -35,13 +40,13 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
     """
     Write a part of a run's result within the block; if it cannot be written, raise one [`NotSaved`] on all processes.
 
-    Every process must enter and leave the block, and take part in no collective after a write in it. Weights that are
-    half there are removed: beside those of an earlier run they would look whole.
+    Every process must enter and leave the block, without a collective after a write in it. Half-written weights are
+    removed: beside those of an earlier run they would look whole.
 
     Args:
         output_dir: of the run.
-        what: is written, as the beginning of a sentence: "The model".
-        goes_on: what the same command will then do; by default it goes on from a checkpoint, or begins anew.
+        what: what is written, as the beginning of a sentence: "The model".
+        goes_on: what the same command does next; by default it goes on from a checkpoint, or begins anew.
     """
     before, failure = _written(output_dir), None
     try:
@@ -63,7 +68,7 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
 
 def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
     """
-    Save a model, then what its training came to: where the disk is full, the model is what counts.
+    Save a model, then its metrics: on a full disk the model is what counts.
 
     Args:
         trainer: a Trainer that has trained.
@@ -77,7 +82,7 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
 
 
 def _json(path: Path) -> str | None:
-    """What a file of JSON says; None if it is not there, or was cut off by a full disk."""
+    """Return the text of a JSON file; None if it is missing, or was cut off by a full disk."""
     try:
         text = path.read_text(encoding="utf-8")
         json.loads(text)
@@ -87,24 +92,18 @@ def _json(path: Path) -> str | None:
 
 
 def _written(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """When each file of weights in a folder was written; those of checkpoints are left out."""
+    """Return when each file of weights in a folder was written, without those of checkpoints."""
     paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
-class BackgroundSaving:
+class BackgroundSaving(_Trainer):
     """
-    Mixin of trainers whose arguments have [`~trl_ext.runs.settings.SavingSettings`]: a checkpoint is being written.
+    Mixin of trainers: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] say.
 
-    The processes agree on it between two steps, and only while a checkpoint is being written. The thread that writes
+    While a checkpoint is being written, the processes agree between two steps on how far it is. The thread that writes
     takes part in no collective.
     """
-
-    args: Any
-    accelerator: Any
-    state: Any
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
@@ -123,12 +122,12 @@ class BackgroundSaving:
 
     @property
     def _is_pushed(self) -> bool:
-        """Whether transformers uploads each checkpoint before `on_save`."""
+        """Return whether transformers uploads each checkpoint before `on_save`."""
         return self.args.push_to_hub and self.args.hub_strategy != "end"
 
     @property
     def _upload(self) -> str | None:
-        """Say who uploads each checkpoint as soon as it is written, and how to have it not, if anyone does."""
+        """Say what uploads each checkpoint as soon as it is written, and how to avoid it; None if nothing does."""
         if self._is_pushed:
             return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
         for tracker in self.args.report_to or []:
@@ -137,7 +136,7 @@ class BackgroundSaving:
                 return f"{tracker} uploads each: unset {variable} to send it numbers alone"
         return None
 
-    def _say_what_waits(self) -> None:
+    def _print_what_waits(self) -> None:
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if not self._saves_in_background:
             return
@@ -149,10 +148,10 @@ class BackgroundSaving:
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._check_saving()
-        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _check_saving(self, wait: bool = False) -> None:
-        """See whether the checkpoint that is being written is complete; say so, or raise, if it failed."""
+        """Check whether the checkpoint that is being written is complete; print or raise if it failed."""
         self._look_at_saving(wait)
         sentence, self._save_failure = self._save_failure, None
         if sentence is None:
@@ -162,7 +161,7 @@ class BackgroundSaving:
         self.accelerator.print(sentence)
 
     def _look_at_saving(self, wait: bool = True) -> None:
-        """Wait for the checkpoint that is being written, or look whether it is complete. Call it on all processes."""
+        """Wait for the checkpoint that is being written, or see how far it is. Call it on all processes."""
         if self._being_saved is None:
             return
         is_busy, has_failed = self._writing()
@@ -188,9 +187,8 @@ class BackgroundSaving:
 
     @staticmethod
     def _agreed_name() -> str:
-        """Return a name by which the processes know what they write: a count is not the same after an exception."""
-        names = [uuid4().hex]
-        return broadcast_object_list(names)[0]
+        """Return one name for this checkpoint on all processes: a count differs after an exception."""
+        return from_first(uuid4().hex)
 
     def _unsaved(self, cause: str, goes_on: bool) -> str:
         if goes_on:
@@ -207,7 +205,7 @@ class BackgroundSaving:
         if state.best_model_checkpoint == checkpoint:
             state.best_model_checkpoint = best
         if state.best_global_step == step_of(Path(checkpoint)):
-            # What comes is compared with the best that is there
+            # Later checkpoints are compared with the best that exists
             state.best_global_step = step_of(Path(best)) if best else None
             measured = {log["step"]: log[metric] for log in state.log_history if metric in log}
             state.best_metric = measured.get(state.best_global_step)
@@ -216,14 +214,14 @@ class BackgroundSaving:
 
     def save_metrics(self, split: str, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Save metrics as every Trainer does, each file whole or as it was before."""
-        if not self.is_world_process_zero():  # type: ignore[attr-defined]
+        if not self.is_world_process_zero():
             return
         output_dir, added_to = Path(self.args.output_dir), "all_results.json"
         with tempfile.TemporaryDirectory(dir=output_dir, prefix="_") as folder:
             if (before := _json(output_dir / added_to)) is not None:
                 Path(folder, added_to).write_text(before)
             with temporarily(self.args, output_dir=folder):
-                super().save_metrics(split, metrics, *args, **kwargs)  # type: ignore[misc]
+                super().save_metrics(split, metrics, *args, **kwargs)
             # `train_results.json` is the last one: it marks a run as finished
             for path in sorted(Path(folder).iterdir()):
                 path.replace(output_dir / path.name)

@@ -1,4 +1,4 @@
-"""What a run is going to do, printed when it begins: a few aligned lines."""
+"""Say what a run is going to do, in a few aligned lines that are printed when it begins."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""What ships with the package: recipes, accelerate's configurations, the runbook.
+"""Find what ships with the package: recipes, accelerate's configurations, the runbook.
 
 A wheel has them in the package, a clone beside it. A name is looked for in the working directory first, and then
 among what ships, so a recipe runs from anywhere.
@@ -19,14 +19,15 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def root() -> Path:
-    """The folder that `recipes/`, `accelerate_configs/` and `docs/runbook.md` lie in."""
+    """Return the folder that holds `recipes/`, `accelerate_configs/` and `docs/runbook.md`."""
     return _PACKAGE if (_PACKAGE / "recipes").is_dir() else _PACKAGE.parent
 
 
 def find(name: str | os.PathLike[str]) -> Path:
     """
-    Return the path of a file or folder: in the working directory, or else of what ships under the same name, such as
-    `recipes/demo/world.py`. What is in neither is returned as it was given.
+    Return the path of a file or folder in the working directory, or else of the one that ships under this name.
+
+    A name such as `recipes/demo/world.py` is returned unchanged if it is in neither.
     """
     path = Path(name).expanduser()
     if not path.exists() and path.parts[:1] in (("recipes",), ("accelerate_configs",)) and (root() / path).exists():
@@ -35,7 +36,7 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 
 def names(folder: str) -> list[str]:
-    """Names of the YAML files that ship in `recipes` or `accelerate_configs`, such as `tinystories/ppo`."""
+    """Return the names of the YAML files that ship in `recipes` or `accelerate_configs`, such as `tinystories/ppo`."""
     place = root() / folder
     return sorted(path.relative_to(place).with_suffix("").as_posix() for path in place.rglob("*.yaml"))
 
@@ -62,7 +63,7 @@ def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
 
 
 def accelerate_file(flag: str, name: str) -> Path:
-    """Return the same of a configuration of accelerate; TRL's names hold after ours."""
+    """Return the same for a configuration of accelerate: one of ours, or else of TRL's."""
     try:
         return config_file(flag, name, "accelerate_configs")
     except FileNotFoundError:

@@ -33,11 +33,11 @@ class CheckpointWriter:
     """
     Takes over what is written to a path within [`~CheckpointWriter.deferring`], and writes it in a thread.
 
-    The copies are made by PyTorch's [`~torch.distributed.checkpoint.staging.DefaultStager`], which keeps views and
-    shared storages as they are, and its buffers, so that from the second checkpoint on no memory is asked for.
+    PyTorch's [`~torch.distributed.checkpoint.staging.DefaultStager`] makes the copies: it keeps views and shared
+    storages, and reuses its buffers from the second checkpoint on.
 
     Args:
-        pins: whether the buffers are pinned, which makes copies from a GPU fast.
+        pins: pin the buffers, which makes copies from a GPU fast.
     """
 
     def __init__(self, pins: bool = False):
@@ -51,12 +51,12 @@ class CheckpointWriter:
     @contextmanager
     def deferring(self, copies: bool = True) -> Iterator[None]:
         """
-        Within the block, keep back what this thread writes by `torch.save` and `safetensors`; see `upstream.WRITERS`.
+        Keep back what this thread writes by `torch.save` and `safetensors` in the block; see `upstream.names.WRITERS`.
 
-        What has no copy, such as an object of unknown kind, is written at once. A failure of that is an `OSError`.
+        What cannot be copied is written at once; a failure to do so is an `OSError`.
 
         Args:
-            copies: copy what is to be written; else it must not change until it is.
+            copies: copy what is to be written; else it must not change until it is written.
         """
         self._writes.clear()
         with ExitStack() as stack:
@@ -107,10 +107,10 @@ class CheckpointWriter:
         Write what was kept back, and call `complete` when all processes have written theirs.
 
         Args:
-            complete: on the processes that write the marker; elsewhere None.
-            processes, rank: of the run. Each process calls this once for a checkpoint.
-            error: what this process has failed with already.
-            name: of what is written, the same on all processes and for nothing else.
+            complete: writes the marker; None on processes that do not.
+            processes, rank: of the run. Each process calls this once a checkpoint.
+            error: an earlier failure of this process.
+            name: of this checkpoint, the same on all processes.
         """
         self.error, self._deadline = error, math.inf
         writes, self._writes = [] if error else self._writes, []
@@ -134,7 +134,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def _exchange(self, name: str, processes: int, rank: int, waits: bool) -> None:
-        """Tell the others that this process is done, and wait for them; through the store, which is no collective."""
+        """Tell the other processes through the store that this one is done, and wait for them; no collective."""
         store = _get_default_store()
         store.set(f"trl_ext/saved/{name}/{rank}", "failed" if self.error else "written")
         keys = [f"trl_ext/saved/{name}/{other}" for other in range(processes)]
@@ -149,7 +149,7 @@ class CheckpointWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Return whether a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def write_now(self) -> None:
@@ -158,7 +158,7 @@ class CheckpointWriter:
             self._writes.pop(0)()
 
     def wait(self, seconds: float | None = None, after_an_error: bool = False) -> None:
-        """Wait until this process has done its part; after an error, for others no longer than some seconds."""
+        """Wait until this process has done its part; after an error, wait for others only some seconds."""
         if after_an_error:
             self._deadline = time.monotonic() + _PATIENCE
         if self._thread is not None:
@@ -170,7 +170,7 @@ class CheckpointWriter:
 
 
 def is_of_writing(error: BaseException) -> bool:
-    """Whether an error says that a file could not be written: PyTorch raises a `RuntimeError` for a full disk."""
+    """Return whether a file could not be written: for a full disk PyTorch raises a `RuntimeError`."""
     return isinstance(error, (OSError, SafetensorError)) or _OF_PYTORCH in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Compare functions, methods and attributes of a library with what we wrote down of them."""
+"""Compare functions, methods and attributes of a library with what we rely on."""
 
 import dis
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def find(path: str) -> Any:
-    """Return what is at `package.module.name`; raise an `ImportError` that says so if it is gone."""
+    """Return the object at `package.module.name`; raise an `ImportError` if it is gone."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
@@ -21,12 +21,12 @@ def find(path: str) -> Any:
 
 def function_change(path: str, passed: str | None) -> str:
     """
-    Say what changed about a function or class, so that our call would fail; an empty text if nothing did.
+    Say what changed in a function or class so that our call would fail; "" if nothing did.
 
     Args:
-        path: where it is.
-        passed: the parameters that we pass, as "model, seed=" if the first by its place and the second by name; None
-            if we do not call it. Others may be there if they have a default.
+        path: its dotted name.
+        passed: the parameters that we pass, as "model, seed=" for one by position and one by name; None if we do not
+            call it. It may have others with a default.
     """
     try:
         function = find(path)
@@ -40,7 +40,7 @@ def function_change(path: str, passed: str | None) -> str:
 
 
 def method_change(cls: type, name: str, passed: str) -> str:
-    """Say the same of a method of `cls`. Other parameters may be there only if `passed` ends in "..."."""
+    """Say the same for a method of `cls`, which may have other parameters only if `passed` ends in "..."."""
     if not callable(method := getattr(cls, name, None)):
         return f"`{cls.__name__}` has no method `{name}`"
     parameters = list(inspect.signature(method).parameters)[1:]  # all but `self`
@@ -48,13 +48,13 @@ def method_change(cls: type, name: str, passed: str) -> str:
 
 
 def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
-    """Say of each name that is neither a member of `cls` nor set by a method of it that it is gone."""
+    """Say for each name whether it is gone: neither a member of `cls` nor set by one of its methods."""
     present = {*dir(cls), *assigned(cls.__mro__)}
     return {name: "" if name in present else f"`{cls.__name__}` has no `{name}`" for name in names}
 
 
 def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
-    """Return what both lists of classes define, as a member or by setting it; `__names__` apart."""
+    """Return the names that both lists of classes define or set, except `__names__`."""
     ours_and_theirs = [
         {name for cls in classes for name in vars(cls) if not name.startswith("__")} | assigned(classes)
         for classes in (ours, theirs)
@@ -77,7 +77,7 @@ def assigned(classes: Iterable[type]) -> set[str]:
 
 
 def _difference(label: str, parameters: Iterable[str], required: list[str], passed: str) -> str:
-    """Check that `required` is passed, that what is passed exists, and by its place under the name that it had."""
+    """Check that we pass what is required, that it exists, and that positions have the same names."""
     given = [name for name in passed.split(", ") if name not in ("", "...")]
     by_place = [name for name in given if not name.endswith("=")]
     names, parameters = {name.rstrip("=") for name in given}, list(parameters)

@@ -68,6 +68,7 @@ MOVED: dict[str, str] = {
     "trl_ext.model_names": "trl_ext.cli.model_names",
     "trl_ext.nearest": "trl_ext.runs.nearest",
     "trl_ext.output_dir": "trl_ext.runs.output_dir",
+    "trl_ext.output_dir.write_text": "trl_ext.runs.files.write_text",
     "trl_ext.packages": "trl_ext.upstream.packages",
     "trl_ext.parser": "trl_ext.cli.parser",
     "trl_ext.planning": "trl_ext.workbench.planning",

@@ -1,4 +1,4 @@
-"""Packages that only some settings need: what for, how to get them, and whether a run has those that it needs."""
+"""Optional packages: what needs them, how to install them, and whether a run has those that it needs."""
 
 import os
 from importlib.util import find_spec
@@ -20,7 +20,6 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "krippendorff": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "sklearn": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "crowdkit": ("`trl-ext annotators --method dawid_skene` or `mace`", "'trl-ext[labels]'"),
-    "scipy": ("`trl-ext annotators --method noisy_bt`", "'trl-ext[labels]'"),
     "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),
     "py3langid": ("languages in `trl-ext prompts`", "'trl-ext[labels]'"),
 }
@@ -30,7 +29,7 @@ _TRACKERS = {"clearml", "codecarbon", "comet_ml", "dvclive", "mlflow", "neptune"
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be imported; it is not."""
+    """Return whether a package is installed, without importing it."""
     if package == "tensorboard" and find_spec("tensorboardX"):
         return True
     spec = find_spec(package)
@@ -38,18 +37,18 @@ def is_installed(package: str) -> bool:
 
 
 def is_of_deepspeed(error: Exception) -> bool:
-    """Return whether an error says that DeepSpeed is not there, in whichever library's words."""
+    """Return whether an error of any library says that DeepSpeed is not installed."""
     return isinstance(error, ImportError) and "deepspeed" in str(error).lower()
 
 
 def check_packages(*settings: Any) -> None:
     """
-    Refuse settings, dataclasses of a run, that need a package which is not installed, or a login. (vLLM and DeepSpeed
-    are asked for where they are used.)
+    Refuse settings, dataclasses of a run, that need a missing package or a login. vLLM and DeepSpeed are checked
+    elsewhere, when they are used.
 
     Raises:
         ImportError: a package is missing; the message has the command that installs it.
-        ValueError: W&B has no key, or one that cannot be. Only the first process is asked: it alone reports.
+        ValueError: W&B has no valid key. This is checked on the first process, which alone reports.
     """
     for each in settings:
         if getattr(each, "load_in_4bit", False) or getattr(each, "load_in_8bit", False):
@@ -75,10 +74,10 @@ def need_server() -> None:
 
 def has_wandb_login() -> bool:
     """
-    Return whether W&B has a key, or is told to do without: in its settings, or by WANDB_MODE. Its server is not asked.
+    Return whether W&B has a key, or needs none by its settings or WANDB_MODE; its server is not asked.
 
     Raises:
-        ValueError: what it has is no key.
+        ValueError: the key is invalid.
     """
     import wandb
 

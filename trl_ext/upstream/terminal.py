@@ -55,7 +55,7 @@ def quiet() -> None:
 
 
 def is_quiet() -> bool:
-    """Whether this process' script is one that has called [`quiet`], as a process that it starts should then be."""
+    """Return whether this process has called [`quiet`]; a process that it starts should then call it, too."""
     return quiet.cache_info().currsize > 0
 
 

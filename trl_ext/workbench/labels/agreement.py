@@ -1,4 +1,4 @@
-"""How far annotators agree, who stands apart from the others, and what cannot be known of it."""
+"""Measure how far annotators agree and who stands apart, and say what the labels cannot tell."""
 
 from itertools import combinations
 from typing import Any
@@ -126,35 +126,32 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
     lean, lean_z = _lean(labels, counts)
     is_choice = labels.choice != TIE
     shown = _is_shown_first(labels)
-    rows = []
     seconds = _medians(labels, labels.seconds)
     confidence = _medians(labels, labels.confidence, "mean")
     ties = sums(labels.annotator, ~is_choice, size)
     first, choices = (sums(labels.annotator[is_choice], value[is_choice], size) for value in (shown, is_choice))
-    for place in np.argsort(-total, kind="stable"):
-        if not total[place]:
-            continue
-        rows.append(
-            {
-                "annotator": labels.annotators[place],
-                "labels": int(total[place]),
-                "share": float(total[place] / len(labels)),
-                "compared": int(number[place]),
-                "agreement": float(mean[place]) if number[place] else None,
-                "z": _known(z[place]),
-                "ties": float(ties[place] / total[place]),
-                "shown_first": _share(first[place], choices[place]),
-                "lean": _known(lean[place]),
-                "lean_z": _known(lean_z[place]),
-                "seconds": _known(seconds[place]),
-                "drift": _known(drift[place]),
-                "drift_z": _known(drift_z[place]),
-                "confidence": _known(confidence[place]),
-                "repeats": int(labels.repeats[place]),
-                "contradictions": int(labels.contradictions[place]),
-            }
-        )
-    return rows
+    return [
+        {
+            "annotator": labels.annotators[place],
+            "labels": int(total[place]),
+            "share": float(total[place] / len(labels)),
+            "compared": int(number[place]),
+            "agreement": float(mean[place]) if number[place] else None,
+            "z": _known(z[place]),
+            "ties": float(ties[place] / total[place]),
+            "shown_first": _share(first[place], choices[place]),
+            "lean": _known(lean[place]),
+            "lean_z": _known(lean_z[place]),
+            "seconds": _known(seconds[place]),
+            "drift": _known(drift[place]),
+            "drift_z": _known(drift_z[place]),
+            "confidence": _known(confidence[place]),
+            "repeats": int(labels.repeats[place]),
+            "contradictions": int(labels.contradictions[place]),
+        }
+        for place in np.argsort(-total, kind="stable")
+        if total[place]
+    ]
 
 
 def _pair_agreement(counts: np.ndarray) -> float | None:
@@ -173,7 +170,7 @@ def _shown_first(labels: Labels) -> float | None:
 
 
 def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How much oftener each annotator takes the answer shown first than others take it on the same items."""
+    """Return how much oftener each annotator takes the answer shown first than others do, and its z."""
     size = len(labels.annotators)
     choices = counts[labels.item][:, [FIRST, SECOND]].astype(float)
     mine = labels.choice != TIE
@@ -188,7 +185,7 @@ def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _drift(labels: Labels, compared: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Agreement in the later half of an annotator's labels minus in the earlier one, and its z."""
+    """Return each annotator's agreement in the later half of the labels minus the earlier half, and its z."""
     size = len(labels.annotators)
     nothing = np.full(size, np.nan)
     if labels.time is None:
@@ -216,7 +213,7 @@ def _medians(labels: Labels, values: np.ndarray | None, how: str = "median") -> 
 
 
 def _by_confidence(labels: Labels, compared: np.ndarray) -> dict[str, float] | None:
-    """Agreement of the labels that annotators were less sure of than they usually are, and of the others."""
+    """Return the agreement of labels with less than their annotator's median confidence, and of the others."""
     if labels.confidence is None:
         return None
     sure = labels.confidence >= _medians(labels, labels.confidence)[labels.annotator]
@@ -226,7 +223,7 @@ def _by_confidence(labels: Labels, compared: np.ndarray) -> dict[str, float] | N
 
 
 def _kappas(labels: Labels) -> list[dict[str, Any]]:
-    """Cohen's κ of each two of those with the most labels who share an item."""
+    """Return Cohen's κ for each two of the annotators with the most labels who share an item."""
     need("sklearn", "Cohen's κ")
     from sklearn.metrics import cohen_kappa_score
 
@@ -251,7 +248,7 @@ def _kappas(labels: Labels) -> list[dict[str, Any]]:
 
 
 def _unknown(labels: Labels, report: dict[str, Any]) -> Any:
-    """Sentences on what cannot be known."""
+    """Yield sentences on what these labels cannot say."""
     people = len(report["annotators"])
     if not people:
         yield "Whoever labelled a pair again contradicted what was said before, so no label is left."

@@ -1,10 +1,8 @@
 """Scores of answers, and how far to trust each annotator, from comparisons of pairs."""
 
-from typing import Any
-
 import numpy as np
-
-from ...upstream import need
+from scipy.optimize import minimize
+from scipy.special import expit, log_expit
 
 # Of most annotators more is known than of a coin: a Beta(8, 2), of mean 0.8. It also says which way round scores are
 _RIGHT, _WRONG = 8.0, 2.0
@@ -30,19 +28,14 @@ def noisy_bradley_terry(
     Returns:
         (R,) scores, and (A,) reliabilities in (0, 1).
 
-    Raises:
-        ImportError: scipy is missing.
     """
-    need("scipy", "a noisy Bradley-Terry model")
-    from scipy.optimize import minimize
-
     answers, people = (
         int(max(place.max(initial=-1) for place in each)) + 1 for each in ((first, second), (annotator,))
     )
     start = np.concatenate([np.zeros(answers), np.full(people, np.log(_RIGHT / _WRONG))])
     given = first, second, first_wins, annotator, answers
     found = minimize(negative_log_posterior, start, given, "L-BFGS-B", jac=True, options={"maxiter": steps}).x
-    return found[:answers], _sigmoid(found[answers:])
+    return found[:answers], expit(found[answers:])
 
 
 def negative_log_posterior(
@@ -65,7 +58,7 @@ def negative_log_posterior(
         answers: R.
     """
     scores, logits = parameters[:answers], parameters[answers:]
-    p, eta = _sigmoid(scores[first] - scores[second]), _sigmoid(logits)
+    p, eta = expit(scores[first] - scores[second]), expit(logits)
     trust = eta[annotator]
     q = np.clip(trust * p + (1 - trust) * (1 - p), 1e-12, 1 - 1e-12)
     slope = -(first_wins / q - (1 - first_wins) / (1 - q))  # of the loss, by q
@@ -78,10 +71,5 @@ def negative_log_posterior(
         ]
     )
     likelihood = (first_wins * np.log(q) + (1 - first_wins) * np.log(1 - q)).sum()
-    # log η = −log(1 + e^−ρ), log(1 − η) = −log(1 + e^ρ)
-    prior = -(_RIGHT - 1) * np.logaddexp(0, -logits).sum() - (_WRONG - 1) * np.logaddexp(0, logits).sum()
+    prior = (_RIGHT - 1) * log_expit(logits).sum() + (_WRONG - 1) * log_expit(-logits).sum()
     return float(-likelihood - prior + (scores**2).sum() / 2), gradient
-
-
-def _sigmoid(x: Any) -> Any:
-    return np.exp(-np.logaddexp(0, -x))

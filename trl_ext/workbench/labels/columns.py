@@ -1,4 +1,4 @@
-"""Which column of a table of labels holds what."""
+"""Say which column of a table of labels holds what."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Columns:
         scores: columns with a score for each answer, in the order of `responses`. They take the place of `choice`: the
             higher score wins, equal ones are a tie, and an answer without one is not compared. In a wide table with
             one answer a row they are the columns of `annotators`.
-        lowest_wins: whether scores are ranks, of which 1 is the best.
+        lowest_wins: scores are ranks, and 1 is the best.
         values: what stands for the first answer, for the second, and all others for a tie.
         item: what names a pair, or, where more than two answers are ranked, the prompt. If not given, the same prompt
             with the same two answers is one pair, in any order.
@@ -58,7 +58,7 @@ class Columns:
             for name in ("annotator", "choice", "scores", "time", "seconds", "confidence"):
                 if value := getattr(self, name):
                     raise ValueError(
-                        f"{name} {value!r} is of a long table, annotators of a wide one: give one of both"
+                        f"{name} {value!r} is for a long table, annotators for a wide one: give one of both"
                     )
             if len(self.responses) > 2:
                 raise ValueError(
@@ -80,13 +80,13 @@ class Columns:
 
     @property
     def names(self) -> list[str]:
-        """All columns that are read."""
+        """Return all columns that are read."""
         single = (self.item, self.annotator, self.choice, self.time, self.seconds, self.confidence)
         return [*filter(None, (*self.prompt, *self.responses, *self.annotators, *self.scores, *single))]
 
 
 def texts_of(row: dict[str, Any], answers: Sequence[Any], columns: Columns) -> tuple[Any, ...]:
-    """The prompt of a row and two answers as TRL takes them: where the prompt is messages, so are the answers."""
+    """Return the prompt of a row and two answers as TRL takes them: as messages if the prompt is messages."""
     if len(columns.prompt) == 1:
         prompt = row[columns.prompt[0]]
     else:

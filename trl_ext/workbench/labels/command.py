@@ -1,11 +1,11 @@
-"""Say how far annotators agree and who stands apart, then make preference pairs of their labels.
+"""Report how far annotators agree and who stands apart, then make preference pairs from their labels.
 
     trl-ext annotators --dataset_name labels.jsonl --output_dir outputs/labels
 
 The table is long, a row a label, or wide, a row a pair with a column for each annotator (--annotator_columns), or it
-ranks answers, several in a row or one in each (--score_columns). Written are the report, `annotators.html` and
-`annotators.json`, and then pairs for `trl-ext reward` and `trl-ext dpo`: `pairs/train.jsonl`, and `pairs/test.jsonl`
-by annotators who are not in the first. The table stays as it is.
+ranks answers, several in a row or one in each (--score_columns). The report is `annotators.html` and
+`annotators.json`. Then pairs for `trl-ext reward` and `trl-ext dpo` are written: `pairs/train.jsonl`, and
+`pairs/test.jsonl` by other annotators. The table is not changed.
 """
 
 import json
@@ -34,7 +34,7 @@ _ONLY_WITH = dict.fromkeys(
 
 @dataclass
 class AnnotatorsArguments:
-    """What the table holds, whose labels count, and what they come to."""
+    """The table's columns, whose labels count, and how they are aggregated."""
 
     dataset_name: str = field(metadata={"help": "The table: a .jsonl, .csv or .parquet file, a folder, a hub name."})
     output_dir: str = field(metadata={"help": "Where the report and the pairs go."})
@@ -47,8 +47,8 @@ class AnnotatorsArguments:
     response_columns: list[str] = field(
         default_factory=lambda: ["response_a", "response_b"],
         metadata={
-            "help": "Columns of the two answers, as they were shown; of more that are ranked; or one, if each row has "
-            "one answer."
+            "help": "Columns of the two answers in the order shown, of more answers that are ranked, or of one if a "
+            "row has one answer."
         },
     )
     annotator_column: str | None = field(
@@ -64,16 +64,16 @@ class AnnotatorsArguments:
     annotator_columns: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Of a wide table: columns of one annotator each, with choices, or scores of one answer a row."
+            "help": "In a wide table, a column for each annotator, with choices, or with scores of one answer a row."
         },
     )
     choice_values: list[str] = field(
         default_factory=lambda: ["a", "b", "tie"],
-        metadata={"help": "What stands for the first answer, for the second, and, all others, for a tie."},
+        metadata={"help": "Values for the first answer, for the second, and, all others, for a tie."},
     )
     item_column: str | None = field(
         default=None,
-        metadata={"help": "What names a pair, or the prompt of a ranking; if unset, equal texts are one pair."},
+        metadata={"help": "Name of a pair, or of a ranking's prompt; if unset, equal texts are one pair."},
     )
     time_column: str | None = field(default=None, metadata={"help": "When a label was given: numbers or dates."})
     seconds_column: str | None = field(default=None, metadata={"help": "How long a label took."})
@@ -85,8 +85,8 @@ class AnnotatorsArguments:
     method: Literal["majority", "dawid_skene", "mace", "noisy_bt"] = field(
         default="majority",
         metadata={
-            "help": "What the labels of a pair come to: by votes, by who is how good (Dawid-Skene, MACE), or by the "
-            "answers' scores, too (noisy Bradley-Terry, for rankings)."
+            "help": "How a pair's labels are aggregated: by votes, by how good each annotator is (Dawid-Skene, MACE), "
+            "or also by the answers' scores (noisy Bradley-Terry, for rankings)."
         },
     )
     confidence_bound: float = field(
@@ -99,7 +99,7 @@ class AnnotatorsArguments:
     held_out_annotators: float = field(
         default=0.2, metadata={"help": "Share of annotators whose pairs are for the test alone; 0 for no test."}
     )
-    seed: int = field(default=0, metadata={"help": "Of the bootstrap and of who is held out."})
+    seed: int = field(default=0, metadata={"help": "Of the bootstrap and of the held-out annotators."})
 
     def __post_init__(self) -> None:
         check_settings(self, _RANGES, _ONLY_WITH)
@@ -152,13 +152,13 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     write_report(folder, report)
     if not args.write_pairs:
         return report
-    # Of an earlier run, this one might be interrupted: people of one file must not be in the other
+    # This run may be interrupted, and the annotators of one file must not be in the other of an earlier run
     (folder / "pairs" / "test.jsonl").unlink(missing_ok=True)
     train, test = hold_out_annotators(labels, args.held_out_annotators, args.seed)
     if args.held_out_annotators and test is None and len(labels):
         report["unknown"].append("One annotator is left, so nobody could be held out for a test.")
     report["pairs"] = {"train": _write_pairs(folder, "train", dataset, train, columns, args, args.method)}
-    # Who is tested is no model's guess: votes alone
+    # A test set is no model's guess: votes alone
     if test is not None:
         report["pairs"]["test"] = _write_pairs(folder, "test", dataset, test, columns, args, "majority")
     write_report(folder, report)
@@ -182,7 +182,7 @@ def _is_off(z: float | None, bound: float | None) -> bool:
 def _write_pairs(
     folder: Path, split: str, dataset: Any, labels: Any, columns: Any, args: AnnotatorsArguments, method: Any
 ) -> dict[str, Any]:
-    """Write the pairs of a split, none if there are none, and say how many there are and what was left out."""
+    """Write the pairs of a split, and report how many there are and what was left out."""
     from . import majority_pairs, shares_of_labels
 
     path = folder / "pairs" / f"{split}.jsonl"

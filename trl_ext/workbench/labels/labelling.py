@@ -1,4 +1,4 @@
-"""Answers that are to be compared: which ones, in the formats of labelling tools, and the choices that come back."""
+"""Choose answers to compare, write them for labelling tools, and read the choices that come back."""
 
 import csv
 import io
@@ -58,8 +58,7 @@ def answers_to_label(
         disagreement: (N,) standard deviation of an ensemble's members; None without an ensemble, when its share goes
             to the other two.
         size: how many to choose. Fewer come back if there are fewer prompts.
-        shares: of `REASONS` in the choice, numbers of which the sum is above 0. They are rounded in that order; what
-            is left is random.
+        shares: of each of `REASONS`, with a sum above 0. They are rounded in that order; the rest is random.
         seed: of the draws.
 
     Returns:
@@ -67,7 +66,7 @@ def answers_to_label(
     """
     shares = {why: shares.get(why, 0.0) * (why != "disagreement" or disagreement is not None) for why in REASONS}
     if size < 1 or min(shares.values()) < 0 or not sum(shares.values()) > 0:
-        raise ValueError(f"a queue needs a size of 1 or more and shares >= 0 of which one is above 0, got {shares}")
+        raise ValueError(f"a queue needs a size of 1 or more and shares >= 0, one above 0, got {shares}")
     whole = sum(shares.values())
     first = round(size * shares["score"] / whole)
     second = min(round(size * shares["disagreement"] / whole), size - first)
@@ -92,7 +91,7 @@ def answers_to_label(
 
 
 def as_text(value: Any) -> str:
-    """A prompt or an answer as people read it; of messages a line each, with who says it if there are several."""
+    """Return a prompt or an answer as people read it: several messages as lines with their roles."""
     if isinstance(value, str):
         return value
     if len(value) == 1:
@@ -152,7 +151,7 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
     for number, row in enumerate(_rows(path, text)):
         if not isinstance(row, Mapping):
             raise ValueError(f"{path}, row {number}, is no object with names and values, but {str(row)[:40]!r}")
-        for each in _said(row, path):  # people type spaces that they do not see
+        for each in _labels_in(row, path):  # people type spaces that they do not see
             item, annotator, said = (value.strip() if isinstance(value, str) else value for value in each)
             said = None if said == "" else said
             choice = _PAIRWISE.get(said, said) if isinstance(said, str) else said
@@ -184,8 +183,8 @@ def _rows(path: Path, text: str) -> list[Any]:
     return rows
 
 
-def _said(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]:
-    """Item, annotator and choice of each label in a row."""
+def _labels_in(row: Mapping[str, Any], path: Path) -> list[tuple[Any, Any, Any]]:
+    """Return item, annotator and choice of each label in a row."""
     if "annotations" in row:  # Label Studio, JSON
         item = (row.get("data") or {}).get("item")
         return [(item, _who(each), _chosen(each)) for each in row["annotations"]]
@@ -211,7 +210,7 @@ def _who(annotation: Mapping[str, Any]) -> Any:
 
 
 def _chosen(annotation: Mapping[str, Any]) -> Any:
-    """What an annotation of Label Studio says; None if it was skipped."""
+    """Return the choice in an annotation of Label Studio; None if it was skipped."""
     for result in [] if annotation.get("was_cancelled") else annotation.get("result") or []:
         if result.get("from_name") == _QUESTION:
             value = result.get("value") or {}

@@ -1,4 +1,4 @@
-"""Who agrees with the others less than chance and usual differences explain."""
+"""Find annotators who agree with the others less than chance and usual differences explain."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from .tables import Labels
 
-_NO_MEASURE, _ROUNDS = -2, 10  # who is below this z-score is no measure for others; looked for at most so often
+_NO_MEASURE, _ROUNDS = -2, 10  # others are not measured against a lower z-score; rounds of finding such people
 
 
 def zscores(labels: Labels) -> np.ndarray:
@@ -15,9 +15,9 @@ def zscores(labels: Labels) -> np.ndarray:
 
     z = (x − median) / √(σ²/n + τ²), σ²/n being the noise of n labels, and τ² the spread among the others beyond their
     own noise: (1.4826·MAD)² − median(σ²/n), at least 0. Where one annotator labelled several pairs of a prompt, σ² is
-    larger by how far these labels agree or differ together: Σ_prompts (Σ r)² / Σ r², with r = label − mean. So a few
-    labels are not held against anybody, nor is what is usual among people. Who has z < −2 is no measure for the
-    others: it is done again without them, until nothing changes, as long as three annotators and half of all are left.
+    larger by how far these labels agree or differ together: Σ_prompts (Σ r)² / Σ r², with r = label − mean. So neither
+    few labels nor usual differences count against anybody. People with z < −2 are no measure for the others: z is
+    computed again without them until nothing changes, as long as three annotators and half of all are left.
 
     Args:
         labels: of all annotators.
@@ -38,7 +38,7 @@ def zscores(labels: Labels) -> np.ndarray:
 
 
 def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
-    """The same against those for whom the (A,) mask is True."""
+    """Return z-scores against the annotators for whom the (A,) mask is True."""
     size = len(labels.annotators)
     own = is_measure[labels.annotator]
     agrees = others_share(labels, labels.where(own).counts(), labels.choice, own)
@@ -66,7 +66,7 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
 
 def others_share(labels: Labels, counts: np.ndarray, choice: Any, own: Any = True) -> np.ndarray:
     """
-    (L,), the share of the others' labels of an item that are `choice`; NaN where there is no other.
+    Return the share of the others' labels of an item that are `choice`, (L,); NaN where there are no others.
 
     Args:
         labels: to compare.
@@ -84,8 +84,9 @@ def mean_and_error(
     who: np.ndarray, prompt: np.ndarray, values: np.ndarray, size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """
-    (A,) the mean of each annotator's (L,) values, and its standard error, by what those of one prompt add up to:
-    √(G/(G − 1) · Σ_prompts (Σ r)²) / n, with r = value − mean and G prompts. NaN where it is not known.
+    Return the mean of each annotator's (L,) values and its standard error clustered by prompt, (A,) each.
+
+    The error is √(G/(G − 1) · Σ_prompts (Σ r)²) / n, with r = value − mean and G prompts; NaN where it is unknown.
     """
     n = np.bincount(who, minlength=size)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -96,12 +97,12 @@ def mean_and_error(
 
 
 def _sums_by_prompt(who: np.ndarray, prompt: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whose each sum is, and the sums of what each annotator's values for each prompt are."""
+    """Sum each annotator's values for each prompt; return whose each sum is, and the sums."""
     size = int(prompt.max(initial=0)) + 1
     keys, group = np.unique(who.astype(np.int64) * size + prompt, return_inverse=True)
     return keys // size, np.bincount(group, values, len(keys))
 
 
 def sums(who: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """(A,), what each annotator's values add up to."""
+    """Return the sum of each annotator's values, (A,)."""
     return np.bincount(who, values, size)

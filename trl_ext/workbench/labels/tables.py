@@ -1,4 +1,4 @@
-"""Tables of labels, long or wide, as arrays: who chose what, of which pair."""
+"""Read tables of labels, long or wide, as arrays of items, annotators and choices."""
 
 import json
 from collections.abc import Iterator
@@ -127,7 +127,7 @@ def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
 
 
 def _compared(read: dict[str, np.ndarray], names: list[str]) -> tuple[dict[str, np.ndarray], int]:
-    """Each two answers that one annotator scored for one prompt, in the table's order; and how many have no score."""
+    """Pair the answers that one annotator scored for a prompt, in the table's order; count those without a score."""
     place, who, score = read["place"], read["annotator"], read["score"]
     known = np.flatnonzero(np.isfinite(score) & (who != _MISSING))
     group = pd.factorize(read.get("key", read["prompt"])[place[known]])[0] * len(names) + who[known]
@@ -159,7 +159,7 @@ def _compared(read: dict[str, np.ndarray], names: list[str]) -> tuple[dict[str, 
 
 
 def _texts(prompt: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """A hash of a prompt and its two answers, in any order."""
+    """Hash a prompt and its two answers, in any order."""
     return (prompt * _MIX + np.minimum(first, second)) * _MIX + np.maximum(first, second)
 
 
@@ -189,7 +189,7 @@ def _once(labels: Labels) -> Labels:
 
 
 def _items(table: dict[str, np.ndarray], columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Item of each pair, place of its first one, and hash of the answer that is first in that, for each pair."""
+    """Return each pair's item, each item's first pair, and for each pair the hash of the first answer there."""
     key = table["texts"]
     if columns.item:  # of a ranking it names the prompt, not each of its pairs
         key = table["key"] if len(columns.responses) == 2 else table["key"] * _MIX + key
@@ -207,7 +207,7 @@ def _items(table: dict[str, np.ndarray], columns: Columns) -> tuple[np.ndarray, 
 
 
 def _is_new(codes: np.ndarray) -> np.ndarray:
-    """Of codes that are counted up: where one appears for the first time."""
+    """Return where codes, numbered in their order, appear for the first time."""
     highest = np.maximum.accumulate(codes)
     return np.diff(highest, prepend=-1) > 0
 
@@ -220,7 +220,7 @@ def _batches(dataset: Dataset, columns: Columns) -> Iterator[tuple[int, pa.Table
 
 
 def _check_utf8(table: pa.Table, start: int) -> None:
-    """Readers of JSON lines let other encodings through."""
+    """Refuse text in another encoding, which readers of JSON lines let through."""
     try:
         table.validate(full=True)
     except pa.ArrowInvalid as error:
@@ -238,8 +238,8 @@ def _check_utf8(table: pa.Table, start: int) -> None:
 
 def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, int]) -> dict[str, np.ndarray]:
     """
-    The arrays of some rows: of texts one entry for each pair of answers in a row, of labels one a label, with the
-    place of its pair. Where a row has one answer, it stands for the pair.
+    Read some rows as arrays. Texts have an entry for each pair of answers in a row; labels have one each, with the
+    place of their pair. A row with one answer stands for a pair.
     """
     size, answers = len(table), len(columns.responses)
     prompt = np.zeros(size, np.uint64)
@@ -285,7 +285,7 @@ def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, i
 
 
 def _hashes(column: pa.ChunkedArray, name: str = "") -> np.ndarray:
-    """A hash of each value; of a column with a name, which must be text or messages."""
+    """Hash each value; a column with a name must hold text or messages."""
     kind = column.type
     if name and not any(is_kind(kind) for is_kind in _TEXT_TYPES):
         raise ValueError(f"the column {name!r} must hold text or messages, but it holds {kind}: write it as text")
@@ -297,7 +297,7 @@ def _hash_each(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Values as text: 1.0 as 1, as a column of integers that lacks one becomes in CSV; messages as JSON."""
+    """Return values as text: messages as JSON, and 1.0 as 1, since in CSV integers with a gap become floats."""
     kind = column.type
     if pa.types.is_nested(kind):
         return pa.chunked_array([[json.dumps(value, sort_keys=True) for value in column.to_pylist()]])
@@ -310,7 +310,7 @@ def _strings(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _names(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Values that name something, as text: people type spaces that they do not see."""
+    """Return names as text without the spaces around them, which people type unseen."""
     return pc.utf8_trim_whitespace(_strings(column))
 
 
@@ -347,7 +347,7 @@ def _numbers(column: pa.ChunkedArray, name: str, start: int) -> np.ndarray:
 
 
 def _times(column: pa.ChunkedArray, name: str, start: int) -> np.ndarray:
-    """Seconds since some moment."""
+    """Return times as seconds since a fixed moment."""
     if pa.types.is_string(column.type) or pa.types.is_temporal(column.type) or pa.types.is_large_string(column.type):
         given = pd.Series(column.to_pandas())
         dates = pd.to_datetime(given, utc=True, errors="coerce", format="mixed")

@@ -1,4 +1,4 @@
-"""What the labels of an item come to, and pairs of it to train and to test on."""
+"""Aggregate the labels of each item, and make pairs to train and to test on."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,8 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     Say how likely each label of an item is.
 
     `"majority"` counts votes. `"dawid_skene"` (1979) learns what each annotator makes of each true label, and `"mace"`
-    (Hovy et al. 2013) how often each one guesses; both are crowd-kit's. `"noisy_bt"` gives each answer a score by all
-    pairs that it is in, and says σ of the difference, see [`noisy_bradley_terry`]; nothing is a tie then.
+    (Hovy et al. 2013) how often each one guesses; both are crowd-kit's. `"noisy_bt"` scores each answer from all its
+    pairs and returns σ of the difference, without ties, see [`noisy_bradley_terry`].
 
     Args:
         labels: of the annotators that count.
@@ -39,7 +39,7 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     Raises:
         ValueError: too few labels to learn from: fewer than 2 an item, or for `"noisy_bt"` an answer, or than 10 of
             half of the annotators.
-        ImportError: crowd-kit, or scipy, is not there.
+        ImportError: crowd-kit is not installed.
     """
     counts = labels.counts()
     if method == "majority":

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...callbacks import METRICS, Metric
 from ...runs import PRIVATE_FOLDER, REGISTRY, read_jsonl, redacted
+from ...runs import is_finite_number as is_finite
 
 # What of these trainers' logs no other one has: they name most things alike
 _SIGNATURES = {"DPOConfig": "rewards/margins", "RewardConfig": "margin", "SFTConfig": "mean_token_accuracy"}
@@ -143,10 +144,6 @@ def _newest(states: list[Path]) -> dict[str, Any]:
         except ValueError:
             continue
     return {}
-
-
-def is_finite(number: Any) -> bool:
-    return isinstance(number, (int, float)) and math.isfinite(number)
 
 
 def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
-"""What to train next, by what is known of labels, reward model, prompts and budget: rules, each with a source."""
+"""Advise what to train next, from what is known about labels, reward model, prompts and budget."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .capacity import A_MACHINE, Fit
 
@@ -70,16 +70,16 @@ class Leak:
 @dataclass(frozen=True)
 class Facts:
     """
-    What is known; None is what is not.
+    What is known; None is unknown.
 
     Args:
         demonstrations, pairs, prompts: rows to train on.
         verifiable: whether a rule or a unit test can score an answer.
-        agreement: share of pairs of labels of an item that are equal.
+        agreement: share of pairs of labels for the same item that are equal.
         labels_per_item: mean number of labels of a pair.
         accuracy, accuracy_low: of the reward model on held-out pairs, and the lower end of its interval.
-        passed: whether the reward report says yes.
-        complaints: what it says if not.
+        passed: whether the reward model passed its report.
+        complaints: the report's reasons if not.
         leaks: held-out sets, with what they share.
         gpu_hours, labels: the budget.
         ppo, ppo_full: PPO as planned, with LoRA and of all weights.
@@ -102,17 +102,8 @@ class Facts:
     ppo_full: Fit | None = None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """
-    What to do where a condition holds.
-
-    Args:
-        method: to train with.
-        holds: the condition.
-        why: the sentence, with what was found and the bound.
-        source: of the figures in it.
-    """
+class Rule(NamedTuple):
+    """Train with `method` where `holds`, and say `why`: what was found, the bound, and figures from `source`."""
 
     method: Method
     holds: Callable[[Facts], bool]
@@ -128,11 +119,11 @@ class Recommendation:
     Args:
         method: to train with.
         reasons: why, the rule that decided first.
-        cautions: what is to be seen to beside it.
+        cautions: what to take care of.
         leave: whether another library serves better, and from which size on.
-        leaves: whether it does for this model and these GPUs; None if they are not known.
-        changes: what else would have been said, had one thing been otherwise.
-        unknown: names of the facts that are not known and matter.
+        leaves: whether one does for this model and these GPUs; None if they are unknown.
+        changes: what the advice would be if one fact were different.
+        unknown: names of the facts that are unknown and matter.
     """
 
     method: Method
@@ -153,13 +144,13 @@ def _few(count: int | None, least: int) -> bool:
 
 
 def _affordable(facts: Facts) -> bool:
-    """Whether nothing that is known speaks against PPO's memory and time."""
+    """Return whether PPO fits in memory and budget, as far as these are known."""
     planned, budget = facts.ppo, facts.gpu_hours
     return planned is None or (planned.fits and (budget is None or planned.gpu_hours <= budget))
 
 
 def _cost(facts: Facts) -> str:
-    """What PPO takes, against what there is."""
+    """Compare what PPO needs with the GPUs and the budget."""
     planned = facts.ppo
     assert planned is not None
     if not planned.fits:
@@ -282,45 +273,37 @@ RULES = (
     ),
 )
 
-# What else speaks for a method, or is to be known of it
-EVIDENCE: tuple[tuple[Method, Reason], ...] = (
-    (
-        "label-more",
+# What else speaks for a method, and what it costs
+EVIDENCE: dict[Method, tuple[Reason, ...]] = {
+    "label-more": (
         Reason("Better preference data gave up to 8 %, PPO in the place of DPO up to 2.5 %", UNPACKING),
-    ),
-    (
-        "label-more",
         Reason(
             "With 100 labels each, and people who are right in 80 %, z < −3 finds 80 % of those who toss a coin and "
             "all who are adversarial",
             ANNOTATORS,
         ),
     ),
-    (
-        "sft",
+    "sft": (
         Reason("InstructGPT had 13,000 prompts for SFT, 33,000 for its reward model and 31,000 for PPO", INSTRUCTGPT),
     ),
-    (
-        "dpo",
+    "dpo": (
         Reason(
             "With a quarter of the labels turned round, DPO still raised gold from 0.494 ± 0.023 to 0.751 ± 0.028",
             BETA,
         ),
+        Reason("What it gives up: PPO was better by up to 2.5 % in math and 1.2 % elsewhere", UNPACKING),
     ),
-    ("dpo", Reason("What it gives up: PPO was better by up to 2.5 % in math and 1.2 % elsewhere", UNPACKING)),
-    (
-        "online-dpo",
+    "online-dpo": (
         Reason("What it gives up: PPO was better than DPO by up to 2.5 % in math and 1.2 % elsewhere", UNPACKING),
     ),
-    (
-        "ppo",
+    "ppo": (
         Reason(
             "Hold the KL: in four seeds guarded PPO raised gold by 0.20 to 0.31, and unguarded PPO lowered it by 0.61 "
             "to 1.25",
             DEMO,
         ),
     ),
-)
+}
 
 # GiB of each of 8 GPUs with 80 GB that PPO takes, with LoRA and of all weights: `python -m tests.benchmarks.advice`
 # computed them, and a test compares them with the table of docs/advise.md
@@ -337,20 +320,17 @@ OTHERS = (
 )
 
 
-@dataclass(frozen=True)
-class Lever:
-    """
-    A thing that might be otherwise.
-
-    Args:
-        what: in words, with the figure.
-        source: of the figure.
-        changed: the facts with it.
-    """
+class Lever(NamedTuple):
+    """Something that may change: in words, with a figure from `source`, and the facts after it."""
 
     what: Callable[[Facts], str]
     source: str
     changed: Callable[[Facts], Facts]
+
+
+def _with_at_least(facts: Facts, **least: float) -> Facts:
+    raised: dict[str, Any] = {name: max(getattr(facts, name) or 0, value) for name, value in least.items()}
+    return replace(facts, **raised)
 
 
 LEVERS = (
@@ -360,25 +340,25 @@ LEVERS = (
             f"2024, in the paper's first version) and {PROMPTS:,} prompts"
         ),
         R1,
-        lambda f: replace(f, verifiable=True, prompts=max(f.prompts or 0, PROMPTS)),
+        lambda f: replace(_with_at_least(f, prompts=PROMPTS), verifiable=True),
     ),
     Lever(
         lambda f: f"labels of a pair that are the same in {AGREEMENT:.0%}",
         ANNOTATORS,
-        lambda f: replace(f, agreement=max(f.agreement or 0, AGREEMENT)),
+        lambda f: _with_at_least(f, agreement=AGREEMENT),
     ),
-    Lever(lambda f: f"{PAIRS:,} pairs", OVEROPTIMIZATION, lambda f: replace(f, pairs=max(f.pairs or 0, PAIRS))),
+    Lever(lambda f: f"{PAIRS:,} pairs", OVEROPTIMIZATION, lambda f: _with_at_least(f, pairs=PAIRS)),
     Lever(
         lambda f: f"{DEMONSTRATIONS:,} demonstrations",
         LIMA,
-        lambda f: replace(f, demonstrations=max(f.demonstrations or 0, DEMONSTRATIONS)),
+        lambda f: _with_at_least(f, demonstrations=DEMONSTRATIONS),
     ),
     Lever(
         lambda f: f"a reward model that is right in {ACCURACY:.0%}, clearly above a coin, and whose report says yes",
         INSTRUCTGPT,
-        lambda f: replace(f, accuracy=max(f.accuracy or 0, ACCURACY), accuracy_low=None, passed=True, complaints=()),
+        lambda f: replace(_with_at_least(f, accuracy=ACCURACY), accuracy_low=None, passed=True, complaints=()),
     ),
-    Lever(lambda f: f"{PROMPTS:,} prompts", ONLINE, lambda f: replace(f, prompts=max(f.prompts or 0, PROMPTS))),
+    Lever(lambda f: f"{PROMPTS:,} prompts", ONLINE, lambda f: _with_at_least(f, prompts=PROMPTS)),
     Lever(
         lambda f: (
             f"GPUs and a budget that hold PPO ({f.ppo.peak:.1f} GiB of each, {f.ppo.gpu_hours:,.0f} GPU-hours)"
@@ -394,11 +374,10 @@ LEVERS = (
 def advise(facts: Facts) -> Recommendation:
     """Say what to train next: the first of [`RULES`] whose condition holds."""
     rule = next(rule for rule in RULES if rule.holds(facts))
-    further = (reason for method, reason in EVIDENCE if method == rule.method)
     leave, leaves = _leave(facts)
     return Recommendation(
         rule.method,
-        (Reason(rule.why(facts), rule.source), *further),
+        (Reason(rule.why(facts), rule.source), *EVIDENCE[rule.method]),
         tuple(_cautions(facts, rule.method)),
         leave,
         leaves,
@@ -442,7 +421,7 @@ def _cautions(facts: Facts, method: Method) -> Iterator[Reason]:
 
 
 def _leave(facts: Facts) -> tuple[tuple[Reason, ...], bool | None]:
-    """Whether another library serves this model and these GPUs better; None if they are not known."""
+    """Return whether another library serves this model and these GPUs better, with reasons; None if unknown."""
     lora, full = facts.ppo, facts.ppo_full
     if lora is None or full is None:
         parts = [f"{size} {with_lora:.0f} and {whole:.0f}" for size, (with_lora, whole) in PLANNED.items()]
@@ -464,7 +443,7 @@ def _leave(facts: Facts) -> tuple[tuple[Reason, ...], bool | None]:
 
 
 def _unknown(facts: Facts, method: Method) -> Iterator[str]:
-    """Names of what is not known and could have changed what is said."""
+    """Yield the names of unknown facts that could change the advice."""
     of_labels = () if facts.verifiable is True else ("agreement", "pairs", "accuracy", "passed")
     for name in ("verifiable", *of_labels, "demonstrations", "prompts", "leaks", "ppo"):
         if getattr(facts, name) is None and not (name == "passed" and facts.accuracy is None):

@@ -1,4 +1,4 @@
-"""Whether a model can be trained on given GPUs, with settings that are the same for every model."""
+"""Plan whether a model can be trained on given GPUs, with the same settings for every model."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +50,12 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within a GPU's memory."""
+        """Return whether the peak is within a GPU's memory."""
         return self.peak <= self.memory
 
     @property
     def gpu_hours(self) -> float:
-        """Hours times GPUs."""
+        """Return hours times GPUs."""
         return self.hours * self.gpus
 
 
@@ -77,10 +77,8 @@ def fit(
         examples: episodes of PPO, or pairs, for the time.
     """
     given: dict[str, Any] = {"per_device_train_batch_size": 2, "bf16": True, "report_to": "none"}
-    given |= {
-        "activation_checkpointing": True,
-        "use_cpu": not torch.accelerator.is_available(),
-    }  # this machine need not have the GPU
+    # This machine need not have the GPU
+    given |= {"activation_checkpointing": True, "use_cpu": not torch.accelerator.is_available()}
     args: PPOConfig | DPOConfig
     if stage == "ppo":
         given |= {"gradient_accumulation_steps": 16 if gpus == 1 else 4, "num_mini_batches": 4}

@@ -1,4 +1,4 @@
-"""Settings that cannot work together, and settings that are known to end badly."""
+"""Find settings that cannot work together, and settings that are known to end badly."""
 
 from typing import Any
 

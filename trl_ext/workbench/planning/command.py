@@ -1,11 +1,11 @@
-"""Say what to train next, SFT, DPO, online DPO, PPO or nothing before more is labelled, with figures and sources.
+"""Advise what to do next: SFT, DPO, online DPO, PPO, or first label more. Figures have sources.
 
     trl-ext advise --annotators outputs/labels --prompts_report outputs/prompts --reward_report outputs/reward
     trl-ext advise --pairs pairs.jsonl --verifiable false --model_name_or_path PATH_OR_HUB_NAME --gpu H100 --gpus 8
 
 It reads the reports that `trl-ext annotators`, `trl-ext prompts` and `trl-ext reward-report` write, and counts the
-rows of data sets; all are optional. What is not known is said, with the command that finds it out. With a model and
-GPUs PPO is planned as `trl-ext plan` does it, which takes seconds to minutes. Nothing is trained or changed.
+rows of data sets; all are optional. It lists what is unknown, with the command that finds it out. With a model and
+GPUs it plans PPO as `trl-ext plan` does, which takes seconds to minutes. Nothing is trained or changed.
 """
 
 import json
@@ -29,11 +29,11 @@ REPORTS = {
     "prompts.json": ("prompts", ("sets", "settings")),
     "reward_report.json": ("reward-report", ("accuracy", "accuracy_interval")),
 }
-# By which names of `trl-ext prompts --sets` the rows to train on are found
+# The names in `trl-ext prompts --sets` of the sets to train on
 SETS = {"sft": "demonstrations", "pref": "pairs", "pairs": "pairs", "rl": "prompts"}
 BUDGETS = ("gpu_hours", "labels")
 MODEL, DATA = "PATH_OR_HUB_NAME", "DATASET"
-# What is not known → in words, and the command that finds it out
+# An unknown fact → in words, and the command that finds it out
 FIND_OUT = {
     "verifiable": ("whether a rule or a unit test can score an answer", "trl-ext advise --verifiable true"),
     "agreement": (
@@ -104,19 +104,16 @@ class AdviseArguments:
             needed, given = ("gpu", "model_name_or_path") if self.model_name_or_path else ("model_name_or_path", "gpu")
             raise ValueError(f"`{given}` is for a plan, which needs `{needed}`, too: give that, or leave it out")
         if self.gpus > 1 and not self.gpu:
-            raise ValueError(f"`gpus` is {self.gpus}, of which kind is not known: give `gpu`, too")
-
-
-# ---- What is known ----
+            raise ValueError(f"`gpus` is {self.gpus}, but their kind is not known: give `gpu`, too")
 
 
 def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
     """
-    Collect what is known, and by each fact's name where it is from.
+    Collect what is known, and where each fact comes from.
 
     Raises:
-        ValueError: a file that is no such report, or one that contradicts itself or another.
-        OSError: a file or data set is not there.
+        ValueError: a file is no such report, or contradicts itself or another.
+        OSError: a file or data set is missing.
     """
     from .advice import Facts
 
@@ -158,7 +155,7 @@ def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
 
 
 def _counts(args: AdviseArguments) -> Iterator[tuple[str, int]]:
-    """Rows of the data sets that are named."""
+    """Yield the number of rows of each given data set."""
     from ...data import load_dataset_split
 
     for name, columns in (("demonstrations", ()), ("pairs", ("chosen", "rejected")), ("prompts", ())):
@@ -171,13 +168,13 @@ def _counts(args: AdviseArguments) -> Iterator[tuple[str, int]]:
 
 
 def _split_of(given: str) -> tuple[str, str]:
-    """The data set and the split of PATH or PATH:SPLIT."""
+    """Return the data set and the split of PATH or PATH:SPLIT."""
     path, colon, split = given.partition(":")
     return (path, split) if colon and not Path(given).exists() else (given, "train")
 
 
 def _report(setting: str, given: str, name: str) -> tuple[Path, dict[str, Any]]:
-    """A report's file and what is in it."""
+    """Return a report's file and its contents."""
     path, (command, keys) = Path(given).expanduser(), REPORTS[name]
     file = path / name if path.is_dir() else path
     if not file.is_file():
@@ -193,7 +190,7 @@ def _report(setting: str, given: str, name: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _labels(report: dict[str, Any]) -> dict[str, Any]:
-    """Of annotators.json; agreement is that of the people whose labels make the pairs."""
+    """Read annotators.json; the agreement is of the people whose labels make the pairs."""
     agreement = (report.get("without_left_out") or report)["agreement"]
     train = report.get("pairs", {}).get("train", {})
     return {
@@ -204,7 +201,7 @@ def _labels(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(report: dict[str, Any]) -> dict[str, Any]:
-    """Of prompts.json: rows that its copies have, and what held-out sets share."""
+    """Read prompts.json: rows of its copies, and what held-out sets share."""
     from .advice import Leak
 
     found: dict[str, Any] = {}
@@ -221,7 +218,7 @@ def _prompts(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reward(report: dict[str, Any]) -> dict[str, Any]:
-    """Of reward_report.json; a verdict is not in every one. An ensemble counts by its mean, the default reward."""
+    """Read reward_report.json, with its verdict if it has one. An ensemble counts by its mean, the default reward."""
     accuracy, interval = (report[name] for name in ("accuracy", "accuracy_interval"))
     if "members" in report:
         accuracy, interval = accuracy["mean"], interval["mean"]
@@ -273,25 +270,16 @@ def planned(args: AdviseArguments, facts: "Facts") -> "Facts":
     given: dict[str, Any] = {"reward_model": facts.verifiable is not True}
     if facts.prompts:
         given["examples"] = facts.prompts
-    lora, full = (  # each with a configuration of its own: a plan changes it for a moment
-        fit(
-            "ppo",
-            AutoConfig.from_pretrained(name, local_files_only=is_cached(name)),
-            gpu,
-            args.gpus,
-            lora=lora,
-            **given,
-        )
-        for lora in (True, False)
-    )
-    return replace(facts, ppo=lora, ppo_full=full)
-
-
-# ---- What is said ----
+    plans = {}
+    for lora in (True, False):
+        # Each has a configuration of its own: a plan changes it for a moment
+        config = AutoConfig.from_pretrained(name, local_files_only=is_cached(name))
+        plans[lora] = fit("ppo", config, gpu, args.gpus, lora=lora, **given)
+    return replace(facts, ppo=plans[True], ppo_full=plans[False])
 
 
 def next_commands(method: "Method", args: AdviseArguments, facts: "Facts") -> list[str]:
-    """Commands to copy, with names in capitals where something is not known."""
+    """Return commands to copy, with names in capitals where something is unknown."""
     model, out = args.model_name_or_path or MODEL, f"outputs/{method}"
     pairs = args.pairs or (str(_folder(args.annotators) / "pairs") if args.annotators else DATA)
     base = ["trl-ext", method, "--model_name_or_path", model, "--dataset_name"]
@@ -322,7 +310,7 @@ def next_commands(method: "Method", args: AdviseArguments, facts: "Facts") -> li
 
 
 def _data(given: str | None, holds_out: bool = True) -> list[str]:
-    """A data set as the recipes take it, with rows to hold out if it is there and has no split `test`."""
+    """Return a data set as recipes take it, with rows to hold out if it exists and has no split `test`."""
     from ...data import load_dataset_split
 
     name, split = _split_of(given or DATA)
@@ -342,7 +330,7 @@ def _folder(report: str) -> Path:
 
 
 def text(found: "Recommendation", commands: list[str]) -> str:
-    """What is printed."""
+    """Return what is printed."""
     from .advice import TITLES
 
     lines = [TITLES[found.method]]
@@ -383,15 +371,13 @@ def _as_json(found: "Recommendation", facts: "Facts", origins: dict[str, str], c
     lists = {
         name: [each._asdict() for each in getattr(found, name)] for name in ("reasons", "cautions", "changes", "leave")
     }
-    unknown = [{"name": name, "what": FIND_OUT[name][0], "command": FIND_OUT[name][1]} for name in found.unknown]
-    known = {name: value for name, value in asdict(facts).items() if value is not None}
     return {
         "method": found.method,
         **lists,
         "leaves": found.leaves,
-        "unknown": unknown,
+        "unknown": [{"name": name, "what": FIND_OUT[name][0], "command": FIND_OUT[name][1]} for name in found.unknown],
         "next": commands,
-        "facts": known,
+        "facts": {name: value for name, value in asdict(facts).items() if value is not None},
         "origins": origins,
     }
 

@@ -1,11 +1,11 @@
-"""How long a run takes, from its arithmetic and the bytes that generation reads: an estimate, not a measurement."""
+"""Estimate how long a run takes, from its arithmetic and the bytes that generation reads."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .memory import kv_cache_bytes
+from .memory import kv_cache_of
 from .runs import Job, Plan, Role
 
 
@@ -137,11 +137,8 @@ def _forward(config: Any, weights: int, length: float) -> float:
 def _generation(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, rate: float, local: int) -> float:
     config, args, policy = job.policy.get_text_config(), job.args, plan.roles[0]
     rows = local if args.use_vllm else min(args.local_rollout_forward_batch_size, local)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    seen = int(job.prompt_length + args.max_completion_length / 2)
     width = job.compute_dtype.itemsize
-    cache = kv_cache_bytes(config.num_hidden_layers, heads, head_dim, rows, seen, width)
+    cache = kv_cache_of(config, rows, int(job.prompt_length + args.max_completion_length / 2), width)
     weights = policy.parameters * (job.bits / 8 if job.bits else width)
     step = (weights + cache) / (gpu.bandwidth * 1e12 * efficiency.bandwidth)
     step += config.num_hidden_layers * efficiency.layer_ms / 1000 * (0.1 if args.use_vllm else 1)

@@ -1,4 +1,4 @@
-"""Misspelled keys in accelerate's and DeepSpeed's files, most of which they pass over without a word."""
+"""Find misspelled keys in accelerate's and DeepSpeed's files, which mostly ignore them silently."""
 
 from dataclasses import fields
 from typing import Any

@@ -1,4 +1,4 @@
-"""How an accelerate configuration spreads a run over processes."""
+"""Read how an accelerate configuration spreads a run over processes."""
 
 import json
 from dataclasses import dataclass
@@ -36,17 +36,17 @@ class Layout:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed shards the run."""
+        """Return whether DeepSpeed shards the run."""
         return self.mode.startswith("zero")
 
     @property
     def shards_weights(self) -> bool:
-        """Whether each process keeps only its part of the weights."""
+        """Return whether each process keeps only its part of the weights."""
         return self.mode in ("fsdp2", "zero3")
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each process keeps only its part of the gradients."""
+        """Return whether each process keeps only its part of the gradients."""
         return self.mode in ("fsdp2", "zero2", "zero3")
 
     @classmethod
@@ -86,11 +86,8 @@ class Layout:
 
     @classmethod
     def _read_deepspeed(cls, config: dict, path: Path, count: dict[str, Any]) -> "Layout":
-        stage, offload = (
-            config.get("zero_stage", 2),
-            [config.get(f"offload_{x}_device") for x in ("param", "optimizer")],
-        )
-        accumulation, zero = config.get("gradient_accumulation_steps"), {}
+        stage, accumulation, zero = config.get("zero_stage", 2), config.get("gradient_accumulation_steps"), {}
+        offload = [config.get(f"offload_{x}_device") for x in ("param", "optimizer")]
         if file := config.get("deepspeed_config_file"):
             found = [place for place in (Path(file), path.parent / file, path.parent.parent / file) if place.is_file()]
             if not found:

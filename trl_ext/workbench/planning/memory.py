@@ -1,6 +1,7 @@
-"""Bytes of tensors of known sizes, in closed form."""
+"""Count bytes of tensors of known sizes, in closed form."""
 
 import math
+from typing import Any
 
 GIB = 2**30
 
@@ -41,6 +42,13 @@ def optimizer_bytes(weights: int, weight_bytes: int, optim: str) -> int:
 def kv_cache_bytes(layers: int, kv_heads: int, head_dim: int, rows: int, tokens: int, number_bytes: int) -> int:
     """Return the bytes of the keys and values of `rows` sequences of `tokens` tokens."""
     return 2 * layers * kv_heads * head_dim * rows * tokens * number_bytes
+
+
+def kv_cache_of(config: Any, rows: int, tokens: int, number_bytes: int) -> int:
+    """Return the same for a model by its text configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return kv_cache_bytes(config.num_hidden_layers, heads, head_dim, rows, tokens, number_bytes)
 
 
 def share(size: int, processes: int) -> int:

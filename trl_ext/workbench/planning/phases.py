@@ -1,4 +1,4 @@
-"""The bytes that a run takes beside its roles, while it generates, scores, updates and steps."""
+"""Count the bytes that a run takes beside its roles, while it generates, scores, updates and steps."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...models import base_model_of
-from .memory import kv_cache_bytes
+from .memory import kv_cache_of
 from .roles import linear_weights
 from .runs import Job, Role
 from .simulate import forward_peak, tokens, training_peak
@@ -18,17 +18,14 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     """
     Return what generating takes on the run's own GPU, and beside it: in vLLM, or in the process of `rollouts_ahead`.
 
-    Of vLLM weights and cache in 16 bits are counted, for all `local` answers of a rollout at once; it makes do with
-    less. Elsewhere `rows` are generated at once.
+    vLLM has weights and cache in 16 bits, for all `local` answers of a rollout at once; it makes do with less.
+    Otherwise `rows` are generated at once.
     """
     config = base_model_of(policy).config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     length = job.prompt_length + job.args.max_completion_length
     numel = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
     if job.args.use_vllm:
-        cache = kv_cache_bytes(config.num_hidden_layers, heads, head_dim, local, length, 2)
-        return {}, {"weights": 2 * numel, "KV cache": cache}
+        return {}, {"weights": 2 * numel, "KV cache": kv_cache_of(config, local, length, 2)}
     # Without gradients no layer's activations are kept
     depth, config.num_hidden_layers = config.num_hidden_layers, 2
     policy.eval()
@@ -42,7 +39,7 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     if job.layout.shards_weights and job.args.ds3_gather_for_generation:  # the whole policy, once per rollout
         gathered = sum(p.numel() for p in policy.parameters()) * job.compute_dtype.itemsize
     parts = {
-        "KV cache": kv_cache_bytes(depth, heads, head_dim, rows, length, job.compute_dtype.itemsize),
+        "KV cache": kv_cache_of(config, rows, length, job.compute_dtype.itemsize),
         "logits": 3 * rows * config.vocab_size * 4,  # raw, scaled, and as probabilities
         "activations": prefill,
     }

@@ -1,4 +1,4 @@
-"""The models of a run, built without weights, and the bytes that each one keeps."""
+"""Build the models of a run without weights, and count the bytes that each one keeps."""
 
 from collections.abc import Iterable
 from typing import Any

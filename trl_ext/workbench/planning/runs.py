@@ -1,4 +1,4 @@
-"""What a run is, and what its plan says."""
+"""Describe a run, and its plan."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal

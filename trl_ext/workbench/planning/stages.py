@@ -1,4 +1,4 @@
-"""The plan of each training stage: its roles, phases, schedule and disk."""
+"""Plan each training stage: its roles, phases, schedule and disk."""
 
 import math
 

@@ -22,14 +22,14 @@ from ...data import write_rows
 from ...runs import check_output_dir, find, overlap, write_text
 from ...upstream import late_bars, quiet
 
-# Measured with a million: what a row takes, whatever its length, with splits by a column
+# Measured with a million rows of any length, with splits by a column
 BYTES_A_ROW = 1000
 OWN = ("prompts.html", "prompts.json", "duplicates.jsonl")  # what the report is
 
 
 @dataclass
 class PromptsArguments:
-    """Which sets, what is a duplicate, what must hold, and what is written."""
+    """The sets, what counts as a duplicate, the bounds, and what is written."""
 
     sets: list[str] = field(
         metadata={
@@ -78,16 +78,17 @@ class PromptsArguments:
     )
     stratify: list[str] = field(
         default_factory=list,
-        metadata={"help": "What splits shall have alike: columns, or `length` and `script`."},
+        metadata={"help": "What splits have in equal shares: columns, or `length` and `script`."},
     )
     balance: list[str] = field(
-        default_factory=list, metadata={"help": "Columns, `length` or `script`, of whose values no one has more rows."}
+        default_factory=list,
+        metadata={"help": "Columns, `length` or `script`: each value keeps as many rows."},
     )
     balance_to: int | None = field(
         default=None, metadata={"help": "Most rows of a value; if unset as many as the rarest has."}
     )
     split_sets: list[str] | None = field(
-        default=None, metadata={"help": "Sets that `split` and `balance` are for; if unset all but the held-out ones."}
+        default=None, metadata={"help": "Sets to `split` and `balance`; if unset all but the held-out ones."}
     )
     write: bool = field(default=True, metadata={"help": "Write copies; else the report alone."})
     seed: int = field(default=0, metadata={"help": "Of hashes, balance and splits."})
@@ -159,7 +160,7 @@ def _check_file_name(option: str, name: str) -> None:
 
 
 def share(option: str, name: str, value: str) -> float:
-    """A number from 0 to 1."""
+    """Return a share as a number; refuse what is not from 0 to 1."""
     try:
         number = float(value)
     except ValueError:
@@ -170,7 +171,7 @@ def share(option: str, name: str, value: str) -> float:
 
 
 def load(args: PromptsArguments) -> list[Any]:
-    """The named sets."""
+    """Load the named sets."""
     from ...data import load_dataset_split
     from .examine import PromptSet
 
@@ -220,12 +221,12 @@ def check_output(args: PromptsArguments) -> None:
 
 
 def is_split(args: PromptsArguments, name: str) -> bool:
-    """Whether the copy of a set is a folder."""
+    """Return whether the copy of a set is a folder."""
     return bool(args.split_shares) and name in (args.split_sets or ())
 
 
 def copies(args: PromptsArguments, name: str) -> list[Path]:
-    """Where the copy of a set goes."""
+    """Return the files that the copy of a set goes to."""
     folder = Path(args.output_dir)
     return (
         [folder / name / f"{split}.jsonl" for split in args.split_shares]
@@ -250,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(args: PromptsArguments, sets: list[Any]) -> list[str]:
-    """Report, write, and return the bounds that are broken."""
+    """Write the report and the copies; return the bounds that are broken."""
     import numpy as np
 
     from .examine import examine_prompts

@@ -1,4 +1,4 @@
-"""What is in the prompts of one data set or several: duplicates, lengths, languages, copied answers."""
+"""Examine the prompts of data sets: duplicates, lengths, languages, copied answers."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -137,7 +137,7 @@ class PromptSet:
 
 
 def _turns(value: Any, column: str) -> list[str]:
-    """Texts of the turns, of which the last is the user's last; what comes behind it goes before it."""
+    """Return the texts of the turns, with the user's last turn moved to the end."""
     if not is_messages(value):
         return [value or ""]
     if column == "chosen":
@@ -294,7 +294,7 @@ def _answers(sets: dict[str, PromptSet], name: str) -> Iterator[str]:
 
 
 def _languages(prompts: PromptSet, by: By, seed: int) -> dict[str, float]:
-    """Language → share, as py3langid guesses it, of some of the rows."""
+    """Guess the languages of some of the rows by py3langid; return each one's share."""
     import py3langid
 
     size = len(prompts)

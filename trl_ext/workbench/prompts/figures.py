@@ -1,4 +1,4 @@
-"""The figures of `trl-ext prompts`: what its JSON has, and its page shows."""
+"""Compute the figures of `trl-ext prompts`, for its JSON and its page."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ QUANTILES = {"least": 0.0, "5 %": 0.05, "half": 0.5, "95 %": 0.95, "most": 1.0}
 
 
 def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: dict[str, Any]) -> dict[str, Any]:
-    """What `prompts.json` has, but for bounds and settings."""
+    """Return what `prompts.json` has, without bounds and settings."""
     found: dict[str, Any] = {"sets": {}, "shared": {}, "notes": []}
     for name, rows in report.sets.items():
         place, others = report.places[name], [other for other in report.sets if other != name]
@@ -68,7 +68,7 @@ def figures(report: PromptReport, args: Any, reasons: dict[str, Any], splits: di
 
 
 def _shared_in_copies(report: PromptReport, args: Any, name: str, kept: np.ndarray) -> list[str]:
-    """What is to be said where a copy to train on still has what is evaluated on."""
+    """Return a note if a copy to train on still has prompts of other sets."""
     if name in args.held_out:
         return []
     others = args.held_out or report.sets
@@ -82,7 +82,7 @@ def _shared_in_copies(report: PromptReport, args: Any, name: str, kept: np.ndarr
 
 
 def _repeated_elsewhere(report: PromptReport, name: str) -> int:
-    """Rows that another row of any set equals in the view that groups are not made of, and not in the one they are."""
+    """Count rows that equal another row in the other view of a chat prompt alone."""
     assert report.other_view is not None
     counts = np.bincount(report.other_view)[report.other_view]
     exact = report.duplicates.exact
@@ -92,7 +92,7 @@ def _repeated_elsewhere(report: PromptReport, name: str) -> int:
 
 
 def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each bound, the share that was found, and whether it is broken."""
+    """Return each bound with the share that was found, and whether it is broken."""
     keys = {
         "max_overlap": ("shared_near", "have a duplicate in another set"),
         "max_duplicates": ("near_duplicates", "have a duplicate before them in the set"),
@@ -124,7 +124,7 @@ def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) ->
 
 
 def groups(report: PromptReport) -> Iterator[dict[str, Any]]:
-    """Each group of two or more rows: its rows by set, and the least similarity to its first row."""
+    """Yield each group of two or more rows: its rows by set, and the least similarity to its first row."""
     for _, places in large_groups(report):
         rows: dict[str, list[int]] = {}
         for name, row in rows_of(report, places):
@@ -135,7 +135,7 @@ def groups(report: PromptReport) -> Iterator[dict[str, Any]]:
 
 
 def large_groups(report: PromptReport) -> Iterator[tuple[int, np.ndarray]]:
-    """Number and rows of each group of two or more, as places in the arrays."""
+    """Yield the number of each group of two or more rows, and their places in the arrays."""
     near = report.duplicates.near
     order = np.argsort(near, kind="stable")
     order = order[near[order] >= 0]
@@ -145,7 +145,7 @@ def large_groups(report: PromptReport) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def rows_of(report: PromptReport, places: np.ndarray) -> list[tuple[str, int]]:
-    """Set and row of each place in the arrays."""
+    """Return the set and row of each place in the arrays."""
     names = list(report.sets)
     begins = np.array([report.places[name].start for name in names])
     of = np.searchsorted(begins, places, side="right") - 1

@@ -1,4 +1,4 @@
-"""Which rows of examined prompts are left out, and where the others go."""
+"""Choose which rows of examined prompts are left out, and where the others go."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from .examine import PromptReport
 
 Remove = Literal["near", "exact", "none"]
 REASONS = ("", "empty", "shared with a held-out set", "duplicate", "balance")
-"""Why a row is left out; the first is of the rows that stay."""
+"""Why a row is left out; the first stands for rows that stay."""
 
 _LENGTHS = 4  # strata of lengths
 _FEW = 50  # different values that a column may have, or else a tenth of its rows
@@ -20,8 +20,8 @@ def left_out(report: PromptReport, remove: Remove = "near", held_out: Iterable[s
     """
     Say which rows are left out, and why.
 
-    Of duplicates within a set the first one stays. Rows with different answers are none: a preference set has many
-    pairs for one prompt. A held-out set loses its own duplicates alone, and the other sets what they share with it.
+    The first of several duplicates in a set stays. Rows with different answers are no duplicates: a preference set has
+    many pairs for one prompt. A held-out set loses only its own duplicates; other sets lose what they share with it.
 
     Args:
         report: of [`examine_prompts`].

@@ -3,11 +3,11 @@
     trl-ext reward-report MODEL --dataset_name PAIRS
 
 MODEL is a reward model's folder (an adapter's and an ensemble's, too), a hub name, or file.py:function; or --rewards
-has what a configuration of `trl-ext ppo` would. PAIRS has `chosen`, `rejected` and `prompt`; those that the model was
-trained on, which `trl-ext reward` notes beside it, are left out. Written are `reward_report.html` and
-`reward_report.json`, into the model's folder or --output_dir: accuracy, also by group and length, calibration, scores
-on training data and of a policy, probes, and ranks. A bound that is broken, or cannot be judged, ends the command with
-status 1 and a sentence, a wrong input with status 2.
+has an entry as a configuration of `trl-ext ppo` has. PAIRS has `chosen`, `rejected` and `prompt`; pairs that the model
+was trained on, which `trl-ext reward` notes beside it, are left out. `reward_report.html` and `reward_report.json`, in
+the model's folder or --output_dir, have the accuracy, also by group and length, calibration, scores on training data
+and of a policy, probes, and ranks. A bound that is broken, or cannot be judged, ends the command with status 1 and a
+sentence, a wrong input with status 2.
 """
 
 import itertools
@@ -46,7 +46,7 @@ _RANGES = {
 
 @dataclass
 class RewardReportArguments:
-    """What is tested, on what, and what must hold."""
+    """The reward, the data to test it on, and the bounds."""
 
     model: str | None = field(
         default=None,
@@ -106,7 +106,7 @@ class RewardReportArguments:
     max_length_bias: float | None = field(
         default=0.2,
         metadata={
-            "help": "Most by which the accuracy differs where the chosen answer is longer from where it is shorter; "
+            "help": "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; "
             "null for any."
         },
     )
@@ -152,22 +152,22 @@ class RewardReportArguments:
 
     @property
     def is_function(self) -> bool:
-        """Whether what is tested is no model."""
+        """Return whether a function is tested, not a model."""
         return self.model is None or ".py:" in self.model
 
 
 def is_ensemble(folder: str) -> bool:
-    """Whether `trl-ext reward --ensemble` wrote this folder."""
+    """Return whether `trl-ext reward --ensemble` wrote this folder."""
     return Path(folder, "ensemble.json").is_file()
 
 
 def holds_model(folder: str) -> bool:
-    """Whether a model or an adapter lies in this folder."""
+    """Return whether a model or an adapter lies in this folder."""
     return any(Path(folder, name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def load(args: RewardReportArguments) -> tuple[Any, Any]:
-    """The reward as a function that scores, and the tokenizer that lengths are counted by, if there is one."""
+    """Load the reward as a function that scores, and the tokenizer to count lengths by, if it has one."""
     from ...rewards import EnsembleReward, ModelReward, load_reward, load_rewards
 
     given: dict[str, Any] = {"dtype": args.dtype, "max_batch_tokens": args.max_batch_tokens, "truncation": "left"}
@@ -185,14 +185,14 @@ def load(args: RewardReportArguments) -> tuple[Any, Any]:
 
 
 def tokenizer_of(reward: Any) -> Any:
-    """The tokenizer of a reward model, or of the first member of an ensemble; None of a function."""
+    """Return the tokenizer of a reward model, or of an ensemble's first member; None for a function."""
     for member in getattr(reward, "members", None) or []:
         return tokenizer_of(getattr(member, "function", member))
     return getattr(reward, "tokenizer", None)
 
 
 def gather(args: RewardReportArguments) -> Any:
-    """What the reward is examined on."""
+    """Load the data that the reward is examined on."""
     from . import data
 
     split = data.split_of(args.dataset_name, args.dataset_split)
@@ -231,7 +231,7 @@ def gather(args: RewardReportArguments) -> Any:
 
 
 def trained_pairs(args: RewardReportArguments) -> Any:
-    """The pairs that the models which are tested were trained on, as far as files beside them say."""
+    """Return the pairs that the tested models were trained on, as far as files beside them say."""
     from ...data import TrainedPairs
 
     folders = folders_of(args.model if args.model is not None else args.rewards)
@@ -245,7 +245,7 @@ def trained_pairs(args: RewardReportArguments) -> Any:
 
 
 def folders_of(named: Any) -> list[Path]:
-    """The folders of models that a name or an entry of `rewards` has in it; of an ensemble those of its members."""
+    """Return the folders of the models that a name or an entry of `rewards` names, also an ensemble's members."""
     if isinstance(named, dict):
         named = list(named.values())
     if isinstance(named, list):
@@ -259,7 +259,7 @@ def folders_of(named: Any) -> list[Path]:
 
 
 def _training_pairs(args: RewardReportArguments, held_out: str) -> Any:
-    """The pairs that the model was trained on; None where none are named, and none lie beside the held-out ones."""
+    """Load the training pairs; None if none are named and none lie beside the held-out ones."""
     from ...data import load_dataset_split, usable_pairs
 
     name, split = args.train_name or args.dataset_name, args.train_split or "train"
@@ -310,13 +310,13 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
 
 def _kept(folder: Path) -> dict[str, Any]:
-    """What the recipe measured while it trained, of the report that is there."""
+    """Return what the recipe measured in training from the report in the folder."""
     before = read_report(folder) or {}
     return {name: value for name, value in before.items() if name in _OF_TRAINING}
 
 
 def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any] | None:
-    """The report of a reward model in its folder; None if there is none that can be read."""
+    """Return the report in a reward model's folder; None if there is none that can be read."""
     try:
         found = json.loads(Path(folder, name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -326,7 +326,7 @@ def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
     """
-    What reports beside reward models say against them, a text of several lines each.
+    Return what reports beside reward models say against them, as texts of several lines.
 
     Args:
         rewards: folders, or reward functions, also such as have others within them.
@@ -456,7 +456,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def accuracy_of(report: dict[str, Any]) -> str:
-    """The accuracy of a report in words; it may be of an earlier version, or of an ensemble."""
+    """Return the accuracy of a report in words, also for an earlier version or an ensemble."""
     from .figures import accuracy_name
 
     accuracy, interval = report.get("accuracy"), report.get("accuracy_interval")
@@ -480,7 +480,7 @@ def keep_earlier(folder: Path) -> Path | None:
 
 def run(args: RewardReportArguments) -> tuple[dict[str, Any], Path | None]:
     """
-    Examine the reward, write the report, and return it, and where an earlier one now is.
+    Examine the reward and write the report; return it, and where an earlier one was moved to.
 
     Raises:
         ValueError, OSError, ImportError: a wrong input.

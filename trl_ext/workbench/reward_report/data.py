@@ -1,4 +1,4 @@
-"""What a reward is examined on: pairs, best-of-n rows, rankings and a policy's answers, as the data has them."""
+"""Load what a reward is examined on: pairs, best-of-n rows, rankings and a policy's answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from ...data import (
     pair_hashes,
     usable_pairs,
 )
-from ...rewards import is_finite_number, text_of
-from ...runs import find
+from ...rewards import text_of
+from ...runs import find, is_finite_number
 
 GROUPS = ("topic", "subset", "source", "language", "annotator", "annotators")  # columns that are compared by unasked
 _MINED = 20_000  # training pairs that phrases are mined from
@@ -28,7 +28,7 @@ _NO_COLUMNS |= {"responses", "ranks", "finished", "log_metric", "log_extra", "tr
 
 @dataclass
 class Answers:
-    """Answers to prompts, text or messages, with what a reward function reads beside them."""
+    """Answers to prompts, text or messages, with the columns that a reward function reads."""
 
     prompts: list[Any] = field(default_factory=list)
     completions: list[Any] = field(default_factory=list)
@@ -36,19 +36,19 @@ class Answers:
     columns: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, prompt: Any, completion: Any, finished: bool = True, row: dict[str, Any] | None = None) -> None:
-        """Add one; of its row a reward function is given what is no text of it."""
+        """Add one answer. Columns of its row that hold none of its texts become arguments of the reward function."""
         self.prompts.append(prompt)
         self.completions.append(completion)
         self.finished.append(finished)
         self.columns.append({name: value for name, value in (row or {}).items() if name not in _NO_COLUMNS})
 
     def extend(self, other: "Answers") -> None:
-        """Add those of another one."""
+        """Add the answers of another set."""
         for name, values in vars(self).items():
             values.extend(getattr(other, name))
 
     def texts(self) -> list[tuple[str, str]]:
-        """The text of each prompt and answer; of messages what they say."""
+        """Return the text of each prompt and answer; for messages their contents."""
         return [(text_of(p), text_of(c)) for p, c in zip(self.prompts, self.completions, strict=True)]
 
     def __len__(self) -> int:
@@ -61,9 +61,9 @@ class TrainedOn:
     What is known of the pairs that a reward was trained on.
 
     Args:
-        is_known: whether it is known which these are, so that those that are left are held out.
-        left_out: pairs that were given, and left out since they were trained on.
-        with_a_trained_answer: pairs that are left, and of whose answers one was trained on in another pair.
+        is_known: whether all of them are known, so that the other pairs are held out.
+        left_out: given pairs that were left out since they were trained on.
+        with_a_trained_answer: pairs that remain, but have an answer that was trained on in another pair.
     """
 
     is_known: bool = False
@@ -78,7 +78,7 @@ class Material:
 
     Args:
         chosen, rejected: the answers of each held-out pair; several pairs may share a prompt.
-        groups: what each column that is compared by holds, a value a pair.
+        groups: the values of each column to compare by, one a pair.
         train_chosen, train_rejected: of pairs that the model was trained on; empty if there are none.
         mined: texts of the chosen and of the rejected answers that phrases are mined from.
         policy: answers of the policy; empty if there are none.
@@ -102,7 +102,7 @@ class Material:
 
 
 def split_of(name: str, split: str | None) -> str:
-    """The split that is meant: `test`, or `train` of a single file."""
+    """Return the split that was given; else `test`, or `train` for a single file."""
     return split or ("train" if find(name).is_file() else "test")
 
 
@@ -122,7 +122,7 @@ def material_of(
         train: usable pairs that the model was trained on.
         group_columns: to compare by; None takes those of `GROUPS` that are there.
         train_rows: training pairs that are scored.
-        seed: of which they are.
+        seed: of their draw.
 
     Raises:
         ValueError: a column is missing.
@@ -164,14 +164,14 @@ def held_out_part(
     Leave out what was trained on.
 
     Args:
-        pairs: usable pairs that are given to measure on.
+        pairs: usable pairs to measure on.
         train: usable pairs that may have been trained on.
         trained: the pairs that the reward is known to have been trained on.
         is_named: whether `train` was named as such, and does not only lie beside the pairs.
 
     Returns:
-        The pairs that are held out; training pairs (None if there are none: of what is given, what was trained on);
-        all pairs that count as trained on; what is known; and sentences on it.
+        The held-out pairs; training pairs (without `train`, those of `pairs` that were trained on, else None); all
+        pairs that count as trained on; what is known; and sentences on it.
 
     Raises:
         ValueError: all pairs were trained on.
@@ -200,7 +200,7 @@ def held_out_part(
 
 
 def sentences_on(known: TrainedOn, given: int) -> list[str]:
-    """What is said of pairs that were trained on, and of whether it is known which they are."""
+    """Return sentences on pairs that were trained on, and on whether all of them are known."""
     said, left = [], given - known.left_out
     if known.left_out:
         said.append(f"{known.left_out:,} of {given:,} pairs are left out: they were trained on.")
@@ -286,7 +286,7 @@ def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[D
 
 
 def _has_several(dataset: Dataset) -> bool:
-    """Whether rejected answers are lists of texts, or of lists of messages; messages themselves are one answer."""
+    """Return whether rejected answers are lists of texts or of messages; a list of messages is one answer."""
     first = next((value for value in dataset["rejected"] if value), None)
     return isinstance(first, list) and not is_text(first) and is_text(first[0])
 
@@ -333,7 +333,7 @@ def load_answers(name: str, most: int) -> Answers:
 
 def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | None, seed: int) -> Answers:
     """
-    Have a policy answer prompts, at temperature 1.
+    Sample a policy's answers to prompts, at temperature 1.
 
     Args:
         policy: folder or hub name of a causal language model, or of an adapter.
@@ -368,5 +368,5 @@ def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | No
 
 
 def distinct_prompts(answers: Answers, most: int) -> list[Any]:
-    """The first prompts, each once."""
+    """Return the first different prompts."""
     return [*{text_of(prompt): prompt for prompt in answers.prompts}.values()][:most]

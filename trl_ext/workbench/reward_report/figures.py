@@ -1,4 +1,4 @@
-"""The figures of `trl-ext reward-report`: of any function that scores, on pairs, rankings and a policy's answers."""
+"""Compute the figures of `trl-ext reward-report`, for any function that scores."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from ...evaluation import (
     reward_model_report,
 )
 from ...rewards import awaited, scores_in, text_of
+from ...runs import without_nan
 from ...upstream import get_callable_name, is_conversational
 from .data import Answers, Material
 
@@ -96,7 +97,7 @@ class Scorer:
 
 
 def length_of(text: Any, tokenizer: Any) -> int:
-    """Tokens of an answer, or words where there is no tokenizer."""
+    """Return the tokens of an answer, or its words without a tokenizer."""
     shown = text_of(text)
     if tokenizer is None:
         return len(shown.split())
@@ -176,7 +177,7 @@ def examine(
     report["bounds"] = asdict(bounds)
     report["verdict"] = verdict(report, bounds, unknown, failed, has_rankings=bool(material.rankings))
     report["unknown"] = unknown
-    return finite(report)
+    return without_nan(report)
 
 
 def _calibration(margins: Tensor, unknown: list[str]) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def _say_of_pairs(report: dict[str, Any], margins: Tensor, unknown: list[str]) -
 
 
 def _distributions(scored: dict[str, list[float]], material: Material, unknown: list[str]) -> dict[str, Any]:
-    """Quantiles by set, where the policy's answers lie among those that were trained on, and the extremes."""
+    """Return quantiles by set, where the policy's scores lie among those of training data, and the extremes."""
     found: dict[str, Any] = {"scores": {}, "policy": None}
     sets = {
         name: torch.tensor([s for s in each if math.isfinite(s)], dtype=torch.double) for name, each in scored.items()
@@ -263,7 +264,7 @@ def _counts(values: Tensor, edges: Tensor) -> list[int]:
 
 
 def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str, Any] | None:
-    """Rank correlations with people's rankings: those that are given, or those that the pairs were made of."""
+    """Return rank correlations with people's rankings: the given ones, or those that the pairs were made of."""
     rankings = material.rankings
     source = "rankings"
     if not rankings:
@@ -281,7 +282,7 @@ def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str,
 
 
 def rankings_within(material: Material) -> list[tuple[Answers, list[float]]]:
-    """The rankings that the held-out pairs were made of."""
+    """Return the rankings that the held-out pairs were made of."""
     better, worse = material.chosen.texts(), material.rejected.texts()
     places = {key: (side, i) for side in (material.rejected, material.chosen) for i, key in enumerate(side.texts())}
     prompts = [prompt for prompt, _ in better]
@@ -304,7 +305,7 @@ def _best_of_n(score: Scorer, material: Material, unknown: list[str]) -> dict[st
 
 
 def _in_parts(score: Scorer, groups: Sequence[Answers]) -> list[list[float]]:
-    """Scores of the answers of each prompt, in one call."""
+    """Score the answers of each prompt, in one call."""
     flat = Answers()
     for group in groups:
         flat.extend(group)
@@ -321,10 +322,7 @@ def _probes(
     seed: int,
     unknown: list[str],
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """
-    The probes, on texts, and why there are none. What the reward is given of each prompt is the prompt and the columns
-    of its row.
-    """
+    """Run the probes, or return why they could not be run. The reward gets each prompt as the data has it."""
     if not rows:
         unknown.append("No probes were run (`probe_rows` is 0).")
         return [], None
@@ -418,14 +416,14 @@ def verdict(
 
 
 def accuracy_name(report: dict[str, Any]) -> str:
-    """What the accuracy is called: held-out only where it is known that no pair was trained on."""
+    """Name the accuracy: held-out only if no pair was trained on for sure."""
     return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
 
 
 def _judge_length(
     report: dict[str, Any], bound: float | None, reasons: list[str], not_judged: list[str], unknown: list[str]
 ) -> None:
-    """Whether the score follows the length of answers."""
+    """Judge whether the score follows the length of answers."""
     found = report["length_bias"]
     if found["bias"] is None:
         few = (
@@ -461,7 +459,7 @@ def _judge_length(
 def _judge_probes(
     probes: list[dict[str, Any]], bound: int | None, reasons: list[str], not_judged: list[str], unknown: list[str]
 ) -> None:
-    """Whether too many probes are suspicious; those that were not judged may all be."""
+    """Judge whether too many probes are suspicious; all that were not judged may be."""
     suspicious = [probe for probe in probes if probe["suspicious"]]
     open_ones = [probe for probe in probes if probe["verdict"] == "not judged"]
     idle = [repr(probe["phrase"] or probe["name"]) for probe in open_ones if not probe["rows"]]
@@ -486,7 +484,7 @@ def _judge_probes(
 
 
 def probe_sentence(probe: dict[str, Any]) -> str:
-    """What a suspicious probe says, in one sentence."""
+    """Describe a suspicious probe in one sentence."""
     said = f"The phrase {probe['phrase']!r} raises" if probe["phrase"] else f"The probe '{probe['name']}' raises"
     answers, gain, (low, high) = "good answers", probe["gain_on_better"], probe["interval_on_better"]
     if probe["expected"] == "down":
@@ -494,12 +492,3 @@ def probe_sentence(probe: dict[str, Any]) -> str:
         if probe["gain_interval"][0] > 0:
             answers, gain, (low, high) = "all answers", probe["gain"], probe["gain_interval"]
     return f"{said} the score of {answers} by {gain:.2f} standard deviations ({low:.2f} to {high:.2f})."
-
-
-def finite(value: Any) -> Any:
-    """The same with None for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: finite(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

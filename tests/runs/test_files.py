@@ -1,0 +1,26 @@
+"""A file is as it was before, or whole."""
+
+import pytest
+
+from trl_ext.data import write_rows
+from trl_ext.runs import whole_file, write_text
+
+
+@pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
+def test_what_fails_leaves_the_file_as_it_was_and_nothing_beside_it(failure, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_text(path, "before")
+
+    def rows():
+        yield {"row": 1}
+        raise failure
+
+    with pytest.raises(failure):
+        write_rows(path, rows())
+    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
+    with pytest.raises(failure), whole_file(path, durably=True) as temporary:
+        temporary.write_text("half")
+        raise failure
+    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
+    write_rows(path, [{"row": 1}])
+    assert path.read_text() == '{"row": 1}\n'

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..runs.sources import source_identity as source_identity
     from ..upstream.lazy import lazily as lazily
     from .cached import CachedReward as CachedReward
+    from .checks import is_finite_number as is_finite_number
     from .code import CodeReward as CodeReward
     from .constitution import ConstitutionReward as ConstitutionReward
     from .ensemble import EnsembleReward as EnsembleReward
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from .member import RewardFailed as RewardFailed
     from .member import awaited as awaited
     from .member import distinct as distinct
-    from .member import is_finite_number as is_finite_number
     from .member import scores_in as scores_in
     from .model import ModelReward as ModelReward
     from .model import logits_of as logits_of

@@ -6,10 +6,11 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
 from .checks import check_counts, checked_name
-from .service import ServedReward, ServiceError, WithheldError, check_score, mean, well_formed
+from .service import Call, ServedReward, ServiceError, WithheldError, check_score, well_formed
 from .texts import text_of
 
 INSTRUCTIONS = """You grade answers.
@@ -125,7 +126,7 @@ class JudgeReward(ServedReward):
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **columns: Any
     ) -> list[float | None]:
         """Score each completion: NaN if it failed or was withheld, None if it has no answer to compare with."""
-        until = time.monotonic() + self.deadline
+        call = Call(time.monotonic() + self.deadline)
         others = [None] * len(prompts) if self.compare is None else columns.get(self.compare)
         if others is None:
             raise ValueError(
@@ -147,24 +148,18 @@ class JudgeReward(ServedReward):
             if self.compare:
                 jobs.append((row, asked, answers[::-1], True))
         self.check(outcomes)  # before anything is sent
-        seconds: list[float] = []
-        retried: list[float] = []
-
-        def verdict(job: tuple[int, str, list[str], bool]) -> float:
-            return self._verdict(job[1], job[2], until, seconds, retried)
-
         found: dict[int, list[Any]] = {}
-        for (row, _, _, is_swapped), score in zip(jobs, self.ask(verdict, jobs, until), strict=True):
+        verdicts_of_jobs = self.ask(lambda job: self._verdict(job[1], job[2], call), jobs, call.until)
+        for (row, _, _, is_swapped), score in zip(jobs, verdicts_of_jobs, strict=True):
             is_score = is_swapped and not isinstance(score, Exception)
             found.setdefault(row, []).append(sum(self.scale) - score if is_score else score)
         for row, verdicts in found.items():
             errors = [score for score in verdicts if isinstance(score, Exception)]
-            outcomes[row] = errors[0] if errors else mean(verdicts)
+            outcomes[row] = errors[0] if errors else fmean(verdicts)
         low, high = self.scale
         pairs = [found[row] for row in found if self.compare and not isinstance(outcomes[row], Exception)]
-        bias = mean((first - second) / 2 / (high - low) for first, second in pairs)
-        metrics = {"latency": mean(seconds), "retries": float(len(retried)), "position_bias": bias}
-        return self.settle(outcomes, log_metric, metrics)
+        bias = fmean((first - second) / 2 / (high - low) for first, second in pairs) if pairs else None
+        return self.settle(outcomes, log_metric, {**call.metrics, "position_bias": bias})
 
     def messages(self, prompt: str, answers: list[str]) -> list[dict[str, str]]:
         """Return the judge's messages: the rules, and the escaped material between tags with a random number."""
@@ -177,16 +172,16 @@ class JudgeReward(ServedReward):
         rules = INSTRUCTIONS.format(rubric=self.rubric.strip(), task=task, nonce=nonce)
         return [{"role": "system", "content": rules}, {"role": "user", "content": material}]
 
-    def _verdict(self, prompt: str, answers: list[str], until: float, seconds: list, retried: list) -> float:
+    def _verdict(self, prompt: str, answers: list[str], call: Call) -> float:
         for left in reversed(range(self.parse_retries + 1)):
             body = {"model": self.model, "messages": self.messages(prompt, answers), **self.settings}
-            answer = self._service.post(body, until, seconds, retried)
+            answer = self._service.ask(call, body)
             try:
                 return score_in(answer, self.scale)
             except ServiceError:
                 if not left:
                     raise
-                retried.append(0.0)
+                call.retried.append(0.0)
         raise AssertionError("unreachable")
 
 

@@ -25,15 +25,7 @@ _LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
 class RewardFailed(RuntimeError):
-    """
-    A reward function failed, and the message says why: a traceback would add nothing.
-
-    Args:
-        message: which reward failed, and why.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(message)
+    """A reward function failed, and the message says which and why: a traceback would add nothing."""
 
 
 class TellsFailures:
@@ -90,7 +82,7 @@ class Member(TellsFailures, HoldsRewards):
         """The function's name."""
         return get_callable_name(self.function)
 
-    def scores_or_nan(  # type: ignore[override]
+    def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """Return the same, but NaN for a row that was skipped. [`answers_of`] says how a function reports that."""

@@ -12,13 +12,13 @@ from ..runs.redaction import redacted
 from .checks import check_counts, checked_name
 from .member import RewardFailed
 from .service import (
+    Call,
     RefusedError,
     ServedReward,
     ServiceError,
     StoppedError,
     UnavailableError,
     check_score,
-    mean,
     well_formed,
 )
 from .texts import text_of
@@ -127,9 +127,8 @@ class RemoteReward(ServedReward):
         """Ask the server once which weights it has; return None if it cannot say."""
         if self.api == "trl-ext" and not self._weights:
             try:
-                answer = self._service.get(
-                    f"{self.url.removesuffix(self.path)}/health", time.monotonic() + self.deadline
-                )
+                call = Call(time.monotonic() + self.deadline)
+                answer = self._service.ask(call, url=f"{self.url.removesuffix(self.path)}/health")
             except UnavailableError as error:
                 raise RewardFailed(
                     f"reward '{self.__name__}': {redacted(self.url)} does not say which weights it serves: {error}"
@@ -157,7 +156,7 @@ class RemoteReward(ServedReward):
         **columns: Any,
     ) -> list[float | None]:
         """Score each completion, NaN if it failed. `finished` and `completion_ids` say which were finished."""
-        until = time.monotonic() + self.deadline
+        call = Call(time.monotonic() + self.deadline)
         ended = self._ended(len(completions), finished, completion_ids)
         outcomes: list[Any] = []
         for prompt, completion, end in zip(prompts, completions, ended, strict=True):
@@ -166,19 +165,17 @@ class RemoteReward(ServedReward):
         self.check(outcomes)  # before anything is sent
         rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Row)]
         batches = [rows[start:][: self.batch_size] for start in range(0, len(rows), self.batch_size)]
-        seconds: list[float] = []
-        retried: list[float] = []
 
         def score(batch: list[int]) -> list[Any]:
-            return self._scores([outcomes[i] for i in batch], batch, until, seconds, retried)
+            return self._scores([outcomes[i] for i in batch], batch, call)
 
-        for batch, found in zip(batches, self.ask(score, batches, until), strict=True):
+        for batch, found in zip(batches, self.ask(score, batches, call.until), strict=True):
             for k, i in enumerate(batch):
                 outcomes[i] = found if isinstance(found, Exception) else found[k]
         for row, outcome in enumerate(outcomes):
             if isinstance(outcome, ChangedError):
                 raise RewardFailed(self._describe(row, outcome)) from outcome
-        return self.settle(outcomes, log_metric, {"latency": mean(seconds), "retries": float(len(retried))})
+        return self.settle(outcomes, log_metric, call.metrics)
 
     def _ended(self, count: int, finished: Sequence[bool] | None, completion_ids: Any) -> list[bool | None]:
         if finished is not None:
@@ -212,19 +209,19 @@ class RemoteReward(ServedReward):
 
         return AutoTokenizer.from_pretrained(self.tokenizer)
 
-    def _scores(self, rows: list[Row], places: list[int], until: float, seconds: list, retried: list) -> list[Any]:
+    def _scores(self, rows: list[Row], places: list[int], call: Call) -> list[Any]:
         """Return scores of a batch, or errors in their place. A refused batch is halved until one row fails alone."""
         body = request_of(self.api, rows, self.model, self.logits)
         try:
-            answer = self._service.post(body, until, seconds, retried)
+            answer = self._service.ask(call, body)
         except RefusedError as error:
             if len(rows) == 1:
                 return [error]
             half = len(rows) // 2
-            first = self._scores(rows[:half], places[:half], until, seconds, retried)
+            first = self._scores(rows[:half], places[:half], call)
             if self.is_over(first):
                 return first + [StoppedError("not asked: another row failed")] * (len(rows) - half)
-            return first + self._scores(rows[half:], places[half:], until, seconds, retried)
+            return first + self._scores(rows[half:], places[half:], call)
         if self.api == "trl-ext":
             self._check_weights(weights_in_answer(answer))
         found: list[Any] = []

@@ -7,8 +7,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,6 +44,27 @@ class UnavailableError(ServiceError):
 
 class WithheldError(ServiceError):
     """The server stopped or withheld its answer, as a content filter does. The row has no score."""
+
+
+@dataclass
+class Call:
+    """
+    One call of a reward, which may send many requests.
+
+    Args:
+        until: when to give up, in seconds of `time.monotonic`.
+        seconds: the duration of each answered request.
+        retried: the wait before each retry.
+    """
+
+    until: float
+    seconds: list[float] = field(default_factory=list)
+    retried: list[float] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """What is logged of the call."""
+        return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
 class Breaker:
@@ -111,30 +134,16 @@ class Service:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_connections": {}}
 
-    def post(self, body: dict[str, Any], until: float, seconds: list[float], retried: list[float]) -> Any:
+    def ask(self, call: Call, body: dict[str, Any] | None = None, url: str | None = None) -> Any:
         """
-        Send `body` as JSON, and return the answer from JSON.
-
-        Args:
-            body: what is sent.
-            until: when to give up, in seconds of `time.monotonic`.
-            seconds: gets the duration of each answered request appended.
-            retried: gets the wait before each retry appended.
+        Post `body` as JSON, or get `url` without one, and return the answer from JSON.
 
         Raises:
             UnavailableError: the service was not reached, or not asked since other requests failed.
             ServiceError: there is no usable answer.
         """
-        content = json.dumps(body, default=str).encode()  # ASCII, whatever the texts are
-        return self._answer("POST", self.url, content, until, seconds, retried)
-
-    def get(self, url: str, until: float) -> Any:
-        """Return the answer to GET of another URL of the service, as [`Service.post`] does."""
-        return self._answer("GET", url, None, until, [], [])
-
-    def _answer(
-        self, method: str, url: str, content: bytes | None, until: float, seconds: list[float], retried: list[float]
-    ) -> Any:
+        until = call.until
+        content = None if body is None else json.dumps(body, default=str).encode()  # ASCII, whatever the texts are
         client, breaker = self._connected()
         if time.monotonic() >= until:
             raise UnavailableError("not asked: the deadline is over")
@@ -143,11 +152,11 @@ class Service:
             retry=retry_if_exception_type(UnavailableError),
             stop=stop_any(stop_after_attempt(self.retries + 1), stop_before_delay(max(until - time.monotonic(), 0))),
             wait=_wait,
-            before_sleep=lambda state: retried.append(state.upcoming_sleep),
+            before_sleep=lambda state: call.retried.append(state.upcoming_sleep),
             reraise=True,
         )
         try:
-            answer = attempts(self._send, client, method, url, content, until, seconds)
+            answer = attempts(self._send, client, url or self.url, content, call)
             failed = False
             return answer
         except ServiceError as error:
@@ -156,21 +165,14 @@ class Service:
         finally:
             breaker.note(failed, tries)
 
-    def _send(
-        self,
-        client: httpx2.Client,
-        method: str,
-        url: str,
-        content: bytes | None,
-        until: float,
-        seconds: list[float],
-    ) -> Any:
+    def _send(self, client: httpx2.Client, url: str, content: bytes | None, call: Call) -> Any:
         start = time.monotonic()
-        limit = min(self.timeout, until - start)
+        limit = min(self.timeout, call.until - start)
         if limit <= 0:
             raise UnavailableError("not asked again: the deadline is over")
         body = bytearray()
         try:
+            method = "GET" if content is None else "POST"
             with client.stream(method, url, content=content, headers=self._headers(), timeout=limit) as response:
                 encoding = response.headers.get("content-encoding", "identity")
                 for part in response.iter_raw() if encoding == "identity" else ():
@@ -184,17 +186,17 @@ class Service:
         except httpx2.HTTPError as error:
             raise ServiceError(f"{type(error).__name__}: {error}"[:200]) from error
         if (status := response.status_code) != 200:
-            said = f"status {status}: {self._excerpt(body)}"
+            message = f"status {status}: {self._excerpt(body)}"
             if status in (408, 429) or (status >= 500 and status != 501):
-                raise UnavailableError(said, _seconds_in(response.headers.get("retry-after")))
-            raise (RefusedError if status in (400, 413, 422) else ServiceError)(said)
+                raise UnavailableError(message, _seconds_in(response.headers.get("retry-after")))
+            raise (RefusedError if status in (400, 413, 422) else ServiceError)(message)
         if encoding != "identity":
             raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
         try:
             answer = json.loads(self._without_key(body.decode()))  # errors quote parts of it
         except (ValueError, RecursionError) as error:
             raise ServiceError(f"the answer is no JSON: {self._excerpt(body)}") from error
-        seconds.append(time.monotonic() - start)
+        call.seconds.append(time.monotonic() - start)
         return answer
 
     def _connected(self) -> tuple[httpx2.Client, Breaker]:
@@ -203,9 +205,8 @@ class Service:
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
                 mounts=dict.fromkeys(_LOOPBACK),  # without a proxy, whatever the environment says
             )
-            self._connections.setdefault(
-                here, (client, Breaker(*self.breaker))
-            )  # `setdefault`: of several threads the first wins
+            # Of several threads that get here at once, the first one's client is used by all
+            self._connections.setdefault(here, (client, Breaker(*self.breaker)))
         return self._connections[here]
 
     def _headers(self) -> dict[str, str]:
@@ -294,12 +295,13 @@ class ServedReward(TellsFailures):
             raise RewardFailed(self._describe(row, outcomes[row])) from outcomes[row]
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
-        """Return the scores of a call's rows, with errors settled by `on_error` (NaN for no score), and log `metrics`."""
+        """Return the scores of a call's rows, with errors settled by `on_error` (NaN: no score), and log `metrics`."""
         self.check(outcomes)
         fallback = math.nan if self.on_error in ("skip", "raise") else float(self.on_error)
-        failures = [fallback if _is_mistake(outcome) else math.nan for outcome in outcomes]
-        scores = [x if _failed(outcome) else outcome for x, outcome in zip(failures, outcomes, strict=True)]
-        failed = [row for row, outcome in enumerate(outcomes) if _failed(outcome)]
+        failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
+        scores = list(outcomes)
+        for row in failed:
+            scores[row] = fallback if _is_mistake(outcomes[row]) else math.nan
         if outcomes and (failed or self.on_error != "raise"):
             cause = self._describe(failed[0], outcomes[failed[0]]) if failed else ""
             report_failures(self.__name__, len(failed), len(outcomes), cause, log_metric)
@@ -378,18 +380,8 @@ def check_score(score: Any, row: int) -> float | None:
     return finite_number(repr(score) if isinstance(score, bool) else score, row)
 
 
-def mean(values: Iterable[float]) -> float | None:
-    """Return the mean, or None without values."""
-    numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else None
-
-
-def _failed(outcome: Any) -> bool:
-    return isinstance(outcome, Exception)
-
-
 def _is_mistake(outcome: Any) -> bool:
-    return _failed(outcome) and not isinstance(outcome, WithheldError)
+    return isinstance(outcome, Exception) and not isinstance(outcome, WithheldError)
 
 
 def _checked_url(url: Any) -> str:

@@ -404,7 +404,7 @@ def test_bad_arguments(subtests, monkeypatch):
             CachedReward(**{"reward": reward, **arguments})
         assert "hunter2" not in str(raised.value)
     for columns, error, message in [
-        ({"image": [object()]}, TypeError, "among .'image'. no key can be made"),
+        ({"image": [object()]}, TypeError, "no key can be made of a column among .'image'."),
         ({"prompts": ["a", "b"]}, ValueError, "2 prompts for 1 completions"),
     ]:
         with subtests.test(message=message), pytest.raises(error, match=message):

@@ -240,7 +240,7 @@ def test_bad_arguments(subtests, reward):
     for build, message in [
         (lambda: CodeReward(template="x"), "must have {test}"),
         (lambda: CodeReward(timeout=0), "more than 0 seconds"),
-        (lambda: CodeReward(timeout=1e9), "a day at most"),
+        (lambda: CodeReward(timeout=1e9), "at most 86400, got"),
         (lambda: CodeReward(workers=0), "`workers` must be a whole number"),
         (lambda: reward(["p"], [ADD], other=[TEST]), r"no column 'tests'; there are \['other'\]"),
         (lambda: score(reward, ADD, tests=[3]), "must be a text, or a mapping with `output`.*3 for completion 0"),

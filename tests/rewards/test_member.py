@@ -16,8 +16,8 @@ from trl_ext.rewards import (
     SegmentScores,
     SumReward,
 )
+from trl_ext.rewards.checks import checked_name
 from trl_ext.rewards.member import Started, awaited, distinct, runs_in_background
-from trl_ext.rewards.naming import checked_name
 
 
 class KeepsAClient:

@@ -220,7 +220,7 @@ def test_it_is_loaded_whole_where_trainers_would_have_it_sharded(tmp_path, monke
 @pytest.mark.parametrize(
     "kwargs, message",
     [
-        ({"max_batch_tokens": 0}, "`max_batch_tokens` must be 1 or more, got 0"),
+        ({"max_batch_tokens": 0}, "`max_batch_tokens` must be a whole number of 1 or more, got 0"),
         ({"truncation": "right"}, "`truncation` must be 'refuse' or 'left', got 'right'"),
         ({"device": "cpu", "device_map": "auto"}, "`device` cpu does nothing with `device_map`"),
         ({"model": "object", "dtype": "bfloat16"}, "`dtype` is for a model that is loaded by its path"),

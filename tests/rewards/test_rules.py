@@ -116,7 +116,7 @@ def test_bad_arguments(subtests):
         (lambda: PatternReward(required=["a"], timeout=0), ValueError, "more than 0 seconds"),
         (lambda: PatternReward(required=["a"], on_error="no"), ValueError, "'raise', 'skip'"),
         (lambda: PatternReward(required=["a"], name="a b"), ValueError, "may have letters"),
-        (lambda: JSONSchemaReward({"type": "strin"}), ValueError, "is no JSON schema"),
+        (lambda: JSONSchemaReward({"type": "strin"}), ValueError, "is not a JSON schema"),
         (lambda: JSONSchemaReward("absent.json"), ValueError, "'absent.json' cannot be read"),
         (lambda: JSONSchemaReward([]), TypeError, "must be a mapping"),
         (lambda: JSONSchemaReward({}, max_depth=0), ValueError, "1 or more"),

@@ -327,7 +327,7 @@ def test_mistakes_are_one_line(subtests, capsys, tmp_path, monkeypatch):
             ([mine, "--api_key_env", "EMPTY_KEY"], "the environment variable EMPTY_KEY holds no token"),
             ([mine, "--max_rows", "0"], "--max_rows must be 1 or more, got 0"),
             ([mine, "--max_wait_ms", "-1"], "--max_wait_ms must be 0 to 60000"),
-            ([mine, "--port", "0", "--dtype", "bfloat16"], "--dtype is of a model"),
+            ([mine, "--port", "0", "--dtype", "bfloat16"], "--dtype is for a model"),
             ([f"{tmp_path}/mine.py:two", "--port", "0"], "has no attribute 'two'"),
             ([str(tmp_path / "gone"), "--port", "0"], "`MODEL` "),
         ]:

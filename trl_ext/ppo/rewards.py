@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from ..models.rollout_process import RolloutProcessLost
-from ..rewards.member import RewardFailed, Started, awaited, finite_number, runs_in_background, said_of, scores_in
+from ..rewards.member import RewardFailed, Started, awaited, finite_number, message_of, runs_in_background, scores_in
 from ..rewards.segments import by_token, is_by_token
 
 
@@ -98,7 +98,7 @@ class CheckedReward:
                     returned = awaited(self.function(prompts=prompts, completion_ids=completion_ids, **kwargs))
             return self._checked(returned, completion_ids)
         except Exception as error:
-            self.mistakes.notes.append((f"reward function '{self.name}': {said_of(self.name, error)}", error))
+            self.mistakes.notes.append((f"reward function '{self.name}': {message_of(self.name, error)}", error))
             self.token_scores = [None] * len(prompts)
             return [0.0] * len(prompts)
 

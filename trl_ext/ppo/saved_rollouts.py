@@ -14,7 +14,7 @@ from torch import Tensor
 from ..data.texts import check_texts
 from ..functional import gae, moments, token_rewards, whiten
 from ..models.generation import answer_texts, prompt_token_ids
-from ..rewards.member import is_finite_number
+from ..runs.jsonl import is_finite_number
 from .critic_config import CriticConfig
 from .reward_normalizer import RewardNormalizer
 from .rewards import Mistakes, checked

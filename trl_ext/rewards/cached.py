@@ -1,4 +1,4 @@
-"""A cache in front of a reward function: in this process and, where told, in a Redis that several share."""
+"""Keep the scores of a reward function, in this process and in a Redis that several processes share."""
 
 import hashlib
 import json
@@ -19,57 +19,68 @@ from transformers.utils import logging
 from ..runs.redaction import redacted
 from ..runs.sources import source_identity
 from ..upstream.names import get_callable_name
+from .checks import PicklesSettings, check_counts, check_function, check_seconds, checked_name
 from .member import (
     FAILED,
+    HoldsRewards,
+    TellsFailures,
     answers_of,
     failure,
     finite_number,
     log_to,
     policies_within,
-    runs_in_background,
-    without_failures,
 )
-from .naming import checked_name
 from .segments import is_by_token
 
 logger = logging.get_logger(__name__)
 
-NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # what TRL passes that is in no key
+NO_COLUMNS = ("trainer_state", "log_extra", "log_metric")  # TRL passes them, and no key contains them
 _LONGEST_NUMBER = 32  # characters; Python writes each float in 24 or fewer
 
 
-class CachedReward:
+class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     """
-    Score each answer once: what was scored before is looked up.
+    Score each answer once, and look it up when it comes again.
 
-    What a score depends on makes its key: which reward it is ([`source_identity`]: name, settings, revision), prompt,
-    completion and columns. The key is a hash of 128 bits, in memory XXH3 with a secret seed, in Redis BLAKE2b: among a
-    million entries two share one with a probability of 2e-27, and nobody can look for such a pair. The reward is given
-    what is in the key and nothing else: no other column, and a `trainer_state` that refuses to be read. Scores of None
-    are not kept, nor is anything of a call that fails. A function that looks at other answers of its batch must not be
-    cached.
+    The key of a score is what it depends on: the reward ([`source_identity`]: name, settings, revision), the prompt,
+    the completion and the columns. It is a hash of 128 bits, in memory XXH3 with a secret seed, in Redis BLAKE2b: of a
+    million entries two share a key with a probability of 2e-27, and nobody can search for such a pair. The reward gets
+    only what is in the key: no other column, and a `trainer_state` that refuses to be read. Scores of None are not
+    kept, and neither is anything of a call that fails. Do not cache a function that looks at other answers of its
+    batch.
 
-    It logs `rewards/<name>/cache_hits`, the share of answers that needed no scoring (in memory, in Redis, or twice in
-    one call), and with Redis `rewards/<name>/redis_hits`, the share that came from there.
+    Logs `rewards/<name>/cache_hits`, the share of answers that needed no scoring (found in memory or in Redis, or
+    twice in one call), and with Redis `rewards/<name>/redis_hits`, the share found there.
 
     Args:
-        reward: a reward function that scores each answer by itself. Its own `on_error` must be no number, which would
+        reward: a reward function that scores each answer by itself. Its `on_error` must not be a number, which would
             be kept as a score.
-        capacity: entries in memory; the least recently used one makes room.
-        columns: which columns the score depends on, beside prompt and completion; the reward is given no others. None:
-            all that the trainer passes, `completion_ids` among them. Fewer give more hits: with `[]` the same text has
-            the same score, however it was tokenised and whether it ended by EOS or not (that is `"finished"`).
-        normalize: what makes texts the same. `"space"`: runs of white space count as one space, and at the ends as
-            nothing; `"punctuation"`: punctuation does not count either. The first such answer gives the score. It
-            needs `columns` without ids of tokens.
+        capacity: entries in memory; the least recently used one is dropped.
+        columns: which columns the score depends on, beside prompt and completion; the reward gets no others. None: all
+            that the trainer passes, `completion_ids` among them. Fewer give more hits: with `[]` the same text has the
+            same score, however it was tokenised and whether or not it ended by EOS (that is `"finished"`).
+        normalize: which texts count as the same. `"space"`: those that differ in white space; `"punctuation"`: those
+            that differ in punctuation, too. The first such answer gives the score. It needs `columns` without ids of
+            tokens.
         redis_url: `redis://[user@]host:port/db`, `rediss://…` with TLS, or `unix://…`. Options of redis-py's client
             go into its query: `?ssl_ca_certs=ca.pem`. None: memory alone.
-        redis_password_env: name of the environment variable that holds the password.
+        redis_password_env: environment variable that holds the password.
         ttl: seconds that Redis keeps a score.
-        timeout: seconds to connect, and to wait for an answer. A Redis that does not answer is left alone for
-            `retry_after` seconds; answers are scored meanwhile.
-        retry_after: see `timeout`.
-        name: in the logs; by default `cached_<name of the reward>`.
+        timeout: seconds to connect, and to wait for an answer.
+        retry_after: seconds for which a Redis that did not answer is not asked. Answers are scored meanwhile.
+        name: key in the logs; by default `cached_<name of the reward>`.
+
+    Examples:
+        >>> from trl_ext.rewards import CachedReward
+        >>> def slow_reward(completions, **kwargs):
+        ...     print("scoring", completions)
+        ...     return [float(len(text.split())) for text in completions]
+        >>> reward = CachedReward(slow_reward, columns=[])
+        >>> reward(prompts=["Tea?"] * 2, completions=["Yes, please.", "Yes, please."])
+        scoring ['Yes, please.']
+        [2.0, 2.0]
+        >>> reward(prompts=["Tea?"], completions=["Yes, please."])
+        [2.0]
     """
 
     def __init__(
@@ -85,8 +96,7 @@ class CachedReward:
         retry_after: float = 10.0,
         name: str | None = None,
     ):
-        if not callable(reward) or isinstance(reward, type):
-            raise TypeError(f"`reward` must be a reward function, got {reward!r}")
+        check_function(reward=reward)
         if isinstance(fallback := getattr(reward, "on_error", None), (int, float)):
             raise ValueError(
                 f"`reward` has on_error={fallback}, which would be kept as a score: give it 'raise' or 'skip', and "
@@ -97,12 +107,8 @@ class CachedReward:
                 f"`reward` holds a member with on_error={within[0]!r}, so that a score of the others alone would be "
                 "kept: put the cache around that member, or give it 'raise'"
             )
-        for argument, value, least in [("capacity", capacity, 1), ("ttl", ttl, 1)]:
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"`{argument}` must be a whole number of {least} or more, got {value!r}")
-        for argument, seconds in [("timeout", timeout), ("retry_after", retry_after)]:
-            if not seconds > 0:
-                raise ValueError(f"`{argument}` must be more than 0 seconds, got {seconds!r}")
+        check_counts(capacity=capacity, ttl=ttl)
+        check_seconds(timeout=timeout, retry_after=retry_after)
         if isinstance(columns, str) or columns is not None and not all(isinstance(each, str) for each in columns):
             raise TypeError(f"`columns` must be a list of names, got {columns!r}")
         if normalize not in (None, "space", "punctuation"):
@@ -126,45 +132,28 @@ class CachedReward:
             _check_redis(redis_url, redis_password_env)
         elif redis_password_env is not None:
             raise ValueError("`redis_password_env` is read only with `redis_url`")
-        self._start()
+        self._set_up()
 
-    def _start(self) -> None:
+    def _set_up(self) -> None:
         self._memory: cachetools.LRUCache = cachetools.LRUCache(self.capacity)
         self._lock = threading.Lock()
-        self._seed = secrets.randbits(64)  # of the fast hash in memory: who does not know it makes no two keys alike
+        self._seed = secrets.randbits(64)  # of the hash in memory: without it nobody can make two keys alike
         self._identity: str | None = None
         self._redis: Any = None
         self._redis_rests_until = 0.0
-        self._said = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = ("_memory", "_lock", "_seed", "_identity", "_redis", "_redis_rests_until", "_said")
-        return {name: value for name, value in vars(self).items() if name not in fresh}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._start()
+        self._redis_is_down = False
 
     @property
     def identity(self) -> str:
-        """Which reward this is: the one within. Where its scores are kept changes none of them."""
-        return f"cached {self._of_the_reward()} {self.columns} {self.normalize}"
+        """Which reward is cached, and how texts are compared. Where scores are kept does not matter."""
+        if self._identity is None:  # found once: for a model it takes as long as reading the weights
+            self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"
+        return f"cached {self._identity} {self.columns} {self.normalize}"
 
-    @property
-    def in_background(self) -> bool:
-        """Whether the reward's time goes by elsewhere."""
-        return runs_in_background(self.reward)
-
-    def __call__(
-        self, prompts: list, completions: list, completion_ids: Any = None, **kwargs: Any
-    ) -> list[float | None]:
-        """Return the score of each answer. The reward is asked only for those that are not known yet."""
-        return without_failures(self.told(prompts, completions, completion_ids, **kwargs))
-
-    def told(
+    def scores_or_nan(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the same, but NaN for a row that the reward failed on or withheld."""
+        """Score the answers that are not known yet; NaN for a row that the reward failed on or withheld."""
         count = len(completions)
         if completion_ids is not None:
             kwargs["completion_ids"] = completion_ids
@@ -191,21 +180,14 @@ class CachedReward:
             if self.redis_url and len(found) > len(shared):
                 self._to_redis({in_redis[key]: score for key, score in found.items() if key not in shared})
         if count:
-            log_to(log_metric, {f"rewards/{self.__name__}/cache_hits": (count - len(rows)) / count})
-            if self.redis_url:
-                log_to(log_metric, {f"rewards/{self.__name__}/redis_hits": len(shared) / count})
+            redis_hits = len(shared) / count if self.redis_url else None
+            log_to(log_metric, {"cache_hits": (count - len(rows)) / count, "redis_hits": redis_hits}, self)
         return scores
 
     # ---- Keys ----
 
-    def _of_the_reward(self) -> str:
-        """Which reward it is, found once: of a model that takes as long as reading its weights."""
-        if self._identity is None:
-            self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"
-        return self._identity
-
     def _written(self, prompts: list, completions: list, kwargs: dict[str, Any]) -> list[bytes]:
-        """Return what decides on the score of each row, as bytes, which are hashed for a key."""
+        """Return the bytes to hash for each row's key: all that its score depends on."""
         if self.normalize:
             prompts, completions = ([self._normalized(text) for text in texts] for texts in (prompts, completions))
         count = len(completions)
@@ -217,23 +199,23 @@ class CachedReward:
                 raise ValueError(
                     f"{self.__name__}: no column {absent[0]!r}, which `columns` names; there are {sorted(kwargs)}"
                 )
-        # What is no list of the rows' values is one value for all
+        # A column that is not a list with one value a row is one value for all rows
         values = [
             kwargs[name] if isinstance(kwargs[name], (list, tuple)) and len(kwargs[name]) == count
             else [kwargs[name]] * count
             for name in names
         ]  # fmt: skip
         common = hashlib.blake2b(f"{self.identity} {names}".encode("utf-8", "surrogatepass"), digest_size=32).digest()
-        # Written by marshal, each value is told from every other: of all that Python has it takes least time. What it
-        # writes is never read. Version 0 writes equal values alike
+        # marshal writes different values differently, and is the fastest of Python's writers. Nothing reads its bytes.
+        # Version 0 writes equal values alike
         try:
             return [common + marshal.dumps(row, 0) for row in zip(prompts, completions, *values, strict=True)]
         except ValueError as error:
             if len(prompts) != count:
                 raise ValueError(f"{self.__name__}: {len(prompts)} prompts for {count} completions") from error
             raise TypeError(
-                f"{self.__name__}: of a column among {names} no key can be made, since it holds other things than "
-                "texts, numbers and lists of them: name those that count in `columns`, without it"
+                f"{self.__name__}: no key can be made of a column among {names}, which holds other things than "
+                "texts, numbers and lists of them: name the others in `columns`"
             ) from None
 
     def _normalized(self, text: Any) -> Any:
@@ -248,7 +230,7 @@ class CachedReward:
     # ---- The reward within ----
 
     def _given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return what the reward may see: what is in the key, and what it logs to."""
+        """Return what the reward may see: what is in the key, and the loggers."""
         hidden = () if self.columns is None else [n for n in kwargs if n not in self.columns and n not in NO_COLUMNS]
         given = {name: value for name, value in kwargs.items() if name not in hidden}
         if given.get("trainer_state") is not None:
@@ -258,7 +240,7 @@ class CachedReward:
     def _score(
         self, prompts: list, completions: list, log_metric: Any, kwargs: dict[str, Any], rows: list[int]
     ) -> dict[int, float | None]:
-        """Return the scores of these rows by row, NaN where the reward failed."""
+        """Return the scores of these rows by row, NaN for those that the reward failed on."""
         count = len(completions)
         given = of_rows({"prompts": prompts, "completions": completions, **kwargs}, rows, count)
         name = get_callable_name(self.reward)
@@ -296,7 +278,7 @@ class CachedReward:
         return self._redis
 
     def _from_redis(self, keys: dict[bytes, str]) -> dict[bytes, float]:
-        """Return the scores that are there, by the keys in memory; `keys` has each one's key in Redis."""
+        """Return the scores found in Redis. `keys` maps keys in memory to keys in Redis."""
         values = self._ask_redis(lambda client: client.mget([*keys.values()])) if keys else None
         numbers = map(_number, values if isinstance(values, list) else [])
         return {key: number for key, number in zip(keys, numbers, strict=False) if number is not None}
@@ -311,55 +293,55 @@ class CachedReward:
         self._ask_redis(write)
 
     def _ask_redis(self, question: Callable[[Any], Any]) -> Any:
-        """Return what Redis says, or None: without it the run goes on, as slow as it would be."""
+        """Return the answer of Redis, or None without one: the run goes on, more slowly."""
         if time.monotonic() < self._redis_rests_until:
             return None
         import redis
 
         try:
             answer = question(self._client())
-            if self._said:
+            if self._redis_is_down:
                 logger.warning(f"{self.__name__}: Redis is back.")
-                self._said = False
+                self._redis_is_down = False
             return answer
-        except (redis.RedisError, OSError, ValueError) as error:  # ValueError: an answer that is no Redis'
+        except (redis.RedisError, OSError, ValueError) as error:  # ValueError: it is another kind of server
             self._redis_rests_until = time.monotonic() + self.retry_after
-            if not self._said:
+            if not self._redis_is_down:
                 logger.warning(
                     f"{self.__name__}: Redis does not answer ({type(error).__name__}: {redacted(str(error))}). The "
                     f"run goes on without it, and it is tried again every {self.retry_after:g} s."
                 )
-            self._said = True
+            self._redis_is_down = True
             return None
 
 
 class _Unreadable:
-    """A trainer's state within a cache: a score that depends on it is another one at each step."""
+    """A trainer's state that refuses to be read: a score that depends on it changes at each step."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pickle and copy look for what is not there
+        if name.startswith("__"):  # pickle and copy look for special methods
             raise AttributeError(name)
         raise TypeError(
             f"`trainer_state.{name}` is read, which changes while a cache keeps its scores: use the function without "
-            "one, or put the cache around what does not read it"
+            "one, or cache only the part that does not read it"
         )
 
 
 def of_rows(columns: dict[str, Any], rows: list[int], count: int) -> dict[str, Any]:
-    """Return what a reward function is given, for these of its `count` rows alone."""
+    """Return the arguments of a reward function for these of its `count` rows alone."""
     if rows == [*range(count)]:
         return dict(columns)
     given = {
         name: [values[row] for row in rows] if isinstance(values, (list, tuple)) and len(values) == count else values
         for name, values in columns.items()
     }
-    if log_extra := columns.get("log_extra"):  # TRL's table has all rows
+    if log_extra := columns.get("log_extra"):  # TRL's table wants all rows
         given["log_extra"] = lambda column, values: log_extra(column, _spread(values, rows, count))
     return given
 
 
 def among(rows: list[int], count: int) -> str:
-    """Return, for an error, which completions were asked about: by their places among these it counts."""
+    """Return the end of an error's message: which completions were scored, if not all."""
     if rows == [*range(count)]:
         return ""
     more = ", …" if len(rows) > 10 else ""
@@ -372,12 +354,12 @@ def _spread(values: list, rows: list[int], count: int) -> list:
 
 
 def _redis_key(written: bytes) -> str:
-    """Return the same key in every process, of a hash for which nobody finds two rows with one key."""
+    """Return the key in Redis, the same in every process. Nobody can find two rows with one key."""
     return f"trl-ext:reward:{hashlib.blake2b(written, digest_size=16).hexdigest()}"
 
 
 def _number(value: Any) -> float | None:
-    """Return what Redis holds as a finite number; None if there is nothing, or something else."""
+    """Return a value in Redis as a finite number; None if it is missing or something else."""
     if not isinstance(value, (bytes, str)) or len(value) > _LONGEST_NUMBER:
         return None
     try:

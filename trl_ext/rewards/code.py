@@ -1,4 +1,4 @@
-"""Code that a model wrote, scored by its unit tests."""
+"""Score code that a model wrote by its unit tests."""
 
 import contextlib
 import json
@@ -18,8 +18,8 @@ from typing import Any
 import regex
 from transformers.utils import logging
 
+from .checks import PicklesSettings, check_counts, check_seconds, checked_name
 from .member import log_to
-from .naming import checked_name
 from .service import StoppedError, in_threads
 from .texts import last_block, text_of
 
@@ -29,37 +29,46 @@ _SANDBOX = Path(__file__).with_name("sandbox.py")
 _PARTS = {"code", "input", "output"}
 
 
-class CodeReward:
+class CodeReward(PicklesSettings):
     """
-    Score an answer's code by the share of its unit tests that pass, from 0.0 to 1.0; None where there are no tests.
+    Score an answer's code by the share of its unit tests that pass, from 0.0 to 1.0; None if there are no tests.
 
     The code is the last fenced block of the answer, or all of it if there is none. Each test runs in a process of its
     own: Python without site-packages, an empty environment, an empty folder that is removed, limits of time, memory
-    and size of files. On Linux from 5.13 on the kernel also denies it every other file but Python's library, sockets,
-    and other processes and threads; see `trl_ext/rewards/sandbox.py`, and docs/security.md for what remains.
+    and file size. Since Linux 5.13 the kernel also denies it all files but Python's library, sockets, and other
+    processes and threads; see `trl_ext/rewards/sandbox.py`, and docs/security.md for what remains.
 
     A test in the dataset's column is a text or a mapping:
 
-    - a text is Python, such as `assert add(1, 2) == 3`, that runs behind the code. It passes if it comes to its end.
-      It shares an interpreter with the code, which can be written so that every comparison holds.
-    - `{"input": "1 2", "output": "3"}`: the code is a program, gets the input on standard input, ends without an
-      error, and prints the output, but for white space at the end of lines. With `"code": "print(add(1, 2))"` that
-      runs behind it. The output that is expected is never in the process, so no program can read it there.
+    - A text is Python, such as `assert add(1, 2) == 3`, and runs after the code. It passes if it reaches its end. Test
+      and code share an interpreter, so the code can be written to make every comparison hold.
+    - With `{"input": "1 2", "output": "3"}` the code is a program. It gets the input on standard input. It must end
+      without an error and print the output; white space at the end of lines does not count. If the mapping also has
+      `"code": "print(add(1, 2))"`, that runs after the program. The expected output is never in the process, so no
+      program can read it there.
 
-    Logged is `rewards/<name>/timeouts`, the share of tests that ran out of time.
+    Logs `rewards/<name>/timeouts`, the share of tests that ran out of time.
 
     Args:
-        tests: the column with each row's tests: a list of them, or one.
-        template: what a text of the column becomes. `{test}` stands for it and other names for the row's other
-            columns, as in `"{test}\\ncheck({entry_point})"`.
+        tests: the column with each row's tests: a list of tests, or one.
+        template: makes a test of a text in the column. `{test}` is the text, other names are the row's other columns,
+            as in `"{test}\\ncheck({entry_point})"`.
         timeout: seconds that a test may take, Python's start included.
         memory_mb: MiB of address space.
-        max_output: bytes of what is printed, and of each file that is written.
-        max_chars: characters of code; a longer one scores 0.0.
+        max_output: bytes that may be printed, and written to each file.
+        max_chars: longest code; a longer one scores 0.0.
         workers: processes at a time; None: as many as there are cores.
-        require_isolation: refuse to run anything where the kernel does not deny files, network and processes. False
-            runs it all the same, and says once what is missing.
-        name: in the logs; by default `code`.
+        require_isolation: run nothing if the kernel does not deny files, network and processes. False runs the code
+            anyway, and warns once of what is missing.
+        name: key in the logs; by default `code`.
+
+    Examples:
+        >>> from trl_ext.rewards import CodeReward
+        >>> reward = CodeReward(require_isolation=False)
+        >>> answers = ["```python\\ndef add(a, b):\\n    return a + b\\n```", "def add(a, b): return a - b"]
+        >>> tests = ["assert add(2, 0) == 2", "assert add(1, 2) == 3"]
+        >>> reward(prompts=["Write add(a, b)."] * 2, completions=answers, tests=[tests, tests])
+        [1.0, 0.5]
     """
 
     in_background = True
@@ -78,12 +87,9 @@ class CodeReward:
     ):
         if "{test}" not in template:
             raise ValueError(f"`template` must have {{test}} in it, got {template!r}")
-        if not 0 < timeout <= 86_400:
-            raise ValueError(f"`timeout` must be more than 0 seconds, and a day at most, got {timeout!r}")
-        numbers = {"memory_mb": memory_mb, "max_output": max_output, "max_chars": max_chars}
-        for argument, value in {**numbers, **({} if workers is None else {"workers": workers})}.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{argument}` must be a whole number of 1 or more, got {value!r}")
+        check_seconds(most=86_400, timeout=timeout)
+        workers_or_one = 1 if workers is None else workers
+        check_counts(memory_mb=memory_mb, max_output=max_output, max_chars=max_chars, workers=workers_or_one)
         self.tests = tests
         self.template = template
         self.timeout = timeout
@@ -93,19 +99,14 @@ class CodeReward:
         self.workers = workers
         self.require_isolation = require_isolation
         self.__name__ = checked_name(name, "code")
-        self._probed = False
-        self._lock = threading.Lock()
+        self._set_up()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_probed")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+    def _set_up(self) -> None:
         self._probed, self._lock = False, threading.Lock()
 
     @property
     def identity(self) -> str:
-        """What the score depends on: the number of workers does not count."""
+        """The settings that the score depends on."""
         counted = (self.tests, self.template, self.timeout, self.memory_mb, self.max_output, self.max_chars)
         return f"code {counted}"
 
@@ -115,8 +116,8 @@ class CodeReward:
         """Return the share of tests that pass for each completion."""
         given = kwargs.get(self.tests)
         if given is None:
-            there = sorted(name for name, values in kwargs.items() if values is not None)
-            raise ValueError(f"reward '{self.__name__}': no column {self.tests!r}; there are {there}")
+            columns = sorted(name for name, values in kwargs.items() if values is not None)
+            raise ValueError(f"reward '{self.__name__}': no column {self.tests!r}; there are {columns}")
         if not isinstance(given, (list, tuple)) or len(given) != len(completions):
             what = f"{len(given)} entries" if isinstance(given, (list, tuple)) else repr(given)[:80]
             raise ValueError(
@@ -128,7 +129,6 @@ class CodeReward:
         codes = [last_block(text_of(completion)) for completion in completions]
         jobs = [(code, test) for code, tests in zip(codes, of_row, strict=True) for test in tests]
         workers, forever = self.workers or os.cpu_count() or 1, time.monotonic() + threading.TIMEOUT_MAX
-        # Of daemonic threads: a program that ends in the middle does not wait for the tests that are left
         found = in_threads(lambda job: self._run(*job), jobs, workers, forever, lambda end: isinstance(end, Exception))
         for error in found:
             if isinstance(error, Exception) and not isinstance(error, StoppedError):
@@ -136,14 +136,14 @@ class CodeReward:
         outcomes = iter(found)
         results = [[next(outcomes) for _ in tests] for tests in of_row]
         late = [outcome is None for row in results for outcome in row]
-        log_to(log_metric, {f"rewards/{self.__name__}/timeouts": sum(late) / len(late) if late else None})
+        log_to(log_metric, {"timeouts": sum(late) / len(late) if late else None}, self)
         return [sum(map(bool, row)) / len(row) if row else None for row in results]
 
     def _tests_of(self, row: int, columns: dict[str, Any], count: int) -> list[dict[str, str]]:
-        """Return the tests of a row, each with code, input, and the output that it expects, if any."""
+        """Return the tests of a row, each as a mapping with code, input and expected output, if any."""
         tests = columns[self.tests][row]
         tests = [tests] if isinstance(tests, (str, dict)) else [] if tests is None else list(tests)
-        told = []
+        found = []
         for test in tests:
             if isinstance(test, str):
                 test = {"code": self._filled(test, row, columns, count)}
@@ -152,8 +152,8 @@ class CodeReward:
                     f"reward '{self.__name__}': a test must be a text, or a mapping with `output`, and `input` or "
                     f"`code`; got {repr(test)[:80]} for completion {row}"
                 )
-            told.append({key: text for key, text in test.items() if text is not None})
-        return told
+            found.append({key: text for key, text in test.items() if text is not None})
+        return found
 
     def _filled(self, test: str, row: int, columns: dict[str, Any], count: int) -> str:
         def value(match: Any) -> str:
@@ -162,7 +162,7 @@ class CodeReward:
             column = columns.get(match[1])
             return str(column[row]) if isinstance(column, list) and len(column) == count else match[0]
 
-        return regex.sub(r"\{(\w+)\}", value, self.template)  # of the template alone: a test may have braces
+        return regex.sub(r"\{(\w+)\}", value, self.template)  # in the template alone: a test may have braces
 
     def _run(self, code: str, test: dict[str, str]) -> bool | None:
         """Return whether the code passes; None if it ran out of time."""
@@ -177,7 +177,7 @@ class CodeReward:
         return status == 0 and _lines(printed) == _lines(test["output"])
 
     def _start(self, code: str, test: dict[str, str], token: str, probe: bool = False) -> tuple[int | None, str]:
-        """Return the exit status, None where there was no time left, and what was printed."""
+        """Return the exit status, or None after a timeout, and what was printed."""
         task = {
             "code": code,
             "test": test.get("code", ""),
@@ -190,7 +190,7 @@ class CodeReward:
             "require_isolation": self.require_isolation,
             "probe": probe,
         }
-        # Printed is to a file, which has a limit of size; a pipe would fill this process' memory
+        # The code prints to a file, whose size is limited; a pipe would fill this process' memory
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as printed:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_SANDBOX)],
@@ -214,7 +214,7 @@ class CodeReward:
             )
 
     def _probe(self) -> None:
-        """See once what the kernel denies to code, before any runs."""
+        """Find out once, before any code runs, what the kernel denies it."""
         with self._lock:
             if self._probed:
                 return
@@ -240,8 +240,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _ends(process: subprocess.Popen, seconds: float) -> bool:
-    """Return as soon as a process ends, or after that time; whether it did."""
-    with contextlib.suppress(OSError, AttributeError):  # not of Linux, or of one that refuses it
+    """Wait for a process to end, for so many seconds at most; return whether it did."""
+    with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed here
         place = os.pidfd_open(process.pid)
         try:
             ended = select.poll()
@@ -255,7 +255,7 @@ def _ends(process: subprocess.Popen, seconds: float) -> bool:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill what a process has started with it; where nothing else is denied, it may have started something."""
+    """Kill a process and what it has started, where the kernel did not deny that."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,38 +1,47 @@
-"""Principles that bound a score: who breaks one cannot earn more than a cap, however good the rest is."""
+"""Cap the score of an answer that breaks a principle, however good the rest of it is."""
 
 import math
 from collections.abc import Callable
 from typing import Any
 
 from .cached import among, of_rows
-from .member import Member, OnError, distinct, is_finite_number, log_to, scores_of_all
-from .naming import checked_name
+from .checks import OnError, check_finite, checked_name
+from .member import HoldsRewards, Member, distinct, log_to, scores_of_all
 
 
-class ConstitutionReward:
+class ConstitutionReward(HoldsRewards):
     """
     Cap the score of answers that break a principle.
 
-    A principle is a reward function with a minimum: an answer that scores less breaks it, and its score is at most
-    `cap`. Rules are principles that cost nothing; the judge, where there is one, is asked only about answers that keep
-    all of them. An answer for which a principle has no score (None) is not known to keep it: unless it breaks another,
-    its own score is None, so that it is not rewarded. Otherwise the score is that of `reward`, with its range. Where
-    `reward` fails and is skipped there is no score at all, not even the cap, since it might have been lower.
+    A principle is a reward function with a minimum. An answer that scores less breaks the principle, and its own score
+    is at most `cap`. Other answers score what `reward` gives them. The `judge` is asked only about answers that keep
+    all `members`, which are cheap rules.
 
-    It logs `rewards/<name>/violations`, the share of answers that break a principle; for each principle
-    `rewards/<name>/violations/<principle>`, among the answers that it scored; and `rewards/<name>/unchecked`, the
-    share of answers without a score for that reason.
+    If a principle has no score (None) for an answer and no other principle is broken, the answer's score is None, so
+    that it is not rewarded. If `reward` fails and is skipped, the score is None, too: it might be lower than the cap.
+
+    Logs `rewards/<name>/violations`, the share of answers that break a principle;
+    `rewards/<name>/violations/<principle>`, among the answers that this principle scored; and
+    `rewards/<name>/unchecked`, the share of answers that score None because a principle has no score.
 
     Args:
         reward: the reward function whose scores are capped.
-        members: the principles, reward functions as [`PatternReward`]. Their names are those in the logs.
+        members: the principles: reward functions such as [`PatternReward`].
         cap: the highest score of an answer that breaks a principle. Choose one below what `reward` gives bad answers.
-        minimum: the lowest score with which a principle is kept: one for all, or a list with one a principle.
+        minimum: the lowest score that keeps a principle: one for all, or a list with one for each.
         judge: one more principle, asked last.
         judge_minimum: the judge's minimum.
-        on_error: what happens where a function fails: `"raise"`, `"skip"` (the answer has no score), or a number,
-            which is that function's score.
-        name: in the logs; by default `constitution_<name of the reward>`.
+        on_error: what happens if a function fails: `"raise"`, `"skip"` (the answer has no score), or a number, which
+            is that function's score.
+        name: key in the logs; by default `constitution_<name of the reward>`.
+
+    Examples:
+        >>> from trl_ext.rewards import ConstitutionReward, PatternReward
+        >>> def length(completions, **kwargs):
+        ...     return [float(len(text.split())) for text in completions]
+        >>> reward = ConstitutionReward(length, members=[PatternReward(forbidden=["password"])], cap=-1.0)
+        >>> reward(prompts=["Help!"] * 2, completions=["Restart it.", "Send me your password now."])
+        [2.0, -1.0]
     """
 
     def __init__(
@@ -54,10 +63,9 @@ class ConstitutionReward:
         minimums = [*minimum] if isinstance(minimum, (list, tuple)) else [minimum] * len(members)
         if len(minimums) != len(members):
             raise ValueError(f"`minimum` must be a number, or one for each of {len(members)} members, got {minimum}")
-        for argument, values in [("cap", [cap]), ("minimum", minimums), ("judge_minimum", [judge_minimum])]:
-            for value in values:
-                if not is_finite_number(value):
-                    raise ValueError(f"`{argument}` must be a finite number, got {value!r}")
+        check_finite(cap=cap, judge_minimum=judge_minimum)
+        for value in minimums:
+            check_finite(minimum=value)
         self.reward = reward
         self.members = members
         self.cap = float(cap)
@@ -71,11 +79,6 @@ class ConstitutionReward:
         self._judge = None if judge is None else Member(judge, on_error)
         self._names = distinct([each.name for each in (*self._principles, self._judge) if each])
         self.__name__ = checked_name(name, f"constitution_{self._scorer.name}")
-
-    @property
-    def in_background(self) -> bool:
-        """Whether the time of any function goes by elsewhere."""
-        return any(each.in_background for each in (self._scorer, *self._principles, self._judge) if each)
 
     def __call__(
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
@@ -112,5 +115,5 @@ class ConstitutionReward:
                 scores[row] = self.cap if score is None else min(score, self.cap)
         left_out = sum(not broken and not_known for broken, not_known in zip(breaks, unchecked, strict=True))
         shares |= {"violations": sum(breaks) / count, "unchecked": left_out / count}
-        log_to(log_metric, {f"rewards/{self.__name__}/{key}": share for key, share in shares.items()})
+        log_to(log_metric, shares, self)
         return scores

@@ -1,4 +1,4 @@
-"""Several reward functions that score the same thing, as one."""
+"""Combine several reward functions that score the same thing."""
 
 import inspect
 import json
@@ -13,40 +13,48 @@ import torch
 from ..functional import disagreement, ensemble_score
 from ..functional.ensemble import Combine
 from ..runs.nearest import did_you_mean
-from .member import Member, OnError, log_to, scores_of_all
+from .checks import OnError, checked_name
+from .member import HoldsRewards, Member, log_to, scores_of_all, without_failures
 from .model import ModelReward
-from .naming import checked_name
 
 
-class EnsembleReward:
+class EnsembleReward(HoldsRewards):
     """
-    Score answers by several reward functions that were made to say the same, and tell where they disagree.
+    Score answers by several reward functions that measure the same thing, and log how much they disagree.
 
-    `rewards/<name>/disagreement` is logged: the standard deviation of the members' scores of an answer, on average.
-    [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
+    Logs `rewards/<name>/disagreement`, the standard deviation of the members' scores of an answer, averaged over the
+    answers. [`~trl_ext.callbacks.RewardDisagreementCallback`] alerts when it grows.
 
-    A row that any member scores None has no score, whichever way they are combined: the mean of the others, their
-    minimum and their agreement would all be higher if the lowest member were the one that says nothing. So no answer
-    gains by a member that fails. Members that judge different things are for [`SumReward`]. Members in background run
-    at the same time, in threads.
+    If any member scores a row None, the row's score is None, whatever `combine` is: the mean, minimum or agreement of
+    the others would be higher if the lowest member said nothing, and no answer may gain by a failure. For members that
+    judge different things use [`SumReward`]. Members in the background run at the same time, in threads.
 
     Args:
-        members: two or more reward functions, or reward models by their folders or hub names; or the one folder that
+        members: two or more reward functions, or folders or hub names of reward models; or the one folder that
             `recipes/reward.py --ensemble k` wrote. Adapters of one base share it.
         combine: `"mean"`, `"median"`, `"min"` (the worst case) or `"uncertainty"`, the mean minus `uncertainty_coef`
             times the members' standard deviation.
         uncertainty_coef: >= 0, only with `"uncertainty"`; 1 if None.
-        max_disagreement: a row whose members' standard deviation is larger scores None, so that it counts for nothing
-            if no other reward function scores it. The share of such rows is logged as `rewards/<name>/rejected`.
+        max_disagreement: a row scores None if its members' standard deviation is larger. The share of such rows is
+            logged as `rewards/<name>/rejected`.
         normalize: give each member mean 0 and standard deviation 1 on the held-out answers that the recipe scored with
             it, for members of different scales. Only with the recipe's folder.
-        on_error: what becomes of a member that fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
+        on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]. `"skip"` leaves the row
             without a score; a number is the member's score, and should be below those of bad answers.
-        model_kwargs: arguments of [`ModelReward`] for the members that are models by name, as `{"dtype": "bfloat16"}`.
-        name: under which it is logged; `min_of_a_b` if None.
+        model_kwargs: arguments of [`ModelReward`] for the members that are named, such as `{"dtype": "bfloat16"}`.
+        name: key in the logs; `min_of_a_b` if None.
 
     Raises:
         ValueError: a setting is out of its range, there are fewer than two members, or the folder holds no ensemble.
+
+    Examples:
+        >>> from trl_ext.rewards import EnsembleReward
+        >>> def strict(completions, **kwargs):
+        ...     return [0.0 if "maybe" in text else 1.0 for text in completions]
+        >>> def mild(completions, **kwargs):
+        ...     return [0.5 if "maybe" in text else 1.0 for text in completions]
+        >>> EnsembleReward([strict, mild], combine="min")(prompts=["Rain?"] * 2, completions=["Yes.", "Well, maybe."])
+        [1.0, 0.0]
     """
 
     def __init__(
@@ -89,11 +97,6 @@ class EnsembleReward:
         of = called or "_".join(member.name for member in self.members)
         self.__name__ = checked_name(name, f"{combine}_of_{of}")
 
-    @property
-    def in_background(self) -> bool:
-        """Whether the time of a member goes by elsewhere."""
-        return any(member.in_background for member in self.members)
-
     def __call__(
         self,
         prompts: list,
@@ -106,25 +109,25 @@ class EnsembleReward:
         kwargs |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if not prompts:
             return []
-        said_by = scores_of_all(self.members, log_metric, **kwargs)
-        rows = [[math.nan if score is None else score for score in row] for row in said_by]
+        members = scores_of_all(self.members, log_metric, **kwargs)
+        rows = [[math.nan if score is None else score for score in scores] for scores in members]
         scores = torch.tensor(rows, dtype=torch.float64)
         if self.scales:
             mean, std = torch.tensor(self.scales, dtype=torch.float64).T[:, :, None]
             scores = (scores - mean) / std
         combined, spread = ensemble_score(scores, self.combine, self.uncertainty_coef), disagreement(scores)
-        said = ~spread.isnan()
-        metrics = {"disagreement": spread[said].mean().item()} if said.any() else {}
+        known = ~spread.isnan()
+        metrics = {"disagreement": spread[known].mean().item()} if known.any() else {}
         if self.max_disagreement is not None:
             rejected = spread > self.max_disagreement
             combined[rejected] = math.nan
             metrics["rejected"] = rejected.double().mean().item()
-        log_to(log_metric, {f"rewards/{self.__name__}/{key}": value for key, value in metrics.items()})
-        return [None if math.isnan(score) else score for score in combined.tolist()]
+        log_to(log_metric, metrics, self)
+        return without_failures(combined.tolist())
 
 
 def check_model_kwargs(model_kwargs: Any) -> None:
-    """Refuse what [`ModelReward`] has no argument for, before a model is loaded."""
+    """Raise a `ValueError` for a name that is not an argument of [`ModelReward`], before a model is loaded."""
     if not isinstance(model_kwargs, (dict, type(None))):
         raise ValueError(f"`model_kwargs` must be a mapping of names to values, got {model_kwargs!r}")
     known = set(inspect.signature(ModelReward).parameters) - {"model", "shared_base"}
@@ -135,7 +138,7 @@ def check_model_kwargs(model_kwargs: Any) -> None:
 
 
 def members_in(folder: str) -> list[dict[str, Any]]:
-    """Read what `recipes/reward.py --ensemble k` wrote of its members: `{"folder", "mean", "std"}` of each."""
+    """Read `ensemble.json` of `recipes/reward.py --ensemble k`: `{"folder", "mean", "std"}` of each member."""
     file = Path(folder, "ensemble.json")
     if not file.is_file():
         raise ValueError(
@@ -146,7 +149,7 @@ def members_in(folder: str) -> list[dict[str, Any]]:
 
 
 def loaded(members: Sequence[Callable | str], model_kwargs: dict[str, Any]) -> list[Callable]:
-    """Return the members, reward models in the place of names; adapters of one base are put on one."""
+    """Return the members with named reward models loaded. Adapters of one base share it."""
     from ..models.adapters import SharedBase, base_named_by, is_adapter
 
     bases = [base_named_by(member) if isinstance(member, str) and is_adapter(member) else None for member in members]

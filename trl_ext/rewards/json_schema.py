@@ -1,4 +1,4 @@
-"""Whether an answer is JSON of a given form."""
+"""Check answers that must be JSON of a given form."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 import regex
 
-from .naming import checked_name
+from .checks import PicklesSettings, check_counts, checked_name
 from .texts import last_block, text_of
 
 _PATTERN_SECONDS = 1.0  # of a single search
@@ -21,21 +21,27 @@ _LONGEST_NUMBER = 4300  # digits; Python reads no longer whole numbers
 _LONGEST_EXPRESSION = 500  # characters of a text with `format: regex`
 
 
-class JSONSchemaReward:
+class JSONSchemaReward(PicklesSettings):
     """
-    Score 1.0 for an answer that is JSON and keeps a schema of draft 2020-12, else 0.0.
+    Score 1.0 for an answer that is JSON and follows a schema of draft 2020-12, else 0.0.
 
-    Read is the last fenced block of the answer, or all of it if there is none. Nothing is fetched: what the schema
-    refers to must stand in it. Its `pattern`s are those of the package `regex`. An answer is not kept if one of them
-    takes more than a second to search a text, or the whole check more than five, of processor time. Numbers are
-    decimal and exact, so that 0.07 is a multiple of 0.01; one of more than 4,300 digits is not kept.
+    The last fenced block of the answer is read, or all of it if there is none. The schema must hold all that it refers
+    to; nothing is fetched. Its `pattern`s are those of the package `regex`. An answer scores 0.0 if a pattern takes
+    more than one second of processor time to search a text, or the whole check more than five. Numbers are decimal and
+    exact, so that 0.07 is a multiple of 0.01; an answer with a number of more than 4,300 digits scores 0.0.
 
     Args:
         schema: the schema, or the path of a JSON file with it.
-        check_formats: whether `format` (`date`, `email`, …) is checked. By the standard it is a remark.
-        max_chars: characters of JSON; a longer one is not kept.
-        max_depth: brackets within brackets; a deeper one is not kept.
-        name: in the logs; by default `json_<title of the schema, or name of its file>`, or `json_schema`.
+        check_formats: whether `format` (`date`, `email`, …) is checked. By the standard it is only a note.
+        max_chars: longest JSON; a longer one scores 0.0.
+        max_depth: brackets within brackets; a deeper answer scores 0.0.
+        name: key in the logs; by default `json_<title of the schema, or name of its file>`, or `json_schema`.
+
+    Examples:
+        >>> from trl_ext.rewards import JSONSchemaReward
+        >>> reward = JSONSchemaReward({"properties": {"age": {"type": "integer"}}, "required": ["age"]})
+        >>> reward(prompts=["Ada, 36?"] * 3, completions=['{"age": 36}', '{"age": "36"}', "She is 36."])
+        [1.0, 0.0, 0.0]
     """
 
     def __init__(
@@ -55,9 +61,7 @@ class JSONSchemaReward:
                 raise ValueError(f"`schema` must be a JSON file's path; {schema!r} cannot be read: {error}") from error
         if not isinstance(schema, dict):
             raise TypeError(f"`schema` must be a mapping, or the path of a JSON file with one, got {schema!r}")
-        for argument, value in [("max_chars", max_chars), ("max_depth", max_depth)]:
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{argument}` must be a whole number of 1 or more, got {value!r}")
+        check_counts(max_chars=max_chars, max_depth=max_depth)
         if isinstance(schema.get("title"), str):
             default = f"json_{schema['title']}"
         self.schema = schema
@@ -65,43 +69,36 @@ class JSONSchemaReward:
         self.max_chars = max_chars
         self.max_depth = max_depth
         self.__name__ = checked_name(name, default)
-        self._keeps = _check_of(schema, check_formats)
+        self._set_up()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_keeps"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._keeps = _check_of(self.schema, self.check_formats)
+    def _set_up(self) -> None:
+        self._follows = _checker(self.schema, self.check_formats)
 
     def __call__(self, prompts: list, completions: list, completion_ids: Any = None, **kwargs: Any) -> list[float]:
         """Return 1.0 or 0.0 for each completion."""
-        return [float(self._is_kept(text_of(completion))) for completion in completions]
+        return [float(self._score(last_block(text_of(completion)))) for completion in completions]
 
-    def _is_kept(self, text: str) -> bool:
-        text = last_block(text)
+    def _score(self, text: str) -> bool:
         if len(text) > self.max_chars:
             return False
         try:
             value = json.loads(text, parse_float=_decimal, parse_constant=_refuse)
         except (ValueError, RecursionError):
             return False
-        if _depth(value, self.max_depth) > self.max_depth:
-            return False
         try:
-            return self._keeps(value)
+            return _depth(value, self.max_depth) <= self.max_depth and self._follows(value)
         except (TimeoutError, RecursionError):
             return False
-        except _EndlessError as error:  # not by the answer
+        except _EndlessError as error:  # the schema's fault, not the answer's
             raise ValueError(f"{self.__name__}: `schema` refers to itself without an end") from error
 
 
 class _EndlessError(Exception):
-    """A schema refers to itself before it has looked at anything."""
+    """A schema refers to itself without looking at a part of the value."""
 
 
 class _Check(threading.local):
-    """The check that is under way in this thread: when it must end, and which references are being followed."""
+    """State of the check that runs in this thread: when it must end, and which references it follows."""
 
     until = 0.0
     followed: set[tuple[int, int]] = set()
@@ -110,14 +107,14 @@ class _Check(threading.local):
         self.until, self.followed = time.thread_time() + _SECONDS, set()
 
     def left(self) -> float:
-        """Return the seconds that are left; raise a `TimeoutError` if there are none."""
+        """Return the seconds left; raise a `TimeoutError` if there are none."""
         if (left := self.until - time.thread_time()) <= 0:
             raise TimeoutError
         return left
 
 
-def _check_of(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bool]:
-    """Return what says whether a value keeps the schema; it raises a `TimeoutError` when that takes too long."""
+def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bool]:
+    """Return a function that says whether a value follows the schema, or raises a `TimeoutError`."""
     try:
         from jsonschema import Draft202012Validator, SchemaError, ValidationError, validators
         from jsonschema_specifications import REGISTRY
@@ -152,14 +149,14 @@ def _check_of(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bo
 
     def multiple_of(validator: Any, factor: Any, value: Any, _: Any) -> Any:
         if validator.is_type(value, "number") and not _is_multiple(value, factor):
-            yield ValidationError("is no multiple")
+            yield ValidationError("is not a multiple")
 
     def unique_items(validator: Any, is_wanted: bool, value: Any, _: Any) -> Any:
         if is_wanted and isinstance(value, list) and len(set(map(_hashable, value))) < len(value):
             yield ValidationError("has something twice")
 
     def format_(validator: Any, name: str, value: Any, of: dict[str, Any]) -> Any:
-        try:  # a regular expression is compiled: some raise other errors than those of expressions, or take minutes
+        try:  # `format: regex` compiles the value, which may raise any error, or take minutes
             is_long = name == "regex" and isinstance(value, str) and len(value) > _LONGEST_EXPRESSION
             wrong = is_long or any(Draft202012Validator.VALIDATORS["format"](validator, name, value, of))
         except Exception:
@@ -191,14 +188,14 @@ def _check_of(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bo
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        raise ValueError(f"`schema` is no JSON schema of draft 2020-12: {error.message}") from error
+        raise ValueError(f"`schema` is not a JSON schema of draft 2020-12: {error.message}") from error
     if {"unevaluatedProperties", "patternProperties"} <= {*_keys(schema)}:
         raise ValueError(
             "`schema` has `unevaluatedProperties` and `patternProperties`, whose search together has no limit of "
             "time: write `additionalProperties`, or name the keys in `properties`"
         )
     exact = _exact(schema)
-    # Without a registry of ours jsonschema would fetch what a schema refers to
+    # Without a registry jsonschema would fetch what a schema refers to
     registry = REGISTRY.with_resource(
         schema.get("$id", ""), Resource.from_contents(exact, default_specification=DRAFT202012)
     ).crawl()
@@ -226,15 +223,15 @@ def _check_of(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bo
     checker = Draft202012Validator.FORMAT_CHECKER if check_formats else None
     validator = extended(exact, registry=registry, format_checker=checker)
 
-    def keeps(value: Any) -> bool:
+    def follows(value: Any) -> bool:
         check.begin()
         return validator.is_valid(value)
 
-    return keeps
+    return follows
 
 
 def _decimal(text: str) -> Decimal:
-    """Read a number of JSON as it is written; raise a `ValueError` if digits or exponent are too many or too large."""
+    """Read a number of JSON exactly; raise a `ValueError` if it has too many digits or too large an exponent."""
     if len(text) > _LONGEST_NUMBER:
         raise ValueError(f"a number of {len(text)} characters")
     try:
@@ -245,9 +242,9 @@ def _decimal(text: str) -> Decimal:
 
 def _exact(part: Any, is_data: bool = False) -> Any:
     """
-    Return a schema with its floats as the decimals that they were written as, and without `$schema`.
+    Return a schema with its floats as decimals, and without `$schema`.
 
-    A part with `$schema` would be checked by jsonschema's own keywords, which have no limits.
+    jsonschema would check a part with `$schema` by its own keywords, which have no limits of time.
     """
     if isinstance(part, dict):
         return {
@@ -258,7 +255,7 @@ def _exact(part: Any, is_data: bool = False) -> Any:
     if isinstance(part, list):
         return [_exact(each, is_data) for each in part]
     if isinstance(part, float) and not math.isfinite(part):
-        raise ValueError(f"`schema` has the number {part}, which JSON does not have: take it out")
+        raise ValueError(f"`schema` has the number {part}, which JSON does not have: remove it")
     return Decimal(repr(part)) if isinstance(part, float) else part
 
 
@@ -283,15 +280,15 @@ def _is_multiple(value: Any, factor: Any) -> bool:
 
 
 def _scaled(value: Any) -> tuple[int, int]:
-    """Return a and m of a number a·10^m; a ends with no 0."""
+    """Return a and m of a number a·10^m, where a does not end with 0."""
     _, digits, exponent = Decimal(value).as_tuple()
     zeros = next((i for i, digit in enumerate(reversed(digits)) if digit), 0)
-    # Through a decimal: Python reads no text of so many digits as an int
+    # Through a decimal: `int` refuses a text of so many digits
     return int(Decimal((0, digits[: len(digits) - zeros], 0))), int(exponent) + zeros
 
 
 def _hashable(value: Any) -> Any:
-    """Return what is equal for equal values of JSON: 1 and 1.0 are, 1 and true are not."""
+    """Return a hashable that is equal for equal values of JSON: 1 equals 1.0, but not true."""
     if isinstance(value, list):
         return "list", tuple(map(_hashable, value))
     if isinstance(value, dict):
@@ -299,18 +296,16 @@ def _hashable(value: Any) -> Any:
     return (type(value).__name__ if isinstance(value, (bool, str)) else "", value)
 
 
-def _references(part: Any) -> list[str]:
-    """All that a schema refers to beside its own parts, which begin with #."""
-    if isinstance(part, list):
-        return [reference for each in part for reference in _references(each)]
-    if not isinstance(part, dict):
-        return []
-    own = [part[key] for key in ("$ref", "$dynamicRef") if isinstance(part.get(key), str)]
-    return [each for each in own if not each.startswith("#")] + _references([*part.values()])
+def _references(part: Any) -> Iterator[str]:
+    """Yield what a schema refers to beside its own parts, whose references begin with #."""
+    for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
+        yield from _references(each)
+    own = [part.get(key) for key in ("$ref", "$dynamicRef")] if isinstance(part, dict) else []
+    yield from (each for each in own if isinstance(each, str) and not each.startswith("#"))
 
 
 def _depth(value: Any, most: int) -> int:
-    """Return how deep lists and mappings are within another, up to one more than `most`."""
+    """Return how deeply lists and mappings are nested, up to one more than `most`."""
     level, depth = [value], 0
     while depth <= most and (level := [each for each in level if isinstance(each, (list, dict))]):
         depth += 1

@@ -1,4 +1,4 @@
-"""Reward functions by name, for recipes and configuration files."""
+"""Build reward functions from what a configuration file says."""
 
 import importlib
 import importlib.util
@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args, get_origin
 from ..runs.nearest import did_you_mean
 from ..runs.shipped import find
 from ..upstream.names import get_callable_name
+from .checks import check_finite
 from .ensemble import check_model_kwargs
-from .member import distinct, is_finite_number
+from .member import distinct
 
 _MEMBERS = ("reward", "members", "judge")  # arguments that hold reward functions
 _FACTORIES = ("get_repetition_penalty_reward", "get_soft_overlong_punishment")  # TRL's, which return a function
@@ -22,13 +23,19 @@ _FACTORIES = ("get_repetition_penalty_reward", "get_soft_overlong_punishment")  
 
 def load_reward(path: str) -> Callable:
     """
-    Import a reward function from `path/to/file.py:function` or `package.module.function`. Paths are relative to the
-    working directory, or name what ships: `recipes/demo/world.py`. Of a package that is not installed, the module is
-    looked for as a file, too.
+    Import a reward function from `path/to/file.py:function` or `package.module.function`.
+
+    Paths are relative to the working directory, or to what ships with the package: `recipes/demo/world.py`. A module
+    whose package is not installed is looked for as a file.
 
     Raises:
         ImportError: no such file, module or function.
-        ValueError: what is named is a class, or cannot be called.
+        ValueError: the name is that of a class, or of something that cannot be called.
+
+    Examples:
+        >>> from trl_ext.rewards import load_reward
+        >>> load_reward("trl.rewards.think_format_reward").__name__
+        'think_format_reward'
     """
     place, _, name = path.rpartition(":" if ".py:" in path else ".")
     try:
@@ -53,21 +60,27 @@ def load_rewards(
     """
     Build the reward functions that a configuration file lists under `rewards:`.
 
-    An entry is a path, as of [`load_reward`], or `{Name: {argument: value, …}}`, and maybe `weight: number` beside it.
-    `Name` is a class of `trl_ext.rewards`, or one of TRL's functions that return a reward function. What is such an
-    entry within the arguments is built, too; under `reward`, `members` and `judge` so is a path.
+    An entry is a path for [`load_reward`], or `{Name: {argument: value, …}}`, with an optional `weight: number` beside
+    it. `Name` is a class of `trl_ext.rewards`, or one of TRL's functions that return a reward function. Arguments may
+    hold such entries, and under `reward`, `members` and `judge` also paths.
 
     Args:
-        entries: what is listed.
-        policy_tokenizer: of the policy, for the reward models whose entry names none.
+        entries: the list under `rewards:`.
+        policy_tokenizer: the policy's, for reward models whose entry has no `policy_tokenizer`.
 
     Returns:
-        The functions, and the weight of each, None where none is given.
+        The functions, and the weight of each: None if an entry has none.
 
     Raises:
         ImportError: no such file, module or function.
         ValueError: an unknown name or argument, with the nearest one, before anything is built; or a value that is
             refused, with the entry.
+
+    Examples:
+        >>> from trl_ext.rewards import load_rewards
+        >>> functions, weights = load_rewards([{"PatternReward": {"required": ["please"]}, "weight": 0.5}])
+        >>> functions[0](prompts=["Ask for tea."], completions=["Tea, please!"]), weights
+        ([1.0], [0.5])
     """
     known, weights = _known(), check_rewards(entries)
     functions: list[Callable] = []
@@ -82,17 +95,17 @@ def load_rewards(
 
 def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functions: bool = True) -> list[float | None]:
     """
-    Refuse what [`load_rewards`] would, as far as it can be told without building anything.
+    Refuse what [`load_rewards`] would refuse, as far as that shows without building anything.
 
     Args:
-        entries: what is listed.
-        import_functions: whether the functions that are named by path must be there.
+        entries: the list under `rewards:`.
+        import_functions: whether to import the functions that are named by path.
 
     Returns:
-        The weight of each, None where none is given.
+        The weight of each: None if an entry has none.
 
     Raises:
-        ImportError, ValueError: as of [`load_rewards`].
+        ImportError, ValueError: see [`load_rewards`].
     """
     known = _known()
     weights: list[float | None] = []
@@ -101,8 +114,10 @@ def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functio
         if isinstance(entry, dict) and "weight" in entry:
             entry = dict(entry)
             weight = entry.pop("weight")
-            if not is_finite_number(weight):
-                raise ValueError(f"{where}: `weight` must be a finite number, got {weight!r}")
+            try:
+                check_finite(weight=weight)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
         _check(entry, known, where, import_functions)
         weights.append(weight)
     return weights
@@ -110,7 +125,7 @@ def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functio
 
 def joined_weights(reward_weights: list[float] | None, weights: Sequence[float | None]) -> list[float] | None:
     """
-    Return the weights of all rewards: those of `reward_weights`, or those beside the entries of `rewards`.
+    Return the weights of all rewards, from `reward_weights` or from the entries of `rewards`.
 
     Raises:
         ValueError: both are given.
@@ -125,7 +140,7 @@ def joined_weights(reward_weights: list[float] | None, weights: Sequence[float |
 
 
 def _known() -> dict[str, Callable]:
-    """Return what an entry may name: our classes, and TRL's functions that return one."""
+    """Return what an entry may name: our classes, and TRL's functions that return a reward function."""
     import trl.rewards
 
     import trl_ext.rewards as package
@@ -135,7 +150,7 @@ def _known() -> dict[str, Callable]:
 
 
 def _check(entry: Any, known: dict[str, Callable], where: str, import_functions: bool) -> None:
-    """Refuse what is mistyped in an entry and in those within it; import the functions that it names by path."""
+    """Refuse mistakes in an entry and in those within it; import the functions that they name by path."""
     if isinstance(entry, str):
         if import_functions:
             load_reward(entry)
@@ -155,8 +170,11 @@ def _check(entry: Any, known: dict[str, Callable], where: str, import_functions:
             if argument == "weight":
                 nearest = f"; it stands beside `{name}:`, at the same indent"
             raise ValueError(f"{where}: {name} has no argument {argument!r}{nearest}")
-        if _is_number(parameters[argument].annotation) and isinstance(text := _first_text(value), str):
-            raise ValueError(f"{where}: {name}'s `{argument}` is a number, got the text {text!r}{_as_yaml(text)}")
+        texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str)]
+        if texts and _is_number(parameters[argument].annotation):
+            raise ValueError(
+                f"{where}: {name}'s `{argument}` is a number, got the text {texts[0]!r}{_as_yaml(texts[0])}"
+            )
         for inner in _entries(argument, value, known):
             _check(inner, known, f"{where}, {name}", import_functions)
     if name == "EnsembleReward":
@@ -170,23 +188,19 @@ def _check(entry: Any, known: dict[str, Callable], where: str, import_functions:
 
 
 def _is_number(annotation: Any) -> bool:
-    """Whether an argument takes numbers, or lists of them, and no text."""
-    parts = set(_parts(annotation))
+    """Return whether an argument takes numbers, or lists of numbers, and no text."""
+    parts = set(_types_in(annotation))
     return bool(parts & {int, float}) and not parts & {str, Any}
 
 
-def _parts(annotation: Any) -> Iterator[Any]:
+def _types_in(annotation: Any) -> Iterator[Any]:
     for part in get_args(annotation):
-        yield from _parts(type(part) if get_origin(annotation) is Literal else part)
+        yield from _types_in(type(part) if get_origin(annotation) is Literal else part)
     yield annotation
 
 
-def _first_text(value: Any) -> Any:
-    """A text in the place of a number, or in a list of them; else None."""
-    return next((part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str)), None)
-
-
 def _as_yaml(text: str) -> str:
+    """Return how to write a number that YAML reads as a text: `1e-5` is one, `1.0e-5` a number."""
     try:
         return f": write {float(text)!r}"
     except ValueError:
@@ -194,19 +208,20 @@ def _as_yaml(text: str) -> str:
 
 
 def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:
-    """Yield the arguments of a class or function; those of `**kwargs` are its base's."""
+    """Yield the arguments of a class or function. Its `**kwargs` are the arguments of its base."""
+    unnamed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
     for base in getattr(built, "__mro__", (built,)):
         if isinstance(base, type) and "__init__" not in vars(base):
             continue
         parameters = inspect.signature(base).parameters
-        yield from ((name, p) for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+        yield from ((name, p) for name, p in parameters.items() if p.kind not in unnamed)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             return
 
 
 def _is_entry(argument: Any, value: Any, known: dict[str, Callable]) -> bool:
-    """Whether a value within an entry is one itself."""
-    if isinstance(value, str):  # a folder or a hub name is a model's, which the class may take
+    """Return whether the value of an argument is an entry itself."""
+    if isinstance(value, str):  # the class itself may take a folder or hub name, as that of a model
         is_path = ".py:" in value or ("." in value and "/" not in value and not Path(value).exists())
         return argument in _MEMBERS and is_path
     return isinstance(value, dict) and (argument in _MEMBERS or (len(value) == 1 and next(iter(value)) in known))
@@ -216,7 +231,7 @@ def _entries(argument: Any, value: Any, known: dict[str, Callable]) -> Iterator[
     """Yield the entries within the value of an argument."""
     if _is_entry(argument, value, known):
         yield value
-    elif isinstance(value, dict):  # what is named like a member here is none of the class's arguments
+    elif isinstance(value, dict):  # a key within, such as `judge`, is not an argument of the class
         for inner in value.values():
             yield from _entries(None, inner, known)
     elif isinstance(value, list):
@@ -246,7 +261,7 @@ def _built(entry: Any, known: dict[str, Callable], policy_tokenizer: Any, where:
         function = known[name](**given)
     except (TypeError, ValueError, OSError, ImportError) as error:
         raise ValueError(f"{where}: {name}: {error}") from error
-    if name in _FACTORIES:  # the arguments are in a closure of TRL's, which does not count
+    if name in _FACTORIES:  # `source_identity` does not see the arguments, which are in a closure of TRL's
         function.identity = json.dumps(entry, sort_keys=True)
     return function
 

@@ -1,54 +1,74 @@
-"""How a reward function within another one is called, what it may return, and what happens when it fails."""
+"""Call a reward function within another one: what it may return, and what happens when it fails."""
 
 import asyncio
 import inspect
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from ..runs.jsonl import is_finite_number
 from ..upstream.names import get_callable_name, is_async_callable
+from .checks import OnError, check_on_error
 from .segments import is_by_token
 
 logger = logging.get_logger(__name__)
 
-OnError = Literal["raise", "skip"] | float
-FAILED = float("nan")  # told apart from a NaN that a function returns by being this one object
-_failing: dict[str, str] = {}  # reward → "some" or "all", as it was last said to fail
+FAILED = float("nan")  # this one object means "failed"; a NaN that a function returns is another object
+_failing: dict[str, str] = {}  # reward → "some" or "all" of its rows failed when this was last logged
 _LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
 class RewardFailed(RuntimeError):
+    """A reward function failed, and the message says which and why: a traceback would add nothing."""
+
+
+class TellsFailures:
+    """Base class of rewards that tell a row on which they failed (NaN) from one that they do not apply to (None)."""
+
+    def __call__(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
+        """Return a finite number or None for each completion."""
+        return without_failures(self.scores_or_nan(prompts, completions, *args, **kwargs))
+
+    def scores_or_nan(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
+        """Return the same, but NaN for a row that failed."""
+        raise NotImplementedError
+
+
+class HoldsRewards:
+    """Base class of rewards that hold others, as `reward`, `members` or `judge`."""
+
+    @property
+    def in_background(self) -> bool:
+        """Whether a reward within runs in the background, see [`runs_in_background`]."""
+        return any(map(runs_in_background, _held_by(self)))
+
+
+class Member(TellsFailures, HoldsRewards):
     """
-    A reward function failed and says why itself, as where a server does not answer: no traceback tells more.
+    Call a reward function for another reward, and settle what it does wrong.
+
+    The function may have any of TRL's signatures, async or not. It fails by an exception, by another number of scores
+    than completions, or by a score that is not a finite number. A wrong score fails its row, everything else all rows
+    of the call.
 
     Args:
-        message: which reward it is, and why.
-    """
+        function: the reward function.
+        on_error: `"raise"` raises a `RuntimeError` that names function and completion. `"skip"` scores None, and
+            the reward that holds the function then gives the row no more than if the function had answered. A number
+            is the score instead. Without `"raise"` the share of failed rows is logged as `rewards/<name>/failed`.
 
-    def __init__(self, message: str):
-        super().__init__(message)
-
-
-class Member:
-    """
-    A reward function within another: any with TRL's signature, async or not.
-
-    What it does wrong is an exception, another number of scores than completions, or a score that is no finite number.
-    A wrong score is that of one row; everything else is that of all rows of the call.
-
-    Args:
-        function: with TRL's signature.
-        on_error: `"raise"` raises a `RuntimeError` that names function and completion; `"skip"` scores None, and
-            a reward that holds the function then gives no more for the row than if it had answered; a number is the
-            score instead. Without `"raise"` the share of such rows is logged as `rewards/<name>/failed`.
+    Examples:
+        >>> from trl_ext.rewards import Member
+        >>> def digits(completions, **kwargs):
+        ...     return [float(text) for text in completions]
+        >>> Member(digits, on_error="skip")(prompts=["1 + 1", "2 + 2"], completions=["2", "4"])
+        [2.0, 4.0]
     """
 
     def __init__(self, function: Callable, on_error: OnError = "raise"):
@@ -62,63 +82,63 @@ class Member:
         """The function's name."""
         return get_callable_name(self.function)
 
-    @property
-    def in_background(self) -> bool:
-        """Whether its time goes by elsewhere, see [`runs_in_background`]."""
-        return runs_in_background(self.function)
-
-    def __call__(self, prompts: list, completions: list, **kwargs: Any) -> list[float | None]:
-        """Return a finite number or None for each completion."""
-        return without_failures(self.told(prompts, completions, **kwargs))
-
-    def told(self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any) -> list[float | None]:
-        """
-        Return the same, but NaN for a row that was skipped, so that None is where the function does not apply.
-
-        See [`answers_of`] for how a function says so itself.
-        """
+    def scores_or_nan(
+        self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
+    ) -> list[float | None]:
+        """Return the same, but NaN for a row that was skipped. [`answers_of`] says how a function reports that."""
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
-        failed: list[int] = []
-        scores: list[float | None] = []
-        cause = ""
         try:
-            returned = answers_of(self.function, len(completions), **kwargs)
+            outcomes = answers_of(self.function, len(completions), **kwargs)
         except Exception as error:
             if self.on_error == "raise":
                 raise failure(self.name, error) from error
-            returned, failed = [None] * len(completions), list(range(len(completions)))
-            cause = said_of(self.name, error)
-        for row, score in enumerate(returned):
-            try:
-                if is_by_token(score):
-                    raise TypeError(
-                        f"scored each token of completion {row}, but within another reward only whole completions are "
-                        "scored: give this function to the trainer by itself"
-                    )
-                scores.append(score if score is None or score is FAILED else finite_number(score, row))
-            except (TypeError, ValueError) as error:
-                if self.on_error == "raise":
-                    raise RuntimeError(f"reward '{self.name}': {error}") from error
-                scores.append(None)
-                failed.append(row)
-                cause = cause or str(error)
-        if self.on_error != "raise":
-            report_failures(self.name, len(failed), len(scores), cause, log_metric)
-            for row in failed:
-                scores[row] = FAILED if self.on_error == "skip" else float(self.on_error)
-        return scores
+            outcomes = [RewardFailed(message_of(self.name, error))] * len(completions)
+        outcomes = [_checked_score(score, row) for row, score in enumerate(outcomes)]
+        return settled(self.name, outcomes, self.on_error, log_metric)
+
+
+def _checked_score(score: Any, row: int) -> Any:
+    """Return a score as a float, None and [`FAILED`] as they are, and the error in place of a wrong score."""
+    if score is None or score is FAILED or isinstance(score, RewardFailed):
+        return score
+    if is_by_token(score):
+        return TypeError(
+            f"scored each token of completion {row}, but within another reward only whole completions are "
+            "scored: give this function to the trainer by itself"
+        )
+    try:
+        return finite_number(score, row)
+    except (TypeError, ValueError) as error:
+        return error
+
+
+def settled(name: str, outcomes: Sequence[Any], on_error: OnError, log_metric: Any) -> list[float | None]:
+    """
+    Replace the errors among a call's outcomes as `on_error` says: NaN for `"skip"`, or its number.
+
+    Raises:
+        RuntimeError: the first error, with `on_error="raise"`.
+    """
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if on_error == "raise":
+        if errors:
+            raise RuntimeError(f"reward '{name}': {errors[0]}") from errors[0]
+        return list(outcomes)
+    report_failures(name, len(errors), len(outcomes), str(errors[0]) if errors else "", log_metric)
+    fallback = FAILED if on_error == "skip" else float(on_error)
+    return [fallback if isinstance(outcome, Exception) else outcome for outcome in outcomes]
 
 
 class Started:
     """
-    A call of a reward function that runs in a thread of its own, until its scores are asked for.
+    Call a reward function in a thread of its own, until its scores are asked for.
 
-    What the function logs is handed on then, in the caller's thread. The thread ends with the program: it keeps nobody
-    from leaving.
+    What the function logs is logged then, in the caller's thread. The thread is daemonic: it does not keep the program
+    from ending.
 
     Args:
-        function: with TRL's signature, async or not.
-        **kwargs: of the call, without `log_metric` and `log_extra`.
+        function: a reward function, async or not.
+        **kwargs: its arguments, without `log_metric` and `log_extra`.
     """
 
     def __init__(self, function: Callable, **kwargs: Any):
@@ -133,7 +153,7 @@ class Started:
     def _run(self, function: Callable, kwargs: dict[str, Any]) -> None:
         try:
             self._scores.set_result(awaited(function(**kwargs)))
-        except BaseException as error:  # whoever asks for the scores would wait for ever
+        except BaseException as error:  # else who asks for the scores would wait for ever
             self._scores.set_exception(error)
 
     def wait(self) -> None:
@@ -154,49 +174,43 @@ class Started:
 def scores_of_all(
     members: Sequence[Member], log_metric: Any = None, log_extra: Any = None, **kwargs: Any
 ) -> list[list[float | None]]:
-    """
-    Return what each member says, NaN where it failed and is skipped, see [`Member.told`].
-
-    Those in the background run at the same time, in threads, while others score.
-    """
+    """Return each member's [`Member.scores_or_nan`]. Those in the background run in threads while the others score."""
     loggers = {"log_metric": log_metric, "log_extra": log_extra}
-    started = {m: Started(member.told, **kwargs) for m, member in enumerate(members) if member.in_background}
-    here = {m: member.told(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
+    started = {m: Started(member.scores_or_nan, **kwargs) for m, member in enumerate(members) if member.in_background}
+    here = {m: member.scores_or_nan(**kwargs, **loggers) for m, member in enumerate(members) if m not in started}
     return [here[m] if m in here else started[m].result(**loggers) for m in range(len(members))]
 
 
 def failure(name: str, error: Exception, where: str = "") -> RuntimeError:
-    """Return the error of a reward function, with its name before it and `where` behind it."""
+    """Return an error that names the reward function, with `where` at its end."""
     kind = RewardFailed if isinstance(error, RewardFailed) else RuntimeError
-    return kind(f"reward '{name}': {said_of(name, error)}{where}")
+    return kind(f"reward '{name}': {message_of(name, error)}{where}")
 
 
-def said_of(name: str, error: Exception) -> str:
-    """Return an error as a text, with its type unless it tells all, and without `name` where it begins with that."""
-    said, own = str(error), f"reward '{name}': "
-    if said.startswith(own) or isinstance(error, RewardFailed):
-        return said.removeprefix(own)
-    return f"{type(error).__name__}: {said}"
+def message_of(name: str, error: Exception) -> str:
+    """Return an error's message, with its type unless it is a [`RewardFailed`], and without this reward's name."""
+    message, own = str(error), f"reward '{name}': "
+    if message.startswith(own) or isinstance(error, RewardFailed):
+        return message.removeprefix(own)
+    return f"{type(error).__name__}: {message}"
 
 
 def without_failures(scores: Sequence[float | None]) -> list[float | None]:
-    """Return None for a row that failed, as for one that the function does not apply to."""
+    """Return the scores with None for NaN."""
     return [None if score is None or math.isnan(score) else score for score in scores]
 
 
-def check_on_error(on_error: Any) -> OnError:
-    """Return `on_error` if it is a policy of [`Member`]; raise a `ValueError` if not."""
-    if not (on_error in ("raise", "skip") or is_finite_number(on_error)):
-        raise ValueError(f"`on_error` must be 'raise', 'skip' or a finite number, got {on_error!r}")
-    return on_error
-
-
-def policies_within(reward: Any) -> Iterator[Any]:
-    """Yield `on_error` of all functions within a reward function."""
+def _held_by(reward: Any) -> list[Any]:
+    """Return the reward functions that a reward holds."""
     held = getattr(reward, "__dict__", {})  # `getattr` would ask a proxy, which has every attribute
     members = held.get("members")
     inner = [held.get(name) for name in ("reward", "judge", "function")]
-    for each in (f for f in (*inner, *(members if isinstance(members, (list, tuple)) else ())) if f is not None):
+    return [each for each in (*inner, *(members if isinstance(members, (list, tuple)) else ())) if each is not None]
+
+
+def policies_within(reward: Any) -> Iterator[Any]:
+    """Yield `on_error` of all reward functions within a reward function."""
+    for each in _held_by(reward):
         if isinstance(policy := getattr(each, "on_error", "raise"), (str, int, float)):
             yield policy
         yield from policies_within(each)
@@ -204,25 +218,30 @@ def policies_within(reward: Any) -> Iterator[Any]:
 
 def runs_in_background(function: Any) -> bool:
     """
-    Return whether a function's time goes by elsewhere: on a server, in other processes.
+    Return whether a function waits for something else to work, such as a server or other processes.
 
-    It says so by an attribute `in_background`, and async functions do. [`~trl_ext.PPOTrainer`] starts such functions
-    when generation ends, in a thread, and awaits them after its own passes.
+    Async functions do, and those with a true attribute `in_background`. [`~trl_ext.PPOTrainer`] starts such functions
+    in a thread when generation ends, and awaits them after its own passes.
     """
     return is_async_callable(function) or bool(getattr(function, "in_background", False))
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Return the names, those that occur more than once with their place behind them: metrics are kept by name."""
-    told = [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
-    return told if len(set(told)) == len(told) else distinct(told)  # one may be called as another one is now
+    """
+    Return the names, with their place added to those that occur more than once: metrics are kept by name.
+
+    >>> distinct(["length", "tone", "length"])
+    ['length_0', 'tone', 'length_2']
+    """
+    numbered = [name if names.count(name) == 1 else f"{name}_{place}" for place, name in enumerate(names)]
+    return numbered if len(set(numbered)) == len(numbered) else distinct(numbered)  # `a_0` may be a member's own name
 
 
 def awaited(scores: Any) -> Any:
     """
-    Return what a function returned, and of an async one what it will, also where an event loop is running.
+    Return scores, awaited if a function is async. It works while an event loop is running, too.
 
-    Coroutines run in one event loop of the process, in a thread: a client that a function keeps stays usable.
+    Coroutines run in one event loop of the process, in a thread, so that a client that a function keeps stays usable.
     """
     if not inspect.isawaitable(scores):
         return scores
@@ -230,10 +249,10 @@ def awaited(scores: Any) -> Any:
     async def wait() -> Any:
         try:
             return await scores
-        except (SystemExit, KeyboardInterrupt) as error:  # it would end the loop, and whoever waits would wait on
+        except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop, and the caller would wait on
             raise RuntimeError(repr(error)) from error
 
-    if threading.current_thread().name == _LOOP:  # of an async function that calls a reward with an async member
+    if threading.current_thread().name == _LOOP:  # an async function calls a reward with an async member
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(wait())).result()
     return asyncio.run_coroutine_threadsafe(wait(), _loop(os.getpid())).result()
@@ -241,7 +260,7 @@ def awaited(scores: Any) -> Any:
 
 @cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return the event loop of a process: a fork inherits none that runs."""
+    """Return the event loop of a process. A forked process gets a new one, since threads do not survive a fork."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name=_LOOP, daemon=True).start()
     return loop
@@ -251,20 +270,20 @@ def answers_of(function: Callable, count: int, **kwargs: Any) -> list:
     """
     Call a reward function; return one answer a completion, [`FAILED`] where it says that it failed.
 
-    It says so by NaN if it has a method `told`, which is called then. Without one, None stands for a failure if its
-    `on_error`, or that of a part, is `"skip"`: nobody could tell it from "does not apply".
+    A [`TellsFailures`] says so by NaN. With other functions None means a failure if their `on_error`, or that of a
+    reward within, is `"skip"`: nobody could tell it from "does not apply".
     """
-    if hasattr(type(function), "told"):
-        told = scores_in(awaited(function.told(**kwargs)), count)  # type: ignore[attr-defined]
-        return [FAILED if isinstance(answer, float) and math.isnan(answer) else answer for answer in told]
-    returned = scores_in(awaited(function(**kwargs)), count)
+    if isinstance(function, TellsFailures):
+        scores = scores_in(function.scores_or_nan(**kwargs), count)
+        return [FAILED if score is not None and math.isnan(score) else score for score in scores]
+    scores = scores_in(awaited(function(**kwargs)), count)
     if "skip" in (getattr(function, "on_error", "raise"), *policies_within(function)):
-        return [FAILED if answer is None else answer for answer in returned]
-    return returned
+        return [FAILED if score is None else score for score in scores]
+    return scores
 
 
 def scores_in(returned: Any, count: int) -> list:
-    """Return what a reward function returned as a list; raise if it does not hold one score a completion."""
+    """Return what a reward function returned as a list; raise unless it has one score for each completion."""
     returned = returned.tolist() if hasattr(returned, "tolist") else returned
     if not isinstance(returned, (list, tuple)):
         raise TypeError(f"must return a list with one float or None per completion, got {type(returned).__name__}")
@@ -274,7 +293,7 @@ def scores_in(returned: Any, count: int) -> list:
 
 
 def finite_number(reward: Any, row: int | str) -> float:
-    """Return the reward of completion `row` as a finite float: a number of Python, NumPy or torch."""
+    """Return the reward of completion `row`, a number of Python, NumPy or torch, as a finite float."""
     try:
         value = None if isinstance(reward, (str, bytes)) else float(reward)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -288,8 +307,8 @@ def finite_number(reward: Any, row: int | str) -> float:
 
 def report_failures(name: str, failed: int, count: int, cause: str, log_metric: Any) -> None:
     """
-    Log the share of completions that a reward failed on, and warn: once if it fails on some, and whenever it begins to
-    fail on all, or ends that. A run whose rewards are all skipped trains on nothing.
+    Log the share of completions that a reward failed on. Warn when it first fails on some, and whenever it begins or
+    ceases to fail on all: a run whose rewards are all skipped trains on nothing.
     """
     log_to(log_metric, {f"rewards/{name}/failed": failed / max(count, 1)})
     before = _failing.get(name)
@@ -301,8 +320,11 @@ def report_failures(name: str, failed: int, count: int, cause: str, log_metric: 
         _failing[name] = "all" if failed == count else "some"
 
 
-def log_to(log_metric: Callable[[str, float], None] | None, metrics: dict[str, float | None]) -> None:
-    """Log the metrics that are not None. Outside TRL `log_metric` is None, and nothing is logged."""
+def log_to(
+    log_metric: Callable[[str, float], None] | None, metrics: Mapping[str, float | None], reward: Any = None
+) -> None:
+    """Log the metrics that are not None, as `rewards/<name>/…` with a `reward`. Outside TRL `log_metric` is None."""
+    prefix = "" if reward is None else f"rewards/{reward.__name__}/"
     for name, value in metrics.items():
         if value is not None and log_metric is not None:
-            log_metric(name, float(value))
+            log_metric(prefix + name, float(value))

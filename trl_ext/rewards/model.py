@@ -1,4 +1,4 @@
-"""A reward model as a reward function."""
+"""Use a reward model as a reward function."""
 
 import os
 import threading
@@ -26,11 +26,11 @@ from ..models.weights import tokens_beyond
 from ..upstream.names import is_conversational
 from ..upstream.packages import check_packages
 from ..upstream.temporarily import temporarily
+from .checks import check_counts, checked_name
 from .member import log_to
-from .naming import checked_name
 
-# Rewards in the background are threads. A model that two of them share has one configuration, one active adapter and
-# one tokenizer, which each call sets for itself
+# Rewards in the background run in threads. Two of them may share a model, whose configuration, active adapter and
+# tokenizer each call sets for itself
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -71,7 +71,7 @@ def load_reward_model(path: str, **kwargs: Any) -> PreTrainedModel:
 
 
 def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
-    """Load a tokenizer that is named."""
+    """Return a tokenizer, loaded if it is named."""
     return AutoTokenizer.from_pretrained(tokenizer, revision=revision) if isinstance(tokenizer, str) else tokenizer
 
 
@@ -96,40 +96,49 @@ def batches(lengths: Sequence[int], max_tokens: int | None = None, max_rows: int
 
 class ModelReward:
     """
-    Score answers with a reward model, fed what `trl.RewardTrainer` trained it on.
+    Score answers with a reward model, on the tokens that `trl.RewardTrainer` would train it on.
 
-    The text is tokenised with the model's own tokenizer and chat template. Its EOS (for messages: the template's end
-    of turn) is there exactly if the answer was finished. With the policy's own tokenizer, and `prompt_ids` given, the
-    token ids are read themselves, and behind them what a chat template puts behind an EOS.
+    The text is tokenised with the model's own tokenizer and chat template. It ends with EOS (messages: with the
+    template's end of turn) only if the answer was finished. If model and policy share a tokenizer and `prompt_ids` are
+    given, the model reads the policy's own tokens, and after an EOS what a chat template puts there.
 
     An answer is finished if the column `finished` says so, which [`~trl_ext.PPOTrainer`] passes, or else if its last
     token is one of `eos_token_ids`, by default the policy tokenizer's. A stock trainer needs one of these.
 
     Args:
-        model: a sequence classifier of one label: a folder or hub name, also of an adapter, or a model, which is put
+        model: a sequence classifier with one label: a folder or hub name, also of an adapter, or a model, which is put
             into evaluation mode.
-        tokenizer: the model's, or its folder or hub name; None is what was saved with the model.
+        tokenizer: the model's tokenizer, or its folder or hub name; None loads the one saved with the model.
         policy_tokenizer: the tokenizer of `prompt_ids` and `completion_ids`, or the policy's folder or hub name.
         eos_token_ids: the policy's tokens that finish an answer.
-        revision: of a model on the hub.
-        dtype: of the weights, as `"bfloat16"`; None is what was saved.
+        revision: revision of a model on the hub.
+        dtype: dtype of the weights, such as `"bfloat16"`; None keeps the saved one.
         load_in_8bit: quantise the weights as they are loaded (bitsandbytes).
-        device: of the model. None is the process' own, or of a model that was passed in where it is.
+        device: device of the model. None is the process' own; a model that was passed in stays where it is.
         device_map: spreads a model over several devices, as in `from_pretrained`: `"auto"`.
         max_batch_tokens: tokens in one forward, padding included; None for no bound. Rows of like length go together.
-        batch_size: rows in one forward; None for no bound. It alone where weights are sharded over processes, each of
-            which must run as many forwards.
-        max_length: tokens that the model reads at most; None is its context.
-        truncation: `"refuse"` raises for a row that is longer. `"left"` cuts the prompt's beginning off, but for a
-            special token that stands first, and logs the share of such rows as `rewards/<name>/truncated`.
+        batch_size: rows in one forward; None for no bound. Use it alone if weights are sharded over processes, which
+            must all run the same number of forwards.
+        max_length: most tokens that the model reads; None is its context.
+        truncation: `"refuse"` raises for a longer row. `"left"` cuts off the beginning of the prompt, but not a
+            special token at its start, and logs the share of such rows as `rewards/<name>/truncated`.
         chat_template_kwargs: passed on to the chat template.
         shared_base: a [`~trl_ext.models.adapters.SharedBase`], which an adapter shares with others.
         score: returns the (B,) scores of `input_ids` and `attention_mask` (B, L), in place of `model`'s own forward:
-            for a model that something wraps.
-        name: under which it is logged; of None the last part of the model's.
+            for a wrapped model.
+        name: key in the logs; None is the last part of the model's name.
 
     Raises:
-        ValueError: the model is no reward model, or a setting is out of its range.
+        ValueError: the model is not a reward model, or a setting is out of its range.
+
+    Examples:
+        >>> from trl_ext.rewards import ModelReward
+        >>> reward = ModelReward(MODEL)  # a folder of `recipes/reward.py`, or a hub name
+        >>> scores = reward(prompts=["a b", "c"], completions=["d", "e f"], finished=[True, False])
+        >>> question, answer = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "d"}
+        >>> scores += reward(prompts=[[question]], completions=[[answer]], finished=[True])
+        >>> [type(score).__name__ for score in scores]
+        ['float', 'float', 'float']
     """
 
     def __init__(
@@ -164,8 +173,8 @@ class ModelReward:
             raise ValueError(f"`device` {device} does nothing with `device_map` or `load_in_8bit`: drop it")
         bounds = {"max_batch_tokens": max_batch_tokens, "batch_size": batch_size, "max_length": max_length}
         for argument, number in bounds.items():
-            if number is not None and not (isinstance(number, int) and number >= 1):
-                raise ValueError(f"`{argument}` must be 1 or more, got {number}")
+            if number is not None:
+                check_counts(**{argument: number})
         if truncation not in ("refuse", "left"):
             raise ValueError(f"`truncation` must be 'refuse' or 'left', got {truncation!r}")
 
@@ -230,7 +239,7 @@ class ModelReward:
 
     @cached_property
     def identity(self) -> str:
-        """Say which model this is, with its tokenizer and what changes its scores."""
+        """Which model and tokenizer this is, and the settings that its scores depend on."""
         from peft import PeftConfig
 
         from ..models.adapters import is_adapter
@@ -244,7 +253,7 @@ class ModelReward:
                 weights.append(path_identity(base.base_model_name_or_path, base.revision))
         dtype = next(self.model.parameters()).dtype
         settings = [self.load_in_8bit, self.max_length, self.truncation, sorted(self.chat_template_kwargs.items())]
-        settings += [self.eos_token_ids, self.shares_tokenizer]  # what is read of an answer
+        settings += [self.eos_token_ids, self.shares_tokenizer]  # which tokens of an answer are read
         return " ".join(map(str, [*weights, tokenizer_identity(self.tokenizer), dtype, *settings]))
 
     def __call__(
@@ -263,12 +272,12 @@ class ModelReward:
         Args:
             prompts, completions: texts or messages.
             completion_ids: the policy's tokens of each completion, EOS included.
-            prompt_ids: the tokens that the policy was given for each prompt, where they are known.
-            finished: whether each answer was finished, where that is known.
-            log_metric: TRL's.
+            prompt_ids: the policy's tokens of each prompt, if they are known.
+            finished: whether each answer was finished, if that is known.
+            log_metric: TRL's function that logs a metric.
 
         Raises:
-            ValueError: it is not known which answers were finished, or a row is longer than the model can read.
+            ValueError: nothing says which answers were finished, or a row is longer than the model can read.
         """
         if not prompts:
             return []
@@ -298,11 +307,11 @@ class ModelReward:
         return [bool(row) and row[-1] in self.eos_token_ids for row in completion_ids]
 
     def _rows(self, prompts, completions, completion_ids, prompt_ids, ended) -> list[list[int]]:
-        """Return the tokens that the model reads of each prompt with its completion."""
+        """Return the tokens of each prompt and completion, as the model reads them."""
         has_ids = prompt_ids is not None and completion_ids is not None and self.policy_tokenizer is not None
         if has_ids and self.shares_tokenizer:
             rows = [[*prompt, *answer] for prompt, answer in zip(prompt_ids, completion_ids, strict=True)]
-            # A policy with more rows may sample an id that is no token's; in the text it would leave nothing
+            # A policy whose embedding is larger may sample an id that is not a token; as text it would be nothing
             rows = [[i for i in row if i < self.config.vocab_size] for row in rows]
             if is_conversational({"prompt": prompts[0]}):
                 for row, prompt, end in zip(rows, prompts, ended, strict=True):
@@ -324,7 +333,7 @@ class ModelReward:
                 "prompts or `max_completion_length`"
             )
         if self.truncation == "left":
-            log_to(log_metric, {f"rewards/{self.__name__}/truncated": sum(too_long) / len(rows)})
+            log_to(log_metric, {"truncated": sum(too_long) / len(rows)}, self)
         first = {self.tokenizer.bos_token_id, self.tokenizer.cls_token_id}
         kept = [int(row[0] in first) if row else 0 for row in rows]  # how many stay in front
         return [
@@ -340,7 +349,7 @@ class ModelReward:
             # The model has no row for it. It takes a row's last token that is not the pad token as the end of the row
             last = {row[-1] for row in ids}
             pad = next(token for token in range(len(last) + 1) if token not in last)
-        # On the right, whatever side its tokenizer pads: so did RewardTrainer
+        # Pad on the right, whatever the tokenizer says: so did RewardTrainer
         longest, device = max(map(len, ids)), self.device or self.model.device
         input_ids = torch.tensor([row + [pad] * (longest - len(row)) for row in ids], device=device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=device)
@@ -348,13 +357,13 @@ class ModelReward:
             return self.score(input_ids, mask).float().tolist()
 
     def _continuation(self, completion: Any, prompt_ids: list[int], completion_ids: list[int]) -> Any:
-        """Return the text of a completion behind its prompt: decoded alone, SentencePiece drops its leading space."""
+        """Return a completion's text decoded after its prompt: alone, SentencePiece drops a leading space."""
         ids = [prompt_ids, [*prompt_ids, *completion_ids]]
         prompt, whole = self.policy_tokenizer.batch_decode(ids, skip_special_tokens=True)
         return whole.removeprefix(prompt) if isinstance(completion, str) and whole.startswith(prompt) else completion
 
     def _after_eos(self, prompt: list, eos: int) -> list[int]:
-        """Return what the chat template puts behind the EOS of the last turn (ChatML: a line break)."""
+        """Return the tokens that the chat template puts after the EOS of the last turn (ChatML: a line break)."""
         messages = [{"role": "assistant", "content": "x"}]
         closing = self._tokenize(prompt, messages, True)[len(self._tokenize(prompt, messages, False)) :]
         return closing[1:] if closing[:1] == [eos] else []

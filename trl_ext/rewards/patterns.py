@@ -1,11 +1,11 @@
-"""What an answer must have, and what it must not."""
+"""Search an answer for what it must have, and for what it must not."""
 
 from typing import Any
 
 import regex
 
-from .member import OnError, check_on_error, report_failures
-from .naming import checked_name
+from .checks import OnError, check_on_error, check_seconds, checked_name
+from .member import settled, without_failures
 from .texts import text_of
 
 
@@ -13,16 +13,25 @@ class PatternReward:
     r"""
     Score 1.0 for an answer that has every required pattern and no forbidden one, else 0.0.
 
-    Patterns are those of the package `regex`, searched for anywhere in the answer's text. A format is one required
-    pattern for all of it: `(?s)\A<think>.+?</think>\s*<answer>.+?</answer>\s*\Z`
+    Patterns are those of the package `regex`, and are searched for anywhere in the answer's text. To demand a format,
+    write one required pattern for the whole answer: `(?s)\A<think>.+?</think>\s*<answer>.+?</answer>\s*\Z`
 
     Args:
         required: regular expressions that must each be found.
-        forbidden: regular expressions of which none may be found.
-        timeout: seconds of this process' processor time that the search for one pattern in one answer may take.
-        on_error: what happens where it takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores None; a number
+        forbidden: regular expressions that must not be found.
+        timeout: seconds of processor time that the search for one pattern in one answer may take.
+        on_error: what happens if it takes longer. `"raise"` raises a `RuntimeError`; `"skip"` scores None; a number
             is the score instead. Without `"raise"` the share of such answers is logged as `rewards/<name>/failed`.
-        name: in the logs; by default `required_pattern`, `forbidden_pattern` or `pattern` (both).
+        name: key in the logs; by default `required_pattern`, `forbidden_pattern` or `pattern` (both).
+
+    Examples:
+        >>> from trl_ext.rewards import PatternReward
+        >>> reward = PatternReward(required=[r"(?s)<think>.+?</think>"], forbidden=[r"(?i)as an AI"])
+        >>> reward(prompts=["1 + 1?"] * 2, completions=["<think>Add.</think> 2", "As an AI, I cannot add."])
+        [1.0, 0.0]
+        >>> question, answer = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+        >>> reward(prompts=[[question]], completions=[[answer]])
+        [0.0]
     """
 
     def __init__(
@@ -36,8 +45,7 @@ class PatternReward:
         required, forbidden = ([each] if isinstance(each, str) else [*(each or ())] for each in (required, forbidden))
         if not required and not forbidden:
             raise ValueError("give `required` or `forbidden` patterns, got none")
-        if not timeout > 0:
-            raise ValueError(f"`timeout` must be more than 0 seconds, got {timeout!r}")
+        check_seconds(timeout=timeout)
         self.required = required
         self.forbidden = forbidden
         self.timeout = timeout
@@ -50,28 +58,20 @@ class PatternReward:
         self, prompts: list, completions: list, completion_ids: Any = None, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
         """Return 1.0 or 0.0 for each completion."""
-        scores: list[float | None] = []
-        failed, cause = 0, ""
-        for row, completion in enumerate(completions):
-            text = text_of(completion)
-            try:
-                is_kept = all(
-                    (pattern.search(text, timeout=self.timeout) is not None) is wanted
-                    for pattern, wanted in self._rules
-                )
-                scores.append(float(is_kept))
-            except TimeoutError as error:
-                cause = (
-                    f"a pattern took more than {self.timeout:g} s on completion {row} ({len(text):,} characters); "
-                    "write one that cannot try every way"
-                )
-                if self.on_error == "raise":
-                    raise RuntimeError(f"reward '{self.__name__}': {cause}, or set `on_error`") from error
-                failed += 1
-                scores.append(None if self.on_error == "skip" else float(self.on_error))
-        if self.on_error != "raise":
-            report_failures(self.__name__, failed, len(scores), cause, log_metric)
-        return scores
+        outcomes = [self._score(row, text_of(completion)) for row, completion in enumerate(completions)]
+        return without_failures(settled(self.__name__, outcomes, self.on_error, log_metric))
+
+    def _score(self, row: int, text: str) -> float | TimeoutError:
+        try:
+            found = (
+                (pattern.search(text, timeout=self.timeout) is not None) is wanted for pattern, wanted in self._rules
+            )
+            return float(all(found))
+        except TimeoutError:
+            return TimeoutError(
+                f"a pattern took more than {self.timeout:g} s on completion {row} ({len(text):,} characters); "
+                "write one that cannot try every way"
+            )
 
 
 def _compiled(pattern: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scores of a server: ours (`trl-ext serve-reward`), vLLM's, or text-embeddings-inference's."""
+"""Ask a server for scores: ours (`trl-ext serve-reward`), vLLM's, or text-embeddings-inference's."""
 
 import json
 import time
@@ -9,17 +9,16 @@ from urllib.parse import urlsplit
 
 from ..runs.nearest import did_you_mean
 from ..runs.redaction import redacted
-from .member import OnError, RewardFailed, without_failures
-from .naming import checked_name
+from .checks import check_counts, checked_name
+from .member import RewardFailed
 from .service import (
+    Call,
     RefusedError,
     ServedReward,
     ServiceError,
     StoppedError,
     UnavailableError,
-    check_counts,
     check_score,
-    mean,
     well_formed,
 )
 from .texts import text_of
@@ -27,49 +26,54 @@ from .wire import API, PATHS, Row, request_of, scores_in_answer, weights_in_answ
 
 
 class ChangedError(ServiceError):
-    """The server has other weights than it had at first."""
+    """The server has changed its weights."""
 
 
 class RemoteReward(ServedReward):
     """
-    Score answers by a server, several requests of several answers each at once.
+    Score answers by a server, with several requests of several answers at once.
 
-    A row fails if its request does, after retries, or if its score is no finite number; the others keep theirs. A
-    batch that the server refuses is halved until the row is alone which it refuses. Logged, under `rewards/<name>/`:
-    `failed` (share of rows, unless `on_error="raise"`), `latency` (seconds of a request), `retries` (in this call).
+    A row fails if its request fails after all retries, or if its score is not a finite number; other rows keep their
+    scores. If the server refuses a batch, the batch is halved until the refused row is alone. Logs, under
+    `rewards/<name>/`: `failed` (share of rows, unless `on_error="raise"`), `latency` (seconds of a request), `retries`
+    (in this call).
 
     An answer is finished if the column `finished` says so, which [`~trl_ext.PPOTrainer`] passes, or else if its last
     token is one of `eos_token_ids`. A stock trainer needs these.
 
-    The score is a logit, unless `logits=False`; of `trl-ext serve-reward` it is what the function there returns.
+    The score is a logit, unless `logits=False`; from `trl-ext serve-reward` it is what the function there returns.
 
-    `trl-ext serve-reward` says which weights it has. They are this reward's identity, for resuming and for caches. If
-    it has others later, the call raises, whatever `on_error` says: scores of both would be mixed. Other servers do not
-    say it, and are named by URL and `model`.
+    `trl-ext serve-reward` says which weights it serves. They are this reward's identity, for resuming and for caches.
+    If they change, the call raises, whatever `on_error` says: scores of both would be mixed. Other servers do not say
+    it, so the URL and `model` are the identity.
 
     Args:
         url: of the server, as `http://127.0.0.1:8000`.
         api: `"trl-ext"` for `trl-ext serve-reward`; `"vllm-classify"` or `"vllm-score"` (prompt and completion as a
             pair, for cross-encoders) for vLLM; `"tei"` for text-embeddings-inference.
-        model: which one the server must have, by name, else it refuses; this reward is called by it. TEI has one, and
-            is not asked.
-        label: the class whose number is the score, where there are several: its index for `"vllm-classify"`, its name
+        model: name of the model that the server must have, else it refuses; also the default `name`. TEI has one
+            model, and is not asked.
+        label: the class whose number is the score, if there are several: its index for `"vllm-classify"`, its name
             for `"tei"`.
-        logits: False asks for what the server makes of them, sigmoid or softmax. Not for `"trl-ext"`.
-        tokenizer: of the model, a folder or hub name. Its chat template makes a text of messages, and its EOS ends
-            finished answers. Without it there is no EOS, and messages are refused. `"trl-ext"` does both by itself,
-            `"vllm-score"` needs neither.
+        logits: False asks for the server's sigmoid or softmax of the logits. Not for `"trl-ext"`.
+        tokenizer: folder or hub name of the model's tokenizer. Its chat template makes a text of messages, and its EOS
+            ends finished answers. Without it there is no EOS, and messages are refused. `"trl-ext"` does both by
+            itself, `"vllm-score"` needs neither.
         eos_token_ids: the policy's tokens that finish an answer.
         batch_size: rows of one request.
-        name: key in the logs. The default is made of `model`, or of the server's name and port.
-        timeout, deadline: seconds for one request, and for a whole call; what is not answered by then has failed.
-        retries: further tries of a request, after waits that grow.
-        max_concurrency: requests at once.
-        max_characters: of a prompt or completion; a longer one is not sent, and its row has failed.
-        breaker_failures, breaker_seconds: after that many failed requests in a row, retries included, all fail at
-            once for that time. Then one is let through, and the others wait for its outcome.
-        api_key_env: environment variable with a bearer token.
-        on_error: `"raise"`, `"skip"` (None for a failed row), or the score of a failed row.
+        name: key in the logs. The default is `model`, or the server's name and port.
+        timeout, deadline, retries, max_concurrency, max_characters: see
+            [`~trl_ext.rewards.service.ServedReward`].
+        breaker_failures, breaker_seconds, api_key_env, on_error: see there.
+
+    Examples:
+        >>> from trl_ext.rewards import RemoteReward
+        >>> reward = RemoteReward(SERVER, on_error="skip")  # `trl-ext serve-reward outputs/reward` runs there
+        >>> reward(prompts=["Tea?"] * 2, completions=["Yes, please.", "No."])
+        [2.0, 1.0]
+        >>> question, answer = {"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "A large pot."}
+        >>> reward(prompts=[[question]], completions=[[answer]])
+        [3.0]
     """
 
     def __init__(
@@ -83,15 +87,7 @@ class RemoteReward(ServedReward):
         eos_token_ids: Sequence[int] | None = None,
         batch_size: int = 32,
         name: str | None = None,
-        timeout: float = 60.0,
-        deadline: float = 600.0,
-        retries: int = 5,
-        max_concurrency: int = 8,
-        max_characters: int = 100_000,
-        breaker_failures: int = 5,
-        breaker_seconds: float = 30.0,
-        api_key_env: str | None = None,
-        on_error: OnError = "raise",
+        **kwargs: Any,
     ):
         if api not in get_args(API):
             known = ", ".join(map(repr, get_args(API)))
@@ -100,15 +96,7 @@ class RemoteReward(ServedReward):
             url,
             PATHS[api],
             checked_name(name, (model or urlsplit(str(url)).netloc).rstrip("/").rpartition("/")[2] or "remote"),
-            timeout,
-            deadline,
-            retries,
-            max_concurrency,
-            max_characters,
-            breaker_failures,
-            breaker_seconds,
-            api_key_env,
-            on_error,
+            **kwargs,
         )
         wanted = {"vllm-classify": "must be the index of a class", "tei": "must be the name of a class"}
         if label is not None and type(label) is not {"vllm-classify": int, "tei": str}.get(api):
@@ -128,7 +116,7 @@ class RemoteReward(ServedReward):
 
     @property
     def identity(self) -> str:
-        """What decides on the scores: the weights that the server says it has; where it cannot, URL and model."""
+        """What the scores depend on: the weights that the server names, or else its URL and model; and settings."""
         weights = self._served()
         where = {"url": self.url, "model": self.model} if weights is None else {"weights": weights}
         names = ("api", "label", "logits", "tokenizer", "eos_token_ids")
@@ -136,36 +124,29 @@ class RemoteReward(ServedReward):
         return f"RemoteReward:{json.dumps(settings, sort_keys=True)}"
 
     def _served(self) -> str | None:
-        """Return which weights the server has, asked once; None if it cannot say."""
+        """Ask the server once which weights it has; return None if it cannot say."""
         if self.api == "trl-ext" and not self._weights:
             try:
-                answer = self._service.get(
-                    f"{self.url.removesuffix(self.path)}/health", time.monotonic() + self.deadline
-                )
+                call = Call(time.monotonic() + self.deadline)
+                answer = self._service.ask(call, url=f"{self.url.removesuffix(self.path)}/health")
             except UnavailableError as error:
                 raise RewardFailed(
                     f"reward '{self.__name__}': {redacted(self.url)} does not say which weights it serves: {error}"
                 ) from error
-            except ServiceError:  # one of other makes, or behind a proxy
+            except ServiceError:  # another kind of server, or a proxy
                 answer = None
             self._check_weights(weights_in_answer(answer))
         return self._weights.get("first")
 
     def _check_weights(self, now: str | None) -> None:
-        """Keep which weights the server says that it has; raise if it said others before."""
+        """Keep the weights that the server names; raise if it named others before."""
         if (first := self._weights.setdefault("first", now)) != now:
             raise ChangedError(
                 f"it had the weights {first or '(not named)'} and has {now or '(not named)'} now: scores of both "
                 "would be mixed; serve the first ones again, or begin a new run"
             )
 
-    def __call__(
-        self, prompts: list, completions: list, completion_ids: Any = None, **columns: Any
-    ) -> list[float | None]:
-        """Score each completion; `finished` and `completion_ids` say which were finished."""
-        return without_failures(self.told(prompts, completions, completion_ids, **columns))
-
-    def told(
+    def scores_or_nan(
         self,
         prompts: list,
         completions: list,
@@ -174,8 +155,8 @@ class RemoteReward(ServedReward):
         log_metric: Any = None,
         **columns: Any,
     ) -> list[float | None]:
-        """Return the same, but NaN for a row that failed."""
-        until = time.monotonic() + self.deadline
+        """Score each completion, NaN if it failed. `finished` and `completion_ids` say which were finished."""
+        call = Call(time.monotonic() + self.deadline)
         ended = self._ended(len(completions), finished, completion_ids)
         outcomes: list[Any] = []
         for prompt, completion, end in zip(prompts, completions, ended, strict=True):
@@ -184,19 +165,17 @@ class RemoteReward(ServedReward):
         self.check(outcomes)  # before anything is sent
         rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Row)]
         batches = [rows[start:][: self.batch_size] for start in range(0, len(rows), self.batch_size)]
-        seconds: list[float] = []
-        retried: list[float] = []
 
         def score(batch: list[int]) -> list[Any]:
-            return self._scores([outcomes[i] for i in batch], batch, until, seconds, retried)
+            return self._scores([outcomes[i] for i in batch], batch, call)
 
-        for batch, found in zip(batches, self.ask(score, batches, until), strict=True):
+        for batch, found in zip(batches, self.ask(score, batches, call.until), strict=True):
             for k, i in enumerate(batch):
                 outcomes[i] = found if isinstance(found, Exception) else found[k]
         for row, outcome in enumerate(outcomes):
             if isinstance(outcome, ChangedError):
                 raise RewardFailed(self._describe(row, outcome)) from outcome
-        return self.settle(outcomes, log_metric, {"latency": mean(seconds), "retries": float(len(retried))})
+        return self.settle(outcomes, log_metric, call.metrics)
 
     def _ended(self, count: int, finished: Sequence[bool] | None, completion_ids: Any) -> list[bool | None]:
         if finished is not None:
@@ -230,19 +209,19 @@ class RemoteReward(ServedReward):
 
         return AutoTokenizer.from_pretrained(self.tokenizer)
 
-    def _scores(self, rows: list[Row], places: list[int], until: float, seconds: list, retried: list) -> list[Any]:
-        """Scores of a batch, or errors in their place; what is refused is halved, so that one row fails alone."""
+    def _scores(self, rows: list[Row], places: list[int], call: Call) -> list[Any]:
+        """Return scores of a batch, or errors in their place. A refused batch is halved until one row fails alone."""
         body = request_of(self.api, rows, self.model, self.logits)
         try:
-            answer = self._service.post(body, until, seconds, retried)
+            answer = self._service.ask(call, body)
         except RefusedError as error:
             if len(rows) == 1:
                 return [error]
             half = len(rows) // 2
-            first = self._scores(rows[:half], places[:half], until, seconds, retried)
+            first = self._scores(rows[:half], places[:half], call)
             if self.is_over(first):
                 return first + [StoppedError("not asked: another row failed")] * (len(rows) - half)
-            return first + self._scores(rows[half:], places[half:], until, seconds, retried)
+            return first + self._scores(rows[half:], places[half:], call)
         if self.api == "trl-ext":
             self._check_weights(weights_in_answer(answer))
         found: list[Any] = []

@@ -1,10 +1,13 @@
 """
-What runs in the process that [`CodeReward`] starts: it locks itself up, then runs the code that a model wrote.
+Lock this process up, then run the code that a model wrote: the script that [`CodeReward`] starts.
 
-The standard library alone is imported, and nothing of this package. Three walls, none of which needs a privilege or
-can be taken down from inside: resource limits; Landlock (of files it reads Python's library, and writes in its own
-folder); seccomp (system calls that are not on a list are refused: there is no socket, no other process, no thread, no
-signal to another, no change of a limit).
+It imports the standard library alone, and nothing of this package. It puts up three walls. None needs a privilege, and
+none can be taken down from inside:
+
+- resource limits,
+- Landlock: files can be read in Python's library alone, and written in the process' own folder alone,
+- seccomp: system calls that are not on a list are refused. There is no socket, no other process, no thread, no signal
+  to another process, no change of a limit.
 """
 
 import ctypes
@@ -21,8 +24,8 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 SECCOMP_MODE_FILTER = 2
 
-# Of the files of Linux' headers: system calls that a program of one thread needs which computes, and reads and writes
-# files. By their numbers: those of x86-64, and of arm64, which has no number for the older ones
+# The system calls that a program of one thread needs to compute and to read and write files, by their numbers in the
+# headers of Linux: of x86-64, and of arm64, which has no number for the older calls
 _X86_64 = """
     0 1 19 20 17 18 8 3 32 33 292 77 2 257 21 269 439 89 267 4 6 5 262 332 217 79 80 87 263 82 264 316 74 9 10 11
     25 28 12 202 24 204 13 14 15 131 219 38 36 37 34 228 229 230 35 96 201 100 98 99 63 7 271 23 270 39 110 186 102 107
@@ -33,7 +36,7 @@ _ARM64 = """
     123 134 135 139 132 128 103 102 113 114 115 101 169 153 165 179 160 73 72 172 173 178 174 175 176 177 158 155 156
     278 163 166 93 94
 """
-# Those two that do many things: `ioctl` could make a file that nobody can remove, and `fcntl` have a signal sent
+# Two calls that do many things: `ioctl` could make a file that nobody can remove, `fcntl` could send a signal
 _FCNTL, _IOCTL = {"x86_64": 72, "aarch64": 25}, {"x86_64": 16, "aarch64": 29}
 _FCNTL_COMMANDS = (*range(8), 36, 37, 38, 1030)  # descriptors, their flags, locks; no owner, signal, lease or notice
 _MACHINES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _ARM64)}
@@ -48,7 +51,7 @@ _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom")
 
 
 def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
-    """Bound what the process takes of the machine. No limit can be raised again."""
+    """Limit what the process takes of the machine. No limit can be raised again."""
     limits = {
         "RLIMIT_CPU": cpu_seconds,
         "RLIMIT_AS": memory,
@@ -63,12 +66,12 @@ def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
         try:
             resource.setrlimit(getattr(resource, name), (most, most))
         except (OSError, ValueError):
-            if name != "RLIMIT_AS":  # of macOS, which has none that works
+            if name != "RLIMIT_AS":  # macOS has none that works
                 raise
 
 
 def lock_files(libc: Any, folder: str) -> None:
-    """Deny every file but Python's library, which can be read, and those in `folder`."""
+    """Deny every file but those of Python's library, which can be read, and those in `folder`."""
     abi = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
     if abi < 1:
         raise OSError("the kernel has no Landlock")
@@ -113,7 +116,7 @@ def lock_calls(libc: Any) -> None:
 
 
 def lock(folder: str) -> dict[str, str]:
-    """Put up the walls, and return which are missing: their name, and why."""
+    """Put up the walls; return the name of each that is missing, and why."""
     missing = {}
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -133,7 +136,7 @@ def lock(folder: str) -> dict[str, str]:
 
 
 def die_with_the_parent(parent: int) -> None:
-    """See that a trainer that is killed leaves nothing behind."""
+    """Have the kernel kill this process when the trainer ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it was killed before
@@ -145,7 +148,7 @@ def stdin_of(text: bytes) -> None:
     if hasattr(os, "memfd_create"):
         given = os.memfd_create("input")
     else:
-        import tempfile  # takes as long as all else here
+        import tempfile  # importing it takes as long as all else here
 
         given, name = tempfile.mkstemp()
         os.remove(name)

@@ -1,4 +1,4 @@
-"""A score for each token of a completion, or for each of its segments."""
+"""Score each token of a completion, or each of its segments."""
 
 import math
 from collections.abc import Sequence
@@ -9,17 +9,22 @@ from typing import Any
 @dataclass(frozen=True)
 class SegmentScores:
     """
-    The scores of a completion's segments, sentences or steps, each at the token that ends it.
+    Score the segments of a completion, such as sentences or steps, each at the token that ends it.
 
-    A reward function of [`~trl_ext.PPOTrainer`] may return it for a row, in place of one float: it is the same as a
-    list with one float per token, of which most are 0.
+    A reward function of [`~trl_ext.PPOTrainer`] may return it for a row in place of one float. It means the same as a
+    list with one float per token, with 0 at all other tokens.
 
     Args:
         ends: position of each segment's last token in the row's `completion_ids`, from 0 on, rising.
         values: score of each segment.
 
     Raises:
-        ValueError: there are not as many ends as values, or the ends are no rising positions.
+        ValueError: there are not as many ends as values, or the ends are not rising positions.
+
+    Examples:
+        >>> from trl_ext.rewards import SegmentScores
+        >>> SegmentScores(ends=[1, 3], values=[0.5, -1.0]).by_token(5)
+        [0.0, 0.5, 0.0, -1.0, 0.0]
     """
 
     ends: Sequence[int]
@@ -27,7 +32,9 @@ class SegmentScores:
 
     def __post_init__(self) -> None:
         if len(self.ends) != len(self.values):
-            raise ValueError(f"`ends` and `values` must be as many, got {len(self.ends)} and {len(self.values)}")
+            raise ValueError(
+                f"`ends` and `values` must have the same length, got {len(self.ends)} and {len(self.values)}"
+            )
         ends = list(self.ends)
         if not all(a < b for a, b in zip([-1, *ends], ends, strict=False)):
             raise ValueError(f"`ends` must be token positions from 0 on, rising, got {ends}")
@@ -43,19 +50,19 @@ class SegmentScores:
 
 
 def is_by_token(reward: Any) -> bool:
-    """Return whether what a function gave for a row is a score for each token."""
+    """Return whether the reward of a row has a score for each token."""
     return isinstance(reward, (SegmentScores, list, tuple)) or getattr(reward, "ndim", 0) == 1
 
 
 def total_of(reward: Any) -> Any:
-    """Return the sum of scores of single tokens; what scores the whole completion stays as it is."""
+    """Return the sum of the scores of tokens, or the score of a whole completion as it is."""
     if not is_by_token(reward):
         return reward
     return math.fsum(reward.values if isinstance(reward, SegmentScores) else reward)
 
 
 def by_token(reward: Any, row: int, length: int) -> list:
-    """Return such scores of completion `row` as a list; raise a `ValueError` if they are not one for each token."""
+    """Return the token scores of completion `row` as a list; raise a `ValueError` unless each token has one."""
     if isinstance(reward, SegmentScores):
         try:
             return reward.by_token(length)

@@ -1,4 +1,4 @@
-"""Ask a service over HTTP, JSON in and JSON out: retries, deadlines, a circuit breaker, and what fails by row."""
+"""Ask a service over HTTP for scores: with retries, deadlines, a circuit breaker, and failures by row."""
 
 import json
 import math
@@ -7,8 +7,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,10 +19,11 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from tenacity.wait import wait_random_exponential
 
 from ..runs.redaction import HIDDEN, redacted
-from .member import OnError, RewardFailed, check_on_error, finite_number, log_to, report_failures
+from .checks import OnError, check_counts, check_on_error, check_seconds
+from .member import RewardFailed, TellsFailures, finite_number, log_to, report_failures
 
 MAX_RESPONSE_BYTES = 32 * 2**20
-_OF_THIS_MACHINE = ("all://localhost", "all://127.0.0.1", "all://[::1]")
+_LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class ServiceError(RuntimeError):
@@ -28,11 +31,11 @@ class ServiceError(RuntimeError):
 
 
 class RefusedError(ServiceError):
-    """It refuses what this request holds: with other rows it might not."""
+    """It refuses this request. It might accept one with other rows."""
 
 
 class UnavailableError(ServiceError):
-    """It could not be reached, is too busy, or broke off: the same request may succeed later."""
+    """It could not be reached, is too busy, or broke off. The same request may succeed later."""
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -40,11 +43,32 @@ class UnavailableError(ServiceError):
 
 
 class WithheldError(ServiceError):
-    """Whoever serves it stopped its answer or held it back, as by a filter of content: the row has no score."""
+    """The server stopped or withheld its answer, as a content filter does. The row has no score."""
+
+
+@dataclass
+class Call:
+    """
+    One call of a reward, which may send many requests.
+
+    Args:
+        until: when to give up, in seconds of `time.monotonic`.
+        seconds: the duration of each answered request.
+        retried: the wait before each retry.
+    """
+
+    until: float
+    seconds: list[float] = field(default_factory=list)
+    retried: list[float] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """What is logged of the call."""
+        return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
 class Breaker:
-    """Fail at once, for `seconds`, after `failures` failed requests in a row; then one tries, and the others wait."""
+    """Fail at once for `seconds` after `failures` failed requests in a row. Then let one try while the others wait."""
 
     def __init__(self, failures: int, seconds: float):
         self.failures, self.seconds = failures, seconds
@@ -57,7 +81,7 @@ class Breaker:
         Return whether this request is the one that tries; wait for its outcome if another one does.
 
         Raises:
-            UnavailableError: no request is let through, or the time is over (`until`, of `time.monotonic`).
+            UnavailableError: no request is let through, or it is later than `until` (of `time.monotonic`).
         """
         with self._noted:
             while self._in_a_row >= self.failures:
@@ -75,10 +99,10 @@ class Breaker:
             return False
 
     def note(self, failed: bool, tries: bool) -> None:
-        """Count how a request ended; `tries` is what `check` returned for it."""
+        """Count how a request ended. `tries` is what `check` returned for it."""
         with self._noted:
             if failed and not tries and time.monotonic() < self._tried_until:
-                return  # it began before the pause: the one that tries knows better
+                return  # it began before the pause: wait for the one that tries
             self._in_a_row = self._in_a_row + 1 if failed else 0
             self._closed_until, self._tried_until = time.monotonic() + self.seconds, 0.0
             self._noted.notify_all()
@@ -86,60 +110,40 @@ class Breaker:
 
 class Service:
     """
-    One URL to post JSON to, by several threads at once.
+    Post JSON to one URL, from several threads at once.
 
-    Connection errors, timeouts, 408, 429 and 5xx but 501 are tried again, after `Retry-After` or a random time that
-    grows; other answers are not. A client is made in each process that asks, so that this pickles, and works after a
-    fork.
+    Connection errors, timeouts, 408, 429 and 5xx except 501 are tried again, after `Retry-After` or a random time that
+    grows; other answers are not. Each process makes a client of its own, so that this pickles, and works after a fork.
 
     Args:
-        url: without user and password.
-        timeout: seconds for one answer, all of it.
+        url: address, without user and password.
+        timeout: seconds for one whole answer.
         retries: tries after the first one.
-        breaker: see [`Breaker`]: failures and seconds.
-        api_key_env: environment variable with a bearer token. It must be there.
+        breaker: failures and seconds of a [`Breaker`].
+        api_key_env: environment variable with a bearer token, which must be set.
     """
 
     def __init__(
         self, url: str, timeout: float, retries: int, breaker: tuple[int, float], api_key_env: str | None = None
     ):
-        self.url, self.timeout, self.retries, self.breaker, self.api_key_env = (
-            url,
-            timeout,
-            retries,
-            breaker,
-            api_key_env,
-        )
+        self.url, self.timeout, self.retries = url, timeout, retries
+        self.breaker, self.api_key_env = breaker, api_key_env
         self._connections: dict[int, tuple[httpx2.Client, Breaker]] = {}  # by process
         self._headers()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_connections": {}}
 
-    def post(self, body: dict[str, Any], until: float, seconds: list[float], retried: list[float]) -> Any:
+    def ask(self, call: Call, body: dict[str, Any] | None = None, url: str | None = None) -> Any:
         """
-        Return what is answered to `body`, from JSON.
-
-        Args:
-            body: to be sent as JSON.
-            until: when to give up, in seconds of `time.monotonic`.
-            seconds: the duration of each answered request is appended.
-            retried: the wait before each retry is appended.
+        Post `body` as JSON, or get `url` without one, and return the answer from JSON.
 
         Raises:
-            UnavailableError: it was not reached, or not asked since others failed.
-            ServiceError: no usable answer.
+            UnavailableError: the service was not reached, or not asked since other requests failed.
+            ServiceError: there is no usable answer.
         """
-        content = json.dumps(body, default=str).encode()  # ASCII, whatever the texts are
-        return self._answer("POST", self.url, content, until, seconds, retried)
-
-    def get(self, url: str, until: float) -> Any:
-        """Return what is answered to GET of another URL of the service; as [`Service.post`] else."""
-        return self._answer("GET", url, None, until, [], [])
-
-    def _answer(
-        self, method: str, url: str, content: bytes | None, until: float, seconds: list[float], retried: list[float]
-    ) -> Any:
+        until = call.until
+        content = None if body is None else json.dumps(body, default=str).encode()  # ASCII, whatever the texts are
         client, breaker = self._connected()
         if time.monotonic() >= until:
             raise UnavailableError("not asked: the deadline is over")
@@ -148,34 +152,27 @@ class Service:
             retry=retry_if_exception_type(UnavailableError),
             stop=stop_any(stop_after_attempt(self.retries + 1), stop_before_delay(max(until - time.monotonic(), 0))),
             wait=_wait,
-            before_sleep=lambda state: retried.append(state.upcoming_sleep),
+            before_sleep=lambda state: call.retried.append(state.upcoming_sleep),
             reraise=True,
         )
         try:
-            answer = attempts(self._send, client, method, url, content, until, seconds)
+            answer = attempts(self._send, client, url or self.url, content, call)
             failed = False
             return answer
         except ServiceError as error:
-            failed = isinstance(error, UnavailableError)  # else it is there, and says no
+            failed = isinstance(error, UnavailableError)  # any other error is an answer
             raise
         finally:
             breaker.note(failed, tries)
 
-    def _send(
-        self,
-        client: httpx2.Client,
-        method: str,
-        url: str,
-        content: bytes | None,
-        until: float,
-        seconds: list[float],
-    ) -> Any:
+    def _send(self, client: httpx2.Client, url: str, content: bytes | None, call: Call) -> Any:
         start = time.monotonic()
-        limit = min(self.timeout, until - start)
+        limit = min(self.timeout, call.until - start)
         if limit <= 0:
             raise UnavailableError("not asked again: the deadline is over")
         body = bytearray()
         try:
+            method = "GET" if content is None else "POST"
             with client.stream(method, url, content=content, headers=self._headers(), timeout=limit) as response:
                 encoding = response.headers.get("content-encoding", "identity")
                 for part in response.iter_raw() if encoding == "identity" else ():
@@ -189,30 +186,31 @@ class Service:
         except httpx2.HTTPError as error:
             raise ServiceError(f"{type(error).__name__}: {error}"[:200]) from error
         if (status := response.status_code) != 200:
-            said = f"status {status}: {self._excerpt(body)}"
+            message = f"status {status}: {self._excerpt(body)}"
             if status in (408, 429) or (status >= 500 and status != 501):
-                raise UnavailableError(said, _seconds_in(response.headers.get("retry-after")))
-            raise (RefusedError if status in (400, 413, 422) else ServiceError)(said)
+                raise UnavailableError(message, _seconds_in(response.headers.get("retry-after")))
+            raise (RefusedError if status in (400, 413, 422) else ServiceError)(message)
         if encoding != "identity":
             raise ServiceError(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
         try:
-            answer = json.loads(self._without_key(body.decode()))  # of which parts stand in errors
+            answer = json.loads(self._without_key(body.decode()))  # errors quote parts of it
         except (ValueError, RecursionError) as error:
             raise ServiceError(f"the answer is no JSON: {self._excerpt(body)}") from error
-        seconds.append(time.monotonic() - start)
+        call.seconds.append(time.monotonic() - start)
         return answer
 
     def _connected(self) -> tuple[httpx2.Client, Breaker]:
         if (here := os.getpid()) not in self._connections:
             client = httpx2.Client(
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
-                mounts=dict.fromkeys(_OF_THIS_MACHINE),  # not asked through a proxy, whatever the environment says
+                mounts=dict.fromkeys(_LOOPBACK),  # without a proxy, whatever the environment says
             )
-            self._connections.setdefault(here, (client, Breaker(*self.breaker)))  # one, of many threads' at once
+            # Of several threads that get here at once, the first one's client is used by all
+            self._connections.setdefault(here, (client, Breaker(*self.breaker)))
         return self._connections[here]
 
     def _headers(self) -> dict[str, str]:
-        # Not compressed: a small answer could become an enormous one
+        # Not compressed: a small answer could unpack to an enormous one
         headers = {"content-type": "application/json", "accept": "application/json", "accept-encoding": "identity"}
         return headers | ({"authorization": f"Bearer {self._key()}"} if self.api_key_env else {})
 
@@ -230,22 +228,22 @@ class Service:
         return text.replace(self._key(), HIDDEN) if self.api_key_env else text
 
 
-class ServedReward:
+class ServedReward(TellsFailures):
     """
-    Base class of rewards whose scores come from a service.
+    Ask a service for scores. Base class of [`RemoteReward`] and [`JudgeReward`].
 
     Args:
-        url: of the service; without user and password, which come from `api_key_env`.
-        path: what is put behind `url`, if it does not end with that.
+        url: address of the service, without user and password.
+        path: added to `url` unless `url` ends with it.
         name: key in the logs.
         timeout: seconds for one request.
-        deadline: seconds for a whole call; what is not answered by then has failed.
-        retries: further tries of a request, after random waits, of up to 1, 2, 4 … 30 seconds.
+        deadline: seconds for a whole call. A row without an answer by then has failed.
+        retries: further tries of a failed request, after random waits of up to 1, 2, 4 … 30 seconds.
         max_concurrency: requests at once.
-        max_characters: of a prompt or completion; a longer one is not sent, and its row has failed.
-        breaker_failures: after that many requests in a row that failed, retries included, all others fail at once,
-        breaker_seconds: for that time. Then one is let through, and the others wait for its outcome.
-        api_key_env: name of the environment variable with a bearer token. It is not written anywhere.
+        max_characters: longest prompt or completion. A row with a longer one is not sent, and has failed.
+        breaker_failures, breaker_seconds: after that many failed requests in a row, retries included, all fail at once
+            for that time. Then one request is let through, and the others wait for its outcome.
+        api_key_env: environment variable with a bearer token, such as `"OPENAI_API_KEY"`, which is written nowhere.
         on_error: `"raise"`, `"skip"` (None for a failed row), or the score of a failed row.
     """
 
@@ -256,20 +254,20 @@ class ServedReward:
         url: str,
         path: str,
         name: str,
-        timeout: float,
-        deadline: float,
-        retries: int,
-        max_concurrency: int,
-        max_characters: int,
-        breaker_failures: int,
-        breaker_seconds: float,
-        api_key_env: str | None,
-        on_error: OnError,
+        /,
+        *,
+        timeout: float = 60.0,
+        deadline: float = 600.0,
+        retries: int = 5,
+        max_concurrency: int = 8,
+        max_characters: int = 100_000,
+        breaker_failures: int = 5,
+        breaker_seconds: float = 30.0,
+        api_key_env: str | None = None,
+        on_error: OnError = "raise",
     ):
         self.url, self.path = _checked_url(url), path
-        for key, value in {"timeout": timeout, "deadline": deadline, "breaker_seconds": breaker_seconds}.items():
-            if not 0 < value <= threading.TIMEOUT_MAX:
-                raise ValueError(f"`{key}` must be above 0 seconds, and finite, got {value!r}")
+        check_seconds(timeout=timeout, deadline=deadline, breaker_seconds=breaker_seconds)
         check_counts(max_concurrency=max_concurrency, max_characters=max_characters, breaker_failures=breaker_failures)
         check_counts(least=0, retries=retries)
         self.timeout, self.deadline, self.retries = timeout, deadline, retries
@@ -282,35 +280,36 @@ class ServedReward:
         self._service = Service(whole, timeout, retries, (breaker_failures, breaker_seconds), api_key_env)
 
     def ask(self, function: Callable, jobs: Sequence, until: float) -> list[Any]:
-        """Return `function(job)` of each job, or its error, by several threads."""
+        """Return `function(job)` of each job, or its error, from several threads."""
         return in_threads(function, jobs, self.max_concurrency, until, self.is_over)
 
     def is_over(self, outcome: Any) -> bool:
-        """Return whether an outcome, or one of a list of them, is an error that is to be raised."""
+        """Return whether an outcome, or one in a list of outcomes, is an error to raise."""
         return self.on_error == "raise" and any(map(_is_mistake, outcome if isinstance(outcome, list) else [outcome]))
 
     def check(self, outcomes: Sequence[Any]) -> None:
-        """Raise a `RewardFailed` for the first row that failed, if `on_error` is so."""
+        """Raise a `RewardFailed` for the first row that failed, with `on_error="raise"`."""
         errors = [(isinstance(error, StoppedError), row) for row, error in enumerate(outcomes) if _is_mistake(error)]
         if errors and self.on_error == "raise":
-            row = min(errors)[1]  # what was left undone for another row's error is not the cause
+            row = min(errors)[1]  # a row that was not asked since another one failed is not the cause
             raise RewardFailed(self._describe(row, outcomes[row])) from outcomes[row]
 
     def settle(self, outcomes: Sequence[Any], log_metric: Any, metrics: dict[str, float | None]) -> list[float | None]:
-        """Return the scores of a call's rows, errors among them by `on_error` (NaN for none), and log what was met."""
+        """Return the scores of a call's rows, with errors settled by `on_error` (NaN: no score), and log `metrics`."""
         self.check(outcomes)
         fallback = math.nan if self.on_error in ("skip", "raise") else float(self.on_error)
-        failures = [fallback if _is_mistake(outcome) else math.nan for outcome in outcomes]
-        scores = [x if _failed(outcome) else outcome for x, outcome in zip(failures, outcomes, strict=True)]
-        failed = [row for row, outcome in enumerate(outcomes) if _failed(outcome)]
+        failed = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
+        scores = list(outcomes)
+        for row in failed:
+            scores[row] = fallback if _is_mistake(outcomes[row]) else math.nan
         if outcomes and (failed or self.on_error != "raise"):
             cause = self._describe(failed[0], outcomes[failed[0]]) if failed else ""
             report_failures(self.__name__, len(failed), len(outcomes), cause, log_metric)
-        log_to(log_metric, {f"rewards/{self.__name__}/{key}": value for key, value in metrics.items()})
+        log_to(log_metric, metrics, self)
         return scores
 
     def too_long(self, *texts: str) -> ServiceError | None:
-        """The error of a row of which a text is too long to be sent."""
+        """Return the error of a row with a text that is too long to send, or None."""
         longest = max(map(len, texts))
         if longest <= self.max_characters:
             return None
@@ -322,16 +321,16 @@ class ServedReward:
 
 
 class StoppedError(ServiceError):
-    """Not asked any more, since another one failed."""
+    """The row was not asked, since another one failed."""
 
 
 def in_threads(
     function: Callable, jobs: Sequence, threads: int, until: float, is_over: Callable[[Any], bool]
 ) -> list[Any]:
     """
-    Return `function(job)` of each job in order, or the exception that it raised; none is begun after an `is_over` one.
+    Return `function(job)` of each job in order, or the exception that it raised. No job begins after `is_over` of one.
 
-    The threads are daemonic, unlike those of an executor: neither Ctrl-C nor the end of Python waits for an answer.
+    Unlike an executor's, these threads are daemonic: neither Ctrl-C nor the end of Python waits for an answer.
     """
     outcomes: list[Any] = [StoppedError("not asked: another request failed")] * len(jobs)
     todo, done = deque(enumerate(jobs)), queue.SimpleQueue[tuple[int, Any]]()
@@ -366,7 +365,7 @@ def in_threads(
 
 
 def well_formed(value: Any) -> Any:
-    """Return texts, also in lists and mappings, with what UTF-8 cannot say (lone surrogates) replaced by U+FFFD."""
+    """Return texts, also within lists and mappings, with what UTF-8 cannot write (lone surrogates) as U+FFFD."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -375,31 +374,14 @@ def well_formed(value: Any) -> Any:
 
 
 def check_score(score: Any, row: int) -> float | None:
-    """Return a score that came as JSON; raise if it is neither a finite number nor null."""
+    """Return a score from JSON; raise if it is neither a finite number nor null."""
     if score is None:
         return None
     return finite_number(repr(score) if isinstance(score, bool) else score, row)
 
 
-def check_counts(least: int = 1, **counts: Any) -> None:
-    """Raise a `ValueError` unless each is a whole number of `least` or more."""
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"`{name}` must be a whole number of {least} or more, got {value!r}")
-
-
-def mean(values: Iterable[float]) -> float | None:
-    """Return the mean, None of nothing."""
-    numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else None
-
-
-def _failed(outcome: Any) -> bool:
-    return isinstance(outcome, Exception)
-
-
 def _is_mistake(outcome: Any) -> bool:
-    return _failed(outcome) and not isinstance(outcome, WithheldError)
+    return isinstance(outcome, Exception) and not isinstance(outcome, WithheldError)
 
 
 def _checked_url(url: Any) -> str:

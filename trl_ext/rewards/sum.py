@@ -1,34 +1,43 @@
-"""Several reward functions as one: their weighted sum."""
+"""Add up several reward functions with weights."""
 
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from .member import Member, OnError, distinct, is_finite_number, log_to, scores_of_all
-from .naming import checked_name
+from ..runs.jsonl import is_finite_number
+from .checks import OnError, checked_name
+from .member import HoldsRewards, Member, distinct, log_to, scores_of_all
 
 
-class SumReward:
+class SumReward(HoldsRewards):
     """
     Add up several reward functions: Σ_k weight_k · (score_k − mean_k) / std_k.
 
-    A member that gives None for a row does not apply to it and takes no part; where no member with a weight applies,
-    the row's score is None. It is None, too, where a member with a weight fails and is skipped: without what that one
-    takes off, the sum would be too high. Logs `rewards/<name>/<member>/mean` and `…/std`, of the members' own scores:
-    what `means` and `stds` can be set to. Members in background run at the same time, in threads.
+    A member that returns None for a row does not apply to it and is left out; if no member with a weight applies, the
+    row's score is None. It is None, too, if a member with a weight fails and is skipped: a sum without a penalty would
+    be too high. Logs `rewards/<name>/<member>/mean` and `…/std` of the members' own scores, which `means` and `stds`
+    can be set to. Members in the background run at the same time, in threads.
 
     Args:
         members: reward functions, async or not.
-        weights: of the members; 1 each if unset. A member of weight 0 is only logged.
+        weights: one for each member, 1 if unset. A member of weight 0 is only logged.
         means, stds: what each member's scores are standardised by; 0 and 1 if unset. They are fixed numbers, so that a
             score depends on nothing but its row: moments of the run so far would differ between processes.
-        on_error: of a member that fails, see [`~trl_ext.rewards.member.Member`]: `"raise"`, `"skip"` (the row has no
-            score) or the member's score. Of a member whose own `on_error` is `"skip"`, each None counts as failed.
-        name: in the logs; `sum_` and the members' names if unset.
+        on_error: what happens if a member fails, see [`~trl_ext.rewards.member.Member`]: `"raise"`, `"skip"` (the row
+            has no score) or the member's score. If a member's own `on_error` is `"skip"`, each None of it has failed.
+        name: key in the logs; `sum_` and the members' names if unset.
 
     Raises:
-        TypeError, ValueError: what is given is none of these.
+        TypeError, ValueError: an argument is none of these.
+
+    Examples:
+        >>> from trl_ext.rewards import PatternReward, SumReward
+        >>> def shortness(completions, **kwargs):
+        ...     return [-float(len(text.split())) for text in completions]
+        >>> reward = SumReward([PatternReward(required=["please"]), shortness], weights=[10.0, 1.0])
+        >>> reward(prompts=["Ask.", "Ask."], completions=["More tea, please!", "More tea!"])
+        [7.0, -2.0]
     """
 
     def __init__(
@@ -51,11 +60,6 @@ class SumReward:
         self.names = distinct([member.name for member in self.members])
         self.__name__ = checked_name(name, "_".join(["sum", *self.names]))
 
-    @property
-    def in_background(self) -> bool:
-        """Whether the time of any member goes by elsewhere."""
-        return any(member.in_background for member in self.members)
-
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, log_extra: Any = None, **kwargs: Any
     ) -> list[float | None]:
@@ -65,8 +69,7 @@ class SumReward:
         for name, given in zip(self.names, scores, strict=True):
             numbers = [score for score in given if score is not None and not math.isnan(score)]
             if numbers:
-                where = f"rewards/{self.__name__}/{name}"
-                log_to(log_metric, {f"{where}/mean": fmean(numbers), f"{where}/std": pstdev(numbers)})
+                log_to(log_metric, {f"{name}/mean": fmean(numbers), f"{name}/std": pstdev(numbers)}, self)
         return [self._sum(row) for row in zip(*scores, strict=True)]
 
     def _sum(self, row: tuple[float | None, ...]) -> float | None:

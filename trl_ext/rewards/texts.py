@@ -1,4 +1,4 @@
-"""What a reward reads of a completion: its text, and the words of that."""
+"""Read a completion: its text, its words, its last fenced block."""
 
 from typing import Any
 
@@ -16,10 +16,15 @@ def words_of(text: str) -> list[str]:
 
 
 def text_of(completion: Any) -> str:
-    """Return the text of a prompt or completion, whether it is text or messages."""
+    """
+    Return the text of a prompt or completion, which may be a text or messages.
+
+    >>> text_of([{"role": "user", "content": "Tea?"}])
+    'Tea?'
+    """
     return completion if isinstance(completion, str) else "\n".join(str(turn.get("content")) for turn in completion)
 
 
 def last_block(text: str) -> str:
-    """Return what stands in the last fenced block (```) of a text, or all of it if there is none."""
+    """Return the content of the last fenced block (```) of a text, or all of the text if it has none."""
     return ([text, *_BLOCK.findall(text)])[-1]

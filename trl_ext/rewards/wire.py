@@ -1,4 +1,4 @@
-"""What servers of scores are sent, and what they answer, by API. Pure functions."""
+"""Write requests to servers of scores, and read their answers, by API. Pure functions."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/scor
 
 
 class Row(NamedTuple):
-    """One answer: as it is in the data set, and as the text that a classifier reads, by a chat template or not."""
+    """One answer, and the text that a classifier reads, maybe made by a chat template."""
 
     prompt: Any
     completion: Any
@@ -24,9 +24,9 @@ def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> di
 
     Args:
         api: one of `API`.
-        rows: to score.
-        model: the server refuses the request if it has another one; None asks for whatever it has.
-        logits: ask for the model's output itself, without sigmoid or softmax. Not for `"trl-ext"`.
+        rows: the answers to score.
+        model: name of the model; a server with another one refuses. None accepts any.
+        logits: ask for the model's output without sigmoid or softmax. `"trl-ext"` ignores it.
     """
     named = {"model": model} if model else {}
     match api:
@@ -38,7 +38,7 @@ def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> di
                 "finished": None if None in finished else finished,
             }
         case "vllm-classify":
-            bare = not any(row.is_templated for row in rows)  # a chat template puts its own special tokens
+            bare = not any(row.is_templated for row in rows)  # a chat template adds its own special tokens
             texts = [row.text for row in rows]
             return named | {"input": texts, "use_activation": not logits, "add_special_tokens": bare}
         case "vllm-score":
@@ -51,10 +51,10 @@ def request_of(api: str, rows: list[Row], model: str | None, logits: bool) -> di
 
 def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None) -> list[Any]:
     """
-    Return what stands for each row's score in an answer, in order. Whether it is a number is not looked at.
+    Return each row's score in an answer, in order, without checking that it is a number.
 
     Raises:
-        ServiceError: the answer is of another form, or has another number of scores.
+        ServiceError: the answer has another form, or another number of scores.
     """
     try:
         match api:
@@ -76,13 +76,13 @@ def scores_in_answer(api: str, answer: Any, count: int, label: int | str | None)
 
 
 def weights_in_answer(answer: Any) -> str | None:
-    """Return which weights `trl-ext serve-reward` says that it has, in any answer; None if it does not say it."""
-    said = answer.get("identity") if isinstance(answer, dict) else None
-    return said if isinstance(said, str) and said.isprintable() and len(said) <= 100 else None
+    """Return which weights `trl-ext serve-reward` names in an answer; None if it names none."""
+    weights = answer.get("identity") if isinstance(answer, dict) else None
+    return weights if isinstance(weights, str) and weights.isprintable() and len(weights) <= 100 else None
 
 
 def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort by `index`, of which each must be there once."""
+    """Sort by `index`; each must occur once."""
     found = {item["index"]: item for item in items}
     if sorted(found) != list(range(len(items))):
         raise LookupError
@@ -96,7 +96,7 @@ def _of_label(numbers: list[Any], label: int | str | None) -> Any:
 
 
 def _of_name(predictions: list[dict[str, Any]], label: int | str | None) -> Any:
-    by_name = {item["label"]: item["score"] for item in predictions}  # sorted by score, so an index would say nothing
+    by_name = {item["label"]: item["score"] for item in predictions}  # sorted by score, so an index would mean nothing
     if label is None and len(by_name) != 1:
         raise ServiceError(f"the model has the labels {', '.join(sorted(by_name))[:120]}: give one as `label`")
     if label is not None and label not in by_name:

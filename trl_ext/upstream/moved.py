@@ -74,6 +74,7 @@ MOVED: dict[str, str] = {
     "trl_ext.planning": "trl_ext.workbench.planning",
     "trl_ext.redaction": "trl_ext.runs.redaction",
     "trl_ext.resumable": "trl_ext.stages.trainers",
+    "trl_ext.rewards.naming": "trl_ext.rewards.checks",
     "trl_ext.saving": "trl_ext.runs.saving",
     "trl_ext.schedule": "trl_ext.runs.schedule",
     "trl_ext.settings": "trl_ext.runs.settings",

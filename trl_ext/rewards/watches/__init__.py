@@ -1,4 +1,4 @@
-"""Reward functions that measure and reward nothing: give them weight 0. They see completions, as no callback does."""
+"""Measure completions, which no callback sees, by reward functions of weight 0."""
 
 from .gold_judge import GoldJudgeReward
 from .phrases import PhraseReviewReward

@@ -1,4 +1,4 @@
-"""A judge for evaluations, which training never sees."""
+"""Judge evaluations by what training never sees."""
 
 import json
 import time
@@ -7,12 +7,13 @@ from typing import Any
 
 from ...runs.jsonl import read_jsonl
 from ...upstream.names import get_callable_name
-from ..member import awaited, log_to, runs_in_background
+from ..checks import check_function
+from ..member import HoldsRewards, awaited, log_to
 from ..texts import text_of
 from .watch import Watch, numbers_of
 
 
-class GoldJudgeReward(Watch):
+class GoldJudgeReward(HoldsRewards, Watch):
     """
     Score evaluation rows, and no others, by a judge that training must not see.
 
@@ -23,30 +24,32 @@ class GoldJudgeReward(Watch):
     ones.
 
     Args:
-        judge: a reward function, async or not. It gets the rows to score, with their columns.
+        judge: a reward function, async or not. It is given the rows to score, with their columns.
         column: a true value in this column marks a row to score. Only the evaluation set should have it:
             `eval_dataset.add_column("held_out", [True] * len(eval_dataset))`
         folder: see [`Watch`]. It also keeps the start policy's answers and scores, so that a resumed run compares with
             the same ones.
         score: see [`Watch`]; the score of all other rows.
+
+    Examples:
+        >>> from trl_ext.rewards import GoldJudgeReward
+        >>> def gold(completions, **kwargs):
+        ...     return [float("thank" in text) for text in completions]
+        >>> reward = GoldJudgeReward(gold)
+        >>> reward(prompts=["Tea?"] * 2, completions=["No, thank you.", "No."], held_out=[True, None])
+        [1.0, None]
     """
 
     __name__ = "gold_judge"
 
     def __init__(self, judge: Any, column: str = "held_out", **kwargs: Any):
-        if not callable(judge) or isinstance(judge, type):
-            raise TypeError(f"`judge` must be a reward function, got {judge!r}")
+        check_function(judge=judge)
         super().__init__(**kwargs)
         self.judge = judge
         self.column = column
         self._run = time.time()
         self._start_step: int | None = None
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
-
-    @property
-    def in_background(self) -> bool:
-        """Whether the judge's time goes by elsewhere."""
-        return runs_in_background(self.judge)
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
@@ -87,7 +90,7 @@ class GoldJudgeReward(Watch):
         return scores
 
     def _read_start(self, step: int) -> int:
-        """Read the start policy's scores by all processes, if a resumed run left them, and return their step."""
+        """Read the start policy's scores that an interrupted run left. Return their step, or `step` without any."""
         folder = self.folder if self.folder is not None else Watch.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
             rows = list(read_jsonl(path))

@@ -1,4 +1,4 @@
-"""Phrases that are never acceptable, queued for people to review."""
+"""Queue completions with unacceptable phrases for people to review."""
 
 import unicodedata
 from collections.abc import Iterable
@@ -11,11 +11,10 @@ from ..member import log_to
 from ..texts import UNSPACED, text_of
 from .watch import Watch
 
-# Letters, digits and marks that make up words; in scripts without spaces there is no telling where a word ends
+# Characters of words; in scripts without spaces nothing marks where a word ends
 _WORD = rf"[[\p{{L}}\p{{N}}\p{{M}}]--[{UNSPACED}]]"
 _HIDDEN = r"\p{Cf}"  # zero-width spaces and joiners, soft hyphens
-# More marks in a row than any language has (Unicode's annex 15, stream-safe texts): the time to sort them grows with
-# their square
+# More marks in a row than any language has (Unicode's annex 15, stream-safe texts): sorting them takes quadratic time
 _MARKS = regex.compile(r"(\p{M}{30})\p{M}+")
 
 
@@ -29,9 +28,16 @@ class PhraseReviewReward(Watch):
     Args:
         phrases: matched as whole words, in any case, with any space between words and any invisible character within.
             In scripts without spaces, such as Chinese, Japanese and Thai, they are matched within words, too.
-        veto: score of a completion with such a phrase; others get 0.0. Give the function a weight then. None scores
-            nothing.
+        veto: score of a completion with such a phrase; others score 0.0. Give the function a weight then. None only
+            measures.
         folder, score: see [`Watch`].
+
+    Examples:
+        >>> from trl_ext.rewards import PhraseReviewReward
+        >>> reward = PhraseReviewReward(["shut up"], veto=-1.0)
+        >>> reward(prompts=["Help!"] * 2, completions=["SHUT  UP.", "Gladly."], log_metric=print)
+        phrase_review/share 0.5
+        [-1.0, 0.0]
     """
 
     __name__ = "phrase_review"
@@ -67,13 +73,13 @@ class PhraseReviewReward(Watch):
 
 
 def _composed(text: str, hidden: str | None = None) -> str:
-    """Write each character in one way, as letters with accents, and put `hidden` in place of what is not seen."""
+    """Write each character in one way, such as letters with accents, and replace invisible ones by `hidden`."""
     text = unicodedata.normalize("NFKC", _MARKS.sub(r"\1", text))
     return text if hidden is None else regex.sub(_HIDDEN, hidden, text)
 
 
 def _pattern(phrase: str) -> str:
-    """Return a pattern for a phrase between two words' boundaries, where its first and last characters have any."""
+    """Return a pattern for a phrase that begins and ends with whole words, where the script has such."""
     words = _composed(phrase, "").split()
     within = [f"{_HIDDEN}*".join(map(regex.escape, word)) for word in words]
     begins, ends = (regex.match(_WORD, end, regex.VERSION1) for end in (words[0][0], words[-1][-1]))

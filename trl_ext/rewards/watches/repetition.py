@@ -1,4 +1,4 @@
-"""Repetition within and between completions, and copying."""
+"""Measure repetition within and between completions, and copying."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -27,6 +27,16 @@ class RepetitionWatch(Watch):
         corpus: texts that must not be copied, such as the training demonstrations.
         copied_words: words in a row that make a copy.
         folder, score: see [`Watch`].
+
+    Examples:
+        >>> from trl_ext.rewards import RepetitionWatch
+        >>> watch = RepetitionWatch(n=1)
+        >>> scores = watch(prompts=["Go on."] * 2, completions=["la la la la", "and so on"], log_metric=print)
+        repetition/distinct_1 0.5714285714285714
+        repetition/repeated 0.375
+        repetition/top_phrase_share 0.5
+        >>> watch.top_phrase
+        'and'
     """
 
     __name__ = "repetition_watch"

@@ -1,4 +1,4 @@
-"""The distribution of single scores. Trainers log only their mean and standard deviation."""
+"""Log the quantiles of single scores. Trainers log only their mean and standard deviation."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import torch
 from torch import nn
 
 from ...upstream.names import get_callable_name
-from ..member import awaited, log_to, runs_in_background
-from ..naming import checked_name
+from ..checks import checked_name
+from ..member import HoldsRewards, awaited, log_to
 from ..segments import total_of
 from .watch import Watch
 
 
-class ScoreWatch(Watch):
+class ScoreWatch(HoldsRewards, Watch):
     """
     Log the quantiles of a reward's single scores as `score_watch/<name>/q05` and so on.
 
@@ -26,6 +26,16 @@ class ScoreWatch(Watch):
         quantiles: to log, in [0, 1].
         name: for the metrics. The default is the reward's own name.
         folder, score: see [`Watch`].
+
+    Examples:
+        >>> from trl_ext.rewards import ScoreWatch
+        >>> def length(completions, **kwargs):
+        ...     return [float(len(text.split())) for text in completions]
+        >>> watch = ScoreWatch(length, bound=2.5, quantiles=(0.5,))
+        >>> watch(prompts=["Tea?"] * 3, completions=["No.", "Yes, please.", "A cup, please."], log_metric=print)
+        score_watch/length/q50 2.0
+        score_watch/length/share_above 0.3333333333333333
+        [1.0, 2.0, 3.0]
     """
 
     def __init__(
@@ -50,11 +60,6 @@ class ScoreWatch(Watch):
         self._seen: list[float] = []
         if is_model:
             reward.register_forward_hook(lambda module, inputs, output: self._seen.extend(_scores(output)))
-
-    @property
-    def in_background(self) -> bool:
-        """Whether the reward's time goes by elsewhere."""
-        return runs_in_background(self.reward)
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any

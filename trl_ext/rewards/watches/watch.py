@@ -1,4 +1,4 @@
-"""What all watches share. A watch is a reward function of weight zero that only measures."""
+"""Write what a watch sees. A watch is a reward function of weight 0 that only measures."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""The application behind `trl-ext serve-reward`: what it takes, and how requests of several clients share a batch."""
+"""Answer requests for scores, those of several clients in one batch: the application of `trl-ext serve-reward`."""
 
 import asyncio
 import hmac
@@ -31,16 +31,16 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 @dataclass(frozen=True)
 class Limits:
     """
-    What one server takes.
+    Limits of a server.
 
     Args:
-        max_batch_size: rows that are scored at once; a request of more rows is a batch of its own.
-        max_wait: seconds that a batch which is not full waits for more, from its first request on.
-        max_queue_rows: rows that wait or are scored; what comes beyond is told to come again.
-        max_rows: of one request.
-        max_characters: of one prompt or completion.
-        max_body_bytes: of one request.
-        body_seconds: for a request to arrive.
+        max_batch_size: rows scored in one call; a request with more rows is a batch of its own.
+        max_wait: seconds that a batch waits for more rows, from its first request on.
+        max_queue_rows: rows that wait or are being scored; requests beyond are answered 503.
+        max_rows: rows of one request.
+        max_characters: longest prompt or completion.
+        max_body_bytes: longest request.
+        body_seconds: seconds for a request to arrive.
     """
 
     max_batch_size: int = 64
@@ -53,7 +53,7 @@ class Limits:
 
 
 class Refusal(Exception):
-    """A request that is not answered with scores: status and one sentence."""
+    """A request is refused, with a status and one sentence."""
 
     def __init__(self, status: int, why: str, **headers: str):
         super().__init__(why)
@@ -62,7 +62,7 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """One request that waits for its scores."""
+    """A request that waits for its scores."""
 
     prompts: list
     completions: list
@@ -72,12 +72,12 @@ class Job:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """What may be scored in one call: a reward function is given texts or messages, not both."""
+        """Jobs of one kind share a call: a reward function is given texts or messages, not both."""
         return isinstance(self.prompts[0], str), self.finished is None
 
 
 class Meters:
-    """What `/metrics` shows."""
+    """Metrics that `/metrics` shows."""
 
     def __init__(self, waiting: Callable[[], float]):
         self.registry = CollectorRegistry()
@@ -92,22 +92,22 @@ class Meters:
 
 class Batcher:
     """
-    Score the requests of all clients by one thread, those that come together in one call.
+    Score the requests of all clients in one thread, with one call for those that come at the same time.
 
-    A call that fails is repeated for each of its requests alone, so that one client's row fails nobody else's.
+    If a call fails, each of its requests is scored alone, so that no client's row fails another's.
 
     Args:
-        score: takes prompts, completions and finished, and returns the scores.
+        score: function of prompts, completions and finished that returns the scores.
         limits: see [`Limits`].
     """
 
     def __init__(self, score: Callable[[list, list, Any], list[float | None]], limits: Limits):
         self.score, self.limits = score, limits
-        self.waiting = 0  # rows; changed by the event loop's thread alone
+        self.waiting = 0  # rows; only the event loop's thread changes it
         self.batches: deque[int] = deque(maxlen=10_000)  # rows of the last calls
         self.meters = Meters(lambda: self.waiting)
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        # Daemonic: the process ends also while a call hangs
+        # Daemonic: the process can end while a call hangs
         threading.Thread(target=self._run, name="trl_ext-scorer", daemon=True).start()
 
     @property
@@ -151,7 +151,8 @@ class Batcher:
                 self._answer(group)
 
     def _answer(self, jobs: list[Job]) -> None:
-        prompts, completions = ([row for job in jobs for row in getattr(job, name)] for name in _TEXTS)
+        prompts = [prompt for job in jobs for prompt in job.prompts]
+        completions = [completion for job in jobs for completion in job.completions]
         finished = None if jobs[0].finished is None else [end for job in jobs for end in job.finished or ()]
         start = time.monotonic()
         try:
@@ -172,9 +173,6 @@ class Batcher:
             job.answer.get_loop().call_soon_threadsafe(_settle, job.answer, part)
 
 
-_TEXTS = ("prompts", "completions")
-
-
 def _settle(answer: asyncio.Future, scores: Any) -> None:
     if answer.done():
         return
@@ -185,7 +183,7 @@ def _settle(answer: asyncio.Future, scores: Any) -> None:
 
 
 def scorer(function: Callable) -> Callable[[list, list, Any], list[float | None]]:
-    """Return what calls a reward function for a [`Batcher`], and checks what it returns."""
+    """Return a function for a [`Batcher`] that calls a reward function and checks its scores."""
     member = Member(function)
 
     def score(prompts: list, completions: list, finished: Any) -> list[float | None]:
@@ -200,10 +198,10 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     Make the application: POST /score, GET /health, GET /metrics.
 
     Args:
-        batcher: scores.
-        name: of the model; a request that names another one is refused.
+        batcher: scores the requests.
+        name: name of the model; a request that names another one is refused.
         key: bearer token that all but `/health` demand; None demands none.
-        identity: which weights these are; it is in each answer, so that a client sees when they are others.
+        identity: which weights are served; each answer has it, so that a client sees when they change.
     """
     meters, who = batcher.meters, {"model": name, **({} if identity is None else {"identity": identity})}
 
@@ -215,7 +213,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
     async def answer(request: Request) -> Response:
         check_key(request)
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise Refusal(415, "the content type must be application/json")  # a page in a browser cannot send that
+            raise Refusal(415, "the content type must be application/json")  # a browser's page cannot send it
         prompts, completions, finished = rows_in(await read_body(request, batcher.limits), batcher.limits, name)
         scoring = asyncio.ensure_future(batcher.scores(prompts, completions, finished))
         leaving = asyncio.ensure_future(_until_gone(request))
@@ -239,12 +237,12 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
             response = Response(status_code=499)
         except Exception as error:
             cause = error.__cause__ or error
-            # Such as one that the model cannot read, or messages that its chat template refuses
+            # Such as a row that the model cannot read, or messages that its chat template refuses
             is_of_a_row = isinstance(cause, (ValueError, TypeError, TemplateError))
             if not is_of_a_row:
                 logger.exception("scoring failed")
-            said = redacted(str(cause))[:300] if is_of_a_row else f"scoring failed: {type(cause).__name__}"
-            response = JSONResponse({"error": said}, 422 if is_of_a_row else 500)
+            message = redacted(str(cause))[:300] if is_of_a_row else f"scoring failed: {type(cause).__name__}"
+            response = JSONResponse({"error": message}, 422 if is_of_a_row else 500)
         meters.requests.labels(response.status_code).inc()
         meters.request_seconds.observe(time.monotonic() - start)
         return response
@@ -260,11 +258,7 @@ def make_app(batcher: Batcher, name: str, key: str | None = None, identity: str 
         return Response(generate_latest(meters.registry), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
-        routes=[
-            Route("/score", score, methods=["POST"]),
-            Route("/health", health),
-            Route("/metrics", metrics),
-        ]
+        routes=[Route("/score", score, methods=["POST"]), Route("/health", health), Route("/metrics", metrics)]
     )
 
 
@@ -274,7 +268,7 @@ async def _until_gone(request: Request) -> None:
 
 
 async def read_body(request: Request, limits: Limits) -> Any:
-    """Return the JSON of a request; raise a [`Refusal`] if it is too long, too slow, or none."""
+    """Return the JSON of a request; raise a [`Refusal`] if it is too long, too slow, or not JSON."""
     body = bytearray()
     try:
         async with asyncio.timeout(limits.body_seconds):
@@ -291,7 +285,7 @@ async def read_body(request: Request, limits: Limits) -> Any:
 
 
 def rows_in(body: Any, limits: Limits, name: str) -> tuple[list, list, list[bool] | None]:
-    """Return prompts, completions and finished of a request; raise a [`Refusal`] if it is not as it must be."""
+    """Return prompts, completions and finished of a request; raise a [`Refusal`] if one is wrong."""
     if not isinstance(body, dict) or not isinstance(body.get("prompts"), list):
         raise Refusal(422, "the request must be an object with `prompts` and `completions`, two lists")
     if unknown := body.keys() - {"prompts", "completions", "finished", "model"}:

@@ -27,7 +27,7 @@ def load(model: str, max_batch_tokens: int | None, dtype: str | None, device: st
 
         given = {"--max_batch_tokens": max_batch_tokens, "--dtype": dtype, "--device": device}
         if unread := [flag for flag, value in given.items() if value is not None]:
-            raise ValueError(f"{unread[0]} is of a model, and {model} is a function: leave it out")
+            raise ValueError(f"{unread[0]} is for a model, and {model} is a function: leave it out")
         return load_reward(model)
     from ...cli.model_names import check_model
     from ...rewards import ModelReward
@@ -38,7 +38,7 @@ def load(model: str, max_batch_tokens: int | None, dtype: str | None, device: st
 
 
 def listen(host: str, port: int, has_key: bool, without_key: bool = False) -> socket.socket:
-    """Return a socket that listens; raise if others than this machine could reach it without a token."""
+    """Return a socket that listens; raise if other machines could reach it without a token."""
     if not (has_key or without_key or _is_loopback(host)):
         raise ValueError(
             f"--host {host} is not this machine alone: export a token and name its variable by --api_key_env, or give "
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"--api_key_env: the environment variable {args.api_key_env} holds no token; export it")
         listening = listen(args.host, args.port, key is not None, args.without_key)
         function = load(args.model, args.max_batch_tokens, args.dtype, args.device)
-        identity = identity_of(function)  # now: the files may be written again while it serves
+        identity = identity_of(function)  # now: the files may change while it serves
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(f"{parser.prog}: error: {redacted((str(error) or repr(error)).splitlines()[0])}", file=sys.stderr)
         sys.exit(2)
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def identity_of(function: Callable) -> str:
-    """Return which weights or function are served, in few characters that tell nothing else."""
+    """Return a short hash that says which weights or function are served, and tells nothing else."""
     import xxhash
 
     from ...runs import source_identity
@@ -103,7 +103,7 @@ def identity_of(function: Callable) -> str:
 
 
 def serve(function: Callable, identity: str, args: Any, key: str | None, listening: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; requests that are under way are answered, for 30 seconds at most."""
+    """Serve until SIGINT or SIGTERM. Open requests are then answered, for 30 seconds at most."""
     import uvicorn
 
     from ...upstream import get_callable_name
@@ -139,7 +139,7 @@ def serve(function: Callable, identity: str, args: Any, key: str | None, listeni
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, of whatever
+    except ValueError:  # a host name
         return False
 
 

@@ -1,0 +1,65 @@
+"""Check the settings of rewards, and pickle them."""
+
+import re
+import threading
+from typing import Any, Literal
+
+OnError = Literal["raise", "skip"] | float
+
+
+class PicklesSettings:
+    """Base class of rewards that pickle their settings alone, and set up locks, memories and connections anew."""
+
+    def _set_up(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name == "__name__" or name[0] != "_"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set_up()
+
+
+def checked_name(name: str | None, default: str) -> str:
+    """Return `name`, the key in the logs, or the default with `_` for each run of characters that no name may have."""
+    if name is None:
+        return re.sub(r"_?[^\w.-]+_?", "_", default, flags=re.ASCII).strip("_") or "reward"
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+        raise ValueError(f"`name` may have letters, digits, '_', '-' and '.', got {name!r}")
+    return name
+
+
+def check_on_error(on_error: Any) -> OnError:
+    """Return `on_error`; raise a `ValueError` unless it is `"raise"`, `"skip"` or a score."""
+    if not (on_error in ("raise", "skip") or is_finite_number(on_error)):
+        raise ValueError(f"`on_error` must be 'raise', 'skip' or a finite number, got {on_error!r}")
+    return on_error
+
+
+def check_function(**functions: Any) -> None:
+    """Raise a `TypeError` unless each is a reward function; a class is not one."""
+    for name, function in functions.items():
+        if not callable(function) or isinstance(function, type):
+            raise TypeError(f"`{name}` must be a reward function, got {function!r}")
+
+
+def check_counts(least: int = 1, **counts: Any) -> None:
+    """Raise a `ValueError` unless each is a whole number of `least` or more."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"`{name}` must be a whole number of {least} or more, got {value!r}")
+
+
+def check_seconds(most: float = threading.TIMEOUT_MAX, **seconds: float) -> None:
+    """Raise a `ValueError` unless each is a time that can be waited for."""
+    for name, value in seconds.items():
+        if not 0 < value <= most:
+            raise ValueError(f"`{name}` must be more than 0 seconds, and at most {most:g}, got {value!r}")
+
+
+def check_finite(**numbers: Any) -> None:
+    """Raise a `ValueError` unless each is a finite number."""
+    for name, value in numbers.items():
+        if not is_finite_number(value):
+            raise ValueError(f"`{name}` must be a finite number, got {value!r}")

@@ -1,4 +1,4 @@
-"""Tests with the real vLLM, on a CPU: docs/vllm.md says how to make the environment that they need."""
+"""Tests with the real vLLM, on a CPU: tests/vllm/README.md says how to make the environment that they need."""
 
 import importlib.util
 
@@ -7,7 +7,7 @@ import pytest
 
 def pytest_collection_modifyitems(items):
     if importlib.util.find_spec("vllm") is None:
-        reason = "vLLM is not installed here: docs/vllm.md says how to make an environment with it"
+        reason = "vLLM is not installed here: tests/vllm/README.md says how to make an environment with it"
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason=reason))

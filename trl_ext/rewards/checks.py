@@ -4,6 +4,8 @@ import re
 import threading
 from typing import Any, Literal
 
+from ..runs.jsonl import is_finite_number
+
 OnError = Literal["raise", "skip"] | float
 
 

@@ -9,7 +9,6 @@ from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
     from ..runs.control import request_kl_scale as request_kl_scale
-    from ..upstream.lazy import lazily as lazily
     from .alerts import Alert as Alert
     from .alerts import JSONLSink as JSONLSink
     from .alerts import TensorBoardSink as TensorBoardSink

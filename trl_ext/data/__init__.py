@@ -6,7 +6,6 @@ from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
     from ..runs.rows import rows_identity as rows_identity
-    from ..upstream.lazy import lazily as lazily
     from .copies import copied_shares as copied_shares
     from .copies import corpus_ngrams as corpus_ngrams
     from .duplicates import Duplicates as Duplicates

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from ..upstream.lazy import lazily as lazily
     from .bootstrap import bootstrap_interval as bootstrap_interval
     from .calibration import calibration_error_by_chance as calibration_error_by_chance
     from .calibration import fit_temperature as fit_temperature

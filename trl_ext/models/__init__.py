@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from ..upstream.lazy import lazily as lazily
     from ..upstream.names import add_fused_lm_head as add_fused_lm_head
     from .actor_critic import ActorCritic as ActorCritic
     from .actor_critic import add_value_forward as add_value_forward

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from trl.rewards import get_soft_overlong_punishment as get_soft_overlong_punishment
 
     from ..runs.sources import source_identity as source_identity
-    from ..upstream.lazy import lazily as lazily
     from .cached import CachedReward as CachedReward
     from .code import CodeReward as CodeReward
     from .constitution import ConstitutionReward as ConstitutionReward

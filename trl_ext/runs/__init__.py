@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
-    from ..upstream.lazy import lazily as lazily
     from .checkpoints import CannotResume as CannotResume
     from .checkpoints import NotSaved as NotSaved
     from .checkpoints import checkpoint_to_resume as checkpoint_to_resume

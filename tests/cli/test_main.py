@@ -378,3 +378,8 @@ def test_processes_that_were_asked_for_train_together(elsewhere):
     assert sum("next: " in line for line in ran.stdout.splitlines()) == 1  # else each took itself for the only one
     wrong = subprocess.run([*command, "--learning_rate", "-1"], capture_output=True, text=True, env=environment)
     assert wrong.returncode == 2 and "trl-ext sft: error: " in wrong.stderr and "Traceback" not in wrong.stderr
+
+
+def test_who_reads_only_the_beginning_sees_no_traceback():
+    done = subprocess.run("trl-ext doctor | head -1", shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("ok") and "Traceback" not in done.stderr

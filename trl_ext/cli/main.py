@@ -120,6 +120,11 @@ def run_here(name: str, arguments: list[str]) -> int:
             import_module(_module(name)).main(arguments)
         else:
             recipe(_RECIPES.get(name, name)).main(arguments)
+    except BrokenPipeError:
+        if name in TRAINING or name in _TRAINS_TOO:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read the rest is gone, as in `| head`
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             goes_on = name in TRAINING or name in _TRAINS_TOO

@@ -87,7 +87,7 @@ def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
         def __call__(self, completions, **kwargs):
             return [None] * len(completions)
 
-        def told(self, completions, **kwargs):
+        def scores_or_nan(self, completions, **kwargs):
             asked.append(completions)
             return [None if completion == "0" else math.nan for completion in completions]
 

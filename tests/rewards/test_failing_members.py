@@ -7,6 +7,7 @@ import random
 import pytest
 
 from trl_ext.rewards import CachedReward, ConstitutionReward, EnsembleReward, ScoreWatch, SumReward
+from trl_ext.rewards.member import TellsFailures
 
 ROWS = 60
 HELD = ("a", "b", "c")
@@ -83,12 +84,8 @@ def test_none_of_a_member_that_does_not_fail_still_says_that_it_does_not_apply()
 def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
     asked = []
 
-    class Withholds:
-        def __call__(self, completions, **kwargs):
-            return [None] * len(completions)
-
-        def scores_or_nan(self, completions, **kwargs):
-            asked.append(completions)
+    class Withholds(TellsFailures):
+        def scores_or_nan(self, prompts, completions, **kwargs):
             return [None if completion == "0" else math.nan for completion in completions]
 
     cached = CachedReward(Withholds(), columns=[])

@@ -86,6 +86,7 @@ def test_what_a_judge_withholds_pays_nowhere_through_a_cache_either():
 
     class Withholds(TellsFailures):
         def scores_or_nan(self, prompts, completions, **kwargs):
+            asked.append(completions)
             return [None if completion == "0" else math.nan for completion in completions]
 
     cached = CachedReward(Withholds(), columns=[])

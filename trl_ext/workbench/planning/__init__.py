@@ -1,44 +1,39 @@
-"""What a run will take, computed without loading a weight."""
+"""Compute what a run will take, without loading a weight."""
 
-from .advice import Facts, Leak, Reason, Recommendation, advise
-from .capacity import Fit, fit
-from .checks import known_not_to_work, known_to_go_wrong
-from .duration import GPU, GPUS, Efficiency, examples, hours, seconds_per_example
-from .layout import Layout
-from .memory import GIB, kv_cache_bytes, optimizer_bytes, quantized_bytes, share
-from .runs import Job, LoadedReward, Plan, Role
-from .simulate import LiveBytes, fake, forward_peak, training_peak
-from .stages import plan
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "GIB",
-    "GPU",
-    "GPUS",
-    "Efficiency",
-    "Facts",
-    "Fit",
-    "Job",
-    "Layout",
-    "Leak",
-    "LiveBytes",
-    "LoadedReward",
-    "Plan",
-    "Reason",
-    "Recommendation",
-    "Role",
-    "advise",
-    "examples",
-    "fake",
-    "fit",
-    "forward_peak",
-    "hours",
-    "known_not_to_work",
-    "known_to_go_wrong",
-    "kv_cache_bytes",
-    "optimizer_bytes",
-    "plan",
-    "quantized_bytes",
-    "seconds_per_example",
-    "share",
-    "training_peak",
-]
+from ...upstream.lazy import lazily
+
+if TYPE_CHECKING:
+    from .advice import Facts as Facts
+    from .advice import Leak as Leak
+    from .advice import Reason as Reason
+    from .advice import Recommendation as Recommendation
+    from .advice import advise as advise
+    from .capacity import Fit as Fit
+    from .capacity import fit as fit
+    from .checks import known_not_to_work as known_not_to_work
+    from .checks import known_to_go_wrong as known_to_go_wrong
+    from .duration import GPU as GPU
+    from .duration import GPUS as GPUS
+    from .duration import Efficiency as Efficiency
+    from .duration import examples as examples
+    from .duration import hours as hours
+    from .duration import seconds_per_example as seconds_per_example
+    from .layout import Layout as Layout
+    from .memory import GIB as GIB
+    from .memory import kv_cache_bytes as kv_cache_bytes
+    from .memory import optimizer_bytes as optimizer_bytes
+    from .memory import quantized_bytes as quantized_bytes
+    from .memory import share as share
+    from .runs import Job as Job
+    from .runs import LoadedReward as LoadedReward
+    from .runs import Plan as Plan
+    from .runs import Role as Role
+    from .simulate import LiveBytes as LiveBytes
+    from .simulate import fake as fake
+    from .simulate import forward_peak as forward_peak
+    from .simulate import training_peak as training_peak
+    from .stages import plan as plan
+else:
+    __getattr__, __dir__, __all__ = lazily(__name__, __file__)

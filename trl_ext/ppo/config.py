@@ -258,8 +258,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     kl_estimator: str = setting(
         "k1",
-        "KL estimator that shapes the reward. It is a name in `trl_ext.functional.KL_ESTIMATORS`, such as k1, k2 or k3; "
-        "`objective/kl` and the controller always use the summed k1.",
+        "KL estimator that shapes the reward. It is a name in `trl_ext.functional.KL_ESTIMATORS`, such as k1, k2 or "
+        "k3. `objective/kl` and the controller always use the summed k1.",
     )
     kl_controller: Literal["fixed", "adaptive"] = setting(
         "fixed",

@@ -113,13 +113,13 @@ def make(tmp_path, model=None, reward_funcs=None, train_dataset=None, trainer_kw
 @pytest.fixture
 def token_rewards(monkeypatch):
     """The token rewards that went into GAE, one tensor a rollout."""
-    seen, gae = [], ppo_trainer.gae
+    seen, estimate = [], ppo_trainer.advantages_and_returns
 
-    def recording_gae(rewards, *args):
+    def recording(rewards, *args):
         seen.append(rewards)
-        return gae(rewards, *args)
+        return estimate(rewards, *args)
 
-    monkeypatch.setattr(ppo_trainer, "gae", recording_gae)
+    monkeypatch.setattr(ppo_trainer, "advantages_and_returns", recording)
     return seen
 
 

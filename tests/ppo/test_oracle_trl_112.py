@@ -148,12 +148,12 @@ def test_rewards_advantages_returns_and_losses_equal_trl_112(tmp_path, monkeypat
     )
     trainer.rollouts, trainer.minibatches, token_rewards = [], [], []
 
-    def recording_gae(rewards, *args):
+    def recording(rewards, *args):
         token_rewards.append(rewards)
-        return gae(rewards, *args)
+        return estimate(rewards, *args)
 
-    gae = ppo_trainer.gae
-    monkeypatch.setattr(ppo_trainer, "gae", recording_gae)
+    estimate = ppo_trainer.advantages_and_returns
+    monkeypatch.setattr(ppo_trainer, "advantages_and_returns", recording)
     trainer.train()
 
     assert len(trainer.rollouts) == len(token_rewards) == 2

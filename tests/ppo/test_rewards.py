@@ -66,13 +66,13 @@ def answer_ids(tokenizer, answers=ANSWERS, finished=FINISHED):
 @pytest.fixture
 def token_rewards(monkeypatch):
     """The token rewards that went into GAE, one tensor a rollout."""
-    seen, gae = [], ppo_trainer.gae
+    seen, estimate = [], ppo_trainer.advantages_and_returns
 
-    def recording_gae(rewards, *args):
+    def recording(rewards, *args):
         seen.append(rewards)
-        return gae(rewards, *args)
+        return estimate(rewards, *args)
 
-    monkeypatch.setattr(ppo_trainer, "gae", recording_gae)
+    monkeypatch.setattr(ppo_trainer, "advantages_and_returns", recording)
     return seen
 
 

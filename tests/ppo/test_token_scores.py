@@ -43,13 +43,13 @@ def watching(completion_ids, **kwargs):
 @pytest.fixture
 def seen(monkeypatch):
     """The token rewards that went into GAE."""
-    rewards, gae = [], ppo_trainer.gae
+    rewards, estimate = [], ppo_trainer.advantages_and_returns
 
     def recording(given, *args):
         rewards.append(given)
-        return gae(given, *args)
+        return estimate(given, *args)
 
-    monkeypatch.setattr(ppo_trainer, "gae", recording)
+    monkeypatch.setattr(ppo_trainer, "advantages_and_returns", recording)
     return rewards
 
 
@@ -170,7 +170,7 @@ def accelerator():
 @pytest.mark.parametrize(
     ("ends", "values", "message"),
     [
-        ([0, 1], [1.0], "`ends` and `values` must be as many, got 2 and 1"),
+        ([0, 1], [1.0], "`ends` and `values` must have the same length, got 2 and 1"),
         ([1, 1], [1.0, 2.0], r"`ends` must be token positions from 0 on, rising, got \[1, 1\]"),
         ([-1], [1.0], r"rising, got \[-1\]"),
     ],

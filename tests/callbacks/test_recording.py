@@ -121,7 +121,7 @@ def test_a_script_with_our_trainers_is_as_quiet_as_a_recipe():
     code = """
 import logging
 from trl_ext import PPOConfig
-from trl_ext import terminal
+from trl_ext.upstream import terminal
 assert terminal.is_quiet() and all(logging.getLogger(name).filters for name in terminal.REMARKS)
 import peft
 """

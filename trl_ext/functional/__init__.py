@@ -1,4 +1,4 @@
-"""The tensor maths of PPO and DPO, as pure functions that need nothing but torch."""
+"""The maths of PPO and DPO on tensors, and of their monitors, as pure functions of torch and scipy."""
 
 from .advantages import LAM_SCHEDULES, advantages_and_returns, choose_lam, gae, length_adaptive_lam, token_rewards
 from .dpo import (

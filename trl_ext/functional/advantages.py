@@ -26,7 +26,7 @@ def token_rewards(
         kl: (B, T), nats, per token.
         mask: (B, T), 1 = real response token, EOS included.
         kl_coef: score units per nat.
-        token_scores: (B, T), score units: the part of the score that belongs to each token; None is all 0.
+        token_scores: (B, T), score units: the part of the score that belongs to each token; None for all 0.
 
     Returns:
         (B, T), score units.
@@ -50,10 +50,10 @@ def token_rewards(
 
 
 def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
-    """Give each response a lambda by its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
+    """Give each response a lambda that depends on its length: lam = 1 - 1 / (alpha n), and 0 where alpha n <= 1.
 
-    With n tokens the weights lam^k of the errors that follow a token then sum to at most alpha n, a share of the
-    response that does not depend on its length. Yue et al. 2025, arXiv:2504.05118, section 4.2.
+    The weights lam^k of the errors after a token then sum to at most alpha n: the same share alpha of a response of n
+    tokens, however long it is. Yue et al. 2025, arXiv:2504.05118, section 4.2.
 
     Args:
         mask: (B, T), 1 = real response token, EOS included.
@@ -80,17 +80,17 @@ def choose_lam(
 ) -> tuple[float | Tensor, float | None]:
     """Choose the lambda of the policy's advantages, and that of the critic's target.
 
-    A schedule with a value takes the place of lam. The critic's target then has lam_value, by default 1, so that it
-    does not depend on the schedule. Without a schedule its default is lam.
+    A schedule with a value replaces lam. The critic's target then uses lam_value, by default 1, so that it does not
+    depend on the schedule. Without a schedule, the default of lam_value is lam.
 
     Args:
         mask: (B, T), 1 = real response token, EOS included.
         lam: in [0, 1].
         lam_value: in [0, 1], or None for the default.
-        schedules: a value for each name in `LAM_SCHEDULES` that is used; None for one that is not.
+        schedules: a value for each name in `LAM_SCHEDULES`; None for a schedule that is not used.
 
     Returns:
-        The lambda of the advantages, a float or (B,); and that of the target, None where it is the same.
+        The lambda of the advantages, a float or (B,); and that of the target, None if it is the same.
 
     Raises:
         ValueError: two schedules have a value.

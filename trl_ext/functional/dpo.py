@@ -1,4 +1,4 @@
-"""Compute DPO's logits and losses pair by pair, and the β that is to come. Δ = chosen − rejected log-ratio."""
+"""DPO's logits and losses, pair by pair, and the rules that move β. Δ = chosen − rejected log-ratio."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,15 @@ from .shapes import check_shapes
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum each completion's log-probs; ld_alpha is the weight of tokens beyond the length of the pair's shorter one.
+    """Sum each completion's log-probs, with a weight on the tokens beyond the length of the pair's shorter one.
 
     sum_{t <= l} logp_t + ld_alpha sum_{t > l} logp_t with l = min of the pair's lengths; LD-DPO, Liu et al. 2024,
-    arXiv:2409.06411. ld_alpha = 1 or None is the plain sum.
+    arXiv:2409.06411.
 
     Args:
-        logprobs: (2B, T), nats, the chosen halves first.
+        logprobs: (2B, T), nats, the B chosen completions first.
         mask: (2B, T), 1 = token of the completion.
-        ld_alpha: weight of the tokens beyond the common length; None for the plain sum.
+        ld_alpha: weight of the tokens beyond the common length; None or 1 for the plain sum.
 
     Returns:
         (2B,), nats.
@@ -44,14 +44,14 @@ def preference_logits(
 ) -> Tensor:
     """Compute the logit of "chosen beats rejected": z = beta (r_c - r_r - lambda max(0, -r_c)) - offset.
 
-    DPO, Rafailov et al. 2023, arXiv:2305.18290, equation 7; the offset of ODPO, Amini et al. 2024, arXiv:2402.10571;
-    the penalty on chosen answers that become less likely of DPOP, Pal et al. 2024, arXiv:2402.13228.
+    DPO, Rafailov et al. 2023, arXiv:2305.18290, equation 7. The offset is ODPO's, Amini et al. 2024, arXiv:2402.10571.
+    DPOP's penalty is on chosen answers that become less likely, Pal et al. 2024, arXiv:2402.13228.
 
     Args:
         chosen_logratios: (B,), nats, log-prob of the chosen completion under the policy minus under the reference.
         rejected_logratios: (B,), nats, the same of the rejected one.
         beta: scalar or (B,), 1 / nats.
-        offset: (B,), logits by which the chosen answer must win; None for 0.
+        offset: (B,), by how many logits the chosen answer must win; None for 0.
         dpop_lambda: lambda, dimensionless, 0 for no penalty.
 
     Returns:
@@ -97,7 +97,9 @@ def preference_loss(logits: Tensor, confidence: Tensor | None = None) -> Tensor:
 
 
 def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Compute how far a pair's two log-probs have moved: (|r_c| + |r_r|) / 2. It is no KL: answers are no samples.
+    """Compute how far a pair's two log-probs have moved: (|r_c| + |r_r|) / 2.
+
+    This is no KL, since the policy did not sample the answers.
 
     Args:
         chosen_logratios: (B,), nats.
@@ -114,7 +116,7 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
 
 
 def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Find the pairs that are won by a chosen answer that became less likely itself: r_c < 0 and r_c - r_r > 0.
+    """Find pairs with a positive margin whose chosen answer became less likely all the same: r_c < 0, r_c - r_r > 0.
 
     Razin et al. 2024, arXiv:2410.08847: likelihood displacement.
 
@@ -133,15 +135,15 @@ def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
 
 
 def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> float:
-    """Set a batch's beta by how well it is told apart: beta (1 + alpha (M - M_0)). Not bounded.
+    """Set a batch's beta from its mean margin: beta (1 + alpha (M - M_0)), not bounded.
 
     Wu et al. 2024, arXiv:2407.08639, with M in nats as in its code, not times beta.
 
     Args:
-        beta: the beta of a batch of average margin, 1 / nats.
+        beta: the beta of a batch with the running mean's margin, 1 / nats.
         margin: M, mean log-ratio margin Delta of the batch, nats.
-        running_mean: M_0, of the batches before, nats.
-        alpha: 1 / nats.
+        running_mean: M_0, mean margin of the batches before, nats.
+        alpha: how strongly the margin moves beta, 1 / nats.
 
     Returns:
         The batch's beta, 1 / nats.
@@ -150,9 +152,9 @@ def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> f
 
 
 def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: Tensor) -> Tensor:
-    """Draw pairs without replacement with weights exp(-((M - M_0) / sigma)^2 / 2), so that typical ones are kept.
+    """Keep typical pairs: draw without replacement with weights w = exp(-((M - M_0) / sigma)^2 / 2).
 
-    The count largest of log w + g with Gumbel noise g = -log(-log u) are such a draw (Kool et al. 2019,
+    The `count` largest values of log w + g, with Gumbel noise g = -log(-log u), are such a draw (Kool et al. 2019,
     arXiv:1903.06059), also where the weights of outliers underflow. Wu et al. 2024, arXiv:2407.08639.
 
     Args:
@@ -179,10 +181,10 @@ def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: 
 
 
 def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: float = 4.0) -> Tensor:
-    """Compute for each source s what beta is to be multiplied by: f_s = clamp(c / sigma_s, minimum, maximum).
+    """Compute the factor of beta for each source s: f_s = clamp(c / sigma_s, minimum, maximum).
 
-    c is such that a pair's mean factor is 1: sum_s n_s f_s = sum_s n_s, hence the mean effective beta stays beta. The
-    sum is piecewise linear in c, so c is found exactly; without clamping, it is the harmonic mean of the sigmas.
+    c makes the mean factor of all pairs 1, sum_s n_s f_s = sum_s n_s, so that the mean beta stays beta. The sum is
+    piecewise linear in c, so c is found exactly. Without clamping it is the harmonic mean of the sigmas.
 
     Args:
         stds: (S,), sigma of each source's margins, nats.

@@ -1,7 +1,7 @@
-"""One score of an ensemble's: mean, median, worst case, or less where the members disagree.
+"""One score from those of an ensemble: mean, median, worst case, or less where the members disagree.
 
-Where a member says nothing, nobody knows how low it would have been: the others' score alone could be higher than that
-of all. So such a row has none.
+A row that a member leaves unscored gets no score. The missing one may be the lowest, so that the others alone could
+score the row too high.
 """
 
 from typing import Literal
@@ -17,10 +17,10 @@ def disagreement(scores: Tensor) -> Tensor:
     """Return how far members disagree on each row: their standard deviation, √(Σ_i (s_i − mean)² / K).
 
     Args:
-        scores: (K, B) of K members, any unit. NaN where a member says nothing.
+        scores: (K, B) of K members, any unit; NaN where a member gives none.
 
     Returns:
-        (B,), in the unit of the scores: 0 for one member, NaN where a member says nothing.
+        (B,), in the unit of the scores: 0 for one member, NaN where a member gives none.
 
     Raises:
         ValueError: scores is not (K, B).
@@ -30,19 +30,19 @@ def disagreement(scores: Tensor) -> Tensor:
 
 
 def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tensor:
-    """Return one score of each row (Coste et al., 2310.02743, section 3.2).
+    """Combine the members' scores of each row into one (Coste et al., 2310.02743, section 3.2).
 
     With s_i the members' scores: "mean" Σ s_i / K; "median"; "min", the worst case (WCO); "uncertainty"
-    mean − coef · std (UWO). The paper subtracts λ · std² instead, whose λ is in units of 1 / score: here twice the
-    scores are twice the result.
+    mean − coef · std (UWO). The paper subtracts λ · std² instead, with λ in units of 1 / score. Here coef has no unit,
+    so twice the scores give twice the result.
 
     Args:
-        scores: (K, B) of K members, any unit. NaN where a member says nothing.
-        combine: how.
+        scores: (K, B) of K members, any unit; NaN where a member gives none.
+        combine: which of the four.
         coef: of "uncertainty", without unit, >= 0.
 
     Returns:
-        (B,), in the unit of the scores; NaN where a member says nothing.
+        (B,), in the unit of the scores; NaN where a member gives none.
 
     Raises:
         ValueError: scores is not (K, B).
@@ -52,7 +52,7 @@ def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tenso
         case "mean":
             return scores.mean(0)
         case "median":
-            return scores.quantile(0.5, dim=0)  # of an even number the middle of two; `median` takes the lower
+            return scores.quantile(0.5, dim=0)  # `median` would take the lower one of the middle two
         case "min":
             return scores.amin(0)
         case "uncertainty":

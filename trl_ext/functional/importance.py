@@ -1,4 +1,4 @@
-"""Weights for tokens that another policy has sampled than the one that is trained, and what they cost."""
+"""Weights for tokens that another policy sampled than the one that is trained, and how many draws they cost."""
 
 import math
 from typing import Literal
@@ -20,7 +20,7 @@ def importance_weights(
     clip_min: float | None = None,
     clip_max: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weigh what the sampler mu drew as the policy pi would have drawn it, within bounds.
+    """Weigh the tokens that a sampler mu drew as the policy pi would have drawn them, within bounds.
 
     With d_t = log pi(y_t) - log mu(y_t): w_t = exp(d_t) of each token, or w = exp(sum_t d_t) of the whole response.
     "truncate" clamps w to [clip_min, clip_max] (truncated importance sampling, Ionides 2008; for tokens Yao et al.
@@ -28,20 +28,20 @@ def importance_weights(
     (IcePop, Ring-1T, arXiv:2510.18855, for tokens). The modes have the names of TRL's GRPO.
 
     Weights of whole responses without bounds are unbiased, and their variance grows exponentially with the length.
-    Weights of tokens are so for answers of one token; beyond, they leave out that the tokens before, and those after,
-    were another's, too. Bounds give bias for variance. No weight stands for tokens that the sampler never draws.
+    Weights of tokens are unbiased for answers of one token alone: they ignore that mu drew the rest of the answer, too.
+    Bounds add bias and take away variance. No weight makes up for tokens that the sampler never draws.
 
     Args:
-        logprobs: (B, T), nats, under the policy, which is to be trained; -inf gives weight 0.
+        logprobs: (B, T), nats, under the policy to be trained; -inf gives weight 0.
         sampler_logprobs: (B, T), nats, under the distribution that was drawn from, after temperature and truncation.
-        mask: (B, T), 1 = real token. What is under it may be anything.
-        mode: whose ratio is taken, and what happens to it outside the bounds.
+        mask: (B, T), 1 = real token. Values under a 0 may be anything.
+        mode: the ratio of tokens or of whole responses, and what happens to it outside the bounds.
         clip_min: lower bound, None for none.
         clip_max: upper bound, None for none.
 
     Returns:
-        The weights, without gradient, (B, T) or for whole responses (B, 1), float32 or wider, 1 where nothing is real;
-        and in the same shape, bool, those that a bound has changed.
+        The weights, without gradient, (B, T) or for whole responses (B, 1), float32 or wider, 1 where the mask is 0;
+        and a mask of the same shape, bool, of those that a bound changed.
 
     Raises:
         ValueError: shapes differ, mode has another value, clip_min >= clip_max, or the sampler's log-prob of a real
@@ -76,10 +76,10 @@ def importance_weights(
 
 
 def effective_sample_size(moments: Tensor) -> Tensor:
-    """Return which share of N draws with weights w is worth as much as draws with equal ones.
+    """Return how many draws with equal weights N draws with weights w are worth, as a share of N.
 
     (sum w)^2 / (N sum w^2) = mean^2 / (mean^2 + var), with the biased variance; Kong 1992, and Owen, Monte Carlo
-    theory, methods and examples, section 9.3. 1 with equal weights, 1/N where one has all of it.
+    theory, methods and examples, section 9.3. 1 with equal weights, 1/N where one draw has all the weight.
 
     Args:
         moments: (..., 5) moments of the weights.

@@ -9,48 +9,22 @@ from torch import Tensor
 from .shapes import check_shapes
 
 
+# Of (B, T) log-probs of sampled tokens, nats, each makes (B, T) nats, with d = log p(x) - log p_ref(x).
+# Schulman 2020, http://joschu.net/blog/kl-approx.html
+
+
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate by the log-ratio: k1 = d with d = log p(x) - log p_ref(x). It is unbiased.
-
-    Schulman 2020, http://joschu.net/blog/kl-approx.html.
-
-    Args:
-        logprobs: (B, T), nats, of the sampled tokens under the policy.
-        ref_logprobs: (B, T), nats, of the same tokens under the reference.
-
-    Returns:
-        (B, T), nats.
-    """
+    """Return d: unbiased."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate by half the square: k2 = d^2 / 2 with d = log p(x) - log p_ref(x). It is biased, and never negative.
-
-    Schulman 2020, http://joschu.net/blog/kl-approx.html.
-
-    Args:
-        logprobs: (B, T), nats, of the sampled tokens under the policy.
-        ref_logprobs: (B, T), nats, of the same tokens under the reference.
-
-    Returns:
-        (B, T), nats.
-    """
+    """Return d^2 / 2: biased, and never negative."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate by k3 = exp(-d) - 1 + d with d = log p(x) - log p_ref(x). It is unbiased, and never negative.
-
-    It mostly has less variance than k1. Schulman 2020, http://joschu.net/blog/kl-approx.html.
-
-    Args:
-        logprobs: (B, T), nats, of the sampled tokens under the policy.
-        ref_logprobs: (B, T), nats, of the same tokens under the reference.
-
-    Returns:
-        (B, T), nats.
-    """
+    """Return exp(-d) - 1 + d: unbiased, never negative, and mostly of less variance than k1."""
     log_ratio = logprobs - ref_logprobs
     return torch.expm1(-log_ratio) + log_ratio
 
@@ -61,6 +35,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     """Estimate KL(policy || reference) per token, from tokens that the policy sampled.
 
+    With d = log p(x) - log p_ref(x): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Schulman 2020,
+    http://joschu.net/blog/kl-approx.html.
+
     Args:
         logprobs: (B, T), nats, of the sampled tokens under the policy.
         ref_logprobs: (B, T), nats, of the same tokens under the reference.
@@ -70,7 +47,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
         (B, T), nats.
 
     Raises:
-        ValueError: shapes differ, or kind is no name of an estimator.
+        ValueError: shapes differ, or kind is not in `KL_ESTIMATORS`.
     """
     check_shapes(logprobs=logprobs, ref_logprobs=ref_logprobs)
     if kind not in KL_ESTIMATORS:
@@ -88,7 +65,7 @@ def adaptive_kl_coef(
     minimum: float = 0.0,
     maximum: float = math.inf,
 ) -> float:
-    """Return the next KL coefficient, which moves the measured KL towards its target.
+    """Return the KL coefficient that moves the measured KL towards its target.
 
     e = clip(KL / target - 1, -0.2, 0.2); coef <- coef (1 + e n / horizon), clamped to [minimum, maximum].
     Ziegler et al. 2019, arXiv:1909.08593, section 2.2, with n / horizon in place of its gain of 0.1. Keep n well below

@@ -1,4 +1,4 @@
-"""Log-probs of tokens, and entropies, from logits that need not be kept: the largest tensor of a language model."""
+"""Log-probs and entropies from logits, the largest tensor of a language model, in the memory of the logits."""
 
 from typing import Any
 
@@ -6,31 +6,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_TILE = {"cpu": 2**19}  # numbers of a tile: a few rows that stay in the processor's cache
+_TILE = {"cpu": 2**19}  # numbers in a tile: a few rows that stay in the processor's cache
 _TILE_ELSEWHERE = 2**24  # enough for one launch
 
 
 def logprobs_and_entropies(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, with_entropies: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the log-probs of labels and the entropies of the distributions, **in the memory of the logits**.
+    """Compute the log-probs of labels and the entropies of the distributions, **overwriting the logits**.
 
     With z = x / temperature: log p = z - log sum_v exp(z_v), and H = -sum_v p_v log p_v. Its gradients are
     d log p_y / dx = (1[y] - p) / temperature and dH / dx = -p (log p + H) / temperature. Sums are in float32 (in
     float64 for such logits), a tile of rows at a time.
 
-    The logits are overwritten, by the forward pass and by the backward pass, which makes their gradient of them: read
-    them no more. They are copied first if the operation that made them keeps them (tanh does). Should one keep them
-    that cannot be seen to, autograd raises in the backward pass, which can be run only once.
+    Do not read the logits afterwards: the forward pass writes into them, and the backward pass turns them into their
+    own gradient. They are copied first if the operation that made them keeps them (tanh does). If any other operation
+    keeps them, autograd raises in the backward pass. The backward pass can be run only once.
 
     Args:
         logits: (..., V).
         labels: (...), ids in [0, V).
-        temperature: by which logits are divided.
-        with_entropies: whether to compute them.
+        temperature: divides the logits.
+        with_entropies: whether to compute entropies.
 
     Returns:
-        The log-probs (...) and the entropies (...), or None, nats, in the dtype of the sums.
+        The log-probs (...), nats, in the dtype of the sums; and the entropies (...), likewise, or None.
 
     Raises:
         ValueError: shapes differ, or the temperature is not positive.
@@ -54,12 +54,12 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropies: bool) -> Any:
-        ctx.set_materialize_grads(False)  # so that an entropy that is only logged costs no pass
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs no backward pass
         dtype = torch.promote_types(logits.dtype, torch.float32)
         logprobs = logits.new_empty(len(logits), 1, dtype=dtype)
         log_sums = torch.empty_like(logprobs)
         entropies = torch.empty_like(logprobs) if with_entropies else None
-        # `detach`, since autograd need not see the writing; it does see that other operations' inputs have changed
+        # `detach` hides the writing from autograd; it still notices that the saved inputs of other operations changed
         for i, tile in _tiles(logits.detach()):
             z = tile - tile.amax(-1, keepdim=True).to(dtype)
             if temperature != 1:
@@ -91,19 +91,19 @@ class _InPlace(torch.autograd.Function):
         # dx = -p (g + h (log p + H)), with p = exp / sum
         for i, tile in _tiles(logits):
             exp, factor = tile.to(log_sums.dtype), by_logprob[i]
-            if by_entropy is not None:  # finite where p is 0
+            if by_entropy is not None:  # clamped, to stay finite where p is 0
                 log_p = exp.clamp(min=tiny).log_().sub_(log_sums[i])
                 factor = log_p.add_(entropies[i]).mul_(by_entropy[i]).add_(factor)
             tile.copy_(exp.mul_(factor * -normalizer[i]))
         at_labels = -torch.expm1(logprobs) * by_logprob
         if by_entropy is not None:
             at_labels -= logprobs.exp() * (logprobs + entropies) * by_entropy
-        # Of its own, since 1 - p is 0 in bfloat16 where p is near 1
+        # Computed apart, since 1 - p is 0 in bfloat16 where p is near 1
         return logits.scatter_(-1, labels, at_labels.to(logits.dtype)), None, None, None
 
 
 def _tiles(rows: Tensor) -> Any:
-    """Yield slices of (N, V) rows that are worked on at once, and what they slice."""
+    """Yield slices of (N, V) rows, and the rows in them: as many as are worked on at once."""
     size = max(1, _TILE.get(rows.device.type, _TILE_ELSEWHERE) // rows.size(-1))
     for start in range(0, len(rows), size):
         yield slice(start, start + size), rows[start : start + size]

@@ -7,6 +7,7 @@ a zero gradient to them, the ratio multiplies it, and 0 * inf would be NaN.
 import torch
 from torch import Tensor
 
+from .kl import k2
 from .shapes import check_shapes
 
 
@@ -25,8 +26,8 @@ def policy_loss(
     arXiv:1707.06347, equation 7. With a dual clip c, loss <- min(loss, -c A) where A < 0, Ye et al. 2019,
     arXiv:1912.09729.
 
-    With a band [l, h] nothing is clipped: loss = -r A where l <= r <= h, and 0 elsewhere, whatever the sign of A; such
-    a token has no gradient. The gradient is that of -f(r) A logp with f(r) = r inside and 0 outside, held constant:
+    With a band [l, h] nothing is clipped: loss = -r A where l <= r <= h, and 0 elsewhere, whatever the sign of A. A
+    token outside has no gradient. The gradient is that of -f(r) A logp with f(r) = r inside and 0 outside, held constant:
     GLM-5 team 2026, arXiv:2602.15763 (there, logp_old is the sampler's), and Hou et al. 2026, arXiv:2607.07508.
 
     Args:
@@ -41,7 +42,7 @@ def policy_loss(
     Returns:
         The loss (B, T), in the unit of advantages, and the mask (B, T), bool, of the tokens whose clipped loss is
         strictly larger than the unclipped one, as in TRL 1.12. The mask does not count the dual clip. With a band it
-        has the tokens outside.
+        marks the tokens outside.
 
     Raises:
         ValueError: shapes differ, or dual_clip is not above 1.
@@ -110,4 +111,4 @@ def approx_kl(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
         ValueError: shapes differ.
     """
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs)
-    return 0.5 * (logprobs - old_logprobs).square()
+    return k2(logprobs, old_logprobs)

@@ -81,5 +81,5 @@ def last_token_index(mask: Tensor) -> Tensor:
     """
     check_shapes(ndim=2, mask=mask)
     positions = torch.where(mask.bool(), torch.arange(mask.shape[1], device=mask.device), -1)
-    # amax refuses T = 0, so a column of -1 goes in front.
+    # A column of -1 goes in front, since amax refuses T = 0
     return torch.nn.functional.pad(positions, (1, 0), value=-1).amax(dim=-1)

@@ -82,7 +82,7 @@ def merge_moments(stacked: Tensor) -> Tensor:
         )
     counts, means, m2s, minima, maxima = stacked.unbind(dim=-1)
     count = counts.sum()
-    # Summing deviations from the largest part's mean avoids cancellation, and returns a single part bit for bit.
+    # Deviations from the largest part's mean avoid cancellation, and leave a single part as it is, bit for bit
     origin = means.take(counts.argmax())
     mean = origin + (counts * (means - origin)).sum() / count.clamp(min=1)
     m2 = m2s.sum() + (counts * (means - mean).square()).sum()

@@ -180,7 +180,7 @@ def test_nothing_that_peft_is_told_stops_the_training(what, event, undisturbed, 
 def test_layers_that_are_switched_off_for_good_are_refused(tmp_path):
     trainer = lora_trainer(tmp_path)
     trainer.model.policy.base_model.disable_adapter_layers()
-    with pytest.raises(RuntimeError, match=r"switched off .*: use `with model.disable_adapter\(\):`"):
+    with pytest.raises(RuntimeError, match=r"switched off .*, with `with model.disable_adapter\(\):`"):
         trainer.train()
 
 

@@ -47,7 +47,7 @@ def test_what_attends_is_no_mlp_whatever_its_parts_are_called():
 
 
 def test_a_model_without_mlps_is_refused():
-    with pytest.raises(ValueError, match="nothing that is trained of Mamba is in an MLP: use 'all'"):
+    with pytest.raises(ValueError, match="no trainable weight of Mamba is in an MLP: use 'all'"):
         freeze_but_mlps(
             [("backbone.layers.0.mixer.in_proj.weight", torch.nn.Parameter(torch.ones(1)))], "Mamba", "use 'all'"
         )

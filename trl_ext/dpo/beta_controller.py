@@ -1,4 +1,4 @@
-"""How β moves."""
+"""Move β as `beta_controller` says."""
 
 import math
 
@@ -14,7 +14,7 @@ _EMPTY = (0.0, 0)
 
 class BetaController:
     """
-    Moves β: not at all, with each batch's margins (`beta_dpo`, 2407.08639), or towards a drift (`drift`).
+    Keep β fixed, set it from each batch's margins (`beta_dpo`, 2407.08639), or steer it to hold a drift (`drift`).
 
     It is given the pairs of all processes, so it is the same on each without being synchronised.
 
@@ -27,10 +27,10 @@ class BetaController:
         self.args, self.horizon = args, horizon
         self.margin_mean, self.margin_std = 0.0, 1.0  # M₀ and σ, nats
         self._generator = torch.Generator().manual_seed(args.seed)
-        self._drift = _EMPTY  # sum, nats, and pairs of this optimizer step
+        self._drift = _EMPTY  # its sum over the pairs of this optimizer step, nats, and their number
 
     def draw(self, pairs: Pairs) -> Tensor | None:
-        """Draw the pairs to train on: (N,) bool; None for all."""
+        """Draw the pairs to train on, an (N,) mask, bool; None for all."""
         if self.args.beta_controller != "beta_dpo" or self.args.beta_dpo_keep == 1:
             return None
         count = max(1, int(self.args.beta_dpo_keep * len(pairs)))
@@ -39,12 +39,12 @@ class BetaController:
 
     def observe(self, beta: float, pairs: Pairs, kept: Tensor | None = None) -> float:
         """
-        See a micro-batch before its loss is computed, and return the β of that loss.
+        Observe a micro-batch before its loss is computed, and return the β of that loss.
 
         Args:
-            beta: β so far, 1 / nats.
+            beta: the present β, 1 / nats.
             pairs: (N,), of all processes, on the CPU.
-            kept: (N,) bool, the pairs that are trained on; None for all.
+            kept: (N,) mask, bool, of the pairs that are trained on; None for all.
         """
         match self.args.beta_controller:
             case "drift":
@@ -54,11 +54,11 @@ class BetaController:
                 margins = _margins(pairs)
                 margin = (margins if kept is None else margins[kept]).mean().item()
                 beta = self._bounded(beta_dpo(self.args.beta, margin, self.margin_mean, self.args.beta_dpo_alpha))
-                self._update_moments(margins)  # they count from the next batch on
+                self._update_moments(margins)  # for the next batch
         return beta
 
     def step(self, beta: float) -> float:
-        """Return the β after an optimizer step."""
+        """Return the β for the next optimizer step."""
         (total, pairs), self._drift = self._drift, _EMPTY
         if self.args.beta_controller != "drift" or not pairs:
             return beta
@@ -85,7 +85,7 @@ class BetaController:
     def load_state_dict(self, state: dict) -> None:
         self.margin_mean, self.margin_std = state["margin_mean"], state["margin_std"]
         self._generator.set_state(state["generator"])
-        self._drift = _EMPTY  # of a step that was interrupted
+        self._drift = _EMPTY  # a step that was interrupted begins anew
 
 
 def _margins(pairs: Pairs) -> Tensor:

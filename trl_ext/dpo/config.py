@@ -1,4 +1,4 @@
-"""Configuration of [`DPOTrainer`]: TRL's `DPOConfig`, of which every field keeps its meaning, plus our options."""
+"""Configuration of [`DPOTrainer`]: TRL's `DPOConfig`, whose fields keep their meaning, and our own settings."""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ..runs.settings import (
 )
 
 WITHOUT_BETA = {"sft"}
-# These see β as β·Δ only, Δ being the log-ratio margin of the pair
+# Losses that depend on β and the pair's log-ratio margin Δ by their product alone
 OF_BETA_TIMES_MARGIN = {"sigmoid", "hinge", "exo_pair", "robust", "discopop"}
 READS_LABEL_SMOOTHING = {"robust", "exo_pair", "aot", "aot_unpaired"}
 
@@ -28,12 +28,12 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
     """
     Configuration of [`DPOTrainer`].
 
-    Every field of [`trl.DPOConfig`] is there and means the same; only `bf16`, where it is left open, is off on a CPU.
+    It has every field of [`trl.DPOConfig`], with the same meaning; only `bf16`, if it is not set, is off on a CPU.
     With the fields below at their defaults, the loss is TRL's to the last bit. A log-ratio is a completion's log-prob
     under the policy minus under the reference, nats; a pair's margin Δ is the chosen's log-ratio minus the rejected's.
     """
 
-    # What moves β
+    # How β moves
     beta_controller: Literal["fixed", "beta_dpo", "drift"] = setting(
         "fixed",
         "How β moves: not, with each batch's margins, or to hold a drift. `beta_dpo` (2407.08639) sets it for each "
@@ -76,7 +76,7 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
         only_with=("beta_controller", "drift"),
     )
 
-    # What normalises margins
+    # How margins are normalised
     margin_normalization: Literal["none", "source"] = setting(
         "none",
         "Whether each value of the dataset's column `source` has a β of its own, so that all margins are on one "
@@ -91,10 +91,10 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
         only_with=("margin_normalization", "source"),
     )
 
-    # What else is known of a pair
+    # What the loss reads of a pair beside its answers
     use_margin: bool = setting(
         False,
-        "Read by how much, in logits, the chosen answer must win (ODPO, 2402.10571): from the dataset's column "
+        "Read how many logits the chosen answer must win by (ODPO, 2402.10571): from the dataset's column "
         "`margin`, or as `score_chosen` − `score_rejected`.",
     )
     margin_scale: float = setting(
@@ -124,8 +124,8 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
     )
     distribution_shift_samples: int = setting(
         0,
-        "Pairs to compare with the reference's own samples before training. The log-probs of their answers under the "
-        "reference are compared with those of answers that the reference samples itself. 0 compares none.",
+        "Pairs to compare with the reference's own samples before training, by their log-probs under the reference. "
+        "0 compares none.",
         range=">= 0",
     )
     distribution_shift_bound: float = setting(
@@ -150,18 +150,18 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
 
     @property
     def _of_our_loss(self) -> list[str]:
-        """The options for which a pair's loss depends on more than its margin."""
+        """The settings in use that need our loss, in which a pair's loss depends on more than its margin."""
         named = {name: getattr(self, name) for name in ("use_margin", "use_confidence", "use_weight", "dpop_lambda")}
         return [name for name, value in (named | {"beta_dpo_keep": self.beta_dpo_keep < 1}).items() if value]
 
     @property
     def replaces_sigmoid(self) -> bool:
-        """Whether our preference loss takes the place of TRL's."""
+        """Whether our preference loss replaces TRL's."""
         return bool(self._of_our_loss)
 
     @property
     def reads_log_probs(self) -> bool:
-        """Whether an option needs the log-probs that TRL computes."""
+        """Whether a setting needs the log-probs that TRL computes."""
         controls = self.beta_controller != "fixed" or self.margin_normalization != "none"
         return controls or self.replaces_sigmoid or self.log_displacement
 
@@ -169,7 +169,7 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
         if self.beta_controller == "drift" and self.drift_target is None:
             raise ValueError(
                 "`beta_controller='drift'` needs `drift_target`, nats per sequence: run once with "
-                "`log_displacement=True`, and choose a part of the `logps/drift` that it ends with."
+                "`log_displacement=True`, and choose a value below the `logps/drift` that this run ends with."
             )
         maximum = math.inf if self.beta_max is None else self.beta_max
         if self.beta_controller != "fixed" and not self.beta_min <= self.beta <= maximum:
@@ -189,16 +189,17 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
             for name, neutral in (("beta_controller", "fixed"), ("margin_normalization", "none")):
                 if getattr(self, name) != neutral:
                     raise ValueError(
-                        f"`{name}={getattr(self, name)!r}` moves β, but `loss_type={self.loss_type}` has none: add a "
+                        f"`{name}={getattr(self, name)!r}` moves β, but `loss_type={self.loss_type}` has no β: add a "
                         f"preference loss, or set `{name}={neutral!r}`."
                     )
         if self.margin_normalization != "none":
             others = sorted(losses - OF_BETA_TIMES_MARGIN - WITHOUT_BETA)
             if others or self.f_divergence_type != "reverse_kl":
                 raise ValueError(
-                    "`margin_normalization='source'` is for losses that see β as β·Δ only, "
+                    "`margin_normalization='source'` is for losses of β times the margin, "
                     f"{sorted(OF_BETA_TIMES_MARGIN)} with `f_divergence_type='reverse_kl'`; got `loss_type="
-                    f"{self.loss_type}`, `f_divergence_type={self.f_divergence_type!r}`."
+                    f"{self.loss_type}`, `f_divergence_type={self.f_divergence_type!r}`: choose one of these, or set "
+                    "`margin_normalization='none'`."
                 )
         is_sigmoid = "sigmoid" in losses and losses <= {"sigmoid", "sft"} and self.f_divergence_type == "reverse_kl"
         if self.replaces_sigmoid and (not is_sigmoid or self.use_weighting):

@@ -1,4 +1,4 @@
-"""Check what the trainer is given, and bring what else is known of a pair into the batches."""
+"""Check the arguments and data sets of the trainer, and name the rows that are wrong."""
 
 import textwrap
 from collections.abc import Iterator
@@ -18,25 +18,25 @@ _SHOWN = 5
 
 
 def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
-    """Raise for arguments that TRL would stumble over later."""
+    """Raise for arguments that would fail later, within TRL."""
     if not isinstance(args, DPOConfig):
         raise TypeError(f"`args` must be a `trl_ext.DPOConfig`, got {type(args).__module__}.{type(args).__name__}.")
     if not isinstance(model, (str, nn.Module)):
         raise TypeError(f"`model` must be a path or a causal language model, got {model!r}.")
     if processing_class is not None and getattr(processing_class, "tokenizer", processing_class).eos_token is None:
-        raise ValueError("The tokenizer has no EOS token, which ends each answer: set `tokenizer.eos_token`.")
+        raise ValueError("The tokenizer has no EOS token to end an answer with: set `tokenizer.eos_token`.")
     if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
-        raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
+        raise ValueError("`model` was built in memory, so there is no tokenizer to load: pass `processing_class`.")
 
 
 def check_template(model: Any, args: DPOConfig, processing_class: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Raise if there are messages that the tokenizer has no chat template for."""
+    """Raise if a data set has messages, but the tokenizer has no chat template."""
     evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *evals.items()]:
-        first: dict[str, Any] = next(iter(dataset or ()), {})  # TRL, too, takes all rows for what the first is
+        first: dict[str, Any] = next(iter(dataset or ()), {})  # TRL, too, decides by the first row
         texts = first.get("chosen")
         if isinstance(texts, list):
-            if processing_class is None:  # as TRL loads it
+            if processing_class is None:  # load it as TRL does
                 path = model if isinstance(model, str) else get_config_model_id(model.config)
                 revision = (args.model_init_kwargs or {}).get("revision")
                 processing_class = AutoProcessor.from_pretrained(
@@ -46,7 +46,7 @@ def check_template(model: Any, args: DPOConfig, processing_class: Any, train_dat
 
 
 def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
-    """Choose the dataset columns that the options read; of two ways to say the margin, the one that is there."""
+    """Return the dataset columns that the settings read; for the margin, whichever form the dataset has."""
     wanted: list[str] = []
     if args.use_margin:
         found = _columns_of(train_dataset)
@@ -54,8 +54,7 @@ def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
         if "margin" in found and scores:
             raise ValueError(
                 f"The train dataset has the columns `margin` and {', '.join(f'`{column}`' for column in scores)}, "
-                "which are two ways to say by how much the chosen answer must win: remove one with "
-                "`Dataset.remove_columns`."
+                "which both say how much the chosen answer must win by: remove one with `Dataset.remove_columns`."
             )
         wanted += SCORES if scores else ["margin"]
     wanted += ["confidence"] * args.use_confidence + ["weight"] * args.use_weight
@@ -67,7 +66,7 @@ def _columns_of(dataset: Any) -> list[str]:
 
 
 def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """Raise with the rows that are not sound, or return the dataset; a stream is checked as it is read."""
+    """Raise an error that names the bad rows, or return the dataset. A stream is checked as it is read."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         hint = ": pass one of its splits" if isinstance(dataset, (DatasetDict, IterableDatasetDict)) else ""
         raise TypeError(f"The {name} dataset must be a `datasets.Dataset`, got `{type(dataset).__name__}`{hint}.")
@@ -78,13 +77,13 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
     if missing:
         raise ValueError(
             f"The {name} dataset lacks the column(s) {', '.join(f'`{column}`' for column in missing)}; it has "
-            f"{found}. Rename one with `rename_column`, or unset the option that reads it."
+            f"{found}. Rename one with `rename_column`, or unset the setting that reads it."
         )
     if isinstance(dataset, IterableDataset):
         if args.margin_normalization != "none" or (args.beta_controller == "drift" and args.drift_horizon is None):
             raise ValueError(
                 "`margin_normalization='source'` and `beta_controller='drift'` without `drift_horizon` need the whole "
-                f"dataset, the {name} dataset is a stream: materialise it, or choose other settings."
+                f"dataset, but the {name} dataset is a stream: pass a `datasets.Dataset`, or change these settings."
             )
         return dataset.map(_checked, with_indices=True, fn_kwargs={"name": name, "columns": columns})
     problems: list[str] = []
@@ -101,20 +100,20 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
 
 
 def check_not_dropped(trainer: Any, given: Any) -> None:
-    """Say how many pairs TRL left out, since `max_length` leaves no token of an answer; raise if none is left."""
+    """Print how many pairs TRL dropped because `max_length` cuts their answers off; raise if none is left."""
     if not isinstance(given, Dataset) or len(trainer.train_dataset) == len(given):
         return
     dropped, limit = len(given) - len(trainer.train_dataset), f"`max_length={trainer.args.max_length}`"
     if dropped == len(given):
         raise ValueError(
             f"No pair of the train dataset has a token of its answers within {limit}, of prompt and answer together: "
-            "raise it, or shorten the prompts."
+            "raise `max_length`, or shorten the prompts."
         )
     trainer.accelerator.print(f"{dropped} of {len(given)} pairs have no token of an answer within {limit}: left out.")
 
 
 def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """Check one dataset, or each in a dictionary."""
+    """Check an evaluation dataset, or each in a dictionary."""
     if not isinstance(dataset, dict):
         return check_dataset(dataset, "eval", args, columns)
     return {name: check_dataset(part, f"eval {name!r}", args, columns) for name, part in dataset.items()}
@@ -138,8 +137,8 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
         yield "`chosen` and `rejected` are identical"
     kinds = {name: type(example[name]) for name in ("prompt", "chosen", "rejected") if name in example}
     if not empty and len({*kinds.values()} & {str, list}) == 2:
-        said = ", ".join(f"`{name}` is {'text' if kind is str else 'messages'}" for name, kind in kinds.items())
-        yield f"{said}: all must be text, or all messages"
+        found = ", ".join(f"`{name}` is {'text' if kind is str else 'messages'}" for name, kind in kinds.items())
+        yield f"{found}: all must be text, or all messages"
     for column in columns:
         value = example[column]
         if column == "source":
@@ -151,7 +150,7 @@ def _problems(example: dict[str, Any], columns: tuple[str, ...]) -> Iterator[str
 
 
 def name_row(trainer: Any, inputs: dict[str, Any], row: int) -> str:
-    """Name the row of the dataset that a row of a batch, chosen answers first, comes from; found by its tokens."""
+    """Find the dataset row that a row of a batch comes from, by its tokens, and name it; chosen answers come first."""
     ids = inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist()
     text = textwrap.shorten(trainer._tokenizer.decode(ids), 160)
     completion = "chosen_ids" if row < len(inputs["input_ids"]) // 2 else "rejected_ids"

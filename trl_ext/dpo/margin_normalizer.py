@@ -9,24 +9,24 @@ from .pairs import Pairs
 
 class MarginNormalizer:
     """
-    Holds the factors of β that bring the margins of all sources to one scale, from their standard deviations so far.
+    Bring the margins of all sources to one scale, by a factor of β for each, from their standard deviations so far.
 
-    It is given the pairs of all processes, so it is the same on each without being synchronised. It moves after an
-    optimizer step, so it does not depend on how a step is cut into micro-batches.
+    It is given the pairs of all processes, so it is the same on each without being synchronised. The factors change
+    after an optimizer step, so they do not depend on how a step is cut into micro-batches.
 
     Args:
-        sources: their names; a pair says its source by the place in this list.
-        warmup_pairs: a source's factor is 1 until this many of its pairs were seen.
+        sources: their names. Pairs name a source by its index in this list.
+        warmup_pairs: a source's factor is 1 until it has had this many pairs.
     """
 
     def __init__(self, sources: list[str], warmup_pairs: int):
         self.sources, self.warmup_pairs = sources, warmup_pairs
         self._moments = [empty_moments("cpu") for _ in sources]
         self._pending: list[Pairs] = []  # of this optimizer step
-        self.factors = torch.ones(len(sources) + 1)  # (S + 1,), the last one is for sources that are not known
+        self.factors = torch.ones(len(sources) + 1)  # (S + 1,), the last one for unknown sources
 
     def observe(self, pairs: Pairs) -> None:
-        """See the (N,) pairs of a micro-batch, of all processes, on the CPU."""
+        """Observe the (N,) pairs of a micro-batch, of all processes, on the CPU."""
         self._pending.append(pairs)
 
     def factors_of(self, sources: Tensor) -> Tensor:
@@ -34,10 +34,10 @@ class MarginNormalizer:
         return self.factors.to(sources.device)[sources]
 
     def step(self) -> None:
-        """Take what was seen into the moments after an optimizer step."""
+        """After an optimizer step, add its pairs to the moments, and update the factors."""
         for pairs in self._pending:
-            for i, known in enumerate(self._moments):
-                self._moments[i] = merge_moments(torch.stack([known, moments(pairs.margins, pairs.sources == i)]))
+            for i, past in enumerate(self._moments):
+                self._moments[i] = merge_moments(torch.stack([past, moments(pairs.margins, pairs.sources == i)]))
         self._pending.clear()
         self._update_factors()
 
@@ -53,8 +53,8 @@ class MarginNormalizer:
         return {"sources": self.sources, "moments": torch.stack(self._moments)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load the moments of the sources that the state knows; any other one starts anew."""
+        """Load the moments of the sources that the state has; other sources start anew."""
         known = dict(zip(state["sources"], state["moments"].unbind(), strict=True))
         self._moments = [known.get(source, empty_moments("cpu")) for source in self.sources]
-        self._pending.clear()  # of a step that was interrupted
+        self._pending.clear()  # a step that was interrupted begins anew
         self._update_factors()

@@ -1,4 +1,4 @@
-"""What one micro-batch says of its pairs."""
+"""The log-ratios of a micro-batch's pairs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +13,18 @@ class Pairs:
 
     chosen: Tensor  # (B,)
     rejected: Tensor  # (B,)
-    sources: Tensor  # (B,) int, places in the list of sources, −1 for none of them
+    sources: Tensor  # (B,) int, indices into the list of sources, −1 for an unknown one
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     @property
     def margins(self) -> Tensor:
-        """Δ, (B,), nats."""
+        """The margins Δ, (B,), nats."""
         return self.chosen - self.rejected
 
     def gathered(self, accelerator: Any) -> "Pairs":
-        """The (N,) pairs of all processes, in the order of the processes, detached and on the CPU; one collective."""
+        """Return the (N,) pairs of all processes, in their order, detached and on the CPU, by one collective."""
         stacked = torch.stack(
             [self.chosen.detach().float(), self.rejected.detach().float(), self.sources.float()], dim=1
         )

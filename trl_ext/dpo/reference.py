@@ -1,4 +1,4 @@
-"""A reference that `sync_ref_model` moves, in a checkpoint."""
+"""Save and load the reference that `sync_ref_model` moves."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ from ..upstream.names import is_deepspeed_zero3_enabled
 
 
 def save_reference(trainer: Any, path: str) -> None:
-    """Write the reference's weights as they are now; every process must call it."""
+    """Write the reference's present weights to a file; every process must call this."""
     state = trainer.accelerator.get_state_dict(trainer.ref_model)
     if trainer.args.should_save:
         torch.save(state, path)
 
 
 def load_reference(trainer: Any, path: str) -> None:
-    """Give the reference the weights that were saved; every process must call it."""
+    """Load the reference's weights from a file; every process must call this."""
     reference = trainer.accelerator.unwrap_model(trainer.ref_model)
     state = torch.load(path, map_location="cpu", weights_only=True)
     if not is_deepspeed_zero3_enabled():

@@ -1,4 +1,4 @@
-"""Tell whether the reference would have written the answers: compare their log-probs with those of its own."""
+"""Tell whether the reference would have written the pairs' answers, by comparing log-probs with its own samples'."""
 
 import warnings
 from itertools import islice
@@ -12,7 +12,7 @@ from ..models.generation import completion_logprobs, eos_token_ids, sample, seed
 
 
 def check_shift_is_possible(trainer: Any) -> None:
-    """Raise where the reference cannot sample answers: this has not been run."""
+    """Raise if the reference cannot sample answers here."""
     reason = None
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         reason = "sampling from a reference that FSDP or DeepSpeed has sharded is not supported"
@@ -26,16 +26,16 @@ def check_shift_is_possible(trainer: Any) -> None:
 
 def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
     """
-    Compare the answers of the training pairs with answers that the reference samples to the same prompts.
+    Compare the answers of training pairs with answers that the reference samples to the same prompts.
 
-    All processes take part. The state of the random number generators is left as it was.
+    All processes must call this. Random number generators are left as they were.
 
     Args:
         trainer: a [`DPOTrainer`] before its first step.
-        pairs: rows to compare, of all processes.
+        pairs: how many rows to compare, over all processes.
 
     Returns:
-        Mean log-prob per token under the reference of the `chosen`, the `rejected` and the `sampled` answers, nats,
+        Mean log-prob per token under the reference, nats, of the `chosen`, the `rejected` and the `sampled` answers;
         and `chosen_below_sampled`, the share of chosen answers below the 1st percentile of the sampled ones.
     """
     rows = _draw(trainer.train_dataset, pairs, trainer.args.seed)
@@ -64,7 +64,7 @@ def distribution_shift(trainer: Any, pairs: int) -> dict[str, float]:
 
 
 def warn_of_shift(shift: dict[str, float], bound: float) -> None:
-    """Warn if the share of chosen answers that the reference would not write is above `bound`."""
+    """Warn if more than a share `bound` of the chosen answers is unlike what the reference writes."""
     if shift["chosen_below_sampled"] <= bound:
         return
     warnings.warn(
@@ -88,7 +88,7 @@ def _draw(dataset: Any, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _mean_logprobs(model: Any, rows: list[dict[str, Any]], ends: list[int], max_length: int | None) -> Tensor:
-    """Return (B, 3) mean log-probs per token of the chosen, rejected and a sampled answer, nats, cut at one length."""
+    """Return (B, 3) mean log-probs per token, nats, of chosen, rejected and sampled answers, cut to one length."""
     prompts = [row["prompt_ids"] for row in rows]
     answers = [[row[name] for row in rows] for name in ("chosen_ids", "rejected_ids")]
     longest = max(len(ids) for column in answers for ids in column)

@@ -1,4 +1,4 @@
-"""A look at the policy's log-probs in the middle of TRL's loss."""
+"""Read the policy's log-probs in the middle of TRL's loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 class TappedModel:
     """
-    Stands in for the model inside TRL's loss: calls `on_log_probs` once the policy has answered, before TRL reads β.
+    Take the model's place in TRL's loss, and call `on_log_probs` after the policy's forward, before TRL reads β.
 
     Args:
-        model: what answers; its answer is passed on unchanged.
-        on_log_probs: called with the answer's log-probs, (2B, T), nats; `result` is what it returns.
+        model: the policy; its outputs are passed on unchanged.
+        on_log_probs: called with the policy's log-probs, (2B, T), nats; `result` keeps what it returns.
     """
 
     def __init__(self, model: nn.Module, on_log_probs: Callable[[Tensor], Any]):
@@ -21,6 +21,6 @@ class TappedModel:
 
     def __call__(self, **kwargs: Any) -> Any:
         outputs = self.model(**kwargs)
-        if kwargs.get("fused_lm_head"):  # else TRL only wants the logits, for `compute_metrics`
+        if kwargs.get("fused_lm_head"):  # else TRL asks for the logits alone, for `compute_metrics`
             self.result = self.on_log_probs(outputs.log_probs)
         return outputs

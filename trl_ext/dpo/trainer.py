@@ -1,4 +1,4 @@
-"""DPO on TRL's `DPOTrainer`: a β that adapts, and what else is known of a pair in its loss."""
+"""DPO on TRL's `DPOTrainer`: a β that adapts, and a loss that reads margins, confidences and weights of pairs."""
 
 import contextlib
 import copy
@@ -54,19 +54,19 @@ REFERENCE_FILE = "dpo_reference.pt"
 
 class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     """
-    Trains by Direct Preference Optimization (2305.18290) as TRL's trainer does, with the options of [`DPOConfig`]: β
-    adapts, the margins of all sources are on one scale, the loss reads what else is known of a pair.
+    Train by Direct Preference Optimization (2305.18290) as TRL's trainer does, with the settings of [`DPOConfig`]: β
+    adapts, the margins of all sources are on one scale, and the loss reads margins, confidences and weights of pairs.
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
             Policy: a path or an object.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
-            Reference. If not given, as in TRL: the model at the policy's path, or with PEFT the model without its
-            adapter; for a policy that was built in memory, a frozen copy.
+            Reference. By default, as in TRL, the model at the policy's path, or with PEFT the model without its
+            adapter. For a policy that was built in memory, a frozen copy of it.
         args ([`DPOConfig`], *optional*):
             Configuration.
         train_dataset, eval_dataset:
-            Rows with `prompt`, `chosen` and `rejected`, and the columns that the options read.
+            Rows with `prompt`, `chosen` and `rejected`, and the columns that the settings read.
         data_collator, processing_class, compute_metrics, callbacks, optimizers, quantization_config, peft_config:
             As in TRL.
     """
@@ -115,7 +115,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             and is_full
             and not get_config_model_id(model.config)
         ):
-            # TRL would look for the reference at the path of a model that has none
+            # Without a path, TRL could not load the reference
             ref_model = unpatched_copy(model, "the reference").requires_grad_(False).eval()
 
         super().__init__(
@@ -171,7 +171,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         """
         Compute TRL's loss with the β of this micro-batch, and with our preference loss in place of its sigmoid term.
 
-        TRL asks the model, then reads β: `_observe_pairs` comes in between. Without an option of ours, this is TRL's.
+        TRL runs the model, then reads β: `_observe_pairs` comes in between. Without our settings, the loss is TRL's.
         """
         if not self.args.reads_log_probs:
             result = super()._compute_loss(model, inputs, return_outputs)
@@ -180,7 +180,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             batch |= self._reference_logps(batch)
             weight, others = self._split_loss_weights()
             tap = TappedModel(model, partial(self._observe_pairs, batch, columns))
-            # β is a number again after the loss, also where each pair has its own within
+            # Within, each pair may have a β of its own; afterwards it is a number again
             with temporarily(self, beta=self.beta, loss_weights=others, precompute_ref_logps=True):
                 result = super()._compute_loss(tap, batch, return_outputs)
             self.beta, loss = tap.result
@@ -193,15 +193,15 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         self, batch: dict[str, Tensor], columns: dict[str, Tensor], log_probs: Tensor
     ) -> tuple[float, Tensor]:
         """
-        log-probs → log-ratios → β → preference loss → metrics.
+        Go from log-probs to our loss: log-probs → log-ratios → β → preference loss → metrics.
 
         Args:
-            batch: what TRL is given, with the (B,) log-probs of the reference.
-            columns: (B,) each, what else is known of the pairs.
-            log_probs: (2B, T), nats, the policy's of the tokens, chosen answers first.
+            batch: TRL's, with the reference's (B,) log-probs.
+            columns: our columns of the pairs, (B,) each.
+            log_probs: (2B, T), nats, of the tokens under the policy, chosen answers first.
 
         Returns:
-            β of this micro-batch, and our preference loss, which counts if it replaces TRL's.
+            β of this micro-batch, and our preference loss, which is used if it replaces TRL's.
         """
         pairs = self._log_ratios(log_probs, batch, columns)
         everyones = pairs.gathered(self.accelerator)
@@ -234,7 +234,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     # ---- Its parts ----
 
     def _reference_logps(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Compute the (B,) log-probs of the reference, nats, under the names that TRL reads precomputed ones by."""
+        """Compute the reference's (B,) log-probs, nats, named as TRL's precomputed ones; {} if those are there."""
         if self.precompute_ref_logps:
             return {}
         chosen, rejected = self.compute_ref_log_probs(self.reference, batch)
@@ -249,7 +249,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         return ours, [0.0 if kind == "sigmoid" else weight for kind, weight in weights]
 
     def _log_ratios(self, log_probs: Tensor, batch: dict[str, Tensor], columns: dict[str, Tensor]) -> Pairs:
-        """Sum (2B, T) log-probs over each completion, and subtract the reference's: (B,) pairs."""
+        """Sum (2B, T) log-probs over each completion, and subtract the reference's; return (B,) pairs."""
         mask = batch["completion_mask"][:, 1:]
         log_probs = log_probs[:, -mask.shape[1] :]  # prompt tuning prepends virtual tokens
         chosen, rejected = sequence_logprobs(log_probs, mask, self.ld_alpha).chunk(2)
@@ -261,7 +261,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         )
 
     def _pair_weights(self, weight: Tensor | None, kept: Tensor | None, losses: Tensor) -> Tensor:
-        """Return (B,) weights under which the mean over all pairs is the mean over the (N,) kept ones."""
+        """Return (B,) weights, 0 for pairs that are not kept, and scaled so that a mean is over the kept ones."""
         weights = torch.ones_like(losses) if weight is None else weight
         if kept is not None:
             start = self.accelerator.process_index * len(losses)
@@ -269,7 +269,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         return weights
 
     def _record(self, beta: float, pairs: Pairs) -> None:
-        """Log what the (N,) pairs of all processes show."""
+        """Log the metrics of the (N,) pairs of all processes."""
         report = {
             "beta": beta,
             "logps/chosen_delta": pairs.chosen.mean().item(),
@@ -292,7 +292,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             self._signature_columns = [*self._signature_columns, *self._pair_columns]
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if eval_dataset is not None and not isinstance(eval_dataset, str):  # a name of one that was checked
+        if eval_dataset is not None and not isinstance(eval_dataset, str):  # a string names one that was checked
             eval_dataset = check_evaluation(eval_dataset, self.args, self._pair_columns)
         return super().evaluate(eval_dataset, *args, **kwargs)
 
@@ -300,11 +300,11 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     @property
     def reference(self) -> nn.Module:
-        """The module that the reference pass runs; with PEFT, under another adapter or none."""
+        """The module of the reference pass. With PEFT it is the policy's, under another adapter or none."""
         return self.model if self.ref_model is None else self.ref_model
 
     def reference_adapter(self) -> contextlib.AbstractContextManager:
-        """Make `model` the reference within, where there is no `ref_model`."""
+        """Switch `model` to the reference's adapter within the block, if there is no `ref_model`."""
         if self.ref_model is not None or not is_peft_model(self.model):
             return contextlib.nullcontext()
         model = self.accelerator.unwrap_model(self.model)
@@ -318,7 +318,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """
-        Train, anew or from a checkpoint; see [`~trl_ext.runs.checkpoints.ResumableRun`].
+        Train from the beginning or from a checkpoint; see [`~trl_ext.runs.checkpoints.ResumableRun`].
 
         Args:
             resume_from_checkpoint: `True` for the newest complete checkpoint in `output_dir`, or a path.
@@ -355,7 +355,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         has_it = os.path.isfile(os.path.join(checkpoint, REFERENCE_FILE))
         if self.args.sync_ref_model and not (has_it or self.args.resume_anyway):
             raise CannotResume(
-                f"`sync_ref_model=True` moves the reference, and {checkpoint} does not have it: start anew, or set "
+                f"`sync_ref_model=True` moves the reference, but {checkpoint} does not have it: start anew, or set "
                 "`resume_anyway=True` to go on with the reference that this trainer was given."
             )
 
@@ -371,7 +371,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             load_reference(self, reference)
         path = os.path.join(checkpoint, STATE_FILE)
         if not self._controllers or not os.path.isfile(path):
-            return  # with `resume_anyway`, what the checkpoint does not know starts anew
+            return  # with `resume_anyway`, what the checkpoint lacks starts anew
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name in self._controllers.keys() & state.keys():
             self._controllers[name].load_state_dict(state[name])
@@ -380,7 +380,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """What has a state to go on from, by its setting."""
+        """The objects whose state is saved, by the names of their settings."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 
@@ -392,8 +392,8 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     # ---- Mistakes ----
 
     def _check_finite(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Stop all processes at log-probs that are not finite, with the rows that have them."""
-        # TRL has gathered its metrics, so all processes go on here or none does
+        """Raise on all processes if log-probs are not finite, and name their rows."""
+        # TRL has gathered this metric, so that all processes return here or none does
         if math.isfinite(self._metrics["train" if self.model.training else "eval"]["rewards/margins"][-1]):
             return
         _, batch = take_columns(inputs)

@@ -28,7 +28,7 @@ def importance_weights(
     (IcePop, Ring-1T, arXiv:2510.18855, for tokens). The modes have the names of TRL's GRPO.
 
     Weights of whole responses without bounds are unbiased, and their variance grows exponentially with the length.
-    Weights of tokens are unbiased for answers of one token alone: they ignore that mu drew the rest of the answer, too.
+    Weights of tokens are unbiased for answers of one token alone: they ignore that mu drew the other tokens, too.
     Bounds add bias and take away variance. No weight makes up for tokens that the sampler never draws.
 
     Args:

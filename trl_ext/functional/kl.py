@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .shapes import check_shapes
 
-
 # Of (B, T) log-probs of sampled tokens, nats, each makes (B, T) nats, with d = log p(x) - log p_ref(x).
 # Schulman 2020, http://joschu.net/blog/kl-approx.html
 

@@ -27,7 +27,7 @@ def policy_loss(
     arXiv:1912.09729.
 
     With a band [l, h] nothing is clipped: loss = -r A where l <= r <= h, and 0 elsewhere, whatever the sign of A. A
-    token outside has no gradient. The gradient is that of -f(r) A logp with f(r) = r inside and 0 outside, held constant:
+    token outside has no gradient. The gradient is that of -f(r) A logp with f(r) = r inside, 0 outside, and constant:
     GLM-5 team 2026, arXiv:2602.15763 (there, logp_old is the sampler's), and Hou et al. 2026, arXiv:2607.07508.
 
     Args:

@@ -1,4 +1,4 @@
-"""What is no algorithm: policy and critic behind one forward, sampling, and which weights are which."""
+"""The models of a run: policy and critic behind one forward, adapters, sampling, and identities of weights."""
 
 from typing import TYPE_CHECKING
 

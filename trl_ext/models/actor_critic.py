@@ -21,7 +21,7 @@ from .weights import base_model_of, vocabulary_of
 
 
 def positions(model: nn.Module, attention_mask: Tensor | None, given: Tensor | None = None) -> dict[str, Tensor]:
-    """Return the `position_ids` that make a padded row equal the row alone, for models whose forward takes them."""
+    """Return `position_ids` that give a padded row the output of the row alone; {} if the model takes none."""
     if "position_ids" not in inspect.signature(type(base_model_of(model)).forward).parameters:
         return {}
     if given is None and attention_mask is not None:
@@ -37,7 +37,7 @@ def _values(
     places: Tensor | None,
     **positions: Tensor,
 ) -> Tensor:
-    """Return (K, C): the value of the state after each token; or (N,) at these `places`."""
+    """Return the value of the state after each token, (K, C); or (N,) at these `places` in (K · C)."""
     hidden_states = backbone(
         input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **positions
     ).last_hidden_state
@@ -48,13 +48,13 @@ def _values(
 
 def add_value_forward(critic: Any) -> None:
     """
-    Let a sequence classifier of one label give values, as [`ActorCritic`] does of its critic, when it stands alone.
+    Give a sequence classifier of one label the interface of [`ActorCritic`], to train it as a critic alone.
 
-    `critic(input_ids, position_ids=, predicts=)` returns `{"values": (N,)}`, score units, at the N places `predicts`
-    in (K · C). Without `predicts` it is the classifier's own forward.
+    `critic(input_ids, position_ids=, predicts=)` then returns `{"values": (N,)}`, score units, at the N places
+    `predicts` in (K · C). Without `predicts` it runs the classifier's own forward.
 
     Args:
-        critic: the classifier, plain or under PEFT.
+        critic: the classifier, plain or wrapped by PEFT.
     """
     model = base_model_of(critic)
     scores = model.forward
@@ -81,13 +81,13 @@ class ActorCritic(nn.Module):
     Put a causal language model (policy) and a critic behind one forward.
 
     The critic is a sequence classifier with one label, or an adapter with a head on the policy's own base. Reward
-    models that are such adapters live here, too. The policy answers whatever is not defined here, so that TRL and
-    transformers may treat the whole as the policy. It is registered first: `parameters()` begins with the policy's.
+    models that are such adapters live here, too. Attributes that are not defined here are the policy's, so that TRL
+    and transformers can treat the whole as the policy. `parameters()` begins with the policy's.
 
     Args:
         policy: the causal language model.
         critic: a sequence classifier with one label, or such a head on the policy's base.
-        adapters: the switch between the roles of one base, if there is one.
+        adapters: switches between the adapters of the policy's base, if it has any.
         rewards: reward models on the policy's base, by name.
     """
 
@@ -106,8 +106,8 @@ class ActorCritic(nn.Module):
         self.critic = critic
         self.rewards = nn.ModuleDict(rewards or {})
         self.adapters = adapters
-        self.sampler_recorder: SamplerRecorder | None = None  # while a rollout asks for one
-        self.critic_trains_mlps = False  # and nothing else of it but the head
+        self.sampler_recorder: SamplerRecorder | None = None  # set while a rollout records log-probs
+        self.critic_trains_mlps = False  # if so, the critic's MLPs and head alone are trained
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -117,7 +117,7 @@ class ActorCritic(nn.Module):
 
     @property
     def value_model(self) -> Any:
-        """The critic, by TRL 1.12's name."""
+        """The critic, under TRL 1.12's name."""
         return self.critic
 
     def forward(
@@ -136,24 +136,25 @@ class ActorCritic(nn.Module):
         """
         Run the policy on (K, C) ids and return its output.
 
-        With `predicts` (N,), the places in (K · C) of the states in which the `targets` (N,) are chosen: return a
-        plain dict of what is asked for, (N,) each: `logprobs`, `entropies` (nats) and the critic's `values` there; and
-        the `aux_loss` of experts. `kwargs` are the policy's, see [`add_dense_lm_head`]. (A dict passes DDP, FSDP and
-        autocast unchanged.) With `touch_policy` the values have a gradient of 0 for each of the policy's weights,
-        though it is not run. With `reward`: return the (B,) scores of that one of the `rewards` instead.
+        `predicts` (N,) are places in (K · C): the states in which the `targets` (N,) are chosen. If they are given,
+        return a plain dict, which DDP, FSDP and autocast pass on unchanged: `logprobs` and `entropies` in nats, (N,)
+        each, the experts' `aux_loss`, and with `with_values` the critic's `values` (N,). With `touch_policy` the
+        values have a gradient of 0 for each of the policy's weights, though it is not run. `kwargs` are the policy's,
+        see [`add_dense_lm_head`].
+
+        With `reward`, return the (B,) scores of the reward model of that name.
         """
         if reward is not None:
             return self.rewards[reward](input_ids, attention_mask)
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if predicts is None:
             return self.policy(**inputs, **positions(self.policy, attention_mask, position_ids), **kwargs)
-        said: dict[str, Any] = {}
-        if with_values:  # first, so that the backward pass ends with it: the logits, the largest tensor, go early
-            said["values"] = self.state_values(input_ids, attention_mask, position_ids, predicts)
+        outputs: dict[str, Any] = {}
+        if with_values:  # first, so that the backward pass frees the logits, the largest tensor, before it comes here
+            values = self.state_values(input_ids, attention_mask, position_ids, predicts)
             if touch_policy:
-                said["values"] = said["values"] + 0.0 * sum(
-                    p.flatten()[0] for p in self.parameters_of("policy") if p.requires_grad
-                )
+                values = values + 0.0 * sum(p.flatten()[0] for p in self.parameters_of("policy") if p.requires_grad)
+            outputs["values"] = values
         if with_logprobs:
             output = self.policy(
                 **inputs,
@@ -163,8 +164,8 @@ class ActorCritic(nn.Module):
                 fused_lm_head=True,
                 **kwargs,
             )
-            said |= {"logprobs": output.log_probs, "entropies": output.entropy, "aux_loss": output.aux_loss}
-        return said
+            outputs |= {"logprobs": output.log_probs, "entropies": output.entropy, "aux_loss": output.aux_loss}
+        return outputs
 
     def state_values(
         self,
@@ -174,19 +175,19 @@ class ActorCritic(nn.Module):
         places: Tensor | None = None,
     ) -> Tensor:
         """
-        Return (K, C): the critic's value of the state after each token, score units; or (N,) at these `places`.
+        Return the critic's value of the state after each token, (K, C) score units; or (N,) at these `places`.
 
-        A critic with fewer rows than the policy reads all ids beyond them as its last one.
+        A critic with a smaller vocabulary than the policy reads every id beyond its own as its last one.
         """
         if self.shares_base:
-            backbone, signature = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
+            backbone, where = self.critic.backbone, positions(self.policy, attention_mask, position_ids)
         else:
-            rows = vocabulary_of(self.critic)
-            if rows < vocabulary_of(self.policy):  # ids without a token, which the policy might sample all the same
-                input_ids = input_ids.clamp(max=rows - 1)
+            vocabulary = vocabulary_of(self.critic)
+            if vocabulary < vocabulary_of(self.policy):  # the policy may sample ids that are no token's
+                input_ids = input_ids.clamp(max=vocabulary - 1)
             backbone = self.critic.base_model
-            signature = positions(backbone, attention_mask, position_ids)
-        return _values(backbone, self.critic.score, input_ids, attention_mask, places, **signature)
+            where = positions(backbone, attention_mask, position_ids)
+        return _values(backbone, self.critic.score, input_ids, attention_mask, places, **where)
 
     @property
     def shares_base(self) -> bool:
@@ -194,11 +195,11 @@ class ActorCritic(nn.Module):
         return isinstance(self.critic, AdapterClassifier)
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
-        """Yield the parameters of `"policy"` or `"critic"`; a base that both share is the policy's."""
-        for _, parameter in self._named(role):
+        """Yield the parameters of `"policy"` or `"critic"`; a shared base counts as the policy's."""
+        for _, parameter in self._named_parameters_of(role):
             yield parameter
 
-    def _named(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
+    def _named_parameters_of(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
@@ -207,13 +208,13 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """Make the policy's adapter active, and it and the critic's trainable, whatever PEFT was told."""
+        """Activate the policy's adapter, and make it and the critic's trainable, whatever PEFT's state is."""
         if self.adapters is None:
             return
         if any(layer.disable_adapters for layer in self.adapters.layers):
             raise RuntimeError(
-                "The policy's adapters have been switched off (`disable_adapter_layers()`) and not on again, so that "
-                "nothing would be trained: use `with model.disable_adapter():`."
+                "The policy's adapters have been switched off by `disable_adapter_layers()`, so that nothing would be "
+                "trained: switch them off for a block alone, with `with model.disable_adapter():`."
             )
         self.adapters.set(POLICY)
         for adapter in self.policy.peft_config:
@@ -224,20 +225,20 @@ class ActorCritic(nn.Module):
 
     def freeze_critic_but_mlps(self) -> None:
         """
-        Train, from now on, of the critic's weights only those in MLPs, experts included, and the head.
+        Freeze the critic's weights but for its head and those in MLPs, experts included.
 
         Raises:
-            ValueError: the critic has no weights in an MLP that could be trained.
+            ValueError: no trainable weight of the critic is in an MLP.
         """
         self.critic_trains_mlps = True
         model, advice = type(self.critic).__name__, "use 'all'"
         if self.shares_base:
             model = "the critic's adapter"
             advice = "give `critic_peft_config` target modules in MLPs, such as gate_proj, up_proj and down_proj"
-        freeze_but_mlps(self._named("critic"), model, advice)
+        freeze_but_mlps(self._named_parameters_of("critic"), model, advice)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load as always, but let frozen weights be missing: DeepSpeed's checkpoints do not repeat the base."""
+        """Load weights, as usual, but accept that frozen ones are missing: DeepSpeed leaves the base out."""
         result = super().load_state_dict(state_dict, strict=False, assign=assign)
         trained = {name for name, parameter in self.named_parameters() if parameter.requires_grad}
         wrong = [*result.unexpected_keys, *trained.intersection(result.missing_keys)]
@@ -245,39 +246,39 @@ class ActorCritic(nn.Module):
             raise RuntimeError(f"The state does not fit the models of this run; missing or unexpected: {wrong[:5]}.")
         return result
 
-    # TRL's reference pass calls these on what it takes for the policy
+    # TRL's reference pass calls these three, as on a policy
     @contextmanager
     def disable_adapter(self):
-        """Switch all adapters off while the context lasts, which makes the policy the reference."""
+        """Switch all adapters off within the block, which makes the policy the reference."""
         assert self.adapters is not None
         with self.adapters.use():
             yield
 
     @property
     def active_adapter(self) -> list[str]:
-        """Names of the adapters that a forward uses now."""
+        """The names of the active adapters."""
         assert self.adapters is not None
         return self.adapters.active
 
     def set_adapter(self, names: str | list[str]) -> None:
-        """Make these adapters the ones that a forward uses."""
+        """Make these adapters active."""
         assert self.adapters is not None
         self.adapters.set(*([names] if isinstance(names, str) else names))
 
     def generate(self, *args: Any, **inputs: Any) -> Any:
-        """Generate with the policy, as transformers' `generate`, without what its checkpoint says of sampling."""
-        # TRL leaves fields of its generation config open, which `generate` would fill from the checkpoint's
+        """Generate with the policy, as transformers' `generate` does, but ignore its generation_config.json."""
+        # `generate` would fill the fields that TRL leaves open in its own config from the checkpoint's
         with neutral_generation(self.policy):
             return decode(self.policy, self.sampler_recorder, *args, **inputs)
 
-    # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones.
+    # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether the policy computes activations again in the backward pass."""
+        """Whether the policy recomputes activations in the backward pass."""
         return self.policy.is_activation_checkpointing
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
-        """Let policy and critic compute activations again in the backward pass, to save memory."""
+        """Let policy and critic recompute activations in the backward pass, to save memory."""
         self.policy.activation_checkpointing_enable(**kwargs)
         if not self.shares_base:
             self.critic.activation_checkpointing_enable(**kwargs)
@@ -289,9 +290,9 @@ class ActorCritic(nn.Module):
             self.critic.activation_checkpointing_disable()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None) -> None:
-        """Do as `activation_checkpointing_enable`, whose older name this is."""
+        """Call `activation_checkpointing_enable`, under its older name."""
         self.activation_checkpointing_enable(activation_checkpointing_kwargs=gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Do as `activation_checkpointing_disable`, whose older name this is."""
+        """Call `activation_checkpointing_disable`, under its older name."""
         self.activation_checkpointing_disable()

@@ -1,4 +1,4 @@
-"""A run in which an adapter is not trained stops, instead of ending after days with the weights it began with."""
+"""Stop a run in which an adapter is not trained, before it ends after days with the weights it began with."""
 
 import warnings
 from typing import Any
@@ -17,10 +17,10 @@ def _local(tensor: Any) -> Tensor:
 
 class AdapterGuard(TrainerCallback):
     """
-    Raises after the first step in which an adapter or the value head had a gradient and a learning rate, and no weight
-    of it changed. Warns after training of LoRA matrices B that are all zero, as they began.
+    Raise after the first step in which an adapter or the value head had a gradient and a learning rate, but none of
+    its weights changed. After training, warn of LoRA matrices B that are still zero, as they began.
 
-    DeepSpeed's engine has no gradients left when callbacks run: there, nothing is watched.
+    Under DeepSpeed nothing is watched: its engine has no gradients left when callbacks run.
     """
 
     def __init__(self):
@@ -41,7 +41,7 @@ class AdapterGuard(TrainerCallback):
                 if POLICY in names
                 else None
             )
-            if part in found:  # frozen ones too: another callback may have frozen them until the step's forward
+            if part in found:  # frozen ones, too: another callback may unfreeze them before the step's forward
                 found[part].append(parameter)
         return found
 
@@ -88,8 +88,8 @@ class AdapterGuard(TrainerCallback):
         if zero and state.is_world_process_zero:
             warnings.warn(
                 f"{len(zero)} of {len(trained)} LoRA matrices B are all zero after {state.global_step} steps, as they "
-                f"began, so that their layers have learned nothing ({zero[0]}): no gradient reached them, the rate "
-                "was 0 or too small for their dtype, or they were frozen.",
+                f"began, so that their layers have learned nothing ({zero[0]}): no gradient reached them, the "
+                "learning rate was 0 or too small for their dtype, or they were frozen.",
                 UserWarning,
                 stacklevel=2,
             )

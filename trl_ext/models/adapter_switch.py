@@ -1,4 +1,4 @@
-"""Several roles on one set of base weights, an adapter each."""
+"""Policy, critic, reference and reward models on one base, each as an adapter."""
 
 import functools
 from collections.abc import Callable
@@ -16,11 +16,11 @@ POLICY, CRITIC, REFERENCE = "default", "critic", "ref"  # PEFT's name for the on
 
 class AdapterSwitch:
     """
-    Choose the active adapter of a PEFT model, in all of its layers.
+    Choose the active adapters of a PEFT model, in all of its layers.
 
     PEFT's own `set_adapter` and `disable_adapter` also freeze what they switch off: after TRL's reference pass the
-    critic would not train. And gradient checkpointing replays layers in `backward` under whatever adapter is active by
-    then, with wrong gradients and no error. Here a replayed layer runs under the adapter of its forward.
+    critic would not train. And gradient checkpointing recomputes layers in `backward` under whatever adapter is active
+    by then, with wrong gradients and no error. Here a layer is recomputed under the adapter of its forward.
     """
 
     def __init__(self, model: Any):
@@ -35,7 +35,7 @@ class AdapterSwitch:
         return self.layers[0].active_adapters
 
     def set(self, *names: str) -> None:
-        """Make these adapters active; none leaves the base alone."""
+        """Make these adapters active; without names, run the base alone."""
         for layer in self.layers:
             layer._active_adapter = list(names)
 
@@ -58,7 +58,7 @@ class AdapterSwitch:
             )
 
         base._set_gradient_checkpointing = set_pinned
-        for module in base.modules():  # where checkpointing was switched on already
+        for module in base.modules():  # in case checkpointing is on already
             if hasattr(module, "_gradient_checkpointing_func"):
                 module._gradient_checkpointing_func = self._pinned(module._gradient_checkpointing_func)
 
@@ -66,19 +66,21 @@ class AdapterSwitch:
         def pinned(function: Callable, *args: Any, **kwargs: Any) -> Any:
             names = self.active
 
-            def replay(*args: Any, **kwargs: Any) -> Any:
+            def run_under_them(*args: Any, **kwargs: Any) -> Any:
                 with self.use(*names):
                     return function(*args, **kwargs)
 
-            return checkpoint_function(replay, *args, **kwargs)
+            return checkpoint_function(run_under_them, *args, **kwargs)
 
         return pinned
 
 
 def merge_exactly(policy: Any) -> None:
     """
-    Make `merge_adapter` and `unmerge_adapter`, which TRL calls around each weight sync to vLLM, leave the base as it
-    was: adding an adapter's product and subtracting it again would move the reference by rounding, a little each time.
+    Let `merge_adapter` and `unmerge_adapter` leave the base exactly as it was.
+
+    TRL calls them around each weight sync to vLLM. To add an adapter's product and subtract it again would move the
+    reference by a rounding error each time.
     """
     merge = policy.merge_adapter
     kept: list[tuple[Any, nn.Parameter, Tensor]] = []

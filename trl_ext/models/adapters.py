@@ -1,4 +1,4 @@
-"""The adapters of a run: which ones can be right, and how they are added, saved and loaded."""
+"""The adapters of a run: which ones are accepted, and how they are added, saved and loaded."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from accelerate.utils import disable_fsdp_ram_efficient_loading
+from accelerate.utils import patch_environment
 from peft import (
     AutoPeftModelForSequenceClassification,
     LoraConfig,
@@ -30,9 +30,10 @@ from .identity import hash_of, hub_identity, weights_hash
 from .weights import base_model_of
 
 FINGERPRINT = "trl_ext_base.json"
+NO_HEAD = "{} has no `score` head: it is no sequence classifier that was saved as an adapter."
 _HEAD = "base_model.model.score."
 
-# Ways to initialise LoRA that leave the base weights, and so the reference, as they are
+# `init_lora_weights` that leave the base weights, and so the reference, as they are
 _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
@@ -40,11 +41,11 @@ _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def check_config(config: Any, name: str, shares_base: bool = True) -> None:
-    """Refuse an adapter that would not leave the base as it is, for the reference and for others that share it."""
+    """Refuse an adapter that would change the base, which the reference and other adapters need as it is."""
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(
-            f"`{name}` is a {type(config).__name__}, whose learned prompt would shift what log-probs and values are "
-            "read from: use a `LoraConfig`."
+            f"`{name}` is a {type(config).__name__}, whose learned prompt would shift the positions that log-probs "
+            "and values are read at: use a `LoraConfig`."
         )
     if not isinstance(config, LoraConfig):
         if shares_base:
@@ -55,20 +56,19 @@ def check_config(config: Any, name: str, shares_base: bool = True) -> None:
         return
     if config.bias != "none":
         raise ValueError(
-            f"`{name}` has bias={config.bias!r}, which trains the base's own biases, and they are the reference's, "
-            "too: use bias='none'."
+            f"`{name}` has bias={config.bias!r}, which trains the base's own biases, and so changes the reference: "
+            "use bias='none'."
         )
     if config.init_lora_weights not in _KEEP_THE_BASE or config.layer_replication:
         what = "layer_replication" if config.layer_replication else f"init_lora_weights={config.init_lora_weights!r}"
         raise ValueError(
-            f"`{name}` has {what}, which changes the base, so that the base without adapters is no longer the "
-            "reference: use init_lora_weights=True without layer_replication, or merge that adapter first "
-            "(`recipes/merge.py`)."
+            f"`{name}` has {what}, which changes the base, so that the base alone is no longer the reference: use "
+            "init_lora_weights=True without layer_replication, or merge that adapter first (`recipes/merge.py`)."
         )
 
 
 def check_modules(policy: Any, config: LoraConfig, name: str) -> None:
-    """Refuse target modules that do not exist; an adapter on the embeddings or the LM head."""
+    """Refuse target modules that do not exist, and adapters on the embeddings or the LM head."""
     base = base_model_of(policy)
     if isinstance(config.target_modules, (list, set, tuple)):
         modules = [module.replace(".base_layer", "") for module, _ in base.named_modules()]
@@ -87,25 +87,25 @@ def check_modules(policy: Any, config: LoraConfig, name: str) -> None:
     for what, module in (("embeddings", base.get_input_embeddings()), ("LM head", base.get_output_embeddings())):
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             raise ValueError(
-                f"`{name}` adapts the {what} ({type(module).__name__}), which log-probs are computed from directly: "
-                "leave it out of target_modules, modules_to_save and trainable_token_indices. If an SFT adapter has "
-                "it, merge that first (`recipes/merge.py`) and train a new one."
+                f"`{name}` adapts the {what} ({type(module).__name__}), whose plain weights log-probs are computed "
+                "with: leave it out of target_modules, modules_to_save and trainable_token_indices. If an SFT adapter "
+                "has it, merge that first (`recipes/merge.py`) and train a new one."
             )
 
 
 def prepare_peft_model(model: Any, shares_base: bool) -> None:
-    """Check a PeftModel that a user passes, and make its adapter `default` trainable."""
+    """Check the PeftModel that a user passed, and make its adapter `default` trainable."""
     if POLICY not in model.peft_config:
         names = list(model.peft_config)
         raise ValueError(
-            f"`model` has the adapters {names}, but the one that is trained must be named {POLICY!r}: load it with "
+            f"`model` has the adapters {names}, but the one to be trained must be named {POLICY!r}: load it with "
             f"`PeftModel.from_pretrained(base, path, is_trainable=True)`, without `adapter_name`."
         )
     reserved = [name for name in model.peft_config if name in (REFERENCE, CRITIC) or name.startswith("reward_")]
     if reserved:
         raise ValueError(
-            f"`model` already has the adapters {reserved}, names that the trainer gives itself (has it been passed to "
-            "a trainer before?): load it anew."
+            f"`model` already has the adapters {reserved}, which are the trainer's own names (has it been passed to a "
+            "trainer before?): load it anew."
         )
     if any(isinstance(layer, BaseTunerLayer) and layer.merged for layer in model.modules()):
         raise ValueError("`model` has its adapter merged into the base: call `model.unmerge_adapter()` first.")
@@ -115,8 +115,8 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
     base = [n for n, p in model.named_parameters() if p.requires_grad and f".{POLICY}" not in n]
     if base:
         raise ValueError(
-            f"`model` has trainable weights outside its adapter ({base[0]} and {len(base) - 1} more), and they are "
-            "the reference's, too: freeze them (`requires_grad_(False)`)."
+            f"`model` has trainable weights outside its adapter ({base[0]} and {len(base) - 1} more), which the "
+            "reference shares: freeze them (`requires_grad_(False)`)."
         )
 
 
@@ -124,18 +124,18 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
 
 
 def add_critic(policy: Any, config: LoraConfig | None) -> None:
-    """Add the critic's adapter, in the dtype of the policy's own; by default with a copy of its config."""
+    """Add the critic's adapter, in the dtype of the policy's adapter; by default with a copy of that one's config."""
     if config is None:
         config = copy.deepcopy(policy.peft_config[POLICY])
-        config.modules_to_save = None  # those have no place in a value
+        config.modules_to_save = None  # a value has no use for them
         config.init_lora_weights = True
     else:
         config = copy.deepcopy(config)  # PEFT writes into it
         check_config(config, "critic_peft_config")
         if config.modules_to_save:
             raise ValueError(
-                f"`critic_peft_config` has modules_to_save={config.modules_to_save}: the critic's head is trained "
-                "anyway, and what else it needs belongs into target_modules."
+                f"`critic_peft_config` has modules_to_save={config.modules_to_save}: leave it out, since the critic's "
+                "head is trained anyway, and name other modules in target_modules."
             )
         check_modules(policy, config, "critic_peft_config")
     config.inference_mode = False
@@ -145,23 +145,23 @@ def add_critic(policy: Any, config: LoraConfig | None) -> None:
 def _add(policy: Any, name: str, config: LoraConfig, what: str) -> None:
     first = policy.peft_config[POLICY]
     config.task_type = first.task_type  # else PEFT looks for a head to train
-    # PEFT writes it when it makes a model, or saves one, but not when it adds an adapter
+    # PEFT sets it when it wraps or saves a model, but not when it adds an adapter
     config.base_model_name_or_path = first.base_model_name_or_path or base_model_of(policy).name_or_path or None
     try:
         policy.add_adapter(name, config)
     except ValueError as error:
         raise ValueError(f"`{what}` does not fit {type(base_model_of(policy)).__name__}: {error}") from error
     check_modules(policy, config, what)
-    own = {n: p for n, p in policy.named_parameters() if POLICY in n.split(".")}
-    dtype = next(iter(own.values())).dtype
+    policys = {n: p for n, p in policy.named_parameters() if POLICY in n.split(".")}
+    dtype = next(iter(policys.values())).dtype
     for parameter_name, parameter in policy.named_parameters():
         if name in parameter_name.split("."):
-            twin = own.get(parameter_name.replace(f".{name}", f".{POLICY}"))
+            twin = policys.get(parameter_name.replace(f".{name}", f".{POLICY}"))
             parameter.data = parameter.data.to(dtype if twin is None else twin.dtype)
 
 
 def copy_adapter(policy: Any, source: str, target: str) -> bool:
-    """Give adapter `target` the weights of `source`, if both scale and shape them alike; whether they do."""
+    """Copy the weights of adapter `source` to `target` if shapes and scalings are equal; return whether they are."""
     a, b = (get_peft_model_state_dict(policy, adapter_name=n, save_embedding_layers=False) for n in (source, target))
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
     scalings = [[layer.scaling.get(name) for layer in layers] for name in (source, target)]
@@ -172,8 +172,8 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
-    """What a run that goes on must have in common with its beginning: settings, and which reference."""
-    # Where it came from, and what PEFT sets by the use that is made of it
+    """Return what a resumed run must share with its beginning: the adapters' settings, and the reference."""
+    # Where an adapter came from, and what PEFT sets as it is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
     for name, config in policy.peft_config.items():
@@ -190,15 +190,15 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
 
 
 def is_adapter(path: Any) -> bool:
-    """Whether this is the name of an adapter, in a folder or on the hub."""
+    """Return whether this is the path of an adapter, in a folder or on the hub."""
     try:
         return isinstance(path, str) and find_adapter_config_file(path) is not None
-    except OSError:  # neither: whoever loads it says so
+    except OSError:  # there is nothing: loading it will say so
         return False
 
 
 def save_classifier(policy: Any, name: str, head: dict[str, Tensor], folder: str, state_dict: dict | None) -> None:
-    """Save an adapter and its head (the weights of a module with a `score`) as PEFT saves a sequence classifier."""
+    """Save an adapter and the weights of its `score` head as PEFT saves a sequence classifier."""
     config = copy.deepcopy(policy.peft_config[name])
     config.task_type, config.modules_to_save, config.inference_mode = "SEQ_CLS", ["score"], True
     os.makedirs(folder, exist_ok=True)
@@ -210,7 +210,7 @@ def save_classifier(policy: Any, name: str, head: dict[str, Tensor], folder: str
 
 
 def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
-    """Load the weights of an adapter that is there (PEFT's own function would freeze it); those of its head."""
+    """Load weights into an adapter of the policy, which PEFT's `load_adapter` would freeze; return its head's."""
     weights = load_peft_weights(folder, device="cpu")
     head = {key.removeprefix(_HEAD): weights.pop(key) for key in list(weights) if key.startswith(_HEAD)}
     result: Any = set_peft_model_state_dict(policy, weights, adapter_name=name)
@@ -218,21 +218,17 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
     if missing or result.unexpected_keys:
         raise ValueError(
             f"The adapter in {folder} does not fit the adapter {name!r} of this run (missing: {missing[:3]}, "
-            f"unexpected: {result.unexpected_keys[:3]}): use the configuration that it was trained with."
+            f"unexpected: {result.unexpected_keys[:3]}): use the LoRA configuration that it was trained with."
         )
     return head
 
 
 def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
-    """A sequence classifier of one label saved as an adapter, on its own base; as one plain model, if that can be."""
-    # Under FSDP, transformers leaves heads that the base lacks to be sent by the first process, with what is sharded
-    efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
-    disable_fsdp_ram_efficient_loading()
-    try:
+    """Load a sequence classifier of one label that was saved as an adapter, and merge it into its own base."""
+    # Under FSDP, transformers would load the head, which the base lacks, on the first process alone
+    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
         model = AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)
-    finally:
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = efficient
-    if is_deepspeed_zero3_enabled():  # there is no whole weight to add the adapter to
+    if is_deepspeed_zero3_enabled():  # no process has a whole weight to merge into
         return model
     model = model.merge_and_unload()
     model.config.name_or_path = model.name_or_path = path
@@ -240,7 +236,7 @@ def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
 
 
 class OneAdapter(nn.Module):
-    """A sequence classifier: one of several adapters, each with its head, on a base."""
+    """One sequence classifier of a [`SharedBase`]: an adapter with a head."""
 
     def __init__(self, shared: "SharedBase", name: str):
         super().__init__()
@@ -248,7 +244,7 @@ class OneAdapter(nn.Module):
 
     @property
     def device(self) -> Any:
-        """Where the base is."""
+        """The device of the base."""
         return self.model.device
 
     def forward(self, **inputs: Any) -> Any:
@@ -257,7 +253,7 @@ class OneAdapter(nn.Module):
 
 
 class SharedBase:
-    """The base of several sequence classifiers of one label that were saved as adapters of it, loaded once."""
+    """Load the base of several sequence classifiers once, each of one label and saved as an adapter of it."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -265,48 +261,46 @@ class SharedBase:
         self.switch: Any = None
 
     def add(self, path: str, **kwargs: Any) -> OneAdapter:
-        """Load one more adapter, the first with the base; `kwargs` are those of `from_pretrained`."""
+        """Load one more adapter, and with the first one the base; `kwargs` are those of `from_pretrained`."""
         base = base_named_by(path)
         if self.model is None:
             self.base, names = base, []
             load = AutoPeftModelForSequenceClassification.from_pretrained
             self.model = load(path, adapter_name="member_0", num_labels=1, **kwargs)
         elif base is None or base != self.base:
-            raise ValueError(f"{path} is no adapter of the base that it is to share: load it separately")
+            raise ValueError(f"{path} is no adapter of the base that the first one names: load it separately")
         else:
             names = list(self.model.peft_config)
             self.model.load_adapter(path, f"member_{len(names)}")
-        self.switch = AdapterSwitch(self.model)  # each may adapt other layers
+        self.switch = AdapterSwitch(self.model)  # made anew, since each may adapt other layers
         return OneAdapter(self, f"member_{len(names)}")
 
 
 def base_named_by(path: str) -> tuple[Any, ...] | None:
-    """What names the base of an adapter that can be on a base with others; None if it needs one of its own."""
+    """Return the name, revision and hash of an adapter's base; None if the adapter cannot share a base."""
     config = PeftConfig.from_pretrained(path)
     try:
         check_config(config, path)
     except ValueError:
         return None
-    record = Path(path) / FINGERPRINT
-    weights = json.loads(record.read_text())["weights"] if record.is_file() else None
-    return config.base_model_name_or_path, config.revision, weights
+    return config.base_model_name_or_path, config.revision, _recorded_base(path).get("weights")
 
 
 def check_head(path: str) -> None:
-    """Raise if neither an adapter nor its base has the head of a sequence classifier: it would be a random one."""
+    """Raise if neither an adapter nor its base has a `score` head, since a random one would be made."""
     if any(key.startswith(_HEAD) for key in load_peft_weights(path, device="cpu")):
         return
     config = PeftConfig.from_pretrained(path)
     base = AutoConfig.from_pretrained(config.base_model_name_or_path, revision=config.revision)
     if "CausalLM" in (base.architectures or [""])[0]:
-        raise ValueError(f"{path} has no `score` head: it is no sequence classifier that was saved as an adapter.")
+        raise ValueError(NO_HEAD.format(path))
 
 
-# ---- One base for a reward model that was trained as an adapter ----
+# ---- Which base an adapter was trained on ----
 
 
 def quantization_of(model: Any) -> str:
-    """Return in words how a model's base is quantised."""
+    """Return how a model's base is quantised, in words."""
     base = base_model_of(model)
     quantization = getattr(base.config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else getattr(quantization, "to_dict", dict)()
@@ -315,7 +309,7 @@ def quantization_of(model: Any) -> str:
 
 
 def base_fingerprint(model: Any) -> dict[str, str]:
-    """Return what tells one base from another: a hash of the backbone's weights, and the quantisation."""
+    """Identify a base by a hash of its backbone's weights, and by its quantisation."""
     return {"weights": weights_hash(base_model_of(model).base_model), "quantization": quantization_of(model)}
 
 
@@ -323,29 +317,40 @@ def save_base_fingerprint(
     model: Any, output_dir: str | Path, path: str | None = None, revision: str | None = None
 ) -> None:
     """
-    Write beside a LoRA adapter which base it was trained on, so that `PPOTrainer` can tell whether its own policy has
-    that base (`share_reward_base`). Call it on every process.
+    Write beside a LoRA adapter which base it was trained on.
 
-    `path` and `revision` are what the base was loaded from: of two bases of the hub, names and commits are compared.
+    By this file `PPOTrainer` tells whether its own policy has that base (`share_reward_base`). Call it on every
+    process.
+
+    Args:
+        model: with the adapter.
+        output_dir: folder of the adapter.
+        path, revision: what the base was loaded from. Bases from the hub are compared by name and commit.
     """
     fingerprint = {"base": hub_identity(path, revision), **base_fingerprint(model)}
     if int(os.environ.get("RANK", "0")) == 0:
         (Path(output_dir) / FINGERPRINT).write_text(json.dumps(fingerprint, indent=2))
 
 
-def names_base(folder: str, policy: Any, hub_base: str | None) -> bool:
-    """Whether the record of an adapter names the policy's base, a model of the hub, and its quantisation."""
+def _recorded_base(folder: str) -> dict[str, str]:
+    """Read what [`save_base_fingerprint`] wrote beside an adapter; {} if it wrote nothing."""
     record = Path(folder) / FINGERPRINT
-    theirs = json.loads(record.read_text()) if hub_base and record.is_file() else {}
-    named = (theirs.get("base"), theirs.get("quantization"))
-    return hub_base is not None and named == (hub_base, quantization_of(policy))
+    return json.loads(record.read_text()) if record.is_file() else {}
+
+
+def names_base(folder: str, policy: Any, hub_base: str | None) -> bool:
+    """Return whether the adapter in `folder` was trained on `hub_base`, quantised as the policy's base is."""
+    if hub_base is None:
+        return False
+    recorded = _recorded_base(folder)
+    return (recorded.get("base"), recorded.get("quantization")) == (hub_base, quantization_of(policy))
 
 
 def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantization: bool) -> str | None:
     """
-    Say why the adapter in `path` cannot be right on `policy`'s base; None if it can.
+    Say why the adapter in `path` cannot use the policy's base; None if it can.
 
-    `own` is the policy's fingerprint, or empty if the adapter names the policy's base.
+    `own` is the fingerprint of the policy's base, or empty if the adapter names that base.
     """
     config = PeftConfig.from_pretrained(path)
     try:
@@ -354,16 +359,14 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
         return str(error)
     if not own:
         return None
-    record = Path(path) / FINGERPRINT
-    if record.is_file():
-        theirs = json.loads(record.read_text())
+    if theirs := _recorded_base(path):
         if theirs["quantization"] != own["quantization"]:
             return f"its base's quantisation was {theirs['quantization']}, the policy's is {own['quantization']}"
         return (
             None if theirs["weights"] == own["weights"] else "it was trained on other base weights than the policy's"
         )
     if own["quantization"] != "none":
-        return None if assume_quantization else f"the policy is quantised, and no {FINGERPRINT} says how its base was"
+        return None if assume_quantization else f"the policy is quantised, and it has no {FINGERPRINT} to compare with"
     if is_deepspeed_zero3_enabled():
         return f"it has no {FINGERPRINT}, and under ZeRO-3 its base cannot be loaded to compare"
     if not config.base_model_name_or_path:
@@ -374,17 +377,17 @@ def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantizat
 
 
 def load_head(policy: Any, name: str, folder: str) -> nn.Linear:
-    """Load the weights of adapter `name`, and the score head that was saved with them."""
+    """Load the weights of adapter `name` from a folder; return the score head that was saved with them."""
     weights = load_adapter(policy, name, folder)
     if "weight" not in weights:
-        raise ValueError(f"{folder} has no `score` head: it is no sequence classifier that was saved as an adapter.")
+        raise ValueError(NO_HEAD.format(folder))
     head = nn.Linear(weights["weight"].shape[1], len(weights["weight"]), bias="bias" in weights)
     head.load_state_dict(weights)
     return head
 
 
 def add_reward(policy: Any, name: str, path: str) -> nn.Linear:
-    """Add the adapter in `path` under `name`, frozen; its score head."""
+    """Add the adapter in `path` to the policy under `name`, frozen; return its score head."""
     config = PeftConfig.from_pretrained(path)
     config.modules_to_save, config.lora_dropout, config.inference_mode = None, 0.0, True
     _add(policy, name, config, path)

@@ -1,4 +1,4 @@
-"""The model card, where TRL's template has nothing to name."""
+"""The model card, where TRL's template would name `None`."""
 
 import os
 from pathlib import Path
@@ -8,11 +8,11 @@ _NONE = "[None](https://huggingface.co/None)"
 
 def without_none(output_dir: str, base: str) -> None:
     """
-    Name what TRL's model card calls `None`: a base that is no model of the hub, and a model that is not pushed.
+    Replace `None` in TRL's model card, which stands for a local base and for a model that is not pushed.
 
     Args:
-        output_dir: with the card, if this process has written one.
-        base: folder of the base, or a hub name; "" for a model that was built in memory.
+        output_dir: the folder with the card, if this process wrote one.
+        base: folder of the base, or its hub name; "" for a model that was built in memory.
     """
     card = Path(output_dir) / "README.md"
     if not card.is_file():

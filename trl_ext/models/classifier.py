@@ -1,4 +1,4 @@
-"""Sequence classifiers of one label: critics, and reward models on the policy's own base."""
+"""Sequence classifiers of one label: critics, and reward models on the policy's base."""
 
 import copy
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of
 
 def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
     """
-    Build a sequence classifier of one label around `base`'s own backbone (not a copy) and `head`.
+    Build a sequence classifier of one label around `base`'s backbone, not a copy of it, and `head`.
 
-    Without a head it gets a zero one in float32, since bfloat16 rounds small updates away.
+    The default head is zero, and in float32, since bfloat16 rounds small updates away.
     """
     config = copy.deepcopy(base.config)
     config.num_labels = 1
@@ -40,9 +40,9 @@ def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
 
 class AdapterClassifier(nn.Module):
     """
-    A sequence classifier of one label on the policy's own base: an adapter and a head.
+    A sequence classifier of one label on the policy's base: an adapter and a head.
 
-    Only the head is registered as its child; the base is the policy's.
+    Only the head is registered as a child; the base is the policy's.
     """
 
     classifier: Any
@@ -58,12 +58,12 @@ class AdapterClassifier(nn.Module):
         object.__setattr__(self, "classifier", classifier)
 
     def backbone(self, **inputs: Any) -> Any:
-        """Return what the layers below the head give, with this adapter on."""
+        """Run the layers below the head under this adapter."""
         with self.adapters.use(self.name):
             return self.classifier.base_model(**inputs)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Score right-padded rows (B, L) as the sequence classifier's own forward does: (B,)."""
+        """Score (B, L) right-padded rows as the sequence classifier's own forward does; return (B,)."""
         with self.adapters.use(self.name):
             return self.classifier(input_ids=input_ids, attention_mask=attention_mask).logits[:, 0]
 
@@ -72,7 +72,7 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
     """
     Build a critic on a copy of the policy's backbone with a zero value head: V = 0 everywhere at the start.
 
-    `load_again` loads a sequence classifier with the policy's backbone, for a policy that cannot be copied.
+    `load_again` loads a sequence classifier with the policy's backbone, in case the policy cannot be copied.
     """
     twin = unpatched_copy(policy, "the critic", load_again)
     critic = twin if hasattr(twin, "score") else classifier_on(twin)
@@ -101,5 +101,5 @@ def check_critic(critic: Any, tokenizer: Any) -> None:
         raise ValueError(
             f"`value_model` has a vocabulary of {vocabulary} tokens, the policy's tokenizer has ids up to "
             f"{max(unknown.values())} ({', '.join([*unknown][:3])}, …): the critic reads the policy's token ids, so "
-            "pass one of its tokenizer, or call `value_model.resize_token_embeddings` for the tokens you added."
+            "pass one with the same tokenizer, or call `value_model.resize_token_embeddings` for the tokens you added."
         )

@@ -1,4 +1,4 @@
-"""Transformers' `generate`, without what it computes in vain: rows that have ended, and a prompt again and again."""
+"""Transformers' `generate`, without computing rows that have ended, or a repeated prompt more than once."""
 
 import copy
 import inspect
@@ -19,8 +19,8 @@ from ..upstream.names import is_deepspeed_zero3_enabled
 from .sampler import SamplerRecorder, TokenSampler
 from .weights import base_model_of
 
-# What a call that goes on from the tokens so far reads as the first call would have. Other settings count from where
-# the call began, or keep something of each row.
+# Settings that mean the same to a call that continues an answer as to one call for all of it. Others count tokens from
+# the beginning of the call, or keep something for each row
 _CONTINUED = {
     "bad_words_ids",
     "bos_token_id",
@@ -52,16 +52,16 @@ _CONTINUED = {
 
 def decode(policy: Any, recorder: SamplerRecorder | None, *args: Any, **inputs: Any) -> Any:
     """
-    Return what `policy.generate` does; drawn with other random numbers, but from the same distribution.
+    Return what `policy.generate` returns, drawn from the same distribution, but with other random numbers.
 
     Args:
-        policy: a model, also one that PEFT wraps.
-        recorder: is given what was drawn, and the log-probs of that.
-        inputs: `input_ids` (B, P) and its mask, left-padded, `generation_config`, and what else the model reads.
+        policy: a model, plain or wrapped by PEFT.
+        recorder: is given the tokens that are drawn, with their log-probs.
+        inputs: `input_ids` (B, P) and its mask, left-padded, `generation_config`, and whatever else the model reads.
     """
     config, base = inputs.get("generation_config"), base_model_of(policy)
-    ways = {"assistant_model", "custom_generate"} & inputs.keys()  # not those that are known here
-    if args or ways or config is None or "input_ids" not in inputs or not _draws_answers(base, config):
+    other_ways = {"assistant_model", "custom_generate"} & inputs.keys()
+    if args or other_ways or config is None or "input_ids" not in inputs or not _draws_answers(base, config):
         return policy.generate(*args, **inputs)
     ends = [] if config.eos_token_id is None else config.eos_token_id
     eos = torch.tensor(ends, device=inputs["input_ids"].device, dtype=torch.long)
@@ -78,7 +78,7 @@ def decode(policy: Any, recorder: SamplerRecorder | None, *args: Any, **inputs: 
 
 
 def _draws_answers(base: Any, config: GenerationConfig) -> bool:
-    """Whether one token after the other is drawn, or the likeliest taken, behind the prompt."""
+    """Return whether `generate` appends tokens to the prompt one by one, sampled or the likeliest."""
     return (
         not base.config.is_encoder_decoder
         and config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -87,7 +87,7 @@ def _draws_answers(base: Any, config: GenerationConfig) -> bool:
 
 
 def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
-    """Whether a call that goes on from a cache, with fewer rows, draws as the one call would have."""
+    """Return whether calls that continue from a cache, with fewer and fewer rows, draw as one call would."""
     if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
         return False
     config, base = inputs["generation_config"], base_model_of(policy)
@@ -110,11 +110,12 @@ def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
 @contextmanager
 def _transposed_head(base: Any) -> Iterator[None]:
     """
-    Compute the logits of up to 8 rows on a CPU as (W xᵀ)ᵀ, which takes MKL about half as long as x Wᵀ: W, the largest
-    matrix of the model, is read as it lies.
+    Compute the logits of up to 8 rows on a CPU as (W xᵀ)ᵀ, for which MKL takes about half as long as for x Wᵀ.
+
+    It reads W, the model's largest matrix, in the order in which it lies in memory.
     """
     head = base.get_output_embeddings()
-    is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks put their own there
+    is_plain = type(head) is nn.Linear and "forward" not in vars(head)  # accelerate's hooks set one
     if not is_plain or head.weight.device.type != "cpu" or not torch.backends.mkl.is_available():
         yield
         return
@@ -133,8 +134,8 @@ def _transposed_head(base: Any) -> Iterator[None]:
         del vars(head)["forward"]
 
 
-class _EnoughEnded(StoppingCriteria):
-    """End a call when half of its rows have: each call costs something, and so does each row that has ended."""
+class _HalfEnded(StoppingCriteria):
+    """End a call when half of its rows have ended: going on with them has a cost, and so has another call."""
 
     def __init__(self, rows: int, eos: Tensor):
         self.eos = eos
@@ -153,7 +154,7 @@ def _decode_live_rows(
     attention_mask: Tensor,
     generation_config: GenerationConfig,
 ) -> tuple[Tensor, Tensor]:
-    """Return (B, P + T) ids, padded behind each answer, and (B, T) log-probs of what was drawn in their place."""
+    """Generate in calls with fewer and fewer rows; return (B, P + T) ids, right-padded, and (B, T) log-probs, nats."""
     base, limit = base_model_of(policy), generation_config.max_new_tokens
     rows, width = input_ids.shape
     sequences = input_ids.new_full((rows, width + limit), generation_config.pad_token_id)
@@ -171,7 +172,7 @@ def _decode_live_rows(
             attention_mask=mask,
             past_key_values=cache,
             generation_config=config,
-            stopping_criteria=[_EnoughEnded(len(ids), eos)],
+            stopping_criteria=[_HalfEnded(len(ids), eos)],
         )
         end = ids.size(1)
         sequences[live, begin:end] = ids[:, begin:]
@@ -186,15 +187,15 @@ def _decode_live_rows(
 
 @torch.no_grad()
 def _prefilled(base: Any, input_ids: Tensor, attention_mask: Tensor) -> DynamicCache:
-    """Return a cache of all but the last prompt token if prompts are there more than once, else an empty one."""
+    """Return a cache of all but the last prompt token if any prompt is repeated, else an empty one."""
     cache = _cache(base)
     prompts, row = torch.stack([input_ids, attention_mask]).unique(dim=1, return_inverse=True)
     if len(row) == prompts.size(1) or input_ids.size(1) == 1:
         return cache
     ids, mask = prompts[..., :-1]
     takes_positions = "position_ids" in inspect.signature(base.base_model.forward).parameters
-    places = {"position_ids": position_ids(mask)} if takes_positions else {}
-    base.base_model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **places)
+    positions = {"position_ids": position_ids(mask)} if takes_positions else {}
+    base.base_model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **positions)
     cache.batch_select_indices(row)
     return cache
 

@@ -1,4 +1,4 @@
-"""Saving and loading policy and critic: a folder that plain transformers or PEFT loads, and `critic/` beside it."""
+"""Save and load policy and critic: a folder that transformers or PEFT loads, and `critic/` in it."""
 
 import os
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ from .adapters import load_adapter, save_classifier
 
 
 def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Return the policy's or the critic's part of an actor-critic's gathered weights; None if none were gathered."""
+    """Pick the policy's or the critic's weights from the gathered ones of an actor-critic; None if there are none."""
     if state_dict is None:
         return None
     return {k.removeprefix(f"{role}."): v for k, v in state_dict.items() if k.startswith(f"{role}.")}
 
 
 def save_critic(actor_critic: ActorCritic, folder: str, state_dict: dict[str, Tensor] | None = None) -> None:
-    """Write the critic as a sequence classifier, or as the adapter of one; `state_dict` holds gathered weights."""
+    """Save the critic as a sequence classifier, or as an adapter; `state_dict` has the gathered weights, if any."""
     weights, critic = weights_of("critic", state_dict), actor_critic.critic
-    if actor_critic.shares_base:
+    if actor_critic.shares_base:  # then these weights are its head's, and its adapter's are in the policy
         policy_weights = weights_of("policy", state_dict)
         save_classifier(actor_critic.policy, CRITIC, weights or critic.state_dict(), folder, policy_weights)
     else:
@@ -33,7 +33,7 @@ def save_critic(actor_critic: ActorCritic, folder: str, state_dict: dict[str, Te
 
 
 def load_adapters(actor_critic: ActorCritic, folder: str) -> None:
-    """Load the policy's and the critic's adapters, which the Trainer would load one of, and freeze."""
+    """Load the adapters of policy and critic. The Trainer would load only one, and freeze it."""
     if actor_critic.adapters is not None:
         load_adapter(actor_critic.policy, POLICY, folder)
     if actor_critic.shares_base:
@@ -43,7 +43,7 @@ def load_adapters(actor_critic: ActorCritic, folder: str) -> None:
 
 @contextmanager
 def one_adapter(policy: Any) -> Iterator[None]:
-    """Have PEFT save the policy's adapter alone: the critic's, the reference and reward models are no part of it."""
+    """Let PEFT save the policy's adapter alone within the block, without those of critic, reference and rewards."""
     if not hasattr(policy, "peft_config"):
         yield
         return
@@ -55,5 +55,5 @@ def one_adapter(policy: Any) -> Iterator[None]:
 
 
 def without_base(is_needed: bool) -> AbstractContextManager:
-    """Have accelerate leave the frozen base out of an FSDP checkpoint, as it does for a bare PeftModel only."""
+    """Let accelerate leave the frozen base out of an FSDP checkpoint, which it does by itself for a PeftModel only."""
     return temporarily(fsdp_utils, is_peft_model=lambda model: True) if is_needed else nullcontext()

@@ -1,4 +1,4 @@
-"""Sampling from a causal language model, and the log-probs of answers: once, for trainers, tools and recipes."""
+"""Sample from a causal language model, and compute log-probs of answers: for trainers, tools and recipes."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from ..functional import position_ids
 from ..upstream.temporarily import temporarily
 from .weights import base_model_of
 
-_PAD = 0  # masked wherever it stands, so any id will do; a tokenizer's own may lie outside the model's vocabulary
+_PAD = 0  # any id will do, since it is masked; a tokenizer's own pad may lie outside the model's vocabulary
 
 
 @contextmanager
@@ -22,11 +22,11 @@ def neutral_generation(model: Any) -> Iterator[None]:
     """
     Hide the checkpoint's generation_config.json from `generate`.
 
-    `generate` takes from it every field that a call leaves open: `min_p`, `no_repeat_ngram_size`, stop strings. The
-    answers would then not be drawn from the distribution whose log-probs are computed.
+    `generate` takes every field from it that a call leaves open, such as `min_p`, `no_repeat_ngram_size` and stop
+    strings. Answers would then come from another distribution than the one whose log-probs are computed.
 
     Args:
-        model: a model, also one that PEFT, DDP or an engine wraps.
+        model: a model, plain or wrapped by PEFT, DDP or DeepSpeed.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -39,7 +39,7 @@ def check_savable(model: Any) -> None:
     """
     Raise a `ValueError` if transformers would refuse to save the model's generation config.
 
-    It says so only when it saves a config that was changed since it was loaded, as trainers do: after the training.
+    Transformers checks a config that changed since it was loaded when it saves it, which may be after the training.
     """
     config = getattr(base_model_of(model), "generation_config", None)
     if config is None or hasattr(model, "peft_config"):  # an adapter is saved without it
@@ -49,20 +49,20 @@ def check_savable(model: Any) -> None:
     except ValueError as error:
         raise ValueError(
             "transformers would not save this model, since its generation_config.json contradicts itself "
-            f"({' '.join(str(error).split())[:300]}): correct the file, or pass a model whose `generation_config` is "
-            "(`model.generation_config.do_sample = True` is what a `temperature` or `top_p` needs)."
+            f"({' '.join(str(error).split())[:300]}): correct the file, or pass a model with a corrected "
+            "`generation_config` (a `temperature` or `top_p` needs `model.generation_config.do_sample = True`)."
         ) from error
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager:
-    """Leave torch's global generators, the CPU's and the device's, as they were."""
+    """Restore torch's global generators, of the CPU and the device, after the block."""
     devices = [device] if device.type not in ("cpu", "mps") else []
     return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda")
 
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw from this seed within, and leave the global generators as they were; None draws from these."""
+    """Draw from this seed within the block, and restore the global generators after it; None draws from these."""
     if seed is None:
         yield
         return
@@ -73,14 +73,17 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
 
 def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> list[int]:
     """
-    Return all tokens that end an answer: the tokenizer's EOS and those of the generation config, often more than one.
+    Return all tokens that end an answer: the tokenizer's EOS, and those of the generation config.
 
-    `model` is a model, or the folder or hub name (with its `revision`) of one that need not be loaded for this.
+    Args:
+        model: a model, or its folder or hub name; its weights are not loaded.
+        tokenizer: of the model.
+        revision: on the hub.
     """
     if isinstance(model, str):
         try:
             config = GenerationConfig.from_pretrained(model, revision=revision)
-        except OSError:  # it has none: transformers makes one of the model's configuration
+        except OSError:  # there is none, so transformers would make one from the model's configuration
             config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model, revision=revision))
     else:
         config = base_model_of(model).generation_config
@@ -89,7 +92,7 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
 
 
 def check_chat_template(tokenizer: Any, texts: Iterable[Any], whose: str, what: str) -> None:
-    """Raise a `ValueError` if there are messages among `texts`, and the tokenizer (or processor) has no template."""
+    """Raise a `ValueError` if `texts` has messages, but the tokenizer (or processor) has no chat template."""
     if getattr(tokenizer, "chat_template", None) is None and any(isinstance(text, list) for text in texts):
         raise ValueError(
             f"{what} are messages, but {whose} ({tokenizer.name_or_path or type(tokenizer).__name__}) has no chat "
@@ -103,7 +106,7 @@ def prompt_token_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
 
     Args:
         tokenizer: with a chat template, if there are messages.
-        prompts: texts, or messages, which are made ready for the assistant to begin, or to go on where it spoke last.
+        prompts: texts or messages. After a user's message the assistant's turn is opened; an assistant's is continued.
 
     Returns:
         Token ids of each prompt.
@@ -115,7 +118,7 @@ def prompt_token_ids(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
     return [
         tokenizer(prompt)["input_ids"]
         if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(  # as ids: the tokenizer would put a BOS before the template's own
+        else tokenizer.apply_chat_template(  # to ids, since the tokenizer would add a BOS to the template's own
             prompt,
             add_generation_prompt=prompt[-1]["role"] != "assistant",
             continue_final_message=prompt[-1]["role"] == "assistant",
@@ -137,20 +140,20 @@ def sample(
     seed: int | None = None,
 ) -> list[list[int]]:
     """
-    Sample an answer to each prompt, whatever the checkpoint's generation_config.json says of sampling.
+    Sample an answer to each prompt, and ignore the sampling settings of the checkpoint's generation_config.json.
 
     Args:
         model: a causal language model in evaluation mode.
         prompt_ids: token ids of each prompt, at least one.
         eos_token_ids: tokens that end an answer.
         max_new_tokens: tokens after which an answer is cut off.
-        temperature: 0 always takes the likeliest token.
+        temperature: divides the logits; 0 always takes the likeliest token.
         top_p: draw from the likeliest tokens of this total probability.
         batch_size: prompts at once; None for all.
         seed: of the draws, which then leave the global generators alone; None draws from these.
 
     Returns:
-        Token ids of each answer, up to its EOS, that included.
+        Token ids of each answer, up to and including its EOS.
 
     Raises:
         ValueError: a prompt has no tokens.
@@ -175,7 +178,7 @@ def sample(
 
 
 def answer_texts(tokenizer: Any, answers: Sequence[list[int]], eos_token_ids: Sequence[int]) -> list[str]:
-    """The text of each answer, without the EOS, which need not be a special token of the tokenizer."""
+    """Return the text of each answer without its EOS, which need not be a special token of the tokenizer."""
     ids = [answer[:-1] if answer[-1] in eos_token_ids else answer for answer in answers]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
@@ -190,11 +193,11 @@ def completion_logprobs(
     Args:
         model: a causal language model in evaluation mode.
         prompt_ids: token ids of each prompt.
-        completion_ids: token ids of each completion; T is the longest's length.
-        temperature: by which logits are divided.
+        completion_ids: token ids of each completion; T is the length of the longest.
+        temperature: divides the logits.
 
     Returns:
-        (B, T) nats, 0 on padding; and (B, T) bool, True on the completions' tokens.
+        (B, T) log-probs, nats, 0 on padding; and a (B, T) mask, bool, of the completions' tokens.
     """
     prompts, prompt_mask = padded(prompt_ids, "left", model.device)
     completions, mask = padded(completion_ids, "right", model.device)
@@ -207,7 +210,7 @@ def completion_logprobs(
         **{name: value for name, value in options.items() if name in taken},
     ).logits[:, -width - 1 : -1]
     logprobs = torch.stack(
-        [  # row by row: all logits in float32 at once may be more than there is room for
+        [  # row by row, since all logits in float32 may not fit into memory
             (row.float() / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
             for row, ids in zip(logits, completions, strict=True)
         ]
@@ -216,11 +219,12 @@ def completion_logprobs(
 
 
 def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """Cut off what follows the first EOS."""
     return ids[: next((i + 1 for i, token in enumerate(ids) if token in eos_token_ids), len(ids))]
 
 
 def padded(rows: Sequence[list[int]], side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(B, L) ids, and (B, L) 1 where there are any."""
+    """Pad rows of token ids on one side; return (B, L) ids and the (B, L) mask, 1 = real token."""
     tensors = [torch.tensor(row, dtype=torch.long, device=device) for row in rows]
     ids, mask = (
         pad_sequence(part, batch_first=True, padding_value=value, padding_side=side)

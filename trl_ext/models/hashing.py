@@ -1,4 +1,4 @@
-"""Hash files of any size in about a second. It imports neither torch nor transformers."""
+"""Hash a file of any size in about a second, without importing torch or transformers."""
 
 import os
 
@@ -9,9 +9,9 @@ _PIECE, _PIECES = 2**20, 64
 
 def file_hash(path: str | os.PathLike[str]) -> str:
     """
-    Hash a file by its size and content; of more than 64 MiB, by 64 pieces of 1 MiB, evenly spread from start to end.
+    Hash a file's size and content; of a file above 64 MiB, 64 pieces of 1 MiB, evenly spread from start to end.
 
-    So a checkpoint of any size is compared in about a second. It guards against damage, not against anyone.
+    This guards against damage, not against an attacker.
     """
     size = os.path.getsize(path)
     count = min(_PIECES, -(-size // _PIECE))

@@ -1,4 +1,4 @@
-"""Which weights these are: one answer for resuming, and for adapters that want the base they were trained on."""
+"""Identify weights, configurations and tokenizers: for resuming, and for adapters that need their own base."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from .weights import base_model_of, whole
 
 def weights_identity(model: Any, path: str | None = None, revision: str | None = None) -> str:
     """
-    Say which weights a model has.
+    Identify the weights of a model.
 
     Args:
-        model: a transformers model, plain or with adapters; only its base counts.
-        path: what it was loaded from, if it was loaded and not changed since.
-        revision: of that, on the hub.
+        model: a transformers model, plain or with adapters, which are left out.
+        path: what it was loaded from, unless it was changed since.
+        revision: on the hub.
 
     Returns:
         `name@commit` for a model of the hub, `xxh3:…` of its weights for a folder or an object.
@@ -32,7 +32,7 @@ def weights_identity(model: Any, path: str | None = None, revision: str | None =
 
 
 def hub_identity(path: str | None, revision: str | None = None) -> str | None:
-    """`name@commit` of what was loaded by name from the hub; None for a folder, or for nothing."""
+    """Return `name@commit` of a model that was loaded from the hub; None for a folder, or without a path."""
     if path is None or os.path.isdir(path):
         return None
     for name in ("config.json", "adapter_config.json"):
@@ -44,7 +44,7 @@ def hub_identity(path: str | None, revision: str | None = None) -> str | None:
 
 def path_identity(path: str, revision: str | None = None) -> str:
     """
-    Say which model lies under a path, without loading it.
+    Identify the model at a path without loading it.
 
     Returns:
         `name@commit` for a model of the hub, `xxh3:…` of the files of weights and configuration for a folder.
@@ -53,16 +53,15 @@ def path_identity(path: str, revision: str | None = None) -> str:
         return identity
     patterns = ("*.safetensors", "pytorch_model*.bin", "config.json", "adapter_config.json")
     files = {file.name: file_hash(file) for pattern in patterns for file in Path(path).glob(pattern)}
-    text = json.dumps(files, sort_keys=True)
-    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
+    return _hash_of_text(json.dumps(files, sort_keys=True))
 
 
 def weights_hash(module: Any) -> str:
     """
-    Hash a module's weights without adapters, as they are after quantisation.
+    Hash a module's weights, quantised if they are, without adapters.
 
-    They are read in float32, so a model that is loaded in a wider dtype has the same hash. It tells weights apart and
-    guards against no one. Under ZeRO-3 every process must call it.
+    They are read in float32, so a model that is loaded in a wider dtype has the same hash. The hash tells weights
+    apart, but does not guard against an attacker. Under ZeRO-3 every process must call this.
     """
     return hash_of(
         {
@@ -74,44 +73,51 @@ def weights_hash(module: Any) -> str:
 
 
 def config_identity(model: Any) -> str:
-    """Hash the configuration of a model, but for where it came from, and how it is run (attention, dtype) in words."""
+    """Hash a model's configuration, without where it was loaded from; name its attention implementation in words."""
     config = base_model_of(model).config
     settings = config.to_diff_dict()
     for name in ("_name_or_path", "name_or_path", "transformers_version"):
         settings.pop(name, None)
-    text = json.dumps(settings, sort_keys=True, default=str)
-    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]} {config._attn_implementation}"
+    return f"{_hash_of_text(json.dumps(settings, sort_keys=True, default=str))} {config._attn_implementation}"
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """Hash a tokenizer, or that of a processor: its vocabulary and rules, special tokens and chat template."""
+    """Hash a tokenizer, or a processor's: its vocabulary and rules, special tokens and chat template."""
     if tokenizer is None:
         return None
-    template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
+    template, tokenizer = _template_and_tokenizer(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = [tokenizer.get_vocab()]
     if backend is not None:
-        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}  # as it was used last
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}  # those of its last use
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
-    text = json.dumps([rules, special, template], sort_keys=True, default=str)
-    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
+    return _hash_of_text(json.dumps([rules, special, template], sort_keys=True, default=str))
 
 
 def tokenizer_names(tokenizer: Any) -> dict[str, Any]:
-    """What can be said of a tokenizer in words, where its hash differs from another one's."""
+    """Describe a tokenizer in words, to say how it differs from one with another hash."""
     if tokenizer is None:
         return {}
-    template, tokenizer = getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
+    template, tokenizer = _template_and_tokenizer(tokenizer)
     return {
         "name": tokenizer.name_or_path or type(tokenizer).__name__,
         "tokens": len(tokenizer),
         **{f"{kind} token": getattr(tokenizer, f"{kind}_token") for kind in ("bos", "eos", "pad", "unk")},
-        "chat template": f"xxh3:{xxhash.xxh3_128(str(template).encode()).hexdigest()[:12]}",
+        "chat template": _hash_of_text(str(template)),
     }
 
 
+def _template_and_tokenizer(tokenizer: Any) -> tuple[str | None, Any]:
+    """Return the chat template of a tokenizer or processor, and the tokenizer itself."""
+    return getattr(tokenizer, "chat_template", None), getattr(tokenizer, "tokenizer", tokenizer)
+
+
+def _hash_of_text(text: str) -> str:
+    return f"xxh3:{xxhash.xxh3_128(text.encode()).hexdigest()[:12]}"
+
+
 def hash_of(tensors: dict[str, Any]) -> str:
-    """Hash tensors by name, shape and value."""
+    """Hash tensors with their names and shapes."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(tensors.items()):
         if isinstance(tensor, Tensor):
@@ -124,14 +130,14 @@ def hash_of(tensors: dict[str, Any]) -> str:
 
 def values_of(tensor: Tensor) -> Iterator[Any]:
     """
-    Yield the bytes of a tensor in pieces, of floating-point ones in float32, in which half precision is exact.
+    Yield the bytes of a tensor in pieces. Floating-point values become float32, which holds half precision exactly.
 
-    One that is not here has none: FSDP may load the weights on the first process only. Of a sharded one, all
-    processes must ask.
+    A meta tensor has none: FSDP may load the weights on the first process only. If a tensor is sharded, all processes
+    must call this.
     """
     if tensor.is_meta:
         return
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    for piece in tensor.detach().reshape(-1).split(2**20):  # a copy of all in float32 would take twice the memory
+    for piece in tensor.detach().reshape(-1).split(2**20):  # a float32 copy of all would take twice the memory
         values = piece.float() if piece.is_floating_point() else piece
         yield values.cpu().contiguous().view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""The LM head of a log-prob pass: all logits at once where they are small enough, TRL's tiles where they are not."""
+"""The LM head of a log-prob pass: all logits at once if they fit a budget, else TRL's tiles."""
 
 import functools
 import types
@@ -17,19 +17,19 @@ GIB = 2**30
 
 def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1.0) -> None:
     """
-    Let a model with TRL's fused LM head score chosen tokens from their logits, where these fit a budget.
+    Let a model with TRL's fused LM head compute all logits of a log-prob pass at once, if they fit a budget.
 
-    `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, with its LM head at the N
-    places `predicts` in (K · C) alone, where the `targets` are chosen, and returns (N,) log-probs and, with
-    `with_entropies`, entropies. Where the logits would take more than the budget, TRL's head gives the same tile by
-    tile: it takes less memory and more time, since it computes them once more in the backward pass.
+    `model(..., predicts=, targets=, fused_lm_head=True)` then runs the model's own forward, but its LM head only at
+    the N places `predicts` in (K · C), the states in which the `targets` are chosen. It returns (N,) log-probs and,
+    with `with_entropies`, entropies. If the logits would not fit the budget, TRL's head computes the same, tile by
+    tile, in less memory and more time, since it computes the logits once more in the backward pass.
 
-    `most` tells how many tokens to reckon with, if not N: sharded models must take one way on all processes, since
-    one gathers other weights than the other.
+    `most` is a number of tokens to hold against the budget instead of N. Sharded models must choose the same way on
+    all processes, since the two ways gather other weights.
 
     Args:
         model: a causal language model after TRL's `add_fused_lm_head`, not its PEFT wrapper.
-        temperature: by which logits are divided, as in TRL's head.
+        temperature: divides the logits, as in TRL's head.
         budget_gb: GiB that the logits of one call may take; 0 leaves everything to TRL's head.
     """
     tiled = model.forward
@@ -58,7 +58,7 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
                 output = tiled(*args, **kwargs)
             _unview_gradient(output.logits.grad_fn)
             logits, targets = output.logits.flatten(0, 1), targets.to(output.logits.device)
-            if len(logits) != len(targets):  # of a model that does not call its head
+            if len(logits) != len(targets):  # the model multiplies by the head's weight instead of calling it
                 logits = logits[predicts]
             logprobs, entropies = logprobs_and_entropies(logits, targets, temperature, with_entropies)
         return FusedCausalLMOutput(log_probs=logprobs, entropy=entropies, aux_loss=getattr(output, "aux_loss", None))
@@ -68,7 +68,7 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
 
 @contextmanager
 def _head_takes(head: nn.Module, places: Tensor) -> Iterator[None]:
-    """Give a head, of (K, C, H) states, those at these places: (1, N, H)."""
+    """Call a head on only those of its (K, C, H) states that are at these places, (1, N, H)."""
     hook = head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
     try:
         yield
@@ -78,7 +78,7 @@ def _head_takes(head: nn.Module, places: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _backbone_gives(backbone: nn.Module, places: Tensor) -> Iterator[None]:
-    """Have a backbone return, of its last (K, C, H) states, those at these places: (1, N, H)."""
+    """Let a backbone return only those of its last (K, C, H) states that are at these places, (1, N, H)."""
 
     def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
         output.last_hidden_state = _at(output.last_hidden_state, places)
@@ -99,9 +99,9 @@ def _unview_gradient(node: Any, steps: int = 6) -> None:
     """
     Let autograd add to the gradient of the head's weight in place.
 
-    A linear layer makes it as a view, to which autograd adds nothing in place: with tied embeddings their gradient,
-    the head's and the sum would be three tensors of the weight's size. The head is found within some steps back from
-    the logits: soft-capping is three, its product two.
+    A linear layer makes it as a view, to which autograd adds nothing in place. With tied embeddings, their gradient,
+    the head's and the sum would be three tensors of the weight's size. The head is found within `steps` nodes back
+    from the logits: soft-capping is three, its product two.
     """
     if node is None or not steps:
         return

@@ -1,6 +1,5 @@
-"""How the models beside the policy are loaded and placed."""
+"""Load and place the models beside the policy."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, disable_fsdp_ram_efficient_loading
+from accelerate.utils import DistributedType, patch_environment
 from peft import AutoPeftModelForCausalLM
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -23,12 +22,12 @@ from ..upstream.temporarily import temporarily
 @dataclass(frozen=True)
 class Loader:
     """
-    Load other models as the policy was loaded, and place them where they are run.
+    Load other models as the policy was loaded, and place them on their devices.
 
     Args:
         policy: the policy, plain or with adapters.
-        path: what it was loaded from; None for an object.
-        init_kwargs: what it was loaded with.
+        path: what it was loaded from; None if it was passed in as an object.
+        init_kwargs: the keyword arguments that it was loaded with.
         trust_remote_code: as in transformers.
         accelerator: of the trainer.
     """
@@ -41,7 +40,7 @@ class Loader:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for `from_pretrained`: the policy's, but for the revision, which is the policy's own."""
+        """Keyword arguments for `from_pretrained`: the policy's, without its revision."""
         kwargs = {"dtype": self.policy.dtype, "trust_remote_code": self.trust_remote_code, **self.init_kwargs}
         kwargs.pop("revision", None)
         if self.accelerator.num_processes > 1 or self.is_deepspeed:
@@ -53,13 +52,13 @@ class Loader:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def again(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
-        """Return what loads the policy's weights once more, where ZeRO-3 has partitioned those that are there."""
+        """Return a function that loads the policy's weights once more, which ZeRO-3 has partitioned by then."""
         if self.path is None:
             return None
         return partial(load, self.path, revision=self.init_kwargs.get("revision"), **self.kwargs)
 
     def placed(self, model: nn.Module, shard: bool = True) -> Any:
-        """Place a frozen model; FSDP shards it only if `shard` says so, DeepSpeed always."""
+        """Place a frozen model on its device; DeepSpeed shards it, and with `shard` FSDP does."""
         if self.is_deepspeed:
             return prepare_deepspeed(model, self.accelerator)
         if shard and self.accelerator.distributed_type == DistributedType.FSDP:
@@ -69,20 +68,16 @@ class Loader:
 
 @contextmanager
 def whole_on_each_process() -> Iterator[None]:
-    """Load models in full within the block, though FSDP or ZeRO-3 would have them sharded: nobody wraps them later."""
+    """Load models in full on every process within the block, also under FSDP and ZeRO-3, which would shard them."""
     from ..upstream.names import _hf_deepspeed_config_weak_ref as zero  # as it is now
 
-    efficient = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
-    disable_fsdp_ram_efficient_loading()
-    try:
-        with nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None):
-            yield
-    finally:
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = efficient
+    without_zero3 = nullcontext() if zero is None else temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
+    with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"), without_zero3:
+        yield
 
 
 def load_model(name: str) -> Any:
-    """A causal language model, also one that is an adapter, in evaluation mode."""
+    """Load a causal language model, plain or an adapter, in evaluation mode and on the GPU if there is one."""
     if (Path(name) / "adapter_config.json").is_file():
         model = AutoPeftModelForCausalLM.from_pretrained(name)
     else:

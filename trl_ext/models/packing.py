@@ -1,4 +1,4 @@
-"""Rows of different lengths in one forward: behind each other, not each padded to the longest."""
+"""Rows of different lengths in one forward, one after the other instead of each padded to the longest."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Packed:
     """
-    The real tokens of B rows, prompt and response, as K sequences of C tokens; N of them are of responses of up to T.
+    The real tokens of B rows, prompt and response, as K sequences of C tokens. N tokens are of responses of up to T.
 
-    Positions start from 0 in each row, by which transformers tells packed rows apart (`create_causal_mask`). Pads are
-    behind all rows of a sequence, where no row looks: a mask is needed by nobody but a loss that counts tokens.
+    Positions start from 0 in each row, which is how transformers tells packed rows apart (`create_causal_mask`). Pads
+    come after all rows of a sequence, so no row attends to them. Only a loss that counts tokens needs the mask.
     """
 
     input_ids: Tensor  # (K, C)
     position_ids: Tensor  # (K, C), 0 in pads
     mask: Tensor  # (K, C), 1 = real token
-    predicts: Tensor  # (N,): where in (K · C) stands the state in which each response token is chosen
-    targets: Tensor  # (N,): the response tokens
-    places: Tensor  # (N,): where in (B · T) they stand
+    predicts: Tensor  # (N,), places in (K · C) of the states in which the response tokens are chosen
+    targets: Tensor  # (N,), the response tokens
+    places: Tensor  # (N,), their places in (B · T)
     shape: tuple[int, int]  # B, T
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the forward of a model takes; given a mask or a cache, it would not look at the positions."""
+        """Keyword arguments for a model's forward. With a mask or a cache it would ignore the positions."""
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Put (N,) values of the response tokens where these stand: (B, T), 0 elsewhere."""
+        """Put (N,) values of the response tokens at their places in (B, T), with 0 elsewhere."""
         rows, width = self.shape
         return values.new_zeros(rows * width).index_put((self.places,), values).view(rows, width)
 
@@ -45,15 +45,15 @@ def pack(
     one_sequence: bool = False,
 ) -> Packed:
     """
-    Lay rows out for a forward.
+    Pack rows for a forward.
 
     Args:
-        ids: (B, P + T), the prompt padded on its left, the response on its right.
-        lengths: real tokens of each row's prompt (at least one) and response, on the host.
+        ids: (B, P + T), prompts padded on the left, responses on the right.
+        lengths: for each row, how many real tokens its prompt (at least one) and its response have.
         width: T.
-        hidden_size: of the model, if it tells packed rows apart; None gives each row a sequence of its own.
+        hidden_size: of a model that tells packed rows apart; None gives each row a sequence of its own.
         multiple: C is a multiple of it.
-        one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels ask for.
+        one_sequence: whether all rows must go into one sequence, as FlashAttention's kernels require.
     """
     prompts, responses = torch.tensor(lengths, dtype=torch.long).view(-1, 2).unbind(1)
     sizes = prompts + responses
@@ -72,7 +72,7 @@ def pack(
     place = starts[row] + position
     source, positions, mask = torch.zeros(3, len(sequences) * columns, dtype=torch.long)
     source[place] = row * ids.size(1) + ids.size(1) - width - prompts[row] + position
-    positions[place] = position  # 0 behind the last row: there each pad is a row of its own
+    positions[place] = position  # and 0 after the last row, where each pad is a row of its own
     mask[place] = 1
     predicts = (position >= prompts[row] - 1) & (position < sizes[row] - 1)
     chosen = source[place[predicts]] + 1
@@ -94,11 +94,11 @@ def pack(
 
 def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]:
     """
-    Distribute rows over K sequences, the longest first and each to the shortest sequence, for the K that costs least.
+    Distribute rows over the number K of sequences that costs least: the longest first, each to the shortest sequence.
 
     A forward of K sequences of C tokens costs about K · C · (6 · hidden_size + C): a layer has some 12 · hidden_size²
-    weights, and attention reads each token's 2 · hidden_size numbers of keys and values of C tokens, masked or not.
-    Halving K from `most` on is fine enough.
+    weights, and for each token attention reads 2 · hidden_size numbers, keys and values, of C tokens, masked or not.
+    K is tried from `most` down, halved each time.
 
     Args:
         sizes: (B,) tokens.
@@ -128,18 +128,18 @@ def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]
 @torch.no_grad()
 def keeps_rows_apart(forward: Callable[[Packed], Iterable[Tensor]], vocabulary: int, device: Any) -> bool:
     """
-    Say whether a model tells packed rows apart: whether what it says of a row depends on the row before it.
+    Return whether a model tells packed rows apart: whether its outputs for a row ignore the row before it.
 
     State-space and linear-attention layers, and some models' own code, read on across rows.
 
     Args:
-        forward: gives what is said of the N response tokens of packed rows: (N,) tensors.
-        vocabulary: token ids.
+        forward: runs the model on packed rows; returns (N,) tensors, its outputs for the N response tokens.
+        vocabulary: number of token ids.
         device: of the model.
     """
     row = (torch.arange(8) + 8) % vocabulary
-    said = []
+    outputs = []
     for before in (torch.arange(8) % vocabulary, torch.arange(8).flip(0) % vocabulary):
         packed = pack(torch.stack([before, row]).to(device), [(4, 4)] * 2, 4, hidden_size=1, one_sequence=True)
-        said.append([packed.unpack(values)[1] for values in forward(packed)])
-    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(*said, strict=True))
+        outputs.append([packed.unpack(values)[1] for values in forward(packed)])
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in zip(*outputs, strict=True))

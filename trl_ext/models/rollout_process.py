@@ -1,4 +1,4 @@
-"""A process of its own that draws answers from a copy of the policy: how it is started, watched and given weights."""
+"""Start, watch and feed a second process that draws answers from a copy of the policy."""
 
 import os
 import pickle
@@ -25,11 +25,21 @@ logger = logging.get_logger(__name__)
 
 _RESTARTS = 2  # in a row, without answers in between
 _ALIGNED = 64  # bytes
-_OF_THE_LAUNCHER = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_")
+_LAUNCHER = (
+    "ACCELERATE_",
+    "FSDP_",
+    "GROUP_",
+    "LOCAL_",
+    "MASTER_",
+    "RANK",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "WORLD_",
+)
 
 
 def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[torch.Size, torch.dtype, int]], int]:
-    """Say where each weight is to lie, and how many bytes all take."""
+    """Lay weights out in a buffer: return the shape, dtype and place of each, and the bytes that all take."""
     layout, end = {}, 0
     for name, values in weights:
         layout[name] = (values.shape, values.dtype, end)
@@ -38,18 +48,18 @@ def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[to
 
 
 class RolloutProcessLost(RuntimeError):
-    """The process that draws rollouts ends again and again; the message is one sentence, with the last cause."""
+    """The process that draws rollouts keeps dying. The message is one sentence, with the last cause."""
 
 
 class RolloutProcess:
     """
-    Draw rollouts in a second process, in the order in which they are asked for.
+    Draw rollouts in a second process, in the order of the jobs.
 
-    It is started again if it dies, with what it had not answered: the weights of each job are kept until it has. It
-    ends by itself when this process is gone, in whatever way.
+    If the process dies, it is started again with the jobs that it has not answered, whose weights are kept. When the
+    trainer's process ends, in whatever way, this one ends, too.
 
     Args:
-        setup: what it needs to know.
+        setup: what the process needs to know.
     """
 
     def __init__(self, setup: Setup):
@@ -58,11 +68,11 @@ class RolloutProcess:
         size = setup.slots * setup.slot_bytes
         os.ftruncate(self._memory_file, size)
         self._memory = memory_of(self._memory_file, size)
-        self._asked: dict[int, tuple[Job, Future, Callable[[Answers], None]]] = {}
+        self._pending: dict[int, tuple[Job, Future, Callable[[Answers], None]]] = {}  # by the number of the job
         self._lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._pipe: Any = None
-        self._said = ""  # by a process that is about to end
+        self._error = ""  # reported by a process that is about to end
         self._deaths, self._failure = 0, ""
         self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="rollout process", daemon=True)
@@ -70,33 +80,33 @@ class RolloutProcess:
 
     @torch.no_grad()
     def publish(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights to where the process finds them; those of `version` − `slots` are lost."""
+        """Copy weights of a version into the shared memory; those of `version` − `slots` are overwritten."""
         slot, seen = self.setup.slot(self._memory, version), set()
         for name, values in weights:
             if name in slot:
                 slot[name].copy_(values)
                 seen.add(name)
         if missing := slot.keys() - seen:
-            raise RuntimeError(f"The weights {sorted(missing)[:3]} of the policy were not there to be copied.")
+            raise RuntimeError(f"The policy's weights {sorted(missing)[:3]} are missing, so they cannot be copied.")
 
     def submit(self, job: Job, arrived: Callable[[Answers], None]) -> Future[Answers]:
-        """Ask for a rollout; `arrived` is called in another thread before the answers can be taken."""
+        """Submit a job; `arrived` is called in another thread before the future is done."""
         future: Future[Answers] = Future()
         with self._lock:
             if self._failure:
                 future.set_exception(RolloutProcessLost(self._failure))
                 return future
-            self._asked[job.number] = job, future, arrived
+            self._pending[job.number] = job, future, arrived
             self._send(job)
         return future
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one."""
+        """The id of the process, if it runs."""
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:
-        """End the process; what it has not answered is lost."""
+        """End the process, and drop the jobs that it has not answered."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
@@ -114,11 +124,11 @@ class RolloutProcess:
                         if not self._is_closed:
                             self._start()
                     while not self._is_closed:
-                        self._take(*self._receive())
+                        self._handle(*self._receive())
                 except (EOFError, OSError) as error:
                     if not self._is_closed:
-                        self._died(error)
-        except BaseException as error:  # whoever waits for answers would wait for ever
+                        self._note_death(error)
+        except BaseException as error:  # else the trainer would wait for its answers for ever
             self._fail(f"The watch over the process that draws rollouts failed: {error!r}.")
         self._end()
 
@@ -130,7 +140,7 @@ class RolloutProcess:
             f"sys.path[:] = {sys.path!r}; {quietly}from {rollout_worker.__name__} import serve; "
             f"serve({there.fileno()}, {self._memory_file}, {os.getpid()})"
         )
-        env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_LAUNCHER)}
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
         self._pipe = here
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -141,13 +151,13 @@ class RolloutProcess:
         )
         there.close()
         here.send_bytes(pickle.dumps(self.setup))
-        for job, _, _ in self._asked.values():
+        for job, _, _ in self._pending.values():
             self._send(job)
 
     def _send(self, job: Job) -> None:
         if self._pipe is None:
-            return  # it is sent when the process has started
-        with suppress(OSError):  # it has died, which the thread that watches finds out: it sends the job again
+            return  # `_start` sends it
+        with suppress(OSError):  # the process has died; when the watching thread starts it again, it sends the job
             self._pipe.send_bytes(pickle.dumps(job))
 
     def _receive(self) -> tuple[int | None, Any]:
@@ -156,21 +166,22 @@ class RolloutProcess:
                 raise EOFError
         return pickle.loads(self._pipe.recv_bytes())
 
-    def _take(self, number: int | None, said: Any) -> None:
+    def _handle(self, number: int | None, message: Any) -> None:
         if number is None:
-            self._said = said
+            self._error = message
             return
-        _, future, arrived = self._asked[number]
+        _, future, arrived = self._pending[number]
         self._deaths = 0
-        arrived(said)
-        future.set_result(said)
+        arrived(message)
+        future.set_result(message)
         with self._lock:
-            del self._asked[number]
+            del self._pending[number]
 
-    def _died(self, error: Exception) -> None:
+    def _note_death(self, error: Exception) -> None:
+        """Warn that the process died; after too many deaths in a row, fail."""
         code = self._end()
         with self._lock:
-            how, self._said = self._said or (repr(error) if code is None else _ended(code)), ""
+            how, self._error = self._error or (repr(error) if code is None else _exit_reason(code)), ""
             self._deaths += 1
             where = f"The process that draws rollouts on {self.setup.device} ended ({how})"
             if self._deaths > _RESTARTS:
@@ -179,23 +190,23 @@ class RolloutProcess:
                     "out; the same command goes on from the newest complete checkpoint, if there is one."
                 )
                 return
-            rollouts = ", ".join(map(str, self._asked)) or "none"
-            logger.warning(f"{where}; it is started again, to draw what it has not (rollouts: {rollouts}).")
+            rollouts = ", ".join(map(str, self._pending)) or "none"
+            logger.warning(f"{where}; it is started again (rollouts still to be drawn: {rollouts}).")
 
     def _fail(self, failure: str) -> None:
         with self._lock:
             self._failure = failure
-            asked, self._asked = self._asked, {}
-        for _, future, _ in asked.values():
+            pending, self._pending = self._pending, {}
+        for _, future, _ in pending.values():
             future.set_exception(RolloutProcessLost(failure))
 
     def _end(self) -> int | None:
-        """End the process if it has not ended by itself, and return its exit code."""
+        """End the process, if it runs, and return its exit code."""
         with self._lock:
             process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
         if process is None:
             return None
-        pipe.close()  # by which it ends, if it lives
+        pipe.close()  # which ends the process
         try:
             return process.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -204,16 +215,16 @@ class RolloutProcess:
 
 
 def _shared_file() -> int:
-    """Open a file without a name, which is gone with the processes that have it open."""
+    """Open a file without a name, which is deleted when no process has it open any more."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("weights")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-def _ended(code: int) -> str:
+def _exit_reason(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     if code == -signal.SIGKILL:
-        return "killed by SIGKILL: by somebody, or for want of memory"
+        return "killed by SIGKILL: by somebody, or because memory ran out"
     return f"killed by {signal.Signals(-code).name}"

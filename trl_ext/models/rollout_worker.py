@@ -1,4 +1,4 @@
-"""A process of its own that draws answers from a copy of the policy: what runs in it."""
+"""What runs in the second process, which draws answers from a copy of the policy."""
 
 import os
 import pickle
@@ -22,7 +22,7 @@ from .sampler import SamplerRecorder
 
 @dataclass(frozen=True)
 class Job:
-    """A rollout to draw: of weights, prompts and seed the answers are a pure function."""
+    """A rollout to draw. Weights, prompts and seed determine the answers."""
 
     number: int  # of the rollout, from 0
     version: int  # of the weights
@@ -34,13 +34,13 @@ class Job:
 class Answers:
     """B answers of up to T tokens."""
 
-    ids: list[list[int]]  # up to EOS, that included
-    logprobs: Tensor  # (B, T) float32, nats, of the distribution that was drawn from; 0 behind an answer
+    ids: list[list[int]]  # up to and including EOS
+    logprobs: Tensor  # (B, T) float32, nats, under the distribution that was drawn from; 0 after an answer's end
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process needs to know once. Weights lie one behind the other in `slots` equal parts of a file."""
+    """What the process is told once. The shared file has `slots` equal parts, each with all weights of a version."""
 
     model_class: type
     config: Any  # transformers'
@@ -56,7 +56,7 @@ class Setup:
     threads: int
 
     def slot(self, memory: Tensor, version: int) -> dict[str, Tensor]:
-        """Return the weights of a version, by name, as they lie in the (bytes,) `memory`."""
+        """Return the weights of a version by name, as views of the (bytes,) `memory`."""
         start, weights = version % self.slots * self.slot_bytes, {}
         for name, (shape, dtype, place) in self.layout.items():
             begin = start + place
@@ -69,8 +69,8 @@ class Sampler:
     A copy of the policy that draws as the trainer would.
 
     Args:
-        setup: what it is made of.
-        memory: (bytes,), in which the weights lie.
+        setup: the model, and how to generate with it.
+        memory: (bytes,), with the weights.
     """
 
     def __init__(self, setup: Setup, memory: Tensor):
@@ -79,7 +79,7 @@ class Sampler:
         self.device = torch.device(setup.device)
         default = torch.get_default_dtype()
         torch.set_default_dtype(next(dtype for _, dtype, _ in setup.layout.values() if dtype.is_floating_point))
-        try:  # else bfloat16 weights would need the memory of float32 for a moment
+        try:  # else bfloat16 weights would take the memory of float32 for a moment
             with self.device:
                 self.model: Any = setup.model_class(setup.config)
         finally:
@@ -88,8 +88,8 @@ class Sampler:
         parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         if unknown := parameters.keys() ^ setup.layout.keys() or buffers.keys() ^ setup.buffers.keys():
             raise ValueError(
-                f"a {setup.model_class.__name__} made of the policy's configuration has other weights than the "
-                f"policy ({', '.join(sorted(unknown)[:3])}): its class must build them of the configuration alone"
+                f"a {setup.model_class.__name__} made from the policy's configuration has other weights than the "
+                f"policy ({', '.join(sorted(unknown)[:3])}): its class must build them from the configuration alone"
             )
         for name, (shape, dtype, _) in setup.layout.items():
             parameters[name].data = torch.empty(shape, dtype=dtype, device=self.device)
@@ -98,7 +98,7 @@ class Sampler:
         self.model.eval().requires_grad_(False)
 
     def load(self, version: int) -> None:
-        """Take over the weights of a version."""
+        """Load the weights of a version."""
         if version == self.version:
             return
         weights = self.setup.slot(self.memory, version)
@@ -108,7 +108,7 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, job: Job) -> Answers:
-        """Draw the answers of a rollout; the global generators are left as they were."""
+        """Draw the answers of a rollout, and leave the global generators as they were."""
         setup, recorder, ids = self.setup, SamplerRecorder(), []
         self.load(job.version)
         autocast = nullcontext() if setup.autocast is None else torch.autocast(self.device.type, setup.autocast)
@@ -126,12 +126,12 @@ class Sampler:
                 ids += [up_to_eos(row, setup.eos_token_ids) for row in drawn]
         logprobs = recorder.take(*padded(ids, "right", self.device))
         if logprobs is None:
-            raise RuntimeError("this way of generating notes no log-probs, which answers drawn ahead need")
+            raise RuntimeError("this way of generating records no log-probs, which answers drawn ahead need")
         return Answers(ids, logprobs.float().cpu())
 
 
 def memory_of(fd: int, size: int) -> Tensor:
-    """Return (size,) bytes of a file, shared with whoever has it open."""
+    """Return (size,) bytes of a file, shared between the processes that have it open."""
     import mmap
 
     return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
@@ -139,14 +139,15 @@ def memory_of(fd: int, size: int) -> Tensor:
 
 def serve(pipe_fd: int, memory_fd: int, parent: int) -> None:
     """
-    Draw what is asked for until the trainer is gone, or something fails.
+    Answer jobs until the trainer is gone, or something fails.
 
     Args:
-        pipe_fd: of a connection, over which `Setup` and then `Job`s come, and `Answers` or an error's text go.
+        pipe_fd: of the connection that a `Setup` and then `Job`s are received from, and `Answers` or an error's text
+            are sent to.
         memory_fd: of the file with the weights.
         parent: the trainer's process id.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's, which closes the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the trainer closes the pipe
     pipe, messages = Connection(pipe_fd), SimpleQueue[bytes]()
     threading.Thread(target=_listen, args=(pipe, messages, parent), daemon=True).start()
     try:
@@ -163,12 +164,12 @@ def serve(pipe_fd: int, memory_fd: int, parent: int) -> None:
 
 
 def _listen(pipe: Connection, messages: SimpleQueue[bytes], parent: int) -> None:
-    """Take what comes, and end the process, in the midst of a generation too, when nobody is there any more."""
+    """Queue what arrives; when the trainer is gone, end the process, even in the middle of a generation."""
     try:
         while True:
             if pipe.poll(1.0):
                 messages.put(pipe.recv_bytes())
-            elif os.getppid() != parent:  # a child of the trainer's may keep the pipe open
+            elif os.getppid() != parent:  # the pipe may stay open in another child of the trainer
                 break
     except (EOFError, OSError):
         pass
@@ -176,7 +177,7 @@ def _listen(pipe: Connection, messages: SimpleQueue[bytes], parent: int) -> None
 
 
 def check_class(model: nn.Module) -> None:
-    """Raise a `ValueError` if another process could not build a model of this class."""
+    """Raise a `ValueError` if another process cannot import the model's class."""
     kind = type(model)
     if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
         raise ValueError(

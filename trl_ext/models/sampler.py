@@ -1,4 +1,4 @@
-"""Drawing tokens from a policy, and the log-probs under which they were really drawn."""
+"""Draw tokens from a policy, and record the log-probs under which they were drawn."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +10,21 @@ from torch.nn.functional import pad
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
-_BLOCK = 128  # tokens: two short sums are more exact than one over the vocabulary, and the second is of one block
+_BLOCK = 128  # tokens: two short sums are more exact than one over the vocabulary, and the second is over one block
 
 
 def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Draw one token a row, P(v) = exp(s_v) / Σ_u exp(s_u), by inversion: a block of tokens first, then a token of it.
+    Draw one token for each row, P(v) = exp(s_v) / Σ_u exp(s_u), by inversion: first a block of tokens, then a token.
 
-    `torch.multinomial` draws a random number for each token of the vocabulary, on a CPU a third of all decoding.
+    `torch.multinomial` draws a random number for each token of the vocabulary, which on a CPU takes a third of the
+    time of decoding.
 
     Args:
         scores: (B, V), -inf for tokens that cannot be drawn.
 
     Returns:
-        (B,) token ids and (B,) float32 log-probs, nats.
+        (B,) token ids, and (B,) float32 log-probs, nats.
 
     Raises:
         RuntimeError: a row has no distribution.
@@ -33,12 +34,12 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
     if missing := -weights.size(-1) % _BLOCK:
         weights = pad(weights, (0, missing))
     weights = weights.unflatten(-1, (-1, _BLOCK))
-    uniform = torch.rand(2, len(scores), 1, dtype=_exact(scores), device=scores.device)
+    uniform = torch.rand(2, len(scores), 1, dtype=_widest_dtype(scores), device=scores.device)
     block, total = _invert(weights.sum(-1), uniform[0])
     if not total.isfinite().all():
         raise RuntimeError(
             "The policy's logits are NaN or inf, so that no token can be drawn: the training has diverged, or the "
-            "dtype is too narrow for this model."
+            "dtype is too narrow for this model. Lower the learning rate, or use bfloat16 or float32."
         )
     place, _ = _invert(weights.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1), uniform[1])
     token = block * _BLOCK + place
@@ -47,21 +48,30 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, N) weights ≥ 0 and (B, 1) uniforms in [0, 1) to (B, 1) places, never one of weight 0, and totals."""
+    """
+    Draw a place in each row with a probability proportional to its weight, by inversion.
+
+    Args:
+        weights: (B, N), >= 0.
+        uniform: (B, 1), in [0, 1).
+
+    Returns:
+        (B, 1) places, none of weight 0, and (B, 1) sums of the weights.
+    """
     cumulative = weights.to(uniform.dtype).cumsum(-1)
     total = cumulative[:, -1:].contiguous()
     return torch.searchsorted(cumulative, (1 - uniform) * total), total
 
 
-def _exact(scores: Tensor) -> torch.dtype:
+def _widest_dtype(scores: Tensor) -> torch.dtype:
     return torch.float32 if scores.device.type == "mps" else torch.float64
 
 
 class TokenSampler(LogitsProcessor):
     """
-    Draw in the place of `generate`, as the last of its processors, and keep the log-probs of what was drawn.
+    Draw tokens instead of `generate`, as the last of its processors, and keep the log-probs of what is drawn.
 
-    A row that has ended goes on here, until it is left out: `generate` puts a pad token there, whatever is drawn.
+    Tokens are drawn for rows that have ended, too. `generate` replaces them by a pad token.
     """
 
     def __init__(self) -> None:
@@ -70,13 +80,13 @@ class TokenSampler(LogitsProcessor):
 
     @contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        get_processors = model._get_logits_processor  # `generate` puts custom processors before the warpers
+        get_processors = model._get_logits_processor  # since `generate` puts custom processors before the warpers
 
         def with_sampler(generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> LogitsProcessorList:
             processors = get_processors(generation_config, *args, **kwargs)
             processors.append(self)
             self._draws = generation_config.do_sample
-            generation_config.do_sample = False  # of `generate`'s copy: it takes the largest score, which is ours
+            generation_config.do_sample = False  # in `generate`'s copy, so that it takes the largest score: ours
             return processors
 
         model._get_logits_processor = with_sampler
@@ -94,13 +104,13 @@ class TokenSampler(LogitsProcessor):
         return scores.scatter_(1, tokens[:, None], torch.inf)
 
     def take(self, tokens: int) -> Tensor:
-        """Return the (B, `tokens`) log-probs, nats, since the last `take`; a last step may have been undone."""
+        """Return the (B, `tokens`) log-probs, nats, since the last `take`; a step beyond was undone by `generate`."""
         steps, self._steps = self._steps, []
         return torch.stack(steps[:tokens], dim=1)
 
 
 class SamplerRecorder:
-    """Keep what was drawn in a rollout, and the log-probs under which it was, after every warper."""
+    """Keep the tokens that were drawn in a rollout, and their log-probs after every warper, such as top-k."""
 
     def __init__(self) -> None:
         self._drawn: list[tuple[Tensor, Tensor]] = []  # (B, T) ids and log-probs of each batch of prompts
@@ -110,20 +120,20 @@ class SamplerRecorder:
 
     def take(self, ids: Tensor, mask: Tensor) -> Tensor | None:
         """
-        Return the (B, T) log-probs of the answers, nats, and forget them; 0 where the mask is 0.
+        Return the (B, T) log-probs of the answers, nats, 0 where the mask is 0, and forget them.
 
-        None if these are not the tokens that were drawn: somebody has changed the answers since.
+        Return None if `ids` are not the tokens that were drawn, because somebody has changed the answers.
         """
         batches, self._drawn = self._drawn, []
         if sum(len(drawn) for drawn, _ in batches) != len(ids):
             return None
         drawn, logprobs = (
-            torch.cat([_widened(part, ids.size(1)) for part in parts]) for parts in zip(*batches, strict=True)
+            torch.cat([_with_width(part, ids.size(1)) for part in parts]) for parts in zip(*batches, strict=True)
         )
         if ((drawn != ids) & (mask == 1)).any():
             return None
         return logprobs.masked_fill(mask == 0, 0.0)
 
 
-def _widened(values: Tensor, width: int) -> Tensor:
+def _with_width(values: Tensor, width: int) -> Tensor:
     return pad(values[:, :width], (0, max(0, width - values.size(1))))

@@ -1,4 +1,4 @@
-"""Sharded weights are gathered once for all that a rollout generates."""
+"""Gather sharded weights once for a whole rollout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from ..upstream.temporarily import temporarily
 
 @contextmanager
 def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: RLOOConfig) -> Iterator[None]:
-    """The weights of `policy` whole within. (TRL gathers all of `engine`, the critic too, and for each batch anew.)"""
+    """Gather the policy's weights for the block. TRL would gather the critic's, too, and anew for each batch."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(policy.parameters())):
@@ -28,7 +28,8 @@ def gathered_by_zero3(engine: nn.Module, policy: nn.Module, args: RLOOConfig) ->
 @contextmanager
 def kept_by_fsdp2(policy: nn.Module) -> Iterator[None]:
     """
-    What the layers of `policy` gather in their first forward stays whole until the end, if FSDP2 has sharded it.
+    Keep the weights that FSDP2 gathers in the policy's first forward until the end of the block.
+
     Otherwise each layer would be gathered for each token.
     """
     layers = [module for module in policy.modules() if isinstance(module, FSDPModule)]

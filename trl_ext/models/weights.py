@@ -1,4 +1,4 @@
-"""The weights of a model, whatever wraps or shards them."""
+"""The model under its wrappers, its vocabulary and its weights."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -23,15 +23,15 @@ def unwrapped(model: Any) -> Any:
 
 
 def vocabulary_of(model: Any) -> int:
-    """Return how many token ids a model has a row for."""
+    """Return the number of token ids that a model has embeddings for."""
     return base_model_of(model).config.get_text_config().vocab_size
 
 
 def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> None:
     """
-    Raise if the tokenizer has no EOS, or can make ids that the model has no row for.
+    Raise if the tokenizer has no EOS, or token ids beyond the model's vocabulary.
 
-    The pad token's may lie outside where it is masked before anything reads it.
+    The pad token's id may lie beyond if it is masked, and so never read.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -48,7 +48,7 @@ def check_tokenizer(model: Any, tokenizer: Any, pads_are_read: bool = False) -> 
 
 
 def tokens_beyond(vocabulary: int, tokenizer: Any, pads_are_read: bool = True) -> dict[str, int]:
-    """Return the tokens, with their ids, in their order, that a model of that many rows has none for."""
+    """Return the tokens, in the order of their ids, with ids beyond a vocabulary of that size."""
     pad = None if pads_are_read else tokenizer.pad_token_id
     beyond = [(i, token) for token, i in tokenizer.get_vocab().items() if i >= vocabulary and i != pad]
     return {token: i for i, token in sorted(beyond)}
@@ -58,19 +58,24 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     """
     Raise a `ValueError` if the tokenizer that was saved with a model gives a token another id than `tokenizer` does.
 
-    Two models of one tokenizer may have rows in different number (Qwen2.5's have), so that these do not tell. Where no
-    tokenizer is found beside the model, nothing is known.
+    The vocabularies' sizes do not tell: Qwen2.5's models differ in them and share a tokenizer. Without a tokenizer
+    beside the model, nothing is checked.
+
+    Args:
+        what: the model, for the error.
+        path: folder or hub name of the model.
+        tokenizer: the policy's.
     """
     if path is None:
         return
     try:
-        cached_file(path, "tokenizer_config.json", local_files_only=True)  # else one without tokens might be made up
+        cached_file(path, "tokenizer_config.json", local_files_only=True)  # else transformers might make one up
         theirs = AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab()
     except (OSError, ValueError, ImportError):
         return
     ours = tokenizer.get_vocab().items()
     if moved := [(i, token) for token, i in ours if theirs.get(token, i) != i and i != tokenizer.pad_token_id]:
-        i, token = min(moved)  # the order is another on each process
+        i, token = min(moved)  # the same on each process, where the order may differ
         raise ValueError(
             f"{what} was saved with another tokenizer, in which {token!r} has the id {theirs[token]}, not {i}: it "
             "reads the policy's token ids, so it must share its tokenizer."
@@ -78,12 +83,12 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
 
 
 def size_of(parameters: Iterable[Tensor]) -> int:
-    """Count weights, also where ZeRO-3 has partitioned them."""
+    """Count weights, also those that ZeRO-3 has partitioned."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
 def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContextManager:
-    """Have a parameter in full within the block, if ZeRO-3 has partitioned it."""
+    """Gather a parameter for the block, if ZeRO-3 has partitioned it."""
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
     import deepspeed
@@ -92,7 +97,7 @@ def whole(parameter: Tensor, modifier_rank: int | None = None) -> AbstractContex
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch dropout off: in the modules, and the rates that layers keep as numbers (Llama's `attention_dropout`)."""
+    """Switch dropout off: dropout modules, and rates that layers keep as numbers (Llama's `attention_dropout`)."""
     disable_dropout_in_model(model)
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -102,11 +107,11 @@ def disable_dropout(model: nn.Module) -> None:
 
 def keep_unpacked(model: nn.Module) -> None:
     """
-    Keep 4-bit weights in the layout that gradients pass.
+    Keep 4-bit weights in a layout that passes gradients on.
 
-    On a CPU with AVX512-BF16, bitsandbytes packs a layer at its first forward in evaluation mode, for good. What is
-    packed passes no gradient, so that after an evaluation nothing below would learn, and has no room for sizes that
-    are no multiples of 32.
+    On a CPU with AVX512-BF16, bitsandbytes packs a layer for good at its first forward in evaluation mode. A packed
+    layer passes no gradient on, so after an evaluation nothing below it would learn. Nor can it hold
+    sizes that are no multiples of 32.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -120,14 +125,15 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
     Args:
         model: what to copy.
         what: what the copy will be, for the error.
-        load_again: loads the same weights once more, for a model that ZeRO-3 has partitioned and nobody can copy.
+        load_again: loads the same weights once more, in case ZeRO-3 has partitioned the model, so that it cannot be
+            copied.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:
             return load_again()
         raise ValueError(
             f"{what} would be a copy of a {type(model).__name__} whose weights ZeRO-3 has already partitioned: pass "
-            "`model` as a path, or this one (`ref_model=`, `value_model=`)."
+            "`model` as a path, or pass the copy yourself (`ref_model=`, `value_model=`)."
         )
     twin = copy.deepcopy(model)
     for module in (twin, base_model_of(twin)):

@@ -1,4 +1,4 @@
-"""TRL's trainers that need nothing else, as runs that can be repeated."""
+"""TRL's SFT and reward trainers, as runs that resume and are recorded."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,16 +19,16 @@ from ..runs.settings import SavingSettings, documented, setting
 @documented
 @dataclass
 class SFTConfig(HidesCredentials, SavingSettings, trl.SFTConfig):
-    """TRL's, with settings of how to save; trackers like W&B are shown no credential."""
+    """TRL's `SFTConfig`, with settings of how to save; it hides credentials from W&B, TensorBoard and the like."""
 
 
 @documented
 @dataclass
 class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
     """
-    TRL's, with settings of how to save, and labels that are more or less sure.
+    TRL's `RewardConfig`, with settings of how to save, and of labels that are more or less sure.
 
-    It shows no credential to W&B, TensorBoard and the like.
+    It hides credentials from W&B, TensorBoard and the like.
     """
 
     use_confidence: bool = setting(
@@ -43,7 +43,7 @@ class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
     )
 
 
-class _Run(ResumableRun):
+class _RecordedRun(ResumableRun):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         ConsoleCallback.replace(self)
@@ -54,12 +54,12 @@ class _Run(ResumableRun):
         return super().train(resume_from_checkpoint, **kwargs)
 
 
-class ResumableSFTTrainer(_Run, SFTTrainer):
-    """TRL's, which goes on only from a complete checkpoint of the same run."""
+class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
+    """TRL's `SFTTrainer`, which resumes only from a complete checkpoint of the same run."""
 
 
-class ResumableRewardTrainer(_Run, RewardTrainer):
-    """TRL's, which goes on only from a complete checkpoint of the same run, and reads our [`RewardConfig`]."""
+class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
+    """TRL's `RewardTrainer`, which resumes only from a complete checkpoint of the same run, with [`RewardConfig`]."""
 
     _signature_columns: Any
     data_collator: Any
@@ -85,7 +85,7 @@ class ResumableRewardTrainer(_Run, RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's loss, and add by how much each pair's weighted and smoothed one differs from it."""
+        """Compute TRL's loss, and add what each pair's weight and confidence change in it."""
         columns, batch = take_columns(inputs, self._pair_columns)
         if not columns:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -77,7 +77,7 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
     if missing:
         raise ValueError(
             f"The {name} dataset lacks the column(s) {', '.join(f'`{column}`' for column in missing)}; it has "
-            f"{found}. Rename one with `rename_column`, or unset the setting that reads it."
+            f"{found}. Rename one with `rename_column`, or unset the option that reads it."
         )
     if isinstance(dataset, IterableDataset):
         if args.margin_normalization != "none" or (args.beta_controller == "drift" and args.drift_horizon is None):

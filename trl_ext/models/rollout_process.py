@@ -25,17 +25,7 @@ logger = logging.get_logger(__name__)
 
 _RESTARTS = 2  # in a row, without answers in between
 _ALIGNED = 64  # bytes
-_LAUNCHER = (
-    "ACCELERATE_",
-    "FSDP_",
-    "GROUP_",
-    "LOCAL_",
-    "MASTER_",
-    "RANK",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "WORLD_",
-)
+_LAUNCHER = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_")
 
 
 def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[torch.Size, torch.dtype, int]], int]:

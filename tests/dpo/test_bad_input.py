@@ -48,7 +48,7 @@ def test_rows_and_columns_are_named(subtests, tmp_path):
         (pairs().remove_columns("rejected"), {}, r"lacks the column\(s\) `rejected`; it has \['prompt', 'chosen'"),
         (pairs().remove_columns("confidence"), SAYS, r"lacks the column\(s\) `confidence`.*unset the option"),
         (pairs().remove_columns("score_chosen"), SAYS, r"lacks the column\(s\) `score_chosen`"),
-        (pairs().add_column("margin", [1.0] * 16), SAYS, "`margin` and `score_chosen`, `score_rejected`, .* two ways"),
+        (pairs().add_column("margin", [1.0] * 16), SAYS, "`margin` and `score_chosen`, `score_rejected`, .* both say"),
         (pairs().select([]), {}, "The train dataset is empty"),
         (talk(prompt="the"), {}, "row 0: `prompt` is text, `chosen` is messages.*: all must be text, or all messages"),
         (talk(prompt=[{"role": None, "content": "a"}]), {}, "row 0: `prompt` must be text or messages, got"),
@@ -56,7 +56,7 @@ def test_rows_and_columns_are_named(subtests, tmp_path):
         (
             talk(prompt="the " * 9).map(as_text),
             {"max_length": 9},
-            "No pair .* within `max_length=9`, of prompt and answer together: raise it",
+            "No pair .* within `max_length=9`, of prompt and answer together: raise `max_length`",
         ),
     ]:
         with subtests.test(message=message), pytest.raises(ValueError, match=message):

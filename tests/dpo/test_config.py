@@ -44,7 +44,7 @@ def test_settings_that_cannot_work_are_named(subtests, tmp_path):
             {"label_smoothing": 0.1},
             "does nothing to .*set `use_confidence=True` .* of 0.9, or use `loss_type='robust'`",
         ),
-        ({**DRIFT, "loss_type": "sft"}, r"`beta_controller='drift'` moves β, but `loss_type=\['sft'\]` has none"),
+        ({**DRIFT, "loss_type": "sft"}, r"`beta_controller='drift'` moves β, but `loss_type=\['sft'\]` has no β"),
         ({"margin_normalization": "source", "loss_type": "sft"}, "`margin_normalization='source'` moves β"),
         ({"use_weight": True, "use_weighting": True}, "`use_weight` need .* and `use_weighting=False`; got .*True"),
     ]:
@@ -54,7 +54,7 @@ def test_settings_that_cannot_work_are_named(subtests, tmp_path):
 
 def test_only_losses_of_beta_times_margin_are_normalized(tmp_path):
     assert config(tmp_path, loss_type=["hinge", "sft"], margin_normalization="source").loss_type == ["hinge", "sft"]
-    with pytest.raises(ValueError, match=r"losses that see β as β·Δ only, .*got `loss_type=\['ipo', 'sft'\]`"):
+    with pytest.raises(ValueError, match=r"losses of β times the margin, .*got `loss_type=\['ipo', 'sft'\]`"):
         config(tmp_path, loss_type=["ipo", "sft"], margin_normalization="source")
 
 

@@ -80,6 +80,17 @@ def test_greedy_is_greedy(tmp_path):
     assert trainer.generation_config.do_sample  # and training samples again
 
 
+def test_reward_functions_are_told_which_answers_are_greedy(tmp_path):
+    told = []
+
+    def reward(completions, is_greedy=None, **kwargs):
+        told.append(is_greedy)
+        return [0.0] * len(completions)
+
+    make(tmp_path, reward, prompts(4)).evaluate()
+    assert told == [None, [True] * 4]
+
+
 def test_several_eval_datasets(tmp_path):
     spy = Spy()
     datasets = {"short": prompts(3, seed=5), "other": prompts(6, seed=6)}

@@ -26,7 +26,7 @@ def check_arguments(model: Any, args: Any, processing_class: Any) -> None:
     if processing_class is not None and getattr(processing_class, "tokenizer", processing_class).eos_token is None:
         raise ValueError("The tokenizer has no EOS token to end an answer with: set `tokenizer.eos_token`.")
     if processing_class is None and not isinstance(model, str) and not get_config_model_id(model.config):
-        raise ValueError("`model` was built in memory, so there is no tokenizer to load: pass `processing_class`.")
+        raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
 
 
 def check_template(model: Any, args: DPOConfig, processing_class: Any, train_dataset: Any, eval_dataset: Any) -> None:

@@ -94,7 +94,7 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
     # What the loss reads of a pair beside its answers
     use_margin: bool = setting(
         False,
-        "Read how many logits the chosen answer must win by (ODPO, 2402.10571): from the dataset's column "
+        "Read by how much, in logits, the chosen answer must win (ODPO, 2402.10571): from the dataset's column "
         "`margin`, or as `score_chosen` − `score_rejected`.",
     )
     margin_scale: float = setting(
@@ -124,8 +124,8 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
     )
     distribution_shift_samples: int = setting(
         0,
-        "Pairs to compare with the reference's own samples before training, by their log-probs under the reference. "
-        "0 compares none.",
+        "Pairs to compare with the reference's own samples before training. The log-probs of both under the reference "
+        "are compared. 0 compares none.",
         range=">= 0",
     )
     distribution_shift_bound: float = setting(

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ...upstream import need
-from .outliers import mean_and_error, others_share, sums, zscores
+from .outliers import mean_and_error, others_share, zscores
 from .tables import FIRST, SECOND, TIE, Labels
 
 RESAMPLES = 1000
@@ -115,21 +115,20 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
         earlier one), `confidence` (mean), `repeats`, `contradictions`.
     """
     size = len(labels.annotators)
-    total = sums(labels.annotator, np.ones(len(labels)), size)
+    total = np.bincount(labels.annotator, minlength=size)
     compared = others_share(labels, counts, labels.choice)
     has = np.isfinite(compared)
     who, agrees = labels.annotator[has], compared[has]
     number = np.bincount(who, minlength=size)
-    mean = sums(who, agrees, size) / np.maximum(number, 1)
+    mean = np.bincount(who, agrees, size) / np.maximum(number, 1)
     z = zscores(labels)
     drift, drift_z = _drift(labels, compared)
     lean, lean_z = _lean(labels, counts)
     is_choice = labels.choice != TIE
-    shown = _is_shown_first(labels)
     seconds = _medians(labels, labels.seconds)
     confidence = _medians(labels, labels.confidence, "mean")
-    ties = sums(labels.annotator, ~is_choice, size)
-    first, choices = (sums(labels.annotator[is_choice], value[is_choice], size) for value in (shown, is_choice))
+    choices = np.bincount(labels.annotator, is_choice, size)
+    first = np.bincount(labels.annotator, is_choice & _is_shown_first(labels), size)
     return [
         {
             "annotator": labels.annotators[place],
@@ -138,7 +137,7 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
             "compared": int(number[place]),
             "agreement": float(mean[place]) if number[place] else None,
             "z": _known(z[place]),
-            "ties": float(ties[place] / total[place]),
+            "ties": float((total - choices)[place] / total[place]),
             "shown_first": _share(first[place], choices[place]),
             "lean": _known(lean[place]),
             "lean_z": _known(lean_z[place]),

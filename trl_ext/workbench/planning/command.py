@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from ...cli.parser import StrictTrlParser, pairs
 from ...runs import setting, write_text
 from ...upstream import late_bars, quiet
-from ..prompts.command import split_of
 
 if TYPE_CHECKING:
     from .advice import Facts, Method, Reason, Recommendation
@@ -149,11 +148,17 @@ def _counts(args: AdviseArguments) -> Iterator[tuple[str, int]]:
 
     for name, columns in (("demonstrations", ()), ("pairs", ("chosen", "rejected")), ("prompts", ())):
         if path := getattr(args, name):
-            path, split = split_of(path)
+            path, split = _split_of(path)
             try:
                 yield name, len(load_dataset_split(path, split, columns=columns))
             except ValueError as error:
                 raise ValueError(f"`{name}`: {error}") from error
+
+
+def _split_of(given: str) -> tuple[str, str]:
+    """Return the data set and the split of PATH or PATH:SPLIT."""
+    path, colon, split = given.partition(":")
+    return (path, split) if colon and not Path(given).exists() else (given, "train")
 
 
 def _report(which: str, given: str) -> tuple[Path, dict[str, Any]]:
@@ -296,7 +301,7 @@ def _data(given: str | None, holds_out: bool = True) -> list[str]:
     """Return a data set as recipes take it, with rows to hold out if it exists and has no split `test`."""
     from ...data import load_dataset_split
 
-    name, split = split_of(given or DATA)
+    name, split = _split_of(given or DATA)
     words = [name, *(["--dataset_train_split", split] if split != "train" else [])]
     if holds_out and Path(name).exists():
         try:

@@ -28,6 +28,7 @@ GONE = {
     "trl_ext.commands.main.several",
     "trl_ext.commands.recorded.is_finite",
     "trl_ext.commands.reward_report_figures.finite",
+    "trl_ext.data.annotators.outliers.sums",
     "trl_ext.marker.write_durably",
     "trl_ext.rewards.member.is_finite_number",
     "trl_ext.rewards.member.said_of",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .redaction import redacted as redacted
     from .rows import rows_identity as rows_identity
     from .settings import check_settings as check_settings
+    from .settings import setting as setting
     from .shipped import accelerate_file as accelerate_file
     from .shipped import config_file as config_file
     from .shipped import find as find

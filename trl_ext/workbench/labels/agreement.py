@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from ...upstream import need
-from .outliers import mean_and_error, others_share, sums, zscores
+from .outliers import mean_and_error, others_share, zscores
 from .tables import FIRST, SECOND, TIE, Labels
 
 RESAMPLES = 1000
@@ -17,7 +17,7 @@ _FEW = 20  # labels below which a z-score says little
 
 def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     """
-    Say how far annotators agree, as JSON holds it.
+    Return how far annotators agree, as values that JSON can hold.
 
     Args:
         labels: of all annotators.
@@ -26,9 +26,10 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
     Returns:
         `labels`, `items`, `overlapping_items`, `labels_per_item`, `ties` (a share); `alpha`, Krippendorff's for
         nominal data, with `alpha_interval`; `agreement`, the share of pairs of labels of an item that are equal;
-        `coin` and `most_frequent`, what one who tosses a coin and one who always gives the most frequent label would
-        agree with the others; `kappas`, Cohen's, of each two of the 20 annotators with the most labels; `annotators`,
-        a row for each; and `unknown`, sentences on what these labels cannot say. What is not known is None.
+        `coin` and `most_frequent`, how often someone who tosses a coin, and someone who always gives the most frequent
+        label, would agree with the others; `kappas`, Cohen's, of each two of the 20 annotators with the most labels;
+        `annotators`, a row for each; and `unknown`, sentences on what these labels cannot tell. A figure that is not
+        known is None.
     """
     counts = labels.counts()
     per_item = counts.sum(1)
@@ -69,8 +70,8 @@ def krippendorff_alpha(
 
     Args:
         counts: (I, K), how often each item was given each label.
-        groups: (I,) int, equal for items that are drawn together, such as all pairs of a prompt, which share their
-            answers and so their errors; if not given, each item is drawn alone.
+        groups: (I,) int, equal for items that are drawn together, such as the pairs of a prompt, which share answers
+            and so errors. By default each item is drawn alone.
         resamples: draws of the bootstrap.
         seed: of the bootstrap.
 
@@ -88,7 +89,7 @@ def krippendorff_alpha(
     if not len(counts) or counts.shape[1] < 2:
         return None, None
     alpha = float(krippendorff.alpha(value_counts=counts, level_of_measurement="nominal"))
-    # α is made of sums over items, and groups that add the same are of one kind: few numbers are drawn
+    # α depends on sums over items alone, so groups with equal sums are drawn as one kind: few numbers are drawn
     totals = counts.sum(1)
     observed = (totals**2 - (counts**2).sum(1)) / (totals - 1)
     added = np.stack([np.bincount(group, values) for values in (observed, *counts.T)], 1)
@@ -110,26 +111,25 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
     Returns:
         `annotator`, `labels`, `share` (of all labels), `compared` (labels of items that others labelled, too),
         `agreement` with the others on these, `z` (see [`zscores`]), `ties`, `shown_first` (share of the choices that
-        fell on the answer shown first), `lean` and `lean_z` (how much oftener than the others on the same items, and
-        that in standard errors), `seconds` (median), `drift` and `drift_z` (agreement in the later half minus in the
-        earlier one), `confidence` (mean), `repeats`, `contradictions`.
+        fell on the answer shown first), `lean` and `lean_z` (how much oftener than others on the same items, and the
+        same in standard errors), `seconds` (median), `drift` and `drift_z` (agreement in the later half of the labels
+        minus that in the earlier one), `confidence` (mean), `repeats`, `contradictions`.
     """
     size = len(labels.annotators)
-    total = sums(labels.annotator, np.ones(len(labels)), size)
+    total = np.bincount(labels.annotator, minlength=size)
     compared = others_share(labels, counts, labels.choice)
     has = np.isfinite(compared)
     who, agrees = labels.annotator[has], compared[has]
     number = np.bincount(who, minlength=size)
-    mean = sums(who, agrees, size) / np.maximum(number, 1)
+    mean = np.bincount(who, agrees, size) / np.maximum(number, 1)
     z = zscores(labels)
     drift, drift_z = _drift(labels, compared)
     lean, lean_z = _lean(labels, counts)
     is_choice = labels.choice != TIE
-    shown = _is_shown_first(labels)
     seconds = _medians(labels, labels.seconds)
     confidence = _medians(labels, labels.confidence, "mean")
-    ties = sums(labels.annotator, ~is_choice, size)
-    first, choices = (sums(labels.annotator[is_choice], value[is_choice], size) for value in (shown, is_choice))
+    choices = np.bincount(labels.annotator, is_choice, size)
+    first = np.bincount(labels.annotator, is_choice & _is_shown_first(labels), size)
     return [
         {
             "annotator": labels.annotators[place],
@@ -138,7 +138,7 @@ def per_annotator(labels: Labels, counts: np.ndarray) -> list[dict[str, Any]]:
             "compared": int(number[place]),
             "agreement": float(mean[place]) if number[place] else None,
             "z": _known(z[place]),
-            "ties": float(ties[place] / total[place]),
+            "ties": float((total - choices)[place] / total[place]),
             "shown_first": _share(first[place], choices[place]),
             "lean": _known(lean[place]),
             "lean_z": _known(lean_z[place]),
@@ -248,7 +248,7 @@ def _kappas(labels: Labels) -> list[dict[str, Any]]:
 
 
 def _unknown(labels: Labels, report: dict[str, Any]) -> Any:
-    """Yield sentences on what these labels cannot say."""
+    """Yield sentences on what these labels cannot tell."""
     people = len(report["annotators"])
     if not people:
         yield "Whoever labelled a pair again contradicted what was said before, so no label is left."

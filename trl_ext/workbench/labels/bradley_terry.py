@@ -1,10 +1,10 @@
-"""Scores of answers, and how far to trust each annotator, from comparisons of pairs."""
+"""Estimate scores of answers, and how far to trust each annotator, from comparisons of pairs."""
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit, log_expit
 
-# Of most annotators more is known than of a coin: a Beta(8, 2), of mean 0.8. It also says which way round scores are
+# The prior of a reliability is Beta(8, 2), with mean 0.8: most annotators beat a coin. It also fixes the scores' sign
 _RIGHT, _WRONG = 8.0, 2.0
 
 
@@ -15,9 +15,8 @@ def noisy_bradley_terry(
     Estimate scores of answers and the reliability of annotators together.
 
     P(annotator k prefers i to j) = η_k σ(s_i − s_j) + (1 − η_k) σ(s_j − s_i) (Crowd-BT, Chen et al. 2013, "Pairwise
-    ranking aggregation in a crowdsourced setting"). With η_k = 1 it is Bradley and Terry's model, ½ is a coin, 0 one
-    who is always contrary. What is found is the mode, from s = 0, with priors s ~ N(0, 1) and η ~ Beta(8, 2), by
-    L-BFGS.
+    ranking aggregation in a crowdsourced setting"). With η_k = 1 it is Bradley and Terry's model; ½ is a coin, and 0
+    always says the opposite. L-BFGS finds the posterior's mode, from s = 0, with priors s ~ N(0, 1), η ~ Beta(8, 2).
 
     Args:
         first, second: (L,) int, the two answers of each label.
@@ -27,7 +26,6 @@ def noisy_bradley_terry(
 
     Returns:
         (R,) scores, and (A,) reliabilities in (0, 1).
-
     """
     answers, people = (
         int(max(place.max(initial=-1) for place in each)) + 1 for each in ((first, second), (annotator,))

@@ -31,7 +31,7 @@ LABEL_STUDIO_CONFIG = f"""<View>
 
 
 def answer_key(prompt: Any, answer: Any, seed: int | None = None) -> str:
-    """Name a prompt with its answer, 16 hexadecimal digits; with a seed, a draw that depends on nothing else."""
+    """Hash a prompt and its answer to 16 hexadecimal digits. With a seed, the hash is a random draw."""
     said = json.dumps([prompt, answer, seed], sort_keys=True, ensure_ascii=True)
     return xxhash.xxh3_64_hexdigest(said.encode())
 
@@ -46,19 +46,19 @@ def answers_to_label(
     seed: int = 0,
 ) -> dict[int, str]:
     """
-    Choose answers to label: those of the highest score, then of the others those of the highest disagreement, then of
-    the others some at random.
+    Choose answers to label: those with the highest scores, then those with the highest disagreement, then some at
+    random.
 
-    A prompt is chosen once at most, by its best answer in each ranking. Which answers are chosen does not depend on
-    the order of the rows: where two are equal, and at random, the seed decides.
+    A prompt is chosen once at most, for its best answer in each ranking. The order of the rows does not matter: the
+    seed decides between equal answers, and draws the random ones.
 
     Args:
         prompts, answers: (N,) texts or messages.
-        scores: (N,) of the reward model; None and NaN are no candidates for the highest.
-        disagreement: (N,) standard deviation of an ensemble's members; None without an ensemble, when its share goes
+        scores: (N,) scores of the reward model. An answer with None or NaN is not chosen for its score.
+        disagreement: (N,) standard deviation of an ensemble's members; None without an ensemble, and its share goes
             to the other two.
         size: how many to choose. Fewer come back if there are fewer prompts.
-        shares: of each of `REASONS`, with a sum above 0. They are rounded in that order; the rest is random.
+        shares: share of each of `REASONS`, with a sum above 0. They are rounded in that order; the rest is random.
         seed: of the draws.
 
     Returns:
@@ -131,16 +131,17 @@ def read_choices(path: str | Path) -> list[dict[str, Any]]:
 
     An own file is JSON lines, a JSON list or CSV with the columns `item`, `choice` and maybe `annotator`. Label
     Studio's exports are `JSON` and `JSON-MIN`; Argilla's is what `records.to_list(flatten=True)` gives, also by line.
-    What somebody has skipped, discarded or not submitted has the choice None.
+    A label that somebody skipped, discarded or did not submit has the choice None.
 
     Args:
-        path: of the file. Its name stands for an annotator who is not named.
+        path: the file. Its name is the annotator's, where the rows name none.
 
     Returns:
         `{"item", "annotator", "choice"}` of each, `choice` one of `CHOICES` or None.
 
     Raises:
-        ValueError: the file is no UTF-8 or no such table, has no rows, or a choice is none. The message names the row.
+        ValueError: the file is not UTF-8, not such a table, or has no label, or a choice is not one of `CHOICES`. The
+            message names the row.
     """
     path = Path(path)
     try:

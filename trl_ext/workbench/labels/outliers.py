@@ -45,7 +45,7 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
     known = np.isfinite(agrees)
     who, agrees = labels.annotator[known], agrees[known]
     number = np.bincount(who, minlength=size)
-    mean = sums(who, agrees, size) / np.maximum(number, 1)
+    mean = np.bincount(who, agrees, size) / np.maximum(number, 1)
     noise = np.zeros(size)
     if len(agrees):
         together = _sums_by_prompt(who, labels.prompt[labels.item[known]], agrees - mean[who])[1]
@@ -90,10 +90,10 @@ def mean_and_error(
     """
     n = np.bincount(who, minlength=size)
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = sums(who, values, size) / n
+        mean = np.bincount(who, values, size) / n
         of, together = _sums_by_prompt(who, prompt, values - mean[who])
         groups = np.bincount(of, minlength=size)
-        return mean, np.sqrt(groups / (groups - 1) * sums(of, together**2, size)) / n
+        return mean, np.sqrt(groups / (groups - 1) * np.bincount(of, together**2, size)) / n
 
 
 def _sums_by_prompt(who: np.ndarray, prompt: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -101,8 +101,3 @@ def _sums_by_prompt(who: np.ndarray, prompt: np.ndarray, values: np.ndarray) -> 
     size = int(prompt.max(initial=0)) + 1
     keys, group = np.unique(who.astype(np.int64) * size + prompt, return_inverse=True)
     return keys // size, np.bincount(group, values, len(keys))
-
-
-def sums(who: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Return the sum of each annotator's values, (A,)."""
-    return np.bincount(who, values, size)

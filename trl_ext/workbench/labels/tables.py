@@ -76,14 +76,14 @@ class Labels:
 
 def read_labels(dataset: Dataset, columns: Columns | None = None) -> Labels:
     """
-    Read a table a part at a time: of texts only hashes are kept, so memory grows by some 250 bytes a label.
+    Read a table part by part. Only hashes of the texts are kept, so memory grows by some 250 bytes a label.
 
     Args:
         dataset: the table.
         columns: which column holds what.
 
     Raises:
-        ValueError: a column is missing, a value is none of `columns.values`, a score or a time is no number, one item
+        ValueError: a column is missing, a value is not in `columns.values`, a score or a time is not a number, an item
             has different texts, or there is no label. The message names the row.
     """
     columns = columns or Columns()
@@ -173,7 +173,7 @@ def _in_order_of_item(labels: Labels) -> Labels:
 
 
 def _once(labels: Labels) -> Labels:
-    """Leave out what an annotator said again of an item, and all of it where it differs."""
+    """Keep one of an annotator's labels of an item if they are equal, and none if they differ."""
     size = len(labels.annotators)
     key = labels.item * size + labels.annotator
     order = np.argsort(key, kind="stable")
@@ -238,8 +238,8 @@ def _check_utf8(table: pa.Table, start: int) -> None:
 
 def _read_rows(start: int, table: pa.Table, columns: Columns, names: dict[str, int]) -> dict[str, np.ndarray]:
     """
-    Read some rows as arrays. Texts have an entry for each pair of answers in a row; labels have one each, with the
-    place of their pair. A row with one answer stands for a pair.
+    Read some rows as arrays. Arrays of texts have an entry for each pair of answers in a row, arrays of labels one for
+    each label, with the place of its pair. A row with one answer counts as a pair.
     """
     size, answers = len(table), len(columns.responses)
     prompt = np.zeros(size, np.uint64)

@@ -23,22 +23,22 @@ _NO_TEXT = "with an empty text, or the same one twice"
 
 def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
     """
-    Say how likely each label of an item is.
+    Return how likely each label of an item is.
 
     `"majority"` counts votes. `"dawid_skene"` (1979) learns what each annotator makes of each true label, and `"mace"`
     (Hovy et al. 2013) how often each one guesses; both are crowd-kit's. `"noisy_bt"` scores each answer from all its
     pairs and returns σ of the difference, without ties, see [`noisy_bradley_terry`].
 
     Args:
-        labels: of the annotators that count.
-        method: how.
+        labels: those of the annotators who count.
+        method: how labels are aggregated.
 
     Returns:
         (I, 3), shares of `FIRST`, `SECOND` and `TIE` that add up to 1; 0 where an item has no label.
 
     Raises:
-        ValueError: too few labels to learn from: fewer than 2 an item, or for `"noisy_bt"` an answer, or than 10 of
-            half of the annotators.
+        ValueError: too few labels to learn from: fewer than 2 an item (for `"noisy_bt"`, an answer), or fewer than 10
+            by the median annotator.
         ImportError: crowd-kit is not installed.
     """
     counts = labels.counts()
@@ -66,7 +66,7 @@ def shares_of_labels(labels: Labels, method: Method = "majority") -> np.ndarray:
 
     model = DawidSkene() if method == "dawid_skene" else MACE()
     table = pd.DataFrame({"task": labels.item, "worker": labels.annotator, "label": labels.choice})
-    with warnings.catch_warnings():  # what it says of pandas is not for who calls it
+    with warnings.catch_warnings():  # its warnings about pandas do not concern our caller
         warnings.simplefilter("ignore", DeprecationWarning)
         shares = model.fit_predict_proba(table).reindex(columns=range(3), fill_value=0.0)
     found = np.zeros(counts.shape)
@@ -78,18 +78,18 @@ def hold_out_annotators(labels: Labels, share: float = 0.2, seed: int = 0) -> tu
     """
     Divide labels so that neither a person nor a prompt is on both sides.
 
-    A share of the annotators is held out. Prompts that they alone labelled are for the test, those that they did not
-    label for training, and of those with labels of both sides that share is for the test. On each side only the
-    labels of its own annotators count; the others are left out.
+    A share of the annotators is held out. Prompts that only they labelled are for the test. Prompts that they did not
+    label are for training. Of the prompts that both sides labelled, the same share is for the test. On each side only
+    the labels of its own annotators count.
 
     Args:
-        labels: of the annotators that count.
+        labels: those of the annotators who count.
         share: of annotators to hold out, at least one; 0 for none.
         seed: of the draw.
 
     Returns:
-        Labels to train and to test on; None for the second where nobody is held out: `share` is 0, or one annotator
-        is all there is.
+        Labels to train on and to test on. The second is None if nobody is held out: `share` is 0, or there is only one
+        annotator.
     """
     people = np.unique(labels.annotator)
     if share == 0 or len(people) < 2:
@@ -130,7 +130,7 @@ def majority_pairs(
         confidence_bound: least share of the winner, in [0.5, 1]. Ties and the other answer count against it.
         min_labels: least number of labels.
         keep_columns: further columns of the table to keep, as the pair's first row has them.
-        left_out: is given the number of items that are left out, by reason.
+        left_out: filled with the number of items that are left out, by reason.
 
     Raises:
         ValueError: `confidence_bound` or `min_labels` is out of range.

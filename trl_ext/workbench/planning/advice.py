@@ -103,11 +103,11 @@ class Facts:
 
 
 class Rule(NamedTuple):
-    """Train with `method` where `holds`, and say `why`: what was found, the bound, and figures from `source`."""
+    """Train with `method` where `holds`. `why` is a template, see [`_filled`], with figures from `source`."""
 
     method: Method
     holds: Callable[[Facts], bool]
-    why: Callable[[Facts], str]
+    why: str
     source: str
 
 
@@ -177,98 +177,89 @@ def _there_are(count: int | None, what: str) -> str:
     return f"No {what} are known" if count is None else f"There are {count:,} {what}"
 
 
+def _filled(template: str, facts: Facts) -> str:
+    """Fill the facts, and what is made of them, into a sentence."""
+    return template.format(
+        **vars(facts),
+        cost="" if _affordable(facts) else _cost(facts),
+        reasons=len(facts.complaints),
+        there_are_pairs=_there_are(facts.pairs, "pairs"),
+        there_are_demonstrations=_there_are(facts.demonstrations, "demonstrations").lower(),
+    )
+
+
 # The first whose condition holds decides. Where a rule says to label more, no later fact about labels undoes it, so
 # more agreement, pairs or accuracy never leads from training to labelling (tests/workbench/planning/test_advice.py).
 RULES = (
     Rule(
         "ppo",
         lambda f: f.verifiable is True and not _few(f.prompts, PROMPTS),
-        lambda f: (
-            "A rule or unit test scores the answers, so no label is needed: with unit tests PPO brought a 34B model "
-            "to 22.4 % of a code competition's tasks, where AlphaCode-41B had 16.4 % (10@1k)"
-        ),
+        "A rule or unit test scores the answers, so no label is needed: with unit tests PPO brought a 34B model to "
+        "22.4 % of a code competition's tasks, where AlphaCode-41B had 16.4 % (10@1k)",
         DPO_AND_PPO,
     ),
     Rule(
         "label-more",
         lambda f: f.agreement is not None and f.agreement < AGREEMENT,
-        lambda f: (
-            f"Two labels of a pair are the same in {f.agreement:.1%}, below {AGREEMENT:.0%}: people who are right in "
-            "70 % agree in 58 %, and with 50 labels each only 16 % of those who toss a coin among them are found"
-        ),
+        f"Two labels of a pair are the same in {{agreement:.1%}}, below {AGREEMENT:.0%}: people who are right in 70 % "
+        "agree in 58 %, and with 50 labels each only 16 % of those who toss a coin among them are found",
         ANNOTATORS,
     ),
     Rule(
         "label-more",
         lambda f: f.accuracy_low is not None and f.accuracy_low <= 0.5,
-        lambda f: (
-            f"The reward model is right in {f.accuracy:.1%} of held-out pairs, and its interval begins at "
-            f"{f.accuracy_low:.1%}: a coin has 50 %, as reward models of fewer than {PAIRS:,} comparisons hardly beat"
-        ),
+        "The reward model is right in {accuracy:.1%} of held-out pairs, and its interval begins at "
+        f"{{accuracy_low:.1%}}: a coin has 50 %, as reward models of fewer than {PAIRS:,} comparisons hardly beat",
         OVEROPTIMIZATION,
     ),
     Rule(
         "sft",
         lambda f: not _many(f.pairs, PAIRS) and _many(f.demonstrations, DEMONSTRATIONS),
-        lambda f: (
-            f"{_there_are(f.pairs, 'pairs')} ({PAIRS:,} are wanted), but there are {f.demonstrations:,} "
-            "demonstrations: with 1,000 good ones a 65B model's answers were as good as GPT-4's, or better, in 43 %"
-        ),
+        f"{{there_are_pairs}} ({PAIRS:,} are wanted), but there are {{demonstrations:,}} demonstrations: with 1,000 "
+        "good ones a 65B model's answers were as good as GPT-4's, or better, in 43 %",
         LIMA,
     ),
     Rule(
         "label-more",
         lambda f: not _many(f.pairs, PAIRS),
-        lambda f: (
-            f"{_there_are(f.pairs, 'pairs')} and {_there_are(f.demonstrations, 'demonstrations').lower()}: with fewer "
-            f"than {PAIRS:,} comparisons reward models of every size were hardly better than chance"
-        ),
+        f"{{there_are_pairs}} and {{there_are_demonstrations}}: with fewer than {PAIRS:,} comparisons reward models "
+        "of every size were hardly better than chance",
         OVEROPTIMIZATION,
     ),
     Rule(
         "dpo",
         lambda f: f.passed is False,
-        lambda f: (
-            f"The reward report says no ({len(f.complaints)} reason(s)), and DPO needs no reward model: against one "
-            "with a planted flaw, PPO without guard rails ended 0.61 to 1.25 of gold score below SFT"
-        ),
+        "The reward report says no ({reasons} reason(s)), and DPO needs no reward model: against one with a planted "
+        "flaw, PPO without guard rails ended 0.61 to 1.25 of gold score below SFT",
         DEMO,
     ),
     Rule(
         "dpo",
         lambda f: f.accuracy is None,
-        lambda f: (
-            f"There are {f.pairs:,} pairs ({PAIRS:,} are wanted) and no reward model is known, which DPO does not "
-            "need: summaries by DPO won 61 % against the reference's, those by PPO 57 %"
-        ),
+        f"There are {{pairs:,}} pairs ({PAIRS:,} are wanted) and no reward model is known, which DPO does not need: "
+        "summaries by DPO won 61 % against the reference's, those by PPO 57 %",
         DPO,
     ),
     Rule(
         "dpo",
         lambda f: _few(f.prompts, PROMPTS),
-        lambda f: (
-            f"There are {f.prompts:,} prompts, fewer than {PROMPTS:,}, so the policy's own answers would soon repeat: "
-            "our measured gain took 1,024 prompts a round"
-        ),
+        f"There are {{prompts:,}} prompts, fewer than {PROMPTS:,}, so the policy's own answers would soon repeat: our "
+        "measured gain took 1,024 prompts a round",
         ONLINE,
     ),
-    Rule("dpo", lambda f: not _affordable(f), _cost, PLAN),
+    Rule("dpo", lambda f: not _affordable(f), "{cost}", PLAN),
     Rule(
         "ppo",
         lambda f: f.accuracy is not None and f.accuracy >= ACCURACY and f.passed is True,
-        lambda f: (
-            f"The reward model is right in {f.accuracy:.1%} of held-out pairs ({ACCURACY:.0%} are wanted) and its "
-            "report says yes; InstructGPT's was right in 69.6 ± 0.9 % for people that it had not seen"
-        ),
+        f"The reward model is right in {{accuracy:.1%}} of held-out pairs ({ACCURACY:.0%} are wanted) and its report "
+        "says yes; InstructGPT's was right in 69.6 ± 0.9 % for people that it had not seen",
         INSTRUCTGPT,
     ),
     Rule(
         "online-dpo",
         lambda f: True,
-        lambda f: (
-            f"The reward model is right in {f.accuracy:.1%} of held-out pairs (PPO wants {ACCURACY:.0%} and a report "
-            "that says yes); three rounds of online DPO, which can be judged one by one, raised gold from 0.48 to 0.69"
-        ),
+        f"The reward model is right in {{accuracy:.1%}} of held-out pairs (PPO wants {ACCURACY:.0%} and a report that "
+        "says yes); three rounds of online DPO, which can be judged one by one, raised gold from 0.48 to 0.69",
         ONLINE,
     ),
 )
@@ -321,52 +312,42 @@ OTHERS = (
 
 
 class Lever(NamedTuple):
-    """Something that may change: in words, with a figure from `source`, and the facts after it."""
+    """Something that may change: a template for it, with a figure from `source`; facts, at least, and other facts."""
 
-    what: Callable[[Facts], str]
+    what: str
     source: str
-    changed: Callable[[Facts], Facts]
+    least: dict[str, float]
+    others: dict[str, Any] = {}
 
-
-def _with_at_least(facts: Facts, **least: float) -> Facts:
-    raised: dict[str, Any] = {name: max(getattr(facts, name) or 0, value) for name, value in least.items()}
-    return replace(facts, **raised)
+    def changed(self, facts: Facts) -> Facts:
+        """Return the facts after the change."""
+        raised = {name: max(getattr(facts, name) or 0, value) for name, value in self.least.items()}
+        return replace(facts, **{**raised, **self.others})
 
 
 LEVERS = (
     Lever(
-        lambda f: (
-            "a rule or unit test that scores answers (rules alone brought R1-Zero from 15.6 % to 71.0 % on AIME "
-            f"2024, in the paper's first version) and {PROMPTS:,} prompts"
-        ),
+        "a rule or unit test that scores answers (rules alone brought R1-Zero from 15.6 % to 71.0 % on AIME 2024, in "
+        f"the paper's first version) and {PROMPTS:,} prompts",
         R1,
-        lambda f: replace(_with_at_least(f, prompts=PROMPTS), verifiable=True),
+        {"prompts": PROMPTS},
+        {"verifiable": True},
     ),
+    Lever(f"labels of a pair that are the same in {AGREEMENT:.0%}", ANNOTATORS, {"agreement": AGREEMENT}),
+    Lever(f"{PAIRS:,} pairs", OVEROPTIMIZATION, {"pairs": PAIRS}),
+    Lever(f"{DEMONSTRATIONS:,} demonstrations", LIMA, {"demonstrations": DEMONSTRATIONS}),
     Lever(
-        lambda f: f"labels of a pair that are the same in {AGREEMENT:.0%}",
-        ANNOTATORS,
-        lambda f: _with_at_least(f, agreement=AGREEMENT),
-    ),
-    Lever(lambda f: f"{PAIRS:,} pairs", OVEROPTIMIZATION, lambda f: _with_at_least(f, pairs=PAIRS)),
-    Lever(
-        lambda f: f"{DEMONSTRATIONS:,} demonstrations",
-        LIMA,
-        lambda f: _with_at_least(f, demonstrations=DEMONSTRATIONS),
-    ),
-    Lever(
-        lambda f: f"a reward model that is right in {ACCURACY:.0%}, clearly above a coin, and whose report says yes",
+        f"a reward model that is right in {ACCURACY:.0%}, clearly above a coin, and whose report says yes",
         INSTRUCTGPT,
-        lambda f: replace(_with_at_least(f, accuracy=ACCURACY), accuracy_low=None, passed=True, complaints=()),
+        {"accuracy": ACCURACY},
+        {"accuracy_low": None, "passed": True, "complaints": ()},
     ),
-    Lever(lambda f: f"{PROMPTS:,} prompts", ONLINE, lambda f: _with_at_least(f, prompts=PROMPTS)),
+    Lever(f"{PROMPTS:,} prompts", ONLINE, {"prompts": PROMPTS}),
     Lever(
-        lambda f: (
-            f"GPUs and a budget that hold PPO ({f.ppo.peak:.1f} GiB of each, {f.ppo.gpu_hours:,.0f} GPU-hours)"
-            if f.ppo
-            else ""
-        ),
+        "GPUs and a budget that hold PPO ({ppo.peak:.1f} GiB of each, {ppo.gpu_hours:,.0f} GPU-hours)",
         PLAN,
-        lambda f: replace(f, ppo=None),
+        {},
+        {"ppo": None},
     ),
 )
 
@@ -377,7 +358,7 @@ def advise(facts: Facts) -> Recommendation:
     leave, leaves = _leave(facts)
     return Recommendation(
         rule.method,
-        (Reason(rule.why(facts), rule.source), *EVIDENCE[rule.method]),
+        (Reason(_filled(rule.why, facts), rule.source), *EVIDENCE[rule.method]),
         tuple(_cautions(facts, rule.method)),
         leave,
         leaves,
@@ -390,7 +371,7 @@ def _changes(facts: Facts, method: Method) -> Iterator[Reason]:
     for lever in LEVERS:
         other = next(rule.method for rule in RULES if rule.holds(lever.changed(facts)))
         if other != method:
-            yield Reason(f"With {lever.what(facts)}: {TITLES[other]}", lever.source)
+            yield Reason(f"With {_filled(lever.what, facts)}: {TITLES[other]}", lever.source)
 
 
 def _cautions(facts: Facts, method: Method) -> Iterator[Reason]:

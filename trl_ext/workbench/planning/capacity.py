@@ -32,7 +32,7 @@ class Fit:
         gpus: how many.
         memory: GB of one.
         peak: GiB that one needs, with half a GiB for CUDA.
-        phase: in which the peak is.
+        phase: the phase with the peak.
         hours: for `examples`, on all of them; an estimate.
         examples: episodes of PPO, or pairs.
     """

@@ -10,7 +10,7 @@ from .runs import Job
 
 
 def known_not_to_work(job: Job) -> list[str]:
-    """Return why this run cannot work, one sentence a reason. Its config has refused what it can before this."""
+    """Return why this run cannot work, one sentence a reason. What its config refuses by itself is not repeated."""
     args, layout, peft = job.args, job.layout, job.peft_config is not None
     reasons = []
     if job.bits and job.stage == "pretrain_critic":

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...cli.parser import StrictTrlParser, pairs
-from ...runs import write_text
+from ...runs import setting, write_text
 from ...upstream import late_bars, quiet
 
 if TYPE_CHECKING:
     from .advice import Facts, Method, Reason, Recommendation
 
-# A report's file → the command that writes it, and the keys that are read of it and must be there
+# A setting that names a report → the report's file, the command that writes it, and the keys that must be there
 REPORTS = {
-    "annotators.json": ("annotators", ("agreement", "labels_per_item")),
-    "prompts.json": ("prompts", ("sets", "settings")),
-    "reward_report.json": ("reward-report", ("accuracy", "accuracy_interval")),
+    "annotators": ("annotators.json", "annotators", ("agreement", "labels_per_item")),
+    "prompts_report": ("prompts.json", "prompts", ("sets", "settings")),
+    "reward_report": ("reward_report.json", "reward-report", ("accuracy", "accuracy_interval")),
 }
 # The names in `trl-ext prompts --sets` of the sets to train on
 SETS = {"sft": "demonstrations", "pref": "pairs", "pairs": "pairs", "rl": "prompts"}
@@ -66,31 +66,22 @@ FIND_OUT = {
 class AdviseArguments:
     """Reports, data sets, model, GPUs and budget, as far as they are known."""
 
-    annotators: str | None = field(
-        default=None, metadata={"help": "annotators.json of `trl-ext annotators`, or its folder."}
+    annotators: str | None = setting(None, "annotators.json of `trl-ext annotators`, or its folder.")
+    prompts_report: str | None = setting(
+        None, "prompts.json of `trl-ext prompts`, or its folder; its sets are sft, pref, rl."
     )
-    prompts_report: str | None = field(
-        default=None,
-        metadata={"help": "prompts.json of `trl-ext prompts`, or its folder; its sets are sft, pref, rl."},
+    reward_report: str | None = setting(None, "reward_report.json, or the reward model's folder.")
+    demonstrations: str | None = setting(
+        None, "Data set of demonstrations, as PATH or PATH:SPLIT; its rows are counted."
     )
-    reward_report: str | None = field(
-        default=None, metadata={"help": "reward_report.json, or the reward model's folder."}
-    )
-    demonstrations: str | None = field(
-        default=None, metadata={"help": "Data set of demonstrations, as PATH or PATH:SPLIT; its rows are counted."}
-    )
-    pairs: str | None = field(default=None, metadata={"help": "The same of preference pairs."})
-    prompts: str | None = field(default=None, metadata={"help": "The same of prompts to sample answers to."})
-    verifiable: bool | None = field(
-        default=None, metadata={"help": "Whether a rule or a unit test can score an answer."}
-    )
+    pairs: str | None = setting(None, "The same of preference pairs.")
+    prompts: str | None = setting(None, "The same of prompts to sample answers to.")
+    verifiable: bool | None = setting(None, "Whether a rule or a unit test can score an answer.")
     budget: list[str] = field(default_factory=list, metadata={"help": "gpu_hours=NUMBER, labels=NUMBER, or both."})
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The model to train; of a folder config.json will do."}
-    )
-    gpu: str | None = field(default=None, metadata={"help": "Kind of GPU, such as H100 or 'RTX 4090'."})
-    gpus: int = field(default=1, metadata={"help": "How many of them."})
-    json: str | None = field(default=None, metadata={"help": "File to write the same to, as JSON."})
+    model_name_or_path: str | None = setting(None, "The model to train; of a folder config.json will do.")
+    gpu: str | None = setting(None, "Kind of GPU, such as H100 or 'RTX 4090'.")
+    gpus: int = setting(1, "How many of them.")
+    json: str | None = setting(None, "File to write the same to, as JSON.")
 
     def __post_init__(self) -> None:
         self.budgets: dict[str, float] = {}
@@ -134,16 +125,13 @@ def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
 
     counted = dict(_counts(args))
     add(counted, "the data set")
-    for setting, file, read in (
-        ("annotators", "annotators.json", _labels),
-        ("prompts_report", "prompts.json", _prompts),
-        ("reward_report", "reward_report.json", _reward),
-    ):
-        if given := getattr(args, setting):
-            path, report = _report(setting, given, file)
+    for name, read in (("annotators", _labels), ("prompts_report", _prompts), ("reward_report", _reward)):
+        if given := getattr(args, name):
+            path, report = _report(name, given)
             try:
                 add(read(report), str(path))
             except (AttributeError, KeyError, TypeError, IndexError) as error:
+                file = REPORTS[name][0]
                 raise ValueError(f"{path} is no {file} that can be read ({error!r}): write it again") from error
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
@@ -173,19 +161,19 @@ def _split_of(given: str) -> tuple[str, str]:
     return (path, split) if colon and not Path(given).exists() else (given, "train")
 
 
-def _report(setting: str, given: str, name: str) -> tuple[Path, dict[str, Any]]:
+def _report(which: str, given: str) -> tuple[Path, dict[str, Any]]:
     """Return a report's file and its contents."""
-    path, (command, keys) = Path(given).expanduser(), REPORTS[name]
+    path, (name, command, keys) = Path(given).expanduser(), REPORTS[which]
     file = path / name if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"`{setting}`: there is no {file}; `trl-ext {command}` writes {name}")
+        raise FileNotFoundError(f"`{which}`: there is no {file}; `trl-ext {command}` writes {name}")
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"`{setting}`: {file} is no JSON ({error})") from error
+        raise ValueError(f"`{which}`: {file} is no JSON ({error})") from error
     missing = [key for key in keys if not isinstance(report, dict) or key not in report]
     if missing:
-        raise ValueError(f"`{setting}`: {file} is no {name} of `trl-ext {command}`: it lacks {missing[0]!r}")
+        raise ValueError(f"`{which}`: {file} is no {name} of `trl-ext {command}`: it lacks {missing[0]!r}")
     return file, report
 
 
@@ -214,7 +202,7 @@ def _prompts(report: dict[str, Any]) -> dict[str, Any]:
             leaks.append(Leak(name, shared, rows))
         elif fact := SETS.get(name):
             found[fact] = found.get(fact, 0) + kept
-    return {**found, "leaks": tuple(leaks) if leaks else None}
+    return {**found, "leaks": tuple(leaks) or None}
 
 
 def _reward(report: dict[str, Any]) -> dict[str, Any]:
@@ -368,12 +356,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _as_json(found: "Recommendation", facts: "Facts", origins: dict[str, str], commands: list[str]) -> dict[str, Any]:
-    lists = {
-        name: [each._asdict() for each in getattr(found, name)] for name in ("reasons", "cautions", "changes", "leave")
-    }
+    lists = ("reasons", "cautions", "changes", "leave")
     return {
         "method": found.method,
-        **lists,
+        **{name: [each._asdict() for each in getattr(found, name)] for name in lists},
         "leaves": found.leaves,
         "unknown": [{"name": name, "what": FIND_OUT[name][0], "command": FIND_OUT[name][1]} for name in found.unknown],
         "next": commands,

@@ -12,10 +12,10 @@ from .runs import Job, Plan, Role
 @dataclass(frozen=True)
 class GPU:
     """
-    What a vendor says of a GPU.
+    A GPU, as its vendor describes it.
 
     Args:
-        name: of a common one.
+        name: of a common GPU of that size.
         memory: GB, as it is sold.
         tflops: 10¹² operations a second in bfloat16, without sparsity.
         bandwidth: 10¹² bytes a second.
@@ -45,11 +45,11 @@ class Efficiency:
     How much of a GPU is used: what the estimate assumes.
 
     Args:
-        mfu: part of its operations in forward and backward passes.
-        bandwidth: part of its bandwidth while tokens are generated.
-        layer_ms: milliseconds that Python needs for one layer and one generated token, however many rows; without it,
-            small models would be generated from far too fast. vLLM needs a tenth.
-        scaling: part of their speed that several GPUs keep.
+        mfu: share of its operations in forward and backward passes.
+        bandwidth: share of its bandwidth while tokens are generated.
+        layer_ms: milliseconds that Python needs for one layer and one generated token, for any number of rows. Without
+            it the estimate for small models would be far too fast. vLLM needs a tenth.
+        scaling: share of their speed that several GPUs keep.
     """
 
     mfu: float = 0.35

@@ -45,7 +45,7 @@ def kv_cache_bytes(layers: int, kv_heads: int, head_dim: int, rows: int, tokens:
 
 
 def kv_cache_of(config: Any, rows: int, tokens: int, number_bytes: int) -> int:
-    """Return the same for a model by its text configuration."""
+    """Return the bytes of the keys and values of a model with this text configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return kv_cache_bytes(config.num_hidden_layers, heads, head_dim, rows, tokens, number_bytes)

@@ -16,9 +16,9 @@ from .simulate import forward_peak, tokens, training_peak
 
 def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) -> tuple[dict[str, int], dict[str, int]]:
     """
-    Return what generating takes on the run's own GPU, and beside it: in vLLM, or in the process of `rollouts_ahead`.
+    Return the bytes that generation takes in the run itself, and beside it: in vLLM or in `rollouts_ahead`'s process.
 
-    vLLM has weights and cache in 16 bits, for all `local` answers of a rollout at once; it makes do with less.
+    vLLM is counted with weights and cache in 16 bits for all `local` answers of a rollout at once; it works with less.
     Otherwise `rows` are generated at once.
     """
     config = base_model_of(policy).config.get_text_config()
@@ -59,7 +59,7 @@ def scoring_phase(
     loaded: list[tuple[Any, int]],
 ) -> dict[str, int]:
     """
-    Return what log-probs, values and rewards of a rollout take.
+    Return the bytes that log-probs, values and rewards of a rollout take.
 
     The activations of the reference, if there is one, are left out: they are less than those of policy and critic.
     `loaded` are the models of reward functions, with the rows that each reads at once.
@@ -82,7 +82,7 @@ def scoring_phase(
 
 
 def _reads(mode: Any, reward: Any, batch: dict[str, Tensor]) -> int:
-    """Return the peak of a reward model's forward, of as many tokens as it can read."""
+    """Return the peak bytes of a reward model's forward pass; it reads no more tokens than it has positions."""
     limit = getattr(reward.config, "max_position_embeddings", None)
     cut = {name: values[:, :limit] for name, values in batch.items()}
     return forward_peak(mode, reward, partial(reward, **cut))

@@ -54,7 +54,7 @@ class Job:
         ref_model: whether the reference is given, so that it is held even with adapters.
         shared_rewards: number of reward models that are adapters on the policy's base.
         loaded_rewards: the models of reward functions, see [`LoadedReward`].
-        mixed: dtype of mixed precision, which `args` say; not to be passed.
+        mixed: dtype of mixed precision. It comes from `args`; do not pass it.
     """
 
     stage: Stage
@@ -109,8 +109,8 @@ class Role:
         name: of the role, such as `policy`.
         parameters, trained: numbers of weights, and of those that are trained.
         weights, gradients, optimizer: bytes.
-        note: what else is to be said.
-        config: of a model that is neither the policy's nor one of `Job.rewards`.
+        note: further text to show beside it.
+        config: the model's configuration, if it is neither the policy's nor one of `Job.rewards`.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Plan:
         schedule: batch sizes and numbers of steps, by their names.
         checkpoint: bytes on disk of one checkpoint.
         host: bytes of each process in the machine's memory.
-        beside: purpose → bytes of what generates beside the run, vLLM or the process of `rollouts_ahead`; empty where
+        beside: purpose → bytes of vLLM, or of the process of `rollouts_ahead`, which generate beside the run; empty if
             the run generates itself.
     """
 

@@ -147,8 +147,8 @@ def _plan_ppo(job: Job) -> Plan:
 
     def loss():
         batch = scored(tokens(args.per_device_train_batch_size, length), args.max_completion_length)
-        said = model(**batch, with_values=True, with_entropies=True)
-        return said["logprobs"].sum() + said["entropies"].sum() + said["values"].sum()
+        found = model(**batch, with_values=True, with_entropies=True)
+        return found["logprobs"].sum() + found["entropies"].sum() + found["values"].sum()
 
     generates, beside = generation_phase(job, mode, model.policy, rows, local)
     phases = {
@@ -170,7 +170,7 @@ def _plan_ppo(job: Job) -> Plan:
         schedule |= {"rollouts": rollouts, "optimizer steps": rollouts * schedule["optimizer steps per rollout"]}
     result = _finish(job, roles, phases, schedule)
     result.beside = beside
-    if args.rollouts_ahead and not args.use_vllm:  # the weights of each rollout that is waited for, and those of now
+    if args.rollouts_ahead and not args.use_vllm:  # the weights of each pending rollout, and the current ones
         result.host += (args.rollouts_ahead + 1) * beside["weights"]
     return result
 

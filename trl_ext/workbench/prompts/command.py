@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from ...cli.parser import StrictTrlParser, pairs
 from ...data import write_rows
-from ...runs import check_output_dir, find, overlap, write_text
+from ...runs import check_output_dir, find, overlap, setting, write_text
 from ...upstream import late_bars, quiet
 
 # Measured with a million rows of any length, with splits by a column
@@ -42,19 +42,16 @@ class PromptsArguments:
         default_factory=list,
         metadata={"help": "Where a set's prompts are, as NAME=COLUMN; else in prompt, messages, chosen or text."},
     )
-    held_out: list[str] | None = field(
-        default=None,
-        metadata={"help": "Sets to evaluate on: others lose what they share with these. If unset, `eval`, if given."},
+    held_out: list[str] | None = setting(
+        None, "Sets to evaluate on: others lose what they share with these. If unset, `eval`, if given."
     )
-    by: Literal["conversation", "last_turn"] = field(
-        default="conversation", metadata={"help": "Compare chat prompts by all turns, or by the user's last one."}
+    by: Literal["conversation", "last_turn"] = setting(
+        "conversation", "Compare chat prompts by all turns, or by the user's last one."
     )
-    threshold: float = field(
-        default=0.7, metadata={"help": "Least Jaccard similarity of near duplicates, above 0 and at most 1."}
-    )
-    unit: Literal["words", "characters"] = field(default="words", metadata={"help": "What n-grams are of."})
-    ngram: int = field(default=3, metadata={"help": "Words or characters in an n-gram."})
-    num_perm: int = field(default=128, metadata={"help": "Hashes of a MinHash signature."})
+    threshold: float = setting(0.7, "Least Jaccard similarity of near duplicates, above 0 and at most 1.")
+    unit: Literal["words", "characters"] = setting("words", "What n-grams are of.")
+    ngram: int = setting(3, "Words or characters in an n-gram.")
+    num_perm: int = setting(128, "Hashes of a MinHash signature.")
     max_overlap: list[str] = field(
         default_factory=list,
         metadata={"help": "NAME=SHARE: most of a set's rows that may have a duplicate in another set."},
@@ -66,13 +63,11 @@ class PromptsArguments:
     copied_from: list[str] = field(
         default_factory=list, metadata={"help": "Sets whose answers other sets' answers must not repeat."}
     )
-    copied_words: int = field(default=13, metadata={"help": "Words in a row that make a copy."})
+    copied_words: int = setting(13, "Words in a row that make a copy.")
     max_copied: list[str] = field(
         default_factory=list, metadata={"help": "NAME=SHARE: most of a set's answers that may have a copied run."}
     )
-    remove: Literal["near", "exact", "none"] = field(
-        default="near", metadata={"help": "Which duplicates the copies lack."}
-    )
+    remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates the copies lack.")
     split: list[str] = field(
         default_factory=list, metadata={"help": "SPLIT=SHARE of the copies, such as train=0.9 test=0.1."}
     )
@@ -84,14 +79,10 @@ class PromptsArguments:
         default_factory=list,
         metadata={"help": "Columns, `length` or `script`: each value keeps as many rows."},
     )
-    balance_to: int | None = field(
-        default=None, metadata={"help": "Most rows of a value; if unset as many as the rarest has."}
-    )
-    split_sets: list[str] | None = field(
-        default=None, metadata={"help": "Sets to `split` and `balance`; if unset all but the held-out ones."}
-    )
-    write: bool = field(default=True, metadata={"help": "Write copies; else the report alone."})
-    seed: int = field(default=0, metadata={"help": "Of hashes, balance and splits."})
+    balance_to: int | None = setting(None, "Most rows of a value; if unset as many as the rarest has.")
+    split_sets: list[str] | None = setting(None, "Sets to `split` and `balance`; if unset all but the held-out ones.")
+    write: bool = setting(True, "Write copies; else the report alone.")
+    seed: int = setting(0, "Of hashes, balance and splits.")
 
     def __post_init__(self):
         self.paths = pairs("sets", self.sets, "NAME=PATH")
@@ -176,16 +167,20 @@ def load(args: PromptsArguments) -> list[Any]:
     from .examine import PromptSet
 
     found = []
-    for name, path in args.paths.items():
-        split = "train"
-        if ":" in path and not Path(path).exists():
-            path, _, split = path.partition(":")
+    for name, given in args.paths.items():
+        path, split = split_of(given)
         try:
             rows = load_dataset_split(path, split, columns=())
         except (UnicodeDecodeError, ValueError) as error:
             raise ValueError(f"set {name!r}: {error}") from error
         found.append(PromptSet(name, rows, args.set_columns.get(name, "")))
     return found
+
+
+def split_of(given: str) -> tuple[str, str]:
+    """Return the data set and the split of PATH or PATH:SPLIT."""
+    path, colon, split = given.partition(":")
+    return (path, split) if colon and not Path(given).exists() else (given, "train")
 
 
 def check_memory(rows: int) -> None:
@@ -205,18 +200,15 @@ def check_output(args: PromptsArguments) -> None:
     check_output_dir(args.output_dir, "false")
     folder = Path(args.output_dir)
     for name, path in args.paths.items():
-        place = find(path if Path(path).exists() else path.partition(":")[0])
+        place = find(split_of(path)[0])
         if place.exists() and (why := overlap(folder, place)):
             raise ValueError(f"`output_dir` {folder} {why} set {name!r}: choose another, inputs are never changed")
     if not args.write:
         return
     for name in args.paths:
-        mine = {path.name for path in copies(args, name)}
-        others = [
-            path for path in (folder / name).glob("*.jsonl") if path.name not in mine or not is_split(args, name)
-        ]
-        if others or (is_split(args, name) and (folder / f"{name}.jsonl").exists()):
-            stale = others[0] if others else folder / f"{name}.jsonl"
+        mine = {*copies(args, name)}
+        found = {*(folder / name).glob("*.jsonl"), *folder.glob(f"{name}.jsonl")}
+        for stale in sorted(found - mine):
             raise ValueError(f"{stale} is of an earlier run with other splits: delete it, or choose another folder")
 
 

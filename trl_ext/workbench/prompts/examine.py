@@ -29,7 +29,7 @@ PROMPT_COLUMNS = ("prompt", "messages", "chosen", "text")  # the first that ther
 _ANSWER_COLUMNS = ("completion", "chosen", "messages")
 _WITH_ANSWERS = ("completion", "chosen", "rejected", "messages", "label", "completions", "labels")
 _ROWS = 1000  # read at a time
-_LEAST_WORDS = 5  # a guess at the language of less is often wrong
+_LEAST_WORDS = 5  # the language of fewer words is often guessed wrong
 _LANGUAGES_OF = 2000  # rows, of each set
 
 
@@ -41,11 +41,12 @@ class PromptSet:
     Args:
         name: what reports call it.
         rows: the data set.
-        column: where its prompts are: texts, or messages. Of `messages` those before the last answer are the prompt,
-            of `chosen` those before the answer. The default is the first of `prompt`, `messages`, `chosen`, `text`.
+        column: holds its prompts, as texts or messages. In `messages` the turns before the last answer are the prompt,
+            in `chosen` those before the answer. The default is the first of `prompt`, `messages`, `chosen`, `text`.
 
     Raises:
-        ValueError: no such column, no rows, or `chosen` holds texts, which do not say where the answer begins.
+        ValueError: there is no such column or no row, or `chosen` holds texts, in which nothing separates the prompt
+            from the answer.
     """
 
     name: str
@@ -99,7 +100,7 @@ class PromptSet:
         Yield, some rows at a time, the texts of each prompt's turns, first those before the last user's.
 
         Raises:
-            ValueError: a row has neither text nor messages, nor nothing.
+            ValueError: a row holds something else than text, messages or nothing.
         """
         place = 0
         for values in self.column_values(self.column):
@@ -124,7 +125,7 @@ class PromptSet:
         return (normalised(_answer(value)) for values in self.column_values(column) for value in values)
 
     def answer_keys(self) -> np.ndarray:
-        """Return a number for each row: rows with one number have the same answers, as all have without answers."""
+        """Return a number for each row: equal answers have equal numbers. Without answers, all rows have the same."""
         columns = [name for name in _WITH_ANSWERS if name in self.rows.column_names]
         if not columns:
             return np.zeros(len(self.rows), np.int64)
@@ -176,10 +177,9 @@ class PromptReport:
         duplicates: groups over all sets.
         words, characters: of each prompt.
         scripts: of each prompt, the place in `SCRIPTS` of the script of most of its letters.
-        other_view: exact groups of what `by` leaves out: of last user's turns by conversation, and the other way
-            round. None if no prompt has more than one turn.
+        other_view: exact groups by the value of `by` that was not chosen. None if no prompt has several turns.
         languages: set → language → share of the rows that were looked at; None without py3langid.
-        copied: set → share of each answer that is in the answers of the corpus, by runs of words.
+        copied: set → for each answer, the share of its runs of words that the corpus has, too.
     """
 
     sets: dict[str, PromptSet]
@@ -227,14 +227,14 @@ def examine_prompts(
 
     Args:
         sets: with different names.
-        by: what a chat prompt is compared by: all of its turns, or the last one of the user.
+        by: compare chat prompts by all turns, or by the user's last one.
         threshold, unit, n, num_perm: of near duplicates, see [`find_duplicates`].
         copied_from: sets whose answers are the corpus that other sets' answers are compared with.
         copied_words: words in a row that make a copy.
         seed: of hashes, and of the rows whose language is guessed.
 
     Raises:
-        ValueError: a row that holds no prompt, a name twice, or a setting out of its range.
+        ValueError: a row holds no prompt, two sets have one name, or a setting is out of range.
         ImportError: datasketch is missing.
     """
     named = {each.name: each for each in sets}

@@ -98,28 +98,19 @@ def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) ->
         "max_duplicates": ("near_duplicates", "have a duplicate before them in the set"),
     }
     result = []
-    for option, of_option in bounds.items():
-        for name, bound in of_option.items():
-            of_set = found["sets"][name]
-            if option == "max_copied":
-                if "copied" not in of_set:
-                    raise ValueError(f"`max_copied` is for {name!r}, which has no answers or is what copies are from")
-                count, what = of_set["copied"]["answers"], "have an answer that repeats the corpus"
-            else:
-                key, what = keys[option]
-                count = of_set[key]
-            share = count / of_set["rows"]
-            sentence = f"{count} of {of_set['rows']} rows of {name!r} ({share:.2%}) {what}, the bound is {bound:.2%}"
-            result.append(
-                {
-                    "option": option,
-                    "set": name,
-                    "bound": bound,
-                    "share": share,
-                    "broken": share > bound,
-                    "sentence": sentence,
-                }
-            )
+    for option, name, bound in ((option, *each) for option, chosen in bounds.items() for each in chosen.items()):
+        of_set = found["sets"][name]
+        if option != "max_copied":
+            key, what = keys[option]
+            count = of_set[key]
+        elif "copied" in of_set:
+            count, what = of_set["copied"]["answers"], "have an answer that repeats the corpus"
+        else:
+            raise ValueError(f"`max_copied` is for {name!r}, which has no answers or is what copies are from")
+        share = count / of_set["rows"]
+        said = f"{count} of {of_set['rows']} rows of {name!r} ({share:.2%}) {what}, the bound is {bound:.2%}"
+        judged = {"bound": bound, "share": share, "broken": share > bound, "sentence": said}
+        result.append({"option": option, "set": name, **judged})
     return result
 
 

@@ -18,7 +18,7 @@ _FEW = 50  # different values that a column may have, or else a tenth of its row
 
 def left_out(report: PromptReport, remove: Remove = "near", held_out: Iterable[str] = ()) -> dict[str, np.ndarray]:
     """
-    Say which rows are left out, and why.
+    Return which rows are left out, and why.
 
     The first of several duplicates in a set stays. Rows with different answers are no duplicates: a preference set has
     many pairs for one prompt. A held-out set loses only its own duplicates; other sets lose what they share with it.
@@ -50,7 +50,7 @@ def left_out(report: PromptReport, remove: Remove = "near", held_out: Iterable[s
 
 def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tuple]:
     """
-    Return of each row of a set what it shall be spread by.
+    Return the values of each row of a set that are to be spread over splits, or balanced.
 
     Args:
         report: of [`examine_prompts`].
@@ -59,7 +59,7 @@ def strata(report: PromptReport, name: str, columns: Sequence[str]) -> list[tupl
             of that name.
 
     Raises:
-        ValueError: no such column, or one in which about every row has a value of its own.
+        ValueError: there is no such column, or nearly every row has its own value in it.
     """
     each = []
     prompts = report.sets[name]
@@ -104,8 +104,9 @@ def divide(
         reasons: of [`left_out`]; rows that are left out are in no split.
         shares: split → share of the rows, with the sum 1.
         names: sets to divide.
-        columns: what the splits shall have alike, see [`strata`].
-        held_out: sets to evaluate on. What other sets that are not divided have goes to the largest split.
+        columns: what all splits should have in equal shares, see [`strata`].
+        held_out: sets to evaluate on. Rows whose group has a row of another set that is not divided go to the largest
+            split.
         seed: of the order.
 
     Returns:
@@ -139,18 +140,18 @@ def balance(
     seed: int = 0,
 ) -> dict[str, np.ndarray]:
     """
-    Leave out rows of the values that a set has most of.
+    Leave out rows at random until no value has more rows than the rarest, or than `most`.
 
     Args:
         report: of [`examine_prompts`].
         reasons: of [`left_out`].
         names: sets to balance.
-        columns: by what, see [`strata`].
+        columns: whose values are balanced, see [`strata`].
         most: rows of one value; None takes as many as the rarest has.
         seed: of the choice.
 
     Returns:
-        `reasons`, with those of balance.
+        A copy of `reasons` with the rows that are left out for balance.
     """
     result = dict(reasons)
     for name in names:

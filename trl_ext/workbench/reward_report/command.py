@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...cli.model_names import check_model
 from ...cli.parser import StrictTrlParser, entry_of
-from ...runs import check_output_dir, check_settings, redacted, write_text
+from ...runs import check_output_dir, check_settings, redacted, setting, write_text
 from ...upstream import late_bars, quiet
 
 if TYPE_CHECKING:
@@ -48,85 +48,55 @@ _RANGES = {
 class RewardReportArguments:
     """The reward, the data to test it on, and the bounds."""
 
-    model: str | None = field(
-        default=None,
-        metadata={"help": "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."},
+    model: str | None = setting(
+        None, "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."
     )
-    rewards: list[str] | None = field(
-        default=None,
-        metadata={"help": "In its place one reward of trl_ext.rewards with settings, as in a configuration of ppo."},
+    rewards: list[str] | None = setting(
+        None, "In its place one reward of trl_ext.rewards with settings, as in a configuration of ppo."
     )
-    dataset_name: str = field(
-        default="", metadata={"help": "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)"}
+    dataset_name: str = setting("", "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_split: str | None = setting(None, "Split to measure on; `test`, or `train` of a single file, if unset.")
+    train_name: str | None = setting(None, "Pairs that the model was trained on; `dataset_name` if unset.")
+    train_split: str | None = setting(None, "Their split; `train` if unset, where it is not the held-out one.")
+    policy_answers: str | None = setting(None, "The policy's own answers, as `trl-ext generate` writes them.")
+    policy: str | None = setting(None, "Or the policy, which then answers the held-out prompts: a folder or hub name.")
+    max_new_tokens: int | None = setting(None, "Tokens of its answers; if unset 256, or what the context leaves.")
+    ranking_name: str | None = setting(None, "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best.")
+    best_of_n_name: str | None = setting(
+        None, "Rows with one `chosen` and several `rejected` answers, as RewardBench 2 has."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_split: str | None = field(
-        default=None, metadata={"help": "Split to measure on; `test`, or `train` of a single file, if unset."}
+    group_columns: list[str] | None = setting(
+        None, "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."
     )
-    train_name: str | None = field(
-        default=None, metadata={"help": "Pairs that the model was trained on; `dataset_name` if unset."}
-    )
-    train_split: str | None = field(
-        default=None, metadata={"help": "Their split; `train` if unset, where it is not the held-out one."}
-    )
-    policy_answers: str | None = field(
-        default=None, metadata={"help": "The policy's own answers, as `trl-ext generate` writes them."}
-    )
-    policy: str | None = field(
-        default=None,
-        metadata={"help": "Or the policy, which then answers the held-out prompts: a folder or hub name."},
-    )
-    max_new_tokens: int | None = field(
-        default=None, metadata={"help": "Tokens of its answers; if unset 256, or what the context leaves."}
-    )
-    ranking_name: str | None = field(
-        default=None, metadata={"help": "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best."}
-    )
-    best_of_n_name: str | None = field(
-        default=None, metadata={"help": "Rows with one `chosen` and several `rejected` answers, as RewardBench 2 has."}
-    )
-    group_columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."},
-    )
-    drop_unusable_pairs: bool = field(
-        default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
-    )
-    max_pairs: int | None = field(default=None, metadata={"help": "Held-out pairs, drawn at random; all if unset."})
-    max_train_rows: int = field(default=1000, metadata={"help": "Training pairs that are scored."})
-    max_policy_rows: int = field(default=1000, metadata={"help": "Answers of the policy."})
-    probe_rows: int = field(default=256, metadata={"help": "Held-out answers that each probe changes; 0 for none."})
+    drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
+    max_pairs: int | None = setting(None, "Held-out pairs, drawn at random; all if unset.")
+    max_train_rows: int = setting(1000, "Training pairs that are scored.")
+    max_policy_rows: int = setting(1000, "Answers of the policy.")
+    probe_rows: int = setting(256, "Held-out answers that each probe changes; 0 for none.")
     phrases: list[str] = field(
         default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
     )
-    min_accuracy: float | None = field(
-        default=0.6,
-        metadata={"help": "Least accuracy, which must surely be above a coin's, too; null for any."},
+    min_accuracy: float | None = setting(
+        0.6, "Least accuracy, which must surely be above a coin's, too; null for any."
     )
-    max_length_bias: float | None = field(
-        default=0.2,
-        metadata={
-            "help": "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; "
-            "null for any."
-        },
+    max_length_bias: float | None = setting(
+        0.2,
+        "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; null for any.",
     )
-    max_calibration_error: float | None = field(default=None, metadata={"help": "Most expected calibration error."})
-    min_rank_correlation: float | None = field(
-        default=0.7,
-        metadata={"help": "Least Spearman correlation with people's ranks, where prompts have more than two answers."},
+    max_calibration_error: float | None = setting(None, "Most expected calibration error.")
+    min_rank_correlation: float | None = setting(
+        0.7, "Least Spearman correlation with people's ranks, where prompts have more than two answers."
     )
-    min_best_of_n: float | None = field(default=None, metadata={"help": "Least best-of-n accuracy."})
-    max_suspicious_probes: int | None = field(
-        default=0,
-        metadata={"help": "Most probes that may look like a hack, or cannot be judged; null for any number."},
+    min_best_of_n: float | None = setting(None, "Least best-of-n accuracy.")
+    max_suspicious_probes: int | None = setting(
+        0, "Most probes that may look like a hack, or cannot be judged; null for any number."
     )
-    output_dir: str | None = field(
-        default=None, metadata={"help": "Where the report goes; the model's folder if unset."}
-    )
-    dtype: str | None = field(default=None, metadata={"help": "Of the model's weights; what was saved if unset."})
-    max_batch_tokens: int = field(default=16384, metadata={"help": "In one forward, padding included."})
-    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
-    seed: int = field(default=0, metadata={"help": "Of the rows that are drawn, and of the policy's answers."})
+    output_dir: str | None = setting(None, "Where the report goes; the model's folder if unset.")
+    dtype: str | None = setting(None, "Of the model's weights; what was saved if unset.")
+    max_batch_tokens: int = setting(16384, "In one forward, padding included.")
+    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    seed: int = setting(0, "Of the rows that are drawn, and of the policy's answers.")
 
     def __post_init__(self) -> None:
         check_settings(self, _RANGES, {})
@@ -285,34 +255,26 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
     Args:
         folder: where they go; the model's own, so that `trl-ext ppo` finds what they say.
-        report: as of `examine`. What a report that is there already holds beside it, such as how far centring moved
-            the scores, stays.
-        is_uploaded: whether the folder goes to the hub: the page is then in its folder `_run`, which does not, and the
-            JSON has neither texts nor what columns hold.
+        report: what `examine` returns. What the recipe measured in training stays from the folder's earlier report.
+        is_uploaded: whether the folder goes to the hub. The page then goes into its folder `_run`, which is not
+            uploaded, and the JSON has neither texts nor the values of columns.
     """
     from ...runs import PRIVATE_FOLDER
     from .page import page
 
     folder = Path(folder)
-    report = {**_kept(folder), **report}
+    earlier = read_report(folder) or {}
+    report = {**{name: value for name, value in earlier.items() if name in _OF_TRAINING}, **report}
     shown, data = folder / f"{NAME}.html", {**report}
-    if is_uploaded:  # what a Trainer uploads tells nobody's texts and names
+    if is_uploaded:  # what a Trainer uploads must not tell texts and names
         shown = folder / PRIVATE_FOLDER / f"{NAME}.html"
         data["probes"] = [{name: each[name] for name in each if name != "examples"} for each in report["probes"]]
         for name in ("highest", "lowest", "groups"):
             del data[name]
-    for path, text in (
-        (shown, page(report)),
-        (folder / f"{NAME}.json", json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"),
-    ):
+    texts = page(report), json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    for path, text in zip((shown, folder / f"{NAME}.json"), texts, strict=True):
         write_text(path, text)
     return shown
-
-
-def _kept(folder: Path) -> dict[str, Any]:
-    """Return what the recipe measured in training from the report in the folder."""
-    before = read_report(folder) or {}
-    return {name: value for name, value in before.items() if name in _OF_TRAINING}
 
 
 def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any] | None:
@@ -329,10 +291,10 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
     Return what reports beside reward models say against them, as texts of several lines.
 
     Args:
-        rewards: folders, or reward functions, also such as have others within them.
+        rewards: folders, or reward functions. Those within them, such as an ensemble's members, are asked, too.
 
     Returns:
-        Nothing of a reward without a report, or whose report has no verdict or says yes.
+        A text for each report that says no. A reward without a report, or without a verdict in it, has none.
     """
     found: dict[str, None] = {}  # each sentence once
     for reward in rewards:
@@ -344,12 +306,9 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
             more = [f"and {len(reasons) - _NAMED} more"] if len(reasons) > _NAMED else []
             begin = f"{Path(str(folder), f'{NAME}.json')} says no to this reward model:"
             found["\n  - ".join([begin, *reasons[:_NAMED], *more])] = None
-        within = [
-            *(getattr(reward, "members", None) or []),
-            getattr(reward, "function", None),
-            getattr(reward, "reward", None),
-        ]
-        found |= dict.fromkeys(objections([each for each in within if each is not None]))
+        within = [*(getattr(reward, "members", None) or [])]
+        within += [getattr(reward, name) for name in ("function", "reward") if getattr(reward, name, None) is not None]
+        found |= dict.fromkeys(objections(within))
     return [*found]
 
 
@@ -369,14 +328,14 @@ def report_trained(
     Args:
         trainer: a `trl.RewardTrainer`, trained.
         held_out, train: usable pairs, as the data has them.
-        measured: what else the report has.
-        trained: the [`TrainedPairs`] of the model, which has seen `train` alone if None; `held_out` has none of them.
-        group_columns: columns to compare the accuracy by; None takes those with a name that says it.
+        measured: further entries of the report.
+        trained: the [`TrainedPairs`] of the model, none of them in `held_out`; None if it has seen `train` alone.
+        group_columns: columns to compare the accuracy by; None takes those with a usual name, such as `topic`.
         probe_rows: held-out answers that each probe changes, and training pairs that are scored; 0 for no probes.
 
     Returns:
-        What was written. A model that cannot be examined has `measured` alone written, and why is said: the model is
-        what the run was for.
+        What was written. If the model cannot be examined, that is `measured` alone, and the reason is printed: the run
+        goes on, since the model is what it was for.
     """
     from ...data import TrainedPairs, pair_hashes
     from ...rewards import ModelReward, logits_of

@@ -20,7 +20,7 @@ from ...data import (
 from ...rewards import text_of
 from ...runs import find, is_finite_number
 
-GROUPS = ("topic", "subset", "source", "language", "annotator", "annotators")  # columns that are compared by unasked
+GROUPS = ("topic", "subset", "source", "language", "annotator", "annotators")  # columns that accuracy is split by
 _MINED = 20_000  # training pairs that phrases are mined from
 _NO_COLUMNS = {"prompt", "prompts", "chosen", "rejected", "completion", "completions", "completion_ids", "prompt_ids"}
 _NO_COLUMNS |= {"responses", "ranks", "finished", "log_metric", "log_extra", "trainer_state"}
@@ -78,12 +78,12 @@ class Material:
 
     Args:
         chosen, rejected: the answers of each held-out pair; several pairs may share a prompt.
-        groups: the values of each column to compare by, one a pair.
-        train_chosen, train_rejected: of pairs that the model was trained on; empty if there are none.
+        groups: column → its value for each pair; the accuracy is compared between the values.
+        train_chosen, train_rejected: answers of pairs that the model was trained on; empty if there are none.
         mined: texts of the chosen and of the rejected answers that phrases are mined from.
         policy: answers of the policy; empty if there are none.
-        rankings: of each prompt its answers and their ranks, 1 the best.
-        best_of_n: of each prompt its answers, the chosen one first.
+        rankings: for each prompt its answers and their ranks, 1 the best.
+        best_of_n: for each prompt its answers, the chosen one first.
         trained_on: what is known of the pairs that the reward was trained on.
         unknown: sentences about what was given and cannot be used.
     """
@@ -167,7 +167,7 @@ def held_out_part(
         pairs: usable pairs to measure on.
         train: usable pairs that may have been trained on.
         trained: the pairs that the reward is known to have been trained on.
-        is_named: whether `train` was named as such, and does not only lie beside the pairs.
+        is_named: whether the user named `train`; else it was found beside the pairs.
 
     Returns:
         The held-out pairs; training pairs (without `train`, those of `pairs` that were trained on, else None); all
@@ -221,17 +221,17 @@ def not_seen(
     groups: Sequence[Any], trained: TrainedPairs, what: str, said: list[str], is_named: bool = True
 ) -> list[Any]:
     """
-    Leave out prompts if two of their answers were trained on as a pair, and say so.
+    Leave out the prompts that have two answers which were trained on as a pair, and say so.
 
     Args:
         groups: the answers of each prompt, or a tuple that begins with them.
         trained: the pairs that were trained on.
-        what: what they are called.
-        said: the sentence is added to these.
-        is_named: whether they were asked for by name, so that some must be left.
+        what: name of the groups, for messages.
+        said: sentences; the one on what was left out is added to them.
+        is_named: whether the user named them, so that some must be left.
 
     Raises:
-        ValueError: none is left of those that were asked for.
+        ValueError: the user named them, and none is left.
     """
     kept = []
     for group in groups:
@@ -247,13 +247,13 @@ def not_seen(
 
 def load_pairs(name: str, split: str, config: str | None, drop: bool) -> tuple[Dataset, list[Answers], list[str]]:
     """
-    Load pairs; a row with several rejected answers is as many pairs, and a best-of-n row.
+    Load pairs. A row with several rejected answers becomes a pair for each of them, and a best-of-n row.
 
     Returns:
         Usable pairs, the best-of-n rows, and sentences on what was left out.
 
     Raises:
-        ValueError: they cannot be read, or some are no pairs and `drop` is not set.
+        ValueError: the data cannot be read, or some rows are no pairs and `drop` is not set.
     """
     dataset = load_dataset_split(name, split, config=config, columns=("chosen", "rejected"))
     if not _has_several(dataset):
@@ -296,7 +296,7 @@ def load_rankings(name: str, split: str) -> list[tuple[Answers, list[float]]]:
     Load a table with `prompt`, `responses` (a list) and `ranks` (as many numbers, 1 the best).
 
     Raises:
-        ValueError: a row is not so.
+        ValueError: a row has something else.
     """
     dataset = load_dataset_split(name, split, columns=("prompt", "responses", "ranks"))
     check_texts(dataset, ("prompt",), f"dataset {name!r}")
@@ -338,7 +338,7 @@ def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | No
     Args:
         policy: folder or hub name of a causal language model, or of an adapter.
         prompts: texts or messages.
-        max_new_tokens: tokens after which an answer is cut off; of None 256, or what the context leaves.
+        max_new_tokens: tokens after which an answer is cut off; None: 256, or as many as the context leaves room for.
         seed: of the draws.
 
     Raises:
@@ -368,5 +368,5 @@ def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | No
 
 
 def distinct_prompts(answers: Answers, most: int) -> list[Any]:
-    """Return the first different prompts."""
+    """Return the first `most` prompts, each once."""
     return [*{text_of(prompt): prompt for prompt in answers.prompts}.values()][:most]

@@ -53,7 +53,7 @@ class Bounds:
 
 class Scorer:
     """
-    Score answers by a reward function, and count what has no finite score or did not fit.
+    Score answers by a reward function, and count those without a finite score and those that were truncated.
 
     Args:
         function: with TRL's signature.
@@ -121,9 +121,9 @@ def examine(
         score: scores answers.
         material: what to measure on.
         bounds: what must hold.
-        tokenizer: in whose tokens answers' lengths are; if None lengths are in words.
+        tokenizer: counts the tokens of answers; None counts words.
         probe_rows: held-out answers that each probe changes; 0 for no probes.
-        phrases: that are probed beside those that are mined from the training pairs.
+        phrases: further phrases to probe, beside those mined from the training pairs.
         seed: of the rows that are drawn.
 
     Returns:
@@ -208,19 +208,21 @@ def _say_of_pairs(report: dict[str, Any], margins: Tensor, unknown: list[str]) -
 
 
 def _distributions(scored: dict[str, list[float]], material: Material, unknown: list[str]) -> dict[str, Any]:
-    """Return quantiles by set, where the policy's scores lie among those of training data, and the extremes."""
+    """Return quantiles of each set, how the policy's scores compare with the training data's, and the extremes."""
     found: dict[str, Any] = {"scores": {}, "policy": None}
-    sets = {
-        name: torch.tensor([s for s in each if math.isfinite(s)], dtype=torch.double) for name, each in scored.items()
-    }
+    finite = {name: [score for score in scores if math.isfinite(score)] for name, scores in scored.items()}
+    sets = {name: torch.tensor(scores, dtype=torch.double) for name, scores in finite.items()}
     both = torch.cat([*sets.values()])
     edges = torch.linspace(both.min().item(), both.max().item(), _BINS + 1, dtype=torch.double)
     for name, values in sets.items():
         if len(values):
             quantiles = values.quantile(torch.tensor(_QUANTILES, dtype=torch.double)).tolist()
             found["scores"][name] = {
-                **{"answers": len(values), "mean": values.mean().item(), "std": values.std(correction=0).item()},
-                **{"min": values.min().item(), "max": values.max().item()},
+                "answers": len(values),
+                "mean": values.mean().item(),
+                "std": values.std(correction=0).item(),
+                "min": values.min().item(),
+                "max": values.max().item(),
                 "quantiles": dict(zip(map(str, _QUANTILES), quantiles, strict=True)),
                 "histogram": _counts(values, edges),
             }
@@ -265,8 +267,7 @@ def _counts(values: Tensor, edges: Tensor) -> list[int]:
 
 def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str, Any] | None:
     """Return rank correlations with people's rankings: the given ones, or those that the pairs were made of."""
-    rankings = material.rankings
-    source = "rankings"
+    rankings, source = material.rankings, "rankings"
     if not rankings:
         rankings, source = rankings_within(material), "pairs"
     if not rankings:
@@ -282,7 +283,7 @@ def _ranking(score: Scorer, material: Material, unknown: list[str]) -> dict[str,
 
 
 def rankings_within(material: Material) -> list[tuple[Answers, list[float]]]:
-    """Return the rankings that the held-out pairs were made of."""
+    """Return the rankings from which the held-out pairs were made."""
     better, worse = material.chosen.texts(), material.rejected.texts()
     places = {key: (side, i) for side in (material.rejected, material.chosen) for i, key in enumerate(side.texts())}
     prompts = [prompt for prompt, _ in better]
@@ -322,7 +323,7 @@ def _probes(
     seed: int,
     unknown: list[str],
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Run the probes, or return why they could not be run. The reward gets each prompt as the data has it."""
+    """Run the probes, or return why that failed. The reward is given each prompt as the data has it."""
     if not rows:
         unknown.append("No probes were run (`probe_rows` is 0).")
         return [], None
@@ -345,9 +346,9 @@ def _probes(
     tried = [*phrases, *mine_phrases(*material.mined)]
     try:
         return probe_reward(of_texts, prompts, answers, tried, seed=seed, rows=rows), None
-    except ValueError as error:  # a reward that is to score pairs may have no score for an empty answer
+    except ValueError as error:  # a reward that scores pairs well may have no score for an empty answer
         if isinstance(error.__cause__, RuntimeError):
-            raise  # such as no memory: that is not of the answers
+            raise  # such as out of memory: the answers are not to blame
         return [], f"The probes could not be run: {error}."
 
 
@@ -362,18 +363,18 @@ def verdict(
     Compare a report with its bounds.
 
     A figure beyond its bound breaks it. Where the bound lies within the figure's interval, the data cannot tell, and
-    `unknown` has a sentence on it. A bound that nothing could be measured for, or where the data could not even tell
-    the figure from chance, is not judged, and no report passes by that.
+    `unknown` says so. A bound is not judged where nothing could be measured, or where the data cannot tell the figure
+    from chance; a report with such a bound does not pass.
 
     Args:
         report: as [`examine`] makes it.
         bounds: what must hold.
-        unknown: sentences on what cannot be known, to which this adds.
-        probes_failed: why there are no probes though they were asked for, which breaks their bound.
+        unknown: sentences on what cannot be known; this adds to them.
+        probes_failed: why the probes that were asked for could not be run, which breaks their bound.
         has_rankings: whether rankings by people were given.
 
     Returns:
-        `passed`, in `reasons` a sentence for each bound that is broken or not judged, and in `not_judged` the latter.
+        `passed`; `reasons`, a sentence for each bound that is broken or not judged; `not_judged`, the latter alone.
     """
     reasons: list[str] = []
     not_judged: list[str] = []
@@ -416,7 +417,7 @@ def verdict(
 
 
 def accuracy_name(report: dict[str, Any]) -> str:
-    """Name the accuracy: held-out only if no pair was trained on for sure."""
+    """Name the accuracy: it is a held-out one only if it is known that no pair was trained on."""
     return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
 
 
@@ -459,7 +460,7 @@ def _judge_length(
 def _judge_probes(
     probes: list[dict[str, Any]], bound: int | None, reasons: list[str], not_judged: list[str], unknown: list[str]
 ) -> None:
-    """Judge whether too many probes are suspicious; all that were not judged may be."""
+    """Judge whether too many probes are suspicious; each one that was not judged may be."""
     suspicious = [probe for probe in probes if probe["suspicious"]]
     open_ones = [probe for probe in probes if probe["verdict"] == "not judged"]
     idle = [repr(probe["phrase"] or probe["name"]) for probe in open_ones if not probe["rows"]]

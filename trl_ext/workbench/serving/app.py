@@ -72,7 +72,7 @@ class Job:
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Jobs of one kind share a call: a reward function is given texts or messages, not both."""
+        """Return what jobs in one call have in common: a reward function is given texts or messages, not both."""
         return isinstance(self.prompts[0], str), self.finished is None
 
 

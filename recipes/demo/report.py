@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trl_ext.evaluation import bootstrap_interval, fit_overoptimization, overoptimization_curve
 from trl_ext.runs import write_text
-from trl_ext.workbench.pages import markup
+from trl_ext.workbench.pages.markup import Markup, document, html
 
 from .measure import Measured
 
@@ -65,16 +65,16 @@ def write_report(
     reward = json.loads((folder / "reward" / "reward_report.json").read_text())
     claims = verdicts(measured, curves["unguarded"])
     parts = [
-        f'<p class="verdict">{markup.text(_verdict(claims))}</p>',
-        markup.none(markup.text(", ".join(f"{name} {value}" for name, value in settings.items()))),
+        html.verdict(_verdict(claims)),
+        html.note(", ".join(f"{name} {value}" for name, value in settings.items())),
         _claim_table(claims),
-        markup.section("Each stage", _stages(folder, durations)),
-        markup.section(f"{len(rows)} held-out prompts", _measured(measured)),
-        markup.section("Reward over the distance from SFT", _over_distance(folder, fits)),
-        markup.section("Answers side by side", _side_by_side(rows, measured)),
-        markup.section("The reward model", _reward_model(folder, reward)),
+        html.section("Each stage", _stages(folder, durations)),
+        html.section(f"{len(rows)} held-out prompts", _measured(measured)),
+        html.section("Reward over the distance from SFT", _over_distance(folder, fits)),
+        html.section("Answers side by side", _side_by_side(rows, measured)),
+        html.section("The reward model", _reward_model(folder, reward)),
     ]
-    write_text(folder / "report.html", markup.document("A reward model, gamed and guarded", parts))
+    write_text(folder / "report.html", document("A reward model, gamed and guarded", parts))
     return "\n".join(f"{claim}: {'yes' if holds else 'no'} ({figures})" for claim, (holds, figures) in claims.items())
 
 
@@ -84,20 +84,17 @@ def _verdict(claims: dict[str, tuple[bool, str]]) -> str:
 
 
 def _claim_table(claims: dict[str, tuple[bool, str]]) -> str:
-    rows = [
-        [markup.text(claim), "yes" if holds else '<span class="act">no</span>', markup.text(figures)]
-        for claim, (holds, figures) in claims.items()
-    ]
-    return markup.table([("claim", ""), ("holds", "short"), ("figures", "number")], rows)
+    rows = [[claim, "yes" if holds else html.marked("no"), figures] for claim, (holds, figures) in claims.items()]
+    return html.table([("claim", ""), ("holds", "short"), ("figures", "number")], rows)
 
 
 def _stages(folder: Path, durations: dict[str, float]) -> str:
     rows = []
     for name, seconds in durations.items():
         pages = {"the run": f"{name}/report.html", "the saved model": f"{name}/reward_report.html"}
-        links = [f'<a href="{path}">{what}</a>' for what, path in pages.items() if (folder / path).is_file()]
-        rows.append([name, f"{seconds:.0f}", ", ".join(links)])
-    return markup.table([("stage", "short"), ("seconds", "number"), ("pages", "")], rows)
+        links = [html.link(path, what) for what, path in pages.items() if (folder / path).is_file()]
+        rows.append([name, f"{seconds:.0f}", Markup(", ").join(links)])
+    return html.table([("stage", "short"), ("seconds", "number"), ("pages", "")], rows)
 
 
 def _measured(measured: dict[str, Measured]) -> str:
@@ -105,8 +102,8 @@ def _measured(measured: dict[str, Measured]) -> str:
     for column, name in COLUMNS.items():
         values = [getattr(part, column) for part in measured.values()]
         rows.append([name, *(f"{value.mean():.2f} ({_range(bootstrap_interval(value), '.2f')})" for value in values)])
-    shown = markup.table([("", "short"), *((name, "number") for name in measured)], rows)
-    return markup.none("One sampled answer each; 95 % bootstrap intervals.") + shown
+    shown = html.table([("", "short"), *((name, "number") for name in measured)], rows)
+    return html.note("One sampled answer each; 95 % bootstrap intervals.") + shown
 
 
 def _over_distance(folder: Path, fits: dict[tuple[str, str], tuple[float, float]]) -> str:
@@ -114,9 +111,9 @@ def _over_distance(folder: Path, fits: dict[tuple[str, str], tuple[float, float]
         "Points: the held-out prompts during training. Lines: d(α − β log d) with d = √KL (Gao et al., 2210.10760), "
     )
     rows = [[run, kind, f"{alpha:.2f}", f"{beta:.2f}"] for (run, kind), (alpha, beta) in fits.items()]
-    table = markup.table([("run", "short"), ("reward", "short"), ("α", "number"), ("β", "number")], rows)
+    table = html.table([("run", "short"), ("reward", "short"), ("α", "number"), ("β", "number")], rows)
     picture = _picture(folder / "overoptimization.png", "Gold, proxy and the phrase over √KL")
-    return picture + markup.none(f"{said}fitted to the gain over SFT.") + table
+    return picture + html.note(f"{said}fitted to the gain over SFT.") + table
 
 
 def _reward_model(folder: Path, reward: dict) -> str:
@@ -132,13 +129,13 @@ def _reward_model(folder: Path, reward: dict) -> str:
     ]
     columns = [("chosen longer by, tokens", "short"), ("pairs", "number"), ("accuracy", "number")]
     picture = _picture(folder / "reward" / "margins.png", "Margins of held-out pairs")
-    return picture + markup.none(said) + markup.table(columns, rows)
+    return picture + html.note(said) + html.table(columns, rows)
 
 
 def _picture(path: Path, what: str) -> str:
     """A picture within the page, which loads nothing."""
     data = base64.b64encode(path.read_bytes()).decode()
-    return f'<figure><img style="width: 100%" alt="{what}" src="data:image/png;base64,{data}"></figure>'
+    return html.picture(data, what)
 
 
 def plot_overoptimization(
@@ -177,10 +174,10 @@ def plot_overoptimization(
 def _side_by_side(rows: list[dict], measured: dict[str, Measured], number: int = 5) -> str:
     cells = []
     for i, row in enumerate(rows[:number]):
-        cells.append(["<b>customer</b>", "", "", f"<b>{markup.text(row['prompt'].rsplit(' ', 1)[0])}</b>"])
+        cells.append([html.bold("customer"), "", "", html.bold(row["prompt"].rsplit(" ", 1)[0])])
         for name, part in measured.items():
-            cells.append([name, f"{part.gold[i]:+.2f}", f"{part.proxy[i]:+.2f}", markup.text(part.answers[i])])
-    return markup.table([("", "short"), ("gold", "number"), ("proxy", "number"), ("answer", "text")], cells)
+            cells.append([name, f"{part.gold[i]:+.2f}", f"{part.proxy[i]:+.2f}", part.answers[i]])
+    return html.table([("", "short"), ("gold", "number"), ("proxy", "number"), ("answer", "text")], cells)
 
 
 def _difference(values: Tensor, interval: tuple[float, float]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..pages.charts import COLOURS, INK, chart
-from ..pages.markup import code, document, none, number, section, table, text, tiles
+from ..pages.markup import Markup, document, html, number
 from ..pages.page import NO_CURVES
 
 _SHOWN = 200  # rows of a table
@@ -19,14 +19,14 @@ _LEAN, _DRIFT = (0.05, 4), (-0.05, -3)  # from which share and z-score on a lean
 def page(report: dict[str, Any]) -> str:
     """The HTML of a report as [`trl_ext.workbench.labels.command.report_labels`] returns it."""
     parts = [
-        none(text(report["settings"]["dataset_name"])),
-        tiles(_tiles(report)),
-        section("What stands out", _sentences(list(_findings(report)), "Nothing.")),
-        section("What cannot be known", _sentences(report["unknown"], "Nothing that is looked for here.")),
-        section("Annotators", _charts(report) + _people(report)),
-        section("Pairs", _pairs(report), "own-page") if "pairs" in report else "",
-        section("Cohen's κ of each two", _kappas(report)) if report["kappas"] else "",
-        section("Settings", _settings(report)),
+        html.note(report["settings"]["dataset_name"]),
+        html.tiles(_tiles(report)),
+        html.section("What stands out", html.listed(list(_findings(report)), "Nothing.")),
+        html.section("What cannot be known", html.listed(report["unknown"], "Nothing that is looked for here.")),
+        html.section("Annotators", _charts(report) + _people(report)),
+        html.section("Pairs", _pairs(report), "own-page") if "pairs" in report else "",
+        html.section("Cohen's κ of each two", _kappas(report)) if report["kappas"] else "",
+        html.section("Settings", _settings(report)),
     ]
     return document("Annotators", parts)
 
@@ -94,9 +94,9 @@ def _people(report: dict[str, Any]) -> str:
     off = set(report["left_out_annotators"])
     rows = []
     for row in people[:_SHOWN]:
-        name = text(row["annotator"])
+        name = row["annotator"]
         cells = {
-            "annotator": f'<span class="act">{name}</span>, left out' if row["annotator"] in off else name,
+            "annotator": html.marked(name) + ", left out" if row["annotator"] in off else name,
             "share": _percent(row["share"]),
             "agreement": _percent(row["agreement"]),
             "z": "–" if row["z"] is None else f"{row['z']:+.1f}",
@@ -106,14 +106,14 @@ def _people(report: dict[str, Any]) -> str:
             "drift": _signed(row["drift"], row["drift_z"]),
         }
         rows.append([cells.get(name) or number(row.get(name), 3) for name in columns])
-    more = none(f"{len(people) - _SHOWN} more are in annotators.json.") if len(people) > _SHOWN else ""
+    more = html.note(f"{len(people) - _SHOWN} more are in annotators.json.") if len(people) > _SHOWN else ""
     told = (
         "Agreement is with the others' labels of the same pairs. z is how far it is from the median of the others, in "
         "standard deviations of what few labels and usual differences make. Lean is how much oftener than the others "
         "the answer shown first was taken, drift agreement in the later half minus in the earlier one; each with its "
         "z-score."
     )
-    return table(columns.items(), rows) + more + none(text(told))
+    return html.table([*columns.items()], rows) + more + html.note(told)
 
 
 def _charts(report: dict[str, Any]) -> str:
@@ -122,7 +122,7 @@ def _charts(report: dict[str, Any]) -> str:
         return ""
     if importlib.util.find_spec("matplotlib") is None:
         return NO_CURVES
-    return f'<div class="charts">{_agreement_chart(report, people)}{_kappa_chart(report)}</div>'
+    return html.charts([_agreement_chart(report, people), _kappa_chart(report)])
 
 
 def _agreement_chart(report: dict[str, Any], people: list[dict[str, Any]]) -> str:
@@ -179,48 +179,41 @@ def _pairs(report: dict[str, Any]) -> str:
     for split, found in report["pairs"].items():
         shown = {f"pairs to {split}": f"{found['pairs']:,}", "of pairs of answers": f"{found['items']:,}"}
         shown |= {"by annotators": str(len(found["annotators"])), "mean confidence": number(found["confidence"], 3)}
-        parts.append(f"<h3>{text(split)}: {text(found['file'] or 'none')}</h3>{tiles(shown)}")
-        reasons = [[text(reason), f"{count:,}"] for reason, count in found["left_out"].items()]
+        parts.append(html.subsection(f"{split}: {found['file'] or 'none'}", html.tiles(shown)))
+        reasons = [[reason, f"{count:,}"] for reason, count in found["left_out"].items()]
         if reasons:
-            parts.append(table({"left out": "", "number": "number"}.items(), reasons))
+            parts.append(html.table([("left out", ""), ("number", "number")], reasons))
         rows = [
-            [*(text(_short(pair[name])) for name in ("prompt", "chosen", "rejected")), number(pair["confidence"], 3)]
+            [*(_short(pair[name]) for name in ("prompt", "chosen", "rejected")), number(pair["confidence"], 3)]
             for pair in found["examples"]
         ]
         if rows:
-            columns = {"prompt": "text", "chosen": "text", "rejected": "text", "confidence": "number"}
-            parts.append(table(columns.items(), rows))
+            columns = [("prompt", "text"), ("chosen", "text"), ("rejected", "text"), ("confidence", "number")]
+            parts.append(html.table(columns, rows))
     if "test" in report["pairs"]:
-        parts.append(none("No annotator and no prompt is in both files. What is tested on is their votes alone."))
-    return "".join(parts)
+        parts.append(html.note("No annotator and no prompt is in both files. What is tested on is their votes alone."))
+    return Markup().join(parts)
 
 
 def _kappas(report: dict[str, Any]) -> str:
     rows = sorted(report["kappas"], key=lambda row: -2 if row["kappa"] is None else row["kappa"])
     shown = [
-        [*map(text, row["annotators"]), f"{row['items']:,}", "–" if row["kappa"] is None else f"{row['kappa']:.3f}"]
+        [*row["annotators"], f"{row['items']:,}", "–" if row["kappa"] is None else f"{row['kappa']:.3f}"]
         for row in rows[:30]
     ]
     more = f" The {len(rows) - 30} highest are in annotators.json." if len(rows) > 30 else ""
-    told = none(
+    told = html.note(
         f"Of the annotators with the most labels, 20 at most. Where one gave a single label, κ is not defined.{more}"
     )
-    return table((("annotator", "short"), ("annotator", "short"), ("shared", "number"), ("κ", "number")), shown) + told
+    return (
+        html.table((("annotator", "short"), ("annotator", "short"), ("shared", "number"), ("κ", "number")), shown)
+        + told
+    )
 
 
 def _settings(report: dict[str, Any]) -> str:
     settings = {name: value for name, value in report["settings"].items() if value is not None}
-    rows = "".join(
-        f'<tr><th scope="row">{text(name)}</th><td>{text(value)}</td></tr>' for name, value in sorted(settings.items())
-    )
-    body = f'<div class="settings"><table>{rows}</table></div>'
-    return f"<details><summary>{len(settings)} settings</summary>{body}</details>"
-
-
-def _sentences(sentences: list[str], otherwise: str) -> str:
-    if not sentences:
-        return none(text(otherwise))
-    return f"<ul>{''.join(f'<li>{code(sentence)}</li>' for sentence in sentences)}</ul>"
+    return html.settings(f"{len(settings)} settings", sorted(settings.items()))
 
 
 def _some(names: list[str], most: int = 8) -> str:

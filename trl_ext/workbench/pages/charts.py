@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ...callbacks import PANELS, as_label, draw_alerts, draw_line
-from .markup import text
+from .markup import Markup, escape, html
 from .recorded import Run
 
 INK = "#010203"  # what matplotlib draws text and axes in; the page's own colour takes its place
@@ -119,5 +119,5 @@ def chart(
 
     body = re.sub(r"<[^>]*>", in_page, body)
     # Who cannot see it is told what it is; its numbers are in the tiles
-    told = f'<svg role="img" aria-label="{text(as_label(title))}"'
-    return f"<figure>{body.replace('<svg', told, 1)}</figure>"
+    told = f'<svg role="img" aria-label="{escape(as_label(title))}"'
+    return html.figure(Markup(body.replace("<svg", told, 1)))

@@ -13,7 +13,7 @@ from ...callbacks import curve, draw_line
 from ...runs import is_notice
 from .charts import GROUPS, INK, chart, look
 from .headline import ends, headline
-from .markup import document, none, number, section, table, text
+from .markup import Markup, code, document, html, number
 from .page import NO_CURVES, alerts, shown_scores
 from .recorded import Run
 from .runbook import what_to_do
@@ -50,21 +50,21 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
     drawn = NO_CURVES
     if importlib.util.find_spec("matplotlib") is not None:
         hint = (
-            none("▲ at the foot of a chart is an alert of the run of that colour.")
+            html.note("▲ at the foot of a chart is an alert of the run of that colour.")
             if any(map(_alarms, runs.values()))
             else ""
         )
-        drawn = f'{hint}<div class="charts">{"".join(_curves(runs, progress, x))}</div>'
+        drawn = hint + html.charts(_curves(runs, progress, x))
     every = [alert for run in runs.values() for alert in run.alerts]
     sampled = sum(bool(run.samples) for run in runs.values())
     parts = [
         verdict_of_several(runs),
         not_passed(runs),
         _summary(runs),
-        section("Curves", _other_axis(runs, x) + drawn),
-        section("Settings that differ", _settings(runs)),
-        section("Alerts", _alerts(runs)),
-        section("The same prompts at the end", _samples(runs), "own-page") if sampled > 1 else "",
+        html.section("Curves", _other_axis(runs, x) + drawn),
+        html.section("Settings that differ", _settings(runs)),
+        html.section("Alerts", _alerts(runs)),
+        html.section("The same prompts at the end", _samples(runs), "own-page") if sampled > 1 else "",
         what_to_do(every),
     ]
     return document(title or " · ".join(runs), parts)
@@ -92,16 +92,14 @@ def _other_axis(runs: dict[str, Run], x: str) -> str:
         if all(steps for steps, _ in per_run):
             ratios = [values[-1] / max(steps[-1], 1) for steps, values in per_run]
             if max(ratios) > 1.1 * min(ratios):
-                return none(f"A step is not of one size in these runs: <code>--x {key}</code> draws them over that.")
+                return html.note(code(f"A step is not of one size in these runs: `--x {key}` draws them over that."))
     return ""
 
 
 def _key(place: int) -> str:
     """A short piece of a run's line, for the table."""
     colour = look(place)["color"]
-    ink = "currentColor" if colour == INK else colour
-    line = f'<path d="M2 8H46" stroke="{ink}" stroke-width="4"/>'
-    return f'<svg class="key" viewBox="0 0 48 16" aria-hidden="true">{line}</svg>'
+    return html.key("currentColor" if colour == INK else colour)
 
 
 def _summary(runs: dict[str, Run]) -> str:
@@ -116,13 +114,13 @@ def _summary(runs: dict[str, Run]) -> str:
         state = "" if run.has_ended or not run.events else " (its end is not recorded)"
         shown.setdefault("steps", {})[name] = f"{run.last_step}{state}"
         shown.setdefault("alerts", {})[name] = str(len(_alarms(run)))
-    rows = [[text(label), *(text(of.get(name, "–")) for name in runs)] for label, of in shown.items()]
-    keys = {name: f"{_key(place)} " for place, name in enumerate(runs)}
-    return table([("first → last", ""), *((name, "number") for name in runs)], rows, keys)
+    rows = [[label, *(of.get(name, "–") for name in runs)] for label, of in shown.items()]
+    keys = {name: _key(place) for place, name in enumerate(runs)}
+    return html.table([("first → last", ""), *((name, "number") for name in runs)], rows, keys)
 
 
 def _alerts(runs: dict[str, Run]) -> str:
-    return "".join(f"<h3>{text(name)}</h3>{alerts(run)}" for name, run in runs.items())
+    return Markup().join(html.subsection(name, alerts(run)) for name, run in runs.items())
 
 
 def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list[str]:
@@ -168,17 +166,17 @@ def _settings(runs: dict[str, Run]) -> str:
             recorded[name] = {"trainer": run.trainer, **run.config, **own}
             monitors |= own.keys()
     if len(recorded) < 2:
-        return none("Not recorded: <code>JSONLCallback</code> does.")
+        return html.note(code("Not recorded: `JSONLCallback` does."))
     # A setting that another trainer does not have is no difference; a monitor that another run does not have is one
     shared = set.intersection(*(set(settings) for settings in recorded.values())) - OF_THE_FOLDER
     rows = []
     for key in ["trainer", *sorted((shared | monitors) - {"trainer"})]:
         values = [_shown(recorded[name][key]) if key in recorded.get(name, {}) else "–" for name in runs]
         if len(set(values)) > 1:
-            rows.append([text(key), *map(text, values)])
+            rows.append([key, *values])
     if not rows:
-        return none("None.")
-    return table([("setting", "short"), *((name, "") for name in runs)], rows)
+        return html.note("None.")
+    return html.table([("setting", "short"), *((name, "") for name in runs)], rows)
 
 
 def _shown(value: Any) -> str:
@@ -197,14 +195,14 @@ def _samples(runs: dict[str, Run]) -> str:
             answers[prompt] = {**row, "scores": {**before["scores"], **row["scores"]}} if same and before else row
     shared = set.intersection(*(set(answers) for answers in last.values()))
     if not shared:
-        return none("The runs' samples have no prompt in common.")
+        return html.note("The runs' samples have no prompt in common.")
     latest = sorted(shared, key=lambda prompt: (-min(answers[prompt]["step"] for answers in last.values()), prompt))
     rows = []
     for prompt in latest[:PROMPTS]:
-        cells = [text(prompt[:400])]
+        cells = [prompt[:400]]
         for answers in last.values():
             row = answers[prompt]
-            scores = f"step {text(row['step'])}: {shown_scores(row['scores'])}"
-            cells.append(f'{text(str(row.get("completion"))[:800])}<br><small class="none">{scores}</small>')
+            scores = f"step {row['step']}: {shown_scores(row['scores'])}"
+            cells.append(html.below(str(row.get("completion"))[:800], scores))
         rows.append(cells)
-    return table([("prompt", "text"), *((name, "text") for name in last)], rows)
+    return html.table([("prompt", "text"), *((name, "text") for name in last)], rows)

@@ -7,7 +7,7 @@ from typing import Any
 from ...runs import PRIVATE_FOLDER, is_notice
 from .charts import COLOURS, chart, curves
 from .headline import ends, headline
-from .markup import code, document, none, number, section, table, text, tiles
+from .markup import Markup, code, document, html, number
 from .recorded import Run, is_finite
 from .runbook import link, what_to_do
 from .verdict import not_passed, verdict, watchers
@@ -15,25 +15,25 @@ from .verdict import not_passed, verdict, watchers
 PHASES = ("first third", "second third", "last third")
 SAMPLES = 5  # prompts a phase
 LAST_GOOD = "last-good"  # where PPOTrainer leaves them
-NO_CURVES = none("No curves: <code>pip install matplotlib</code>, which draws them.")
+NO_CURVES = html.note(code("No curves: `pip install matplotlib`, which draws them."))
 
 
 def page(run: Run) -> str:
     """The HTML."""
     generates = bool(run.samples) or "length" in run.metrics
     can_draw = importlib.util.find_spec("matplotlib") is not None
-    drawn = f'<div class="charts">{"".join(curves(run))}</div>' if can_draw else NO_CURVES
+    drawn = html.charts(curves(run)) if can_draw else NO_CURVES
     parts = [
         verdict(run),
         _heading(run),
         not_passed({"": run}),
-        tiles(_ends(run)),
+        html.tiles(_ends(run)),
         _of_the_model(run),
-        section("Alerts", alerts(run)),
-        section("Curves", drawn),
-        section("Scores by phase", _histograms(run)) if generates and can_draw else "",
-        section("Samples over time", _samples(run), "own-page") if generates else "",
-        section("Configuration", _config(run), "own-page"),
+        html.section("Alerts", alerts(run)),
+        html.section("Curves", drawn),
+        html.section("Scores by phase", _histograms(run)) if generates and can_draw else "",
+        html.section("Samples over time", _samples(run), "own-page") if generates else "",
+        html.section("Configuration", _config(run), "own-page"),
         what_to_do(run.alerts),
     ]
     return document(run.folder.resolve().name, parts)
@@ -51,13 +51,13 @@ def _heading(run: Run) -> str:
         parts.append("its end is not recorded: it runs, was killed, or stopped with an error")
         if (run.folder / LAST_GOOD).is_dir():
             parts.append(f"the weights before a gradient that was not finite are in {LAST_GOOD}")
-    return none(text(", ".join(filter(None, parts))))
+    return html.note(", ".join(filter(None, parts)))
 
 
 def _of_the_model(run: Run) -> str:
     """Where the report on a reward model lies, seen from this page."""
     beside = any((run.folder / place / "reward_report.html").is_file() for place in ("", PRIVATE_FOLDER))
-    return '<p><a href="reward_report.html">What the saved model is worth</a></p>' if beside else ""
+    return html.paragraph(html.link("reward_report.html", "What the saved model is worth")) if beside else ""
 
 
 def _ends(run: Run) -> dict[str, str]:
@@ -72,19 +72,19 @@ def alerts(run: Run) -> str:
     """The alerts of a run, each with a link to what to do."""
     if not run.alerts:
         who = watchers(run) or "none; which monitors were set is not recorded"
-        return none(f"{text(who[0].upper() + who[1:])}{' and found nothing' if run.monitors else ''}.")
+        return html.note(f"{who[0].upper() + who[1:]}{' and found nothing' if run.monitors else ''}.")
     rows = []
     for alert in run.alerts:
         style = "warn" if alert.get("action") == "warn" else "act"
         action = "notice" if is_notice(alert) else alert.get("action")
         what, advice = (code(str(alert.get(name))[:800]) for name in ("what", "advice"))
         numbers = (number(alert.get(name)) for name in ("value", "bound"))
-        shown = f'<span class="{style}">{text(action)}</span>'
+        shown = html.marked(action, style)
         rows.append(
-            [text(alert["step"]), shown, text(alert.get("monitor")), what, *numbers, f"{advice} {link(alert)}"]
+            [alert["step"], shown, alert.get("monitor"), what, *numbers, Markup(" ").join([advice, link(alert)])]
         )
     columns = {"step": "number", "action": "short", "monitor": "short", "what": ""}
-    return table({**columns, "value": "number", "bound": "number", "advice": ""}.items(), rows)
+    return html.table([*columns.items(), ("value", "number"), ("bound", "number"), ("advice", "")], rows)
 
 
 def _phases(run: Run) -> list[list[dict[str, Any]]]:
@@ -113,18 +113,18 @@ def _histograms(run: Run) -> str:
 
         charts.append(chart(f"{name}: density of single scores", draw, xlabel="score"))
     if not charts:
-        return none("No single scores: <code>SamplesCallback</code> records some.")
-    return f'<div class="charts">{"".join(charts)}</div>'
+        return html.note(code("No single scores: `SamplesCallback` records some."))
+    return html.charts(charts)
 
 
 def shown_scores(scores: dict[str, Any]) -> str:
     shown = ", ".join(f"{name} {number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
-    return text(shown[:400])
+    return shown[:400]
 
 
 def _samples(run: Run) -> str:
     if not run.samples:
-        return none("No completions: <code>SamplesCallback</code> records some.")
+        return html.note(code("No completions: `SamplesCallback` records some."))
     rows = []
     for label, phase in zip(PHASES, _phases(run), strict=True):
         merged: dict[tuple, dict[str, Any]] = {}
@@ -133,17 +133,13 @@ def _samples(run: Run) -> str:
             merged.setdefault((row["step"], *texts), {}).update(row["scores"])
         spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
         for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
-            rows.append([label, text(step), text(prompt[:400]), text(completion[:800]), shown_scores(scores)])
-    return table(
-        {"phase": "short", "step": "number", "prompt": "text", "completion": "text", "scores": ""}.items(), rows
+            rows.append([label, step, prompt[:400], completion[:800], shown_scores(scores)])
+    return html.table(
+        [("phase", "short"), ("step", "number"), ("prompt", "text"), ("completion", "text"), ("scores", "")], rows
     )
 
 
 def _config(run: Run) -> str:
     if not run.config:
-        return none("Not recorded: <code>JSONLCallback</code> does.")
-    rows = "".join(f'<tr><th scope="row">{text(k)}</th><td>{text(v)}</td></tr>' for k, v in sorted(run.config.items()))
-    return (
-        f"<details><summary>{len(run.config)} settings</summary>"
-        f'<div class="settings"><table>{rows}</table></div></details>'
-    )
+        return html.note(code("Not recorded: `JSONLCallback` does."))
+    return html.settings(f"{len(run.config)} settings", sorted(run.config.items()))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...runs import RUNBOOK, root
-from .markup import prose, text
+from .markup import Markup, escape, html
 
 
 def sections() -> dict[str, list[str]]:
@@ -17,8 +17,8 @@ def link(alert: dict[str, Any]) -> str:
     """A link to what to do about an alert, or what the alert says where that is."""
     section = section_of(alert)
     if section not in sections():
-        return f"({text(str(alert.get('runbook'))[:200])})"
-    return f'<a href="#runbook-{text(section)}">What to do</a>'
+        return escape(f"({str(alert.get('runbook'))[:200]})")
+    return html.link(f"#runbook-{section}", "What to do")
 
 
 def section_of(alert: dict[str, Any]) -> str:
@@ -27,15 +27,9 @@ def section_of(alert: dict[str, Any]) -> str:
 
 def what_to_do(alerts: Iterable[dict[str, Any]]) -> str:
     """The sections that these alerts link to."""
-    wanted, written = {section_of(alert) for alert in alerts}, ""
+    wanted, written = {section_of(alert) for alert in alerts}, Markup()
     for name, lines in sections().items():
         rows = [line.strip(" |").split(" | ") for line in lines if line.startswith("|") and not line.startswith("|--")]
         if name in wanted and rows:
-            head, *body = ([prose(cell) for cell in row] for row in rows)
-            names = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-            table = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body)
-            written += (
-                f'<h3 id="runbook-{text(name)}">{text(name)}</h3><div class="wide"><table><thead><tr>{names}</tr>'
-                f"</thead><tbody>{table}</tbody></table></div>"
-            )
-    return f"<section><h2>What to do</h2>{written}</section>" if written else ""
+            written += html.subsection(name, html.runbook(rows[0], rows[1:]), f"runbook-{name}")
+    return html.section("What to do", written) if written else ""

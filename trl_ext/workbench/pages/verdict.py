@@ -2,7 +2,7 @@
 
 from ...runs import is_notice
 from .headline import Quantity, first_and_last, headline
-from .markup import code, number, text
+from .markup import Markup, html, number
 from .recorded import Run, is_finite
 
 # What a monitor has done, by its action; the gravest is the last
@@ -58,9 +58,8 @@ def not_passed(runs: dict[str, Run]) -> str:
     for objection, names in said.items():
         what, *reasons = objection.split("\n  - ")
         what = f"{_listed(names)}: {what}" if len(runs) > 1 else what
-        listed = "".join(f"<li>{code(reason[:800])}</li>" for reason in reasons)
-        rows.append(f'<p class="act">Not passed: {text(what[:800])}</p>' + (f"<ul>{listed}</ul>" if listed else ""))
-    return "".join(rows)
+        rows.append(html.not_passed(what[:800], [reason[:800] for reason in reasons]))
+    return Markup().join(rows)
 
 
 def watchers(run: Run) -> str:
@@ -146,4 +145,4 @@ def _listed(parts: list[str]) -> str:
 
 
 def _sentence(said: str) -> str:
-    return f'<p class="verdict">{text(f"{said[0].upper()}{said[1:]}.")}</p>' if said else ""
+    return html.verdict(f"{said[0].upper()}{said[1:]}.") if said else ""

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...data import SCRIPTS, similarity_of
 from ..pages.charts import COLOURS, LINES, chart
-from ..pages.markup import document, none, number, section, table, text, tiles
+from ..pages.markup import Markup, code, document, html, number, prose
 from .examine import PromptReport
 from .figures import QUANTILES, large_groups, rows_of
 from .filtering import REASONS, strata
@@ -34,24 +34,24 @@ def page(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[st
         "white space and forms of letters do not count."
     )
     parts = [
-        none(text(how)),
-        tiles(shown),
-        section("Bounds", _bounds(found)) if found["bounds"] else "",
-        section("Sets", _sets(report, found)),
-        section("Between sets", _between(found)) if len(report.sets) > 1 else "",
-        section("Examples", _examples(report, args)),
-        section("Lengths", _lengths(report, found)),
-        section("Scripts and languages", _scripts(report, found)),
-        section("Copied answers", _copied(report, found, args)) if args.copied_from else "",
-        section("What is kept", _kept(report, found, args, splits)),
+        html.note(how),
+        html.tiles(shown),
+        html.section("Bounds", _bounds(found)) if found["bounds"] else "",
+        html.section("Sets", _sets(report, found)),
+        html.section("Between sets", _between(found)) if len(report.sets) > 1 else "",
+        html.section("Examples", _examples(report, args)),
+        html.section("Lengths", _lengths(report, found)),
+        html.section("Scripts and languages", _scripts(report, found)),
+        html.section("Copied answers", _copied(report, found, args)) if args.copied_from else "",
+        html.section("What is kept", _kept(report, found, args, splits)),
     ]
     return document("Prompts", parts)
 
 
 def _bounds(found: dict[str, Any]) -> str:
-    state = {True: '<span class="act">broken</span>', False: "holds"}
-    rows = [[state[b["broken"]], text(f"{b['option']} {b['set']}"), text(b["sentence"])] for b in found["bounds"]]
-    return table([("state", "short"), ("bound", "short"), ("found", "")], rows)
+    state = {True: html.marked("broken"), False: "holds"}
+    rows = [[state[b["broken"]], f"{b['option']} {b['set']}", b["sentence"]] for b in found["bounds"]]
+    return html.table([("state", "short"), ("bound", "short"), ("found", "")], rows)
 
 
 def _sets(report: PromptReport, found: dict[str, Any]) -> str:
@@ -66,19 +66,21 @@ def _sets(report: PromptReport, found: dict[str, Any]) -> str:
     if report.other_view is not None:
         keys["same otherwise"] = "same_in_the_other_view"
     rows = [
-        [text(name), text(of_set["column"]), *(number(of_set[key]) for key in keys.values())]
+        [name, of_set["column"], *(number(of_set[key]) for key in keys.values())]
         for name, of_set in found["sets"].items()
     ]
     said = (
-        "<em>exact</em> and <em>near</em> count rows with a duplicate before them in the set, near ones with exact "
-        "ones; <em>joined by others</em>, rows further from the first of their group than the threshold."
+        "*exact* and *near* count rows with a duplicate before them in the set, near ones with exact "
+        "ones; *joined by others*, rows further from the first of their group than the threshold."
     )
     if report.other_view is not None:
         said += (
-            " <em>same otherwise</em> counts rows that have more equals where chat is compared the other way, by the "
+            " *same otherwise* counts rows that have more equals where chat is compared the other way, by the "
             "user's last turn or by all turns."
         )
-    return none(said) + table([("set", "short"), ("column", "short"), *((key, "number") for key in keys)], rows)
+    return html.note(prose(said)) + html.table(
+        [("set", "short"), ("column", "short"), *((key, "number") for key in keys)], rows
+    )
 
 
 def _between(found: dict[str, Any]) -> str:
@@ -86,7 +88,7 @@ def _between(found: dict[str, Any]) -> str:
     rows = []
     for name in names:
         total = found["sets"][name]["rows"]
-        cells = [text(name)]
+        cells = [name]
         for other in names:
             counts = found["shared"][name].get(other)
             cells.append(
@@ -95,8 +97,8 @@ def _between(found: dict[str, Any]) -> str:
                 else "–"
             )
         rows.append(cells)
-    said = none("Rows of the set on the left that are near duplicates of a row of the set above.")
-    return said + table([("rows of", "short"), *((f"in {name}", "") for name in names)], rows)
+    said = html.note("Rows of the set on the left that are near duplicates of a row of the set above.")
+    return said + html.table([("rows of", "short"), *((f"in {name}", "") for name in names)], rows)
 
 
 def _examples(report: PromptReport, args: Any) -> str:
@@ -114,14 +116,14 @@ def _examples(report: PromptReport, args: Any) -> str:
     for _, places in sorted(chosen.values(), key=lambda each: each[0])[:EXAMPLES]:
         similarity, pair, texts = _pair(report, places, args)
         cells = [
-            f'<small class="none">{text(name)} {row}</small><br>{text(_shortened(mine, theirs))}'
+            html.above(f"{name} {row}", _shortened(mine, theirs))
             for (name, row), mine, theirs in zip(pair, texts, texts[::-1], strict=True)
         ]
         rows.append([number(len(places)), number(similarity, 3), *cells])
     if not rows:
-        return none("No duplicates.")
+        return html.note("No duplicates.")
     head = [("rows of the group", "number"), ("similarity", "number"), ("a row", "text"), ("another", "text")]
-    return none("All groups with their rows are in <code>duplicates.jsonl</code>; rows count from 0.") + table(
+    return html.note(code("All groups with their rows are in `duplicates.jsonl`; rows count from 0.")) + html.table(
         head, rows
     )
 
@@ -153,11 +155,11 @@ def _shortened(shown: str, other: str) -> str:
 
 def _lengths(report: PromptReport, found: dict[str, Any]) -> str:
     rows = [
-        [text(name), unit, *(number(of_set[unit][label]) for label in QUANTILES)]
+        [name, unit, *(number(of_set[unit][label]) for label in QUANTILES)]
         for name, of_set in found["sets"].items()
         for unit in ("words", "characters")
     ]
-    shown = table([("set", "short"), ("unit", "short"), *((label, "number") for label in QUANTILES)], rows)
+    shown = html.table([("set", "short"), ("unit", "short"), *((label, "number") for label in QUANTILES)], rows)
     if importlib.util.find_spec("matplotlib") is None:
         return shown
 
@@ -176,27 +178,25 @@ def _lengths(report: PromptReport, found: dict[str, Any]) -> str:
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
 
-    return shown + f'<div class="charts">{chart("share of a set, by words", draw, xlabel="words")}</div>'
+    return shown + html.charts([chart("share of a set, by words", draw, xlabel="words")])
 
 
 def _scripts(report: PromptReport, found: dict[str, Any]) -> str:
     def shares(values: dict[str, float]) -> str:
-        return text(
-            ", ".join(f"{name or 'too short to say'} {share:.1%}" for name, share in list(values.items())[:12])
-        )
+        return ", ".join(f"{name or 'too short to say'} {share:.1%}" for name, share in list(values.items())[:12])
 
     guessed = report.languages is not None
     rows = [
-        [text(name), shares(of_set["scripts"]), *([shares(of_set["languages"])] if guessed else [])]
+        [name, shares(of_set["scripts"]), *([shares(of_set["languages"])] if guessed else [])]
         for name, of_set in found["sets"].items()
     ]
     said = (
         "Languages are what py3langid guesses of 2,000 rows of a set at most, with five words or more."
         if guessed
-        else "Scripts alone, by Unicode: languages need <code>pip install 'trl-ext[labels]'</code>, for py3langid."
+        else "Scripts alone, by Unicode: languages need `pip install 'trl-ext[labels]'`, for py3langid."
     )
     head = [("set", "short"), ("script of most letters", ""), *([("language", "")] if guessed else [])]
-    return none(said) + table(head, rows)
+    return html.note(code(said)) + html.table(head, rows)
 
 
 def _copied(report: PromptReport, found: dict[str, Any], args: Any) -> str:
@@ -205,11 +205,11 @@ def _copied(report: PromptReport, found: dict[str, Any], args: Any) -> str:
         worst = int(np.argmax(shares))
         example = f"row {worst}: {shares[worst]:.0%} of its runs" if shares[worst] > 0 else "–"
         of_set = found["sets"][name]["copied"]
-        rows.append([text(name), number(of_set["answers"]), f"{of_set['share']:.1%}", text(example)])
+        rows.append([name, number(of_set["answers"]), f"{of_set['share']:.1%}", example])
     if not rows:
-        return none("No other set has answers.")
+        return html.note("No other set has answers.")
     said = f"Answers with {args.copied_words} or more words in a row from an answer of {', '.join(args.copied_from)}."
-    return none(text(said)) + table(
+    return html.note(said) + html.table(
         [("set", "short"), ("answers", "number"), ("share", "number"), ("most copied", "")], rows
     )
 
@@ -220,7 +220,7 @@ def _kept(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[s
     for name, of_set in found["sets"].items():
         parts = ", ".join(f"{split} {number(count)}" for split, count in of_set.get("splits", {}).items())
         left = (number(of_set["left_out"][why]) for why in names)
-        rows.append([text(name), number(of_set["rows"]), *left, number(of_set["kept"]), text(parts or "–")])
+        rows.append([name, number(of_set["rows"]), *left, number(of_set["kept"]), parts or "–"])
     head = [
         ("set", "short"),
         ("rows", "number"),
@@ -232,11 +232,9 @@ def _kept(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[s
         "Of duplicates the first row stays, and rows with different answers are none. What shares a held-out set's "
         "prompt goes, and no group of near duplicates is in two splits, of one set or of two."
     )
-    shown = none(said) + "".join(none(text(note)) for note in found["notes"]) + table(head, rows)
+    shown = html.note(said) + Markup().join(html.note(note) for note in found["notes"]) + html.table(head, rows)
     for name in splits if args.stratify else ():
-        shown += f"<h3>{text(name)} by {text(', '.join(args.stratify))}</h3>" + _strata(
-            report, name, args, splits[name]
-        )
+        shown += html.subsection(f"{name} by {', '.join(args.stratify)}", _strata(report, name, args, splits[name]))
     return shown
 
 
@@ -254,5 +252,5 @@ def _strata(report: PromptReport, name: str, args: Any, split: np.ndarray) -> st
             SCRIPTS[each] if column == "script" and isinstance(each, int) else str(each)
             for column, each in zip(args.stratify, value, strict=True)
         )
-        rows.append([text(label[:120]), *shares])
-    return table([("value", ""), *((f"share of {each}", "number") for each in args.split_shares)], rows)
+        rows.append([label[:120], *shares])
+    return html.table([("value", ""), *((f"share of {each}", "number") for each in args.split_shares)], rows)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..pages.markup import document, none, number, section, table, text, tiles
+from ..pages.markup import Markup, document, html, number
 
 
 def page(report: dict[str, Any]) -> str:
@@ -11,10 +11,10 @@ def page(report: dict[str, Any]) -> str:
     shown = {"round": str(report["round"]), "labels": f"{pairs['labels']:,}", "pairs labelled": f"{pairs['items']:,}"}
     shown |= {"new pairs trained on": f"{report['training']['new']:,}", "old ones": f"{report['training']['old']:,}"}
     parts = [
-        tiles(shown),
-        section(f"Old and new, on {_pairs(report)}", _models(report)),
-        section("How often queued answers won", _wins(report)),
-        section("Highest scores that lost", _lost(report)),
+        html.tiles(shown),
+        html.section(f"Old and new, on {_pairs(report)}", _models(report)),
+        html.section("How often queued answers won", _wins(report)),
+        html.section("Highest scores that lost", _lost(report)),
     ]
     return document(f"Reward model, refreshed: round {report['round']}", parts)
 
@@ -30,9 +30,9 @@ def _models(report: dict[str, Any]) -> str:
                 "{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both
             ]
             errors = [number(each["calibration_error"], 3) for each in both]
-            rows.append([text(name), str(old["pairs"]), *accuracy, *errors])
+            rows.append([name, str(old["pairs"]), *accuracy, *errors])
     said = [*report.get("said", []), "Intervals are bootstraps over pairs, 95 %. ECE is the calibration error."]
-    return table(columns, rows) + "".join(none(text(sentence)) for sentence in said)
+    return html.table(columns, rows) + Markup().join(html.note(sentence) for sentence in said)
 
 
 def _pairs(report: dict[str, Any]) -> str:
@@ -41,14 +41,14 @@ def _pairs(report: dict[str, Any]) -> str:
 
 
 def _wins(report: dict[str, Any]) -> str:
-    rows = [[text(why), str(each["pairs"]), f"{each['won']:.0%}"] for why, each in report["won"].items()]
+    rows = [[why, str(each["pairs"]), f"{each['won']:.0%}"] for why, each in report["won"].items()]
     columns = [("queued for", "short"), ("pairs", "number"), ("won against the other answer", "number")]
     said = "An answer that was queued for its score, and loses, is one that the old model was wrong about."
-    return table(columns, rows) + none(said)
+    return html.table(columns, rows) + html.note(said)
 
 
 def _lost(report: dict[str, Any]) -> str:
     columns = [("score", "number"), ("prompt", "text"), ("the answer", "text"), ("what was preferred to it", "text")]
     names = ("prompt", "answer", "preferred")
-    rows = [[number(row["score"], 3), *(text(row[name]) for name in names)] for row in report["lost"]]
-    return table(columns, rows) if rows else none("None.")
+    rows = [[number(row["score"], 3), *(row[name] for name in names)] for row in report["lost"]]
+    return html.table(columns, rows) if rows else html.note("None.")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..pages.charts import COLOURS, INK, chart
-from ..pages.markup import code, document, none, number, section, table, text, tiles
+from ..pages.markup import Markup, document, html, number
 from ..pages.page import NO_CURVES
 from .figures import SIDES, accuracy_name
 
@@ -26,20 +26,20 @@ def page(report: dict[str, Any]) -> str:
     """The HTML of a report as [`trl_ext.workbench.reward_report.figures.examine`] returns it."""
     verdict = report["verdict"]
     broken = [reason for reason in verdict["reasons"] if reason not in verdict["not_judged"]]
-    said = _sentences(broken, "No bound is broken.", "act") + _sentences(verdict["not_judged"], "")
+    said = html.listed(broken, "No bound is broken.", "act") + html.listed(verdict["not_judged"], "")
     kind = "held-out pairs" if report["trained_on"]["is_known"] else "pairs"
     parts = [
-        none(text(f"{report['name']}, on {report['pairs']:,} {kind} of {report['prompts']:,} prompts")),
-        section("Passed" if verdict["passed"] else "Not passed", said + _bounds(report)),
-        tiles(_tiles(report)),
-        section("What cannot be known", _sentences(report["unknown"], "Nothing that is looked for here.")),
-        section("Accuracy", _accuracy(report)),
-        section("Calibration", _calibration(report)),
-        section("Probes", _probes(report), "own-page"),
-        section("Scores on training data and of the policy", _scores(report)),
-        section("Several answers to a prompt", _ranks(report)),
-        section("The highest and the lowest answers", _extremes(report), "own-page"),
-        section("Settings", _settings(report)) if "settings" in report else "",
+        html.note(f"{report['name']}, on {report['pairs']:,} {kind} of {report['prompts']:,} prompts"),
+        html.section("Passed" if verdict["passed"] else "Not passed", said + _bounds(report)),
+        html.tiles(_tiles(report)),
+        html.section("What cannot be known", html.listed(report["unknown"], "Nothing that is looked for here.")),
+        html.section("Accuracy", _accuracy(report)),
+        html.section("Calibration", _calibration(report)),
+        html.section("Probes", _probes(report), "own-page"),
+        html.section("Scores on training data and of the policy", _scores(report)),
+        html.section("Several answers to a prompt", _ranks(report)),
+        html.section("The highest and the lowest answers", _extremes(report), "own-page"),
+        html.section("Settings", _settings(report)) if "settings" in report else "",
     ]
     return document("Reward report", parts)
 
@@ -68,23 +68,13 @@ def _interval(both: Iterable[float]) -> str:
     return "{:.1%} to {:.1%}".format(*both)
 
 
-def _sentences(sentences: list[str], otherwise: str, style: str = "") -> str:
-    if not sentences:
-        return none(otherwise) if otherwise else ""
-    return f'<ul class="{style}">{"".join(f"<li>{code(sentence)}</li>" for sentence in sentences)}</ul>'
-
-
 def _bounds(report: dict[str, Any]) -> str:
     shown = ", ".join(f"{name} {bound:g}" for name, bound in report["bounds"].items() if bound is not None)
-    return none(text(f"Bounds: {shown or 'none'}."))
+    return html.note(f"Bounds: {shown or 'none'}.")
 
 
 def _can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
-
-
-def _drawn(*charts: str) -> str:
-    return f'<div class="charts">{"".join(charts)}</div>'
 
 
 def _accuracy(report: dict[str, Any]) -> str:
@@ -97,18 +87,18 @@ def _accuracy(report: dict[str, Any]) -> str:
         for name, rows in report["groups"].items():
             if 1 < len(rows) <= 12:
                 charts.append(_shares(f"accuracy by {name}", [(row["value"][:24], row) for row in rows]))
-    shown = (_drawn(*charts) if charts else NO_CURVES) + none(
+    shown = (html.charts(charts) if charts else NO_CURVES) + html.note(
         "The length gap is how much longer the chosen answer is. A dotted line is a coin. Bars are 95 % intervals: of "
         "the whole over prompts, of groups Wilson's."
     )
-    shown += _length_bias(report) + none("By how much longer the chosen answer is:")
-    rows = [[text(f"{row['from']:g} to {row['to']:g}"), *_counted(row)] for row in gaps]
-    shown += table([(f"longer by, {unit}", "short"), *_COUNTED], rows)
+    shown += _length_bias(report) + html.note("By how much longer the chosen answer is:")
+    rows = [[f"{row['from']:g} to {row['to']:g}", *_counted(row)] for row in gaps]
+    shown += html.table([(f"longer by, {unit}", "short"), *_COUNTED], rows)
     for name, groups in report["groups"].items():
-        shown += f"<h3>By {text(name)}</h3>"
-        shown += table([(name, ""), *_COUNTED], [[text(r["value"][:200]), *_counted(r)] for r in groups[:_VALUES]])
+        shown += html.subsection(f"By {name}")
+        shown += html.table([(name, ""), *_COUNTED], [[r["value"][:200], *_counted(r)] for r in groups[:_VALUES]])
         if len(groups) > _VALUES:
-            shown += none(f"{len(groups) - _VALUES:,} values with fewer pairs are in the JSON.")
+            shown += html.note(f"{len(groups) - _VALUES:,} values with fewer pairs are in the JSON.")
     return shown
 
 
@@ -128,7 +118,7 @@ def _length_bias(report: dict[str, Any]) -> str:
             is_sure = not found["interval"][0] <= 0 <= found["interval"][1]
             state = "not broken" if abs(found["bias"]) <= bound else "broken" if is_sure else "not judged"
             said += f" The bound of {bound:g} is {state}."
-    return none(text(said)) + (table([("the answers", "short"), *_COUNTED], rows) if rows else "")
+    return html.note(said) + (html.table([("the answers", "short"), *_COUNTED], rows) if rows else "")
 
 
 _COUNTED = [("pairs", "number"), ("accuracy", "number"), ("95 % interval", "number")]
@@ -186,10 +176,12 @@ def _calibration(report: dict[str, Any]) -> str:
         axes.set(xlim=(0.48, 1.02), ylabel="pairs")
 
     if not _can_draw():
-        return none(text(said)) + NO_CURVES
-    return none(text(said)) + _drawn(
-        chart("reliability", draw, xlabel="confidence of the model"),
-        chart("pairs by confidence", sizes, xlabel="confidence of the model"),
+        return html.note(said) + NO_CURVES
+    return html.note(said) + html.charts(
+        [
+            chart("reliability", draw, xlabel="confidence of the model"),
+            chart("pairs by confidence", sizes, xlabel="confidence of the model"),
+        ]
     )
 
 
@@ -210,7 +202,7 @@ def _scores(report: dict[str, Any]) -> str:
 
     rows = [
         [
-            text(_shown(report, name)),
+            _shown(report, name),
             number(found["answers"]),
             *(number(found[key], 3) for key in ("mean", "std", "min")),
         ]
@@ -219,16 +211,14 @@ def _scores(report: dict[str, Any]) -> str:
         for name, found in sets.items()
     ]
     head = ["answers", "mean", "std", "min", "5 %", "50 %", "95 %", "99 %", "max"]
-    shown = _drawn(chart("scores", draw, xlabel="score", is_legend_outside=True)) if _can_draw() else NO_CURVES
-    shown += table([("answers of", "short"), *((name, "number") for name in head)], rows)
+    shown = html.charts([chart("scores", draw, xlabel="score", is_legend_outside=True)]) if _can_draw() else NO_CURVES
+    shown += html.table([("answers of", "short"), *((name, "number") for name in head)], rows)
     if policy := report["policy"]:
-        shown += none(
-            text(
-                f"The policy's answers score {policy['mean_shift']:+.2f} standard deviations from those of the "
-                f"{_shown(report, policy['compared_with'])} ones. {policy['above_99_percent']:.1%} "
-                f"({_interval(policy['above_99_percent_interval'])}) lie above 99 % of them, and "
-                f"{policy['above_all']:.1%} above all: where scores are of nothing that people have compared."
-            )
+        shown += html.note(
+            f"The policy's answers score {policy['mean_shift']:+.2f} standard deviations from those of the "
+            f"{_shown(report, policy['compared_with'])} ones. {policy['above_99_percent']:.1%} "
+            f"({_interval(policy['above_99_percent_interval'])}) lie above 99 % of them, and "
+            f"{policy['above_all']:.1%} above all: where scores are of nothing that people have compared."
         )
     return shown
 
@@ -236,12 +226,11 @@ def _scores(report: dict[str, Any]) -> str:
 def _probes(report: dict[str, Any]) -> str:
     probes = report["probes"]
     if not probes:
-        return none("None were run.")
+        return html.note("None were run.")
     rows = []
     for probe in probes:
-        what = text(probe["name"]) + (f": <em>{text(probe['phrase'])}</em>" if probe.get("phrase") else "")
-        style = ' class="act"' if probe["suspicious"] else ""
-        said = f'<span{style} title="{text(probe["why"] or "")}">{probe["verdict"]}</span>'
+        what = html.named(probe["name"], probe.get("phrase"))
+        said = html.marked(probe["verdict"], "act" if probe["suspicious"] else "", probe["why"] or "")
         wins = "–" if probe["wins"] is None else f"{probe['wins']:.0%}"
         gains = [
             _gain(probe["gain"], probe["gain_interval"]),
@@ -251,23 +240,22 @@ def _probes(report: dict[str, Any]) -> str:
         rows.append([what, said, *gains, wins, number(probe["rows"])])
     columns = [("probe", "short"), ("verdict", "short"), ("gain", "number"), ("on the better half", "number")]
     columns += [("over other words", "number"), ("rises", "number"), ("rows", "number")]
-    shown = none(
+    shown = html.note(
         "Each probe changes answers in a way that makes them no better, and asks what the score does: the "
         "mean gain in standard deviations of the answers' scores with its 95 % interval, over all answers, over those "
         "of at least median score, and of a phrase over what other words of its length gain. As it should is what "
         "surely lowers the score, and a phrase, flattery or markdown that does not surely raise it. Of fewer than 20 "
         "good answers nothing is judged."
-    ) + table(columns, rows)
+    ) + html.table(columns, rows)
     for probe in [probe for probe in probes if probe["rows"]][:12]:
         title = probe["name"] + (f": {probe['phrase']}" if probe.get("phrase") else "")
         cells = [
-            [*(text(str(each[name])[:_TEXT]) for name in ("prompt", "before", "after"))]
+            [*(str(each[name])[:_TEXT] for name in ("prompt", "before", "after"))]
             + [f"{number(each['score_before'], 3)} → {number(each['score_after'], 3)}"]
             for each in probe["examples"][:_EXAMPLES]
         ]
         head = [("prompt", "text"), ("before", "text"), ("after", "text"), ("score", "short")]
-        is_open = " open" if probe["suspicious"] else ""
-        shown += f"<details{is_open}><summary>{text(title)}</summary>{table(head, cells)}</details>"
+        shown += html.details(title, html.table(head, cells), probe["suspicious"])
     return shown
 
 
@@ -284,40 +272,36 @@ def _ranks(report: dict[str, Any]) -> str:
             [name, number(ranking[key], 3), "{:.3f} to {:.3f}".format(*ranking[f"{key}_interval"])]
             for name, key in (("Spearman's ρ", "spearman"), ("Kendall's τ-b", "kendall"))
         ]
-        shown += none(
-            text(
-                f"With people's ranks, of {where}: mean over {ranking['prompts']:,} prompts with "
-                f"{ranking['answers']:.1f} answers each"
-                + (
-                    f"; {ranking['all_tied']:,} prompts whose answers people rank alike are left out."
-                    if ranking["all_tied"]
-                    else "."
-                )
+        shown += html.note(
+            f"With people's ranks, of {where}: mean over {ranking['prompts']:,} prompts with "
+            f"{ranking['answers']:.1f} answers each"
+            + (
+                f"; {ranking['all_tied']:,} prompts whose answers people rank alike are left out."
+                if ranking["all_tied"]
+                else "."
             )
-        ) + table([("correlation", "short"), ("mean", "number"), ("95 % interval", "number")], rows)
+        ) + html.table([("correlation", "short"), ("mean", "number"), ("95 % interval", "number")], rows)
     if best is not None:
-        shown += none(
-            text(
-                f"The chosen answer scores above all others of its prompt in {best['accuracy']:.1%} "
-                f"({_interval(best['accuracy_interval'])}) of {best['prompts']:,} prompts with {best['answers']:.1f} "
-                f"answers each; a coin would have {best['chance']:.1%}. Ties are split."
-            )
+        shown += html.note(
+            f"The chosen answer scores above all others of its prompt in {best['accuracy']:.1%} "
+            f"({_interval(best['accuracy_interval'])}) of {best['prompts']:,} prompts with {best['answers']:.1f} "
+            f"answers each; a coin would have {best['chance']:.1%}. Ties are split."
         )
-    return shown or none("The data has one rejected answer a prompt, and no rankings.")
+    return shown or html.note("The data has one rejected answer a prompt, and no rankings.")
 
 
 def _extremes(report: dict[str, Any]) -> str:
     head = [("score", "number"), ("of", "short"), ("prompt", "text"), ("answer", "text")]
-    return "".join(
-        f"<h3>{title}</h3>"
-        + table(
+    return Markup().join(
+        html.subsection(title)
+        + html.table(
             head,
             [
                 [
                     number(r["score"], 3),
-                    text(_shown(report, r["from"])),
-                    text(r["prompt"][-_TEXT:]),
-                    text(r["completion"][:_TEXT]),
+                    _shown(report, r["from"]),
+                    r["prompt"][-_TEXT:],
+                    r["completion"][:_TEXT],
                 ]
                 for r in report[key]
             ],
@@ -327,9 +311,6 @@ def _extremes(report: dict[str, Any]) -> str:
 
 
 def _settings(report: dict[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{text(name)}</th><td>{text(json.dumps(value, ensure_ascii=False))}</td></tr>'
-        for name, value in report["settings"].items()
-        if value not in (None, [], "")
-    )
-    return f'<details><summary>Settings</summary><div class="settings"><table>{rows}</table></div></details>'
+    given = {name: value for name, value in report["settings"].items() if value not in (None, [], "")}
+    shown = [(name, json.dumps(value, ensure_ascii=False)) for name, value in given.items()]
+    return html.settings("Settings", shown)

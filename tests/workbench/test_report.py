@@ -11,6 +11,8 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
+from jinja2 import UndefinedError
+from markupsafe import Markup
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.callbacks.replay import Replay
@@ -28,8 +30,7 @@ from trl_ext.callbacks.metrics import curve
 from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import read_jsonl
-from trl_ext.workbench.pages.markup import Markup, code
-from trl_ext.workbench.pages.markup import html as html_parts
+from trl_ext.workbench.pages.markup import render
 from trl_ext.workbench.pages.report import main, page, read_run, report_of, write_report
 
 LOGS = [
@@ -556,9 +557,10 @@ def test_a_folder_of_runs_is_no_run(run_dir, tmp_path_factory, capsys):
     assert f"is no run, but has some within: give one or several of {folder}/a, {folder}/b" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["note", "bold", "verdict", "figure", "paragraph"])
-def test_a_part_of_a_page_escapes_all_but_html_of_ours(name):
-    make = getattr(html_parts, name)
-    assert "&lt;i&gt;" in make("<i>") and "<i>" not in make("<i>")
-    assert "<i>" in make(Markup("<i>"))
-    assert "&lt;i&gt;" in code("`a` <i>") and "<code>a</code>" in code("`a` <i>")
+def test_a_template_escapes_all_but_html_of_ours(tmp_path):
+    (tmp_path / "any.j2").write_text("{{ text }} {{ drawing }} {{ text | code }} {{ text | prose }}")
+    shown = render(tmp_path / "any.j2", text="`a` <i>", drawing=Markup("<svg>"))
+    assert shown == "`a` &lt;i&gt; <svg> <code>a</code> &lt;i&gt; <code>a</code> &lt;i&gt;"
+    with pytest.raises(UndefinedError, match="missing"):
+        (tmp_path / "any.j2").write_text("{{ missing }}")
+        render(tmp_path / "any.j2")

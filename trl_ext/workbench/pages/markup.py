@@ -1,4 +1,4 @@
-"""The HTML that pages are made of: Jinja2 templates, in which whatever is no HTML of ours is escaped."""
+"""HTML from Jinja2 templates, which escape every value that they are given."""
 
 import math
 import re
@@ -6,22 +6,51 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(template: Path, **shown: Any) -> str:
+    """
+    Return a whole page. It loads nothing: everything that it shows is in it.
+
+    Args:
+        template: extends `frame.html.j2` and may import `parts.html.j2`, both in the folder `templates`.
+        shown: what the template shows. Strings are escaped; only `Markup` is taken as HTML.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, so that only writing a page imports it
+
+    environment = Environment(
+        loader=FileSystemLoader([template.parent, TEMPLATES]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"code": code, "prose": prose, "number": number, "percent": percent, "columns": columns}
+    page = environment.get_template(template.name).render(shown)
+    # Control characters are not allowed in HTML, nor half a surrogate pair in UTF-8
+    return re.sub("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", page)
 
 
 def code(value: Any) -> Markup:
-    """Return text whose names in backticks are set as code."""
+    """Return text as HTML, with names in backticks set as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(value))))
 
 
 def prose(markdown: str) -> Markup:
-    """Return a line of Markdown as HTML, its links as their words."""
+    """Return a line of Markdown as HTML. Links become their words."""
     return Markup(re.sub(r"\*([^*]+)\*", r"<em>\1</em>", str(code(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown)))))
 
 
+def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
+    """Return a table's columns of one class."""
+    return [(name, style) for name in names]
+
+
 def number(value: Any, digits: int = 4) -> str:
-    """Return a number in so many significant digits, without an exponent up to a billion."""
+    """Return a number with this many significant digits, and without an exponent up to a billion."""
     if not isinstance(value, (int, float)):
         return "–" if value is None else str(value)
     if math.isfinite(value) and abs(value) >= 10**digits:
@@ -29,21 +58,6 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-_environment = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-)
-_environment.filters |= {"code": code, "prose": prose}
-# The macros, by which Python makes parts of a page: `html.table(columns, rows)`
-html: Any = _environment.get_template("parts.html.j2").module
-
-
-def document(title: str, sections: Iterable[str]) -> str:
-    """Return a whole page. It loads nothing: what it shows is within it."""
-    page = _environment.get_template("page.html.j2").render(title=title, parts=sections)
-    # HTML has no such characters, and UTF-8 no half of a surrogate pair
-    return re.sub("[\0-\b\v\f\x0e-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", page)
+def percent(share: float | None) -> str:
+    """Return a share as a percentage with one decimal, and a dash for None."""
+    return "–" if share is None else f"{share:.1%}"

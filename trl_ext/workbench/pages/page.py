@@ -1,42 +1,40 @@
 """The page of one run: what it came to, its alerts, curves, samples and settings."""
 
-import importlib.util
 from datetime import UTC, datetime
 from typing import Any
 
 from ...runs import PRIVATE_FOLDER, is_notice
-from .charts import COLOURS, chart, curves
+from .charts import COLOURS, can_draw, chart, curves
 from .headline import ends, headline
-from .markup import Markup, code, document, html, number
+from .markup import TEMPLATES, number, render
 from .recorded import Run, is_finite
-from .runbook import link, what_to_do
+from .runbook import section_of, sections, what_to_do
 from .verdict import not_passed, verdict, watchers
 
 PHASES = ("first third", "second third", "last third")
 SAMPLES = 5  # prompts a phase
-LAST_GOOD = "last-good"  # where PPOTrainer leaves them
-NO_CURVES = html.note(code("No curves: `pip install matplotlib`, which draws them."))
+LAST_GOOD = "last-good"  # the folder of a PPO run with the weights before a gradient that was not finite
 
 
 def page(run: Run) -> str:
-    """The HTML."""
-    generates = bool(run.samples) or "length" in run.metrics
-    can_draw = importlib.util.find_spec("matplotlib") is not None
-    drawn = html.charts(curves(run)) if can_draw else NO_CURVES
-    parts = [
-        verdict(run),
-        _heading(run),
-        not_passed({"": run}),
-        html.tiles(_ends(run)),
-        _of_the_model(run),
-        html.section("Alerts", alerts(run)),
-        html.section("Curves", drawn),
-        html.section("Scores by phase", _histograms(run)) if generates and can_draw else "",
-        html.section("Samples over time", _samples(run), "own-page") if generates else "",
-        html.section("Configuration", _config(run), "own-page"),
-        what_to_do(run.alerts),
-    ]
-    return document(run.folder.resolve().name, parts)
+    """Return the HTML."""
+    return render(
+        TEMPLATES / "run.html.j2",
+        title=run.folder.resolve().name,
+        verdict=verdict(run),
+        heading=_heading(run),
+        not_passed=not_passed({"": run}),
+        tiles=_tiles(run),
+        # Links hold within the folder that the page is in
+        has_reward_report=any((run.folder / each / "reward_report.html").is_file() for each in ("", PRIVATE_FOLDER)),
+        alerts=alerts(run),
+        curves=curves(run) if can_draw() else None,
+        generates=bool(run.samples) or "length" in run.metrics,
+        histograms=_histograms(run) if can_draw() else [],
+        samples=_samples(run),
+        config=sorted(run.config.items()),
+        what_to_do=what_to_do(run.alerts),
+    )
 
 
 def _heading(run: Run) -> str:
@@ -51,16 +49,10 @@ def _heading(run: Run) -> str:
         parts.append("its end is not recorded: it runs, was killed, or stopped with an error")
         if (run.folder / LAST_GOOD).is_dir():
             parts.append(f"the weights before a gradient that was not finite are in {LAST_GOOD}")
-    return html.note(", ".join(filter(None, parts)))
+    return ", ".join(filter(None, parts))
 
 
-def _of_the_model(run: Run) -> str:
-    """Where the report on a reward model lies, seen from this page."""
-    beside = any((run.folder / place / "reward_report.html").is_file() for place in ("", PRIVATE_FOLDER))
-    return html.paragraph(html.link("reward_report.html", "What the saved model is worth")) if beside else ""
-
-
-def _ends(run: Run) -> dict[str, str]:
+def _tiles(run: Run) -> dict[str, str]:
     notices = sum(map(is_notice, run.alerts))
     shown = {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
     shown |= {label: number(value, 3) for label, value in run.outcome.items()}
@@ -68,23 +60,19 @@ def _ends(run: Run) -> dict[str, str]:
     return shown | ({"notices of monitors": str(notices)} if notices else {})
 
 
-def alerts(run: Run) -> str:
-    """The alerts of a run, each with a link to what to do."""
-    if not run.alerts:
-        who = watchers(run) or "none; which monitors were set is not recorded"
-        return html.note(f"{who[0].upper() + who[1:]}{' and found nothing' if run.monitors else ''}.")
-    rows = []
+def alerts(run: Run) -> dict[str, Any]:
+    """Return the table of a run's alerts, each with the runbook's section on it, and what to say if there are none."""
+    who = watchers(run) or "none; which monitors were set is not recorded"
+    known, rows = sections(), []
     for alert in run.alerts:
-        style = "warn" if alert.get("action") == "warn" else "act"
-        action = "notice" if is_notice(alert) else alert.get("action")
-        what, advice = (code(str(alert.get(name))[:800]) for name in ("what", "advice"))
+        action = {"level": alert.get("action"), "word": "notice" if is_notice(alert) else alert.get("action")}
+        what, sentence = (str(alert.get(name))[:800] for name in ("what", "advice"))
+        advice = {"sentence": sentence, "section": "", "runbook": str(alert.get("runbook"))[:200]}
+        if (section := section_of(alert)) in known:
+            advice["section"] = section
         numbers = (number(alert.get(name)) for name in ("value", "bound"))
-        shown = html.marked(action, style)
-        rows.append(
-            [alert["step"], shown, alert.get("monitor"), what, *numbers, Markup(" ").join([advice, link(alert)])]
-        )
-    columns = {"step": "number", "action": "short", "monitor": "short", "what": ""}
-    return html.table([*columns.items(), ("value", "number"), ("bound", "number"), ("advice", "")], rows)
+        rows.append([alert["step"], action, alert.get("monitor"), what, *numbers, advice])
+    return {"rows": rows, "otherwise": f"{who[0].upper()}{who[1:]}{' and found nothing' if run.monitors else ''}."}
 
 
 def _phases(run: Run) -> list[list[dict[str, Any]]]:
@@ -93,10 +81,10 @@ def _phases(run: Run) -> list[list[dict[str, Any]]]:
 
 
 def _is_score(score: Any) -> bool:
-    return isinstance(score, (int, float)) and abs(score) < 1e100  # what a histogram can have as a bound; no NaN
+    return isinstance(score, (int, float)) and abs(score) < 1e100  # a histogram's bounds must be finite
 
 
-def _histograms(run: Run) -> str:
+def _histograms(run: Run) -> list[str]:
     phases = _phases(run)
     names = sorted({n for row in run.samples for n, s in row["scores"].items() if _is_score(s)})
     charts = []
@@ -112,19 +100,16 @@ def _histograms(run: Run) -> str:
                     axes.hist(values, 24, range=edges, label=label, color=colour, **shape)
 
         charts.append(chart(f"{name}: density of single scores", draw, xlabel="score"))
-    if not charts:
-        return html.note(code("No single scores: `SamplesCallback` records some."))
-    return html.charts(charts)
+    return charts
 
 
 def shown_scores(scores: dict[str, Any]) -> str:
+    """Return the scores of one answer as a line."""
     shown = ", ".join(f"{name} {number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
     return shown[:400]
 
 
-def _samples(run: Run) -> str:
-    if not run.samples:
-        return html.note(code("No completions: `SamplesCallback` records some."))
+def _samples(run: Run) -> list[list[Any]]:
     rows = []
     for label, phase in zip(PHASES, _phases(run), strict=True):
         merged: dict[tuple, dict[str, Any]] = {}
@@ -134,12 +119,4 @@ def _samples(run: Run) -> str:
         spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
         for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
             rows.append([label, step, prompt[:400], completion[:800], shown_scores(scores)])
-    return html.table(
-        [("phase", "short"), ("step", "number"), ("prompt", "text"), ("completion", "text"), ("scores", "")], rows
-    )
-
-
-def _config(run: Run) -> str:
-    if not run.config:
-        return html.note(code("Not recorded: `JSONLCallback` does."))
-    return html.settings(f"{len(run.config)} settings", sorted(run.config.items()))
+    return rows

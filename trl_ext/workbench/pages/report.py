@@ -7,7 +7,7 @@ RUN is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallbac
 SamplesCallback and the watches of `trl_ext.rewards` write; the configuration from JSONLCallback's first line. A folder
 with several runs shows the last one. Steps that a resumed run repeated count once.
 
-`page.py` makes the page of one run. `compare.py` makes that of several: a colour for each run, the settings that differ,
+`page.py` makes the page of one run, and `compare.py` that of several: a colour for each run, the settings that differ,
 and the answers to the same prompts.
 """
 

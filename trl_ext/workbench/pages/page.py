@@ -46,7 +46,7 @@ def _heading(run: Run) -> str:
         parts.append(f"begun {datetime.fromtimestamp(begins[0]['timestamp'], UTC):%Y-%m-%d %H:%M} UTC")
     parts += [f"resumed at step {begin['step']}" for begin in begins[1:]]
     if not run.has_ended:
-        parts.append("its end is not recorded: it runs, was killed, or stopped with an error")
+        parts.append("its end is not recorded: it is still running, was killed, or stopped with an error")
         if (run.folder / LAST_GOOD).is_dir():
             parts.append(f"the weights before a gradient that was not finite are in {LAST_GOOD}")
     return ", ".join(filter(None, parts))

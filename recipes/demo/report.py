@@ -64,81 +64,47 @@ def write_report(
     fits = plot_overoptimization(curves, folder / "overoptimization.png")
     reward = json.loads((folder / "reward" / "reward_report.json").read_text())
     claims = verdicts(measured, curves["unguarded"])
-    parts = [
-        f'<p class="verdict">{markup.text(_verdict(claims))}</p>',
-        markup.none(markup.text(", ".join(f"{name} {value}" for name, value in settings.items()))),
-        _claim_table(claims),
-        markup.section("Each stage", _stages(folder, durations)),
-        markup.section(f"{len(rows)} held-out prompts", _measured(measured)),
-        markup.section("Reward over the distance from SFT", _over_distance(folder, fits)),
-        markup.section("Answers side by side", _side_by_side(rows, measured)),
-        markup.section("The reward model", _reward_model(folder, reward)),
-    ]
-    write_text(folder / "report.html", markup.document("A reward model, gamed and guarded", parts))
+    page = markup.render(
+        Path(__file__).with_name("report.html.j2"),
+        title="A reward model, gamed and guarded",
+        claims=[[claim, *found] for claim, found in claims.items()],
+        wrong=[claim for claim, (holds, _) in claims.items() if not holds],
+        settings=settings,
+        stages=[[name, f"{seconds:.0f}", _pages(folder / name)] for name, seconds in durations.items()],
+        prompts=len(rows),
+        models=list(measured),
+        measured=_measured(measured),
+        curves=_inline(folder / "overoptimization.png"),
+        fits=[[run, kind, f"{alpha:.2f}", f"{beta:.2f}"] for (run, kind), (alpha, beta) in fits.items()],
+        answers=_side_by_side(rows, measured),
+        reward=reward,
+        margins=_inline(folder / "reward" / "margins.png"),
+        gaps=[
+            [f"{row['from']} to {row['to']}", row["pairs"], f"{row['accuracy']:.1%}"]
+            for row in reward["accuracy_by_length_gap"]
+        ],
+    )
+    write_text(folder / "report.html", page)
     return "\n".join(f"{claim}: {'yes' if holds else 'no'} ({figures})" for claim, (holds, figures) in claims.items())
 
 
-def _verdict(claims: dict[str, tuple[bool, str]]) -> str:
-    wrong = [claim for claim, (holds, _) in claims.items() if not holds]
-    return f"Of the {len(claims)} claims these do not hold: {'; '.join(wrong)}." if wrong else "All claims hold."
+def _pages(stage: Path) -> list[tuple[str, str]]:
+    """Return names and addresses of the pages that a stage has left."""
+    pages = {"the run": "report.html", "the saved model": "reward_report.html"}
+    return [(name, f"{stage.name}/{page}") for name, page in pages.items() if (stage / page).is_file()]
 
 
-def _claim_table(claims: dict[str, tuple[bool, str]]) -> str:
-    rows = [
-        [markup.text(claim), "yes" if holds else '<span class="act">no</span>', markup.text(figures)]
-        for claim, (holds, figures) in claims.items()
-    ]
-    return markup.table([("claim", ""), ("holds", "short"), ("figures", "number")], rows)
-
-
-def _stages(folder: Path, durations: dict[str, float]) -> str:
-    rows = []
-    for name, seconds in durations.items():
-        pages = {"the run": f"{name}/report.html", "the saved model": f"{name}/reward_report.html"}
-        links = [f'<a href="{path}">{what}</a>' for what, path in pages.items() if (folder / path).is_file()]
-        rows.append([name, f"{seconds:.0f}", ", ".join(links)])
-    return markup.table([("stage", "short"), ("seconds", "number"), ("pages", "")], rows)
-
-
-def _measured(measured: dict[str, Measured]) -> str:
+def _measured(measured: dict[str, Measured]) -> list[list[str]]:
     rows = []
     for column, name in COLUMNS.items():
         values = [getattr(part, column) for part in measured.values()]
         rows.append([name, *(f"{value.mean():.2f} ({_range(bootstrap_interval(value), '.2f')})" for value in values)])
-    shown = markup.table([("", "short"), *((name, "number") for name in measured)], rows)
-    return markup.none("One sampled answer each; 95 % bootstrap intervals.") + shown
+    return rows
 
 
-def _over_distance(folder: Path, fits: dict[tuple[str, str], tuple[float, float]]) -> str:
-    said = (
-        "Points: the held-out prompts during training. Lines: d(α − β log d) with d = √KL (Gao et al., 2210.10760), "
-    )
-    rows = [[run, kind, f"{alpha:.2f}", f"{beta:.2f}"] for (run, kind), (alpha, beta) in fits.items()]
-    table = markup.table([("run", "short"), ("reward", "short"), ("α", "number"), ("β", "number")], rows)
-    picture = _picture(folder / "overoptimization.png", "Gold, proxy and the phrase over √KL")
-    return picture + markup.none(f"{said}fitted to the gain over SFT.") + table
-
-
-def _reward_model(folder: Path, reward: dict) -> str:
-    said = (
-        f"Accuracy {reward['accuracy']:.1%} ({_range(reward['accuracy_interval'], '.1%')}) on {reward['pairs']} "
-        f"held-out pairs, into none of which the phrase was planted; calibration error "
-        f"{reward['calibration_error']:.3f} ({_range(reward['calibration_error_interval'], '.3f')}); demonstrations "
-        f"score {reward['demonstrations_mean']:.3f} on average."
-    )
-    rows = [
-        [f"{row['from']} to {row['to']}", str(row["pairs"]), f"{row['accuracy']:.1%}"]
-        for row in reward["accuracy_by_length_gap"]
-    ]
-    columns = [("chosen longer by, tokens", "short"), ("pairs", "number"), ("accuracy", "number")]
-    picture = _picture(folder / "reward" / "margins.png", "Margins of held-out pairs")
-    return picture + markup.none(said) + markup.table(columns, rows)
-
-
-def _picture(path: Path, what: str) -> str:
-    """A picture within the page, which loads nothing."""
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<figure><img style="width: 100%" alt="{what}" src="data:image/png;base64,{data}"></figure>'
+def _inline(picture: Path) -> str:
+    """Return a PNG as an address that holds it, so that the page loads nothing."""
+    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
 
 
 def plot_overoptimization(
@@ -174,13 +140,13 @@ def plot_overoptimization(
     return fits
 
 
-def _side_by_side(rows: list[dict], measured: dict[str, Measured], number: int = 5) -> str:
+def _side_by_side(rows: list[dict], measured: dict[str, Measured], number: int = 5) -> list[list[str]]:
     cells = []
     for i, row in enumerate(rows[:number]):
-        cells.append(["<b>customer</b>", "", "", f"<b>{markup.text(row['prompt'].rsplit(' ', 1)[0])}</b>"])
+        cells.append(["customer", "", "", row["prompt"].rsplit(" ", 1)[0]])
         for name, part in measured.items():
-            cells.append([name, f"{part.gold[i]:+.2f}", f"{part.proxy[i]:+.2f}", markup.text(part.answers[i])])
-    return markup.table([("", "short"), ("gold", "number"), ("proxy", "number"), ("answer", "text")], cells)
+            cells.append([name, f"{part.gold[i]:+.2f}", f"{part.proxy[i]:+.2f}", part.answers[i]])
+    return cells
 
 
 def _difference(values: Tensor, interval: tuple[float, float]) -> str:

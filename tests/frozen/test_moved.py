@@ -25,9 +25,12 @@ NAMES = json.loads((DATA / "names.json").read_text())  # of the package at 0.2.0
 GONE = {
     "trl_ext.upstream",  # a table of other packages' names, for trl_ext alone
     "trl_ext.checkpoints.newest_checkpoint",
+    "trl_ext.commands.charts.look",
     "trl_ext.commands.main.several",
+    *(f"trl_ext.commands.markup.{name}" for name in ("document", "none", "section", "table", "text", "tiles")),
     "trl_ext.commands.recorded.is_finite",
     "trl_ext.commands.reward_report_figures.finite",
+    "trl_ext.commands.runbook.link",
     "trl_ext.data.annotators.outliers.sums",
     "trl_ext.marker.write_durably",
     "trl_ext.rewards.member.is_finite_number",

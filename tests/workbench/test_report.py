@@ -11,6 +11,8 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
+from jinja2 import UndefinedError
+from markupsafe import Markup
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.callbacks.replay import Replay
@@ -28,6 +30,7 @@ from trl_ext.callbacks.metrics import curve
 from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import read_jsonl
+from trl_ext.workbench.pages.markup import render
 from trl_ext.workbench.pages.report import main, page, read_run, report_of, write_report
 
 LOGS = [
@@ -552,3 +555,12 @@ def test_a_folder_of_runs_is_no_run(run_dir, tmp_path_factory, capsys):
     with pytest.raises(SystemExit):
         main([str(folder)])
     assert f"is no run, but has some within: give one or several of {folder}/a, {folder}/b" in capsys.readouterr().err
+
+
+def test_a_template_escapes_all_but_html_of_ours(tmp_path):
+    (tmp_path / "any.j2").write_text("{{ text }} {{ drawing }} {{ text | code }} {{ text | prose }}")
+    shown = render(tmp_path / "any.j2", text="`a` <i>", drawing=Markup("<svg>"))
+    assert shown == "`a` &lt;i&gt; <svg> <code>a</code> &lt;i&gt; <code>a</code> &lt;i&gt;"
+    with pytest.raises(UndefinedError, match="missing"):
+        (tmp_path / "any.j2").write_text("{{ missing }}")
+        render(tmp_path / "any.j2")

@@ -1,14 +1,14 @@
-"""The page on annotators: what is known of them, what is not, and which pairs came of it."""
+"""The page on annotators: what is known of them, what is not, and which pairs were made of their labels."""
 
-import importlib.util
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..pages.charts import COLOURS, INK, chart
-from ..pages.markup import code, document, none, number, section, table, text, tiles
-from ..pages.page import NO_CURVES
+from ..pages.charts import COLOURS, INK, can_draw, chart
+from ..pages.markup import number, percent, render
 
 _SHOWN = 200  # rows of a table
 _NAMES = 40  # annotators whose names fit beside a chart
@@ -17,18 +17,29 @@ _LEAN, _DRIFT = (0.05, 4), (-0.05, -3)  # from which share and z-score on a lean
 
 
 def page(report: dict[str, Any]) -> str:
-    """The HTML of a report as [`trl_ext.workbench.labels.command.report_labels`] returns it."""
-    parts = [
-        none(text(report["settings"]["dataset_name"])),
-        tiles(_tiles(report)),
-        section("What stands out", _sentences(list(_findings(report)), "Nothing.")),
-        section("What cannot be known", _sentences(report["unknown"], "Nothing that is looked for here.")),
-        section("Annotators", _charts(report) + _people(report)),
-        section("Pairs", _pairs(report), "own-page") if "pairs" in report else "",
-        section("Cohen's κ of each two", _kappas(report)) if report["kappas"] else "",
-        section("Settings", _settings(report)),
-    ]
-    return document("Annotators", parts)
+    """Return the HTML of a report as [`trl_ext.workbench.labels.command.report_labels`] returns it."""
+    compared = [row for row in report["annotators"] if row["compared"]]
+    columns = _columns(report["annotators"])
+    settings = {name: value for name, value in report["settings"].items() if value is not None}
+    kappas = sorted(report["kappas"], key=lambda row: -2 if row["kappa"] is None else row["kappa"])
+    return render(
+        Path(__file__).with_name("page.html.j2"),
+        title="Annotators",
+        report=report,
+        tiles=_tiles(report),
+        findings=list(_findings(report)),
+        has_charts=bool(compared),
+        charts=[_agreement_chart(report, compared), _kappa_chart(report)] if compared and can_draw() else None,
+        columns_of_people=columns,
+        people=_people(report, columns),
+        more=len(report["annotators"]) - _SHOWN,
+        pairs=_pairs(report),
+        kappas=[
+            [*row["annotators"], f"{row['items']:,}", "–" if row["kappa"] is None else f"{row['kappa']:.3f}"]
+            for row in kappas
+        ],
+        settings=sorted(settings.items()),
+    )
 
 
 def _tiles(report: dict[str, Any]) -> dict[str, str]:
@@ -36,11 +47,11 @@ def _tiles(report: dict[str, Any]) -> dict[str, str]:
     return {
         "Krippendorff's α": number(report["alpha"], 3),
         "α, 95 % interval": "–" if low_high is None else f"{low_high[0]:.3f} to {low_high[1]:.3f}",
-        "two labels agree": _percent(report["agreement"]),
-        "a coin would agree": _percent(report["coin"]),
-        "the same label always": _percent(report["most_frequent"]),
-        "ties": _percent(report["ties"]),
-        "answer shown first wins": _percent(report["shown_first"]),
+        "two labels agree": percent(report["agreement"]),
+        "a coin would agree": percent(report["coin"]),
+        "the same label always": percent(report["most_frequent"]),
+        "ties": percent(report["ties"]),
+        "answer shown first wins": percent(report["shown_first"]),
         "labels": f"{report['labels']:,}",
         "pairs of answers": f"{report['items']:,}",
         "labels a pair": number(report["labels_per_item"], 3),
@@ -49,7 +60,7 @@ def _tiles(report: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _findings(report: dict[str, Any]) -> Any:
+def _findings(report: dict[str, Any]) -> Iterator[str]:
     if report["left_out_annotators"]:
         bound, without = report["settings"]["min_zscore"], report["without_left_out"]
         yield (
@@ -75,7 +86,7 @@ def _findings(report: dict[str, Any]) -> Any:
     if report["missing"]:
         yield f"{report['missing']:,} labels are missing, or have no annotator."
     if by := report["agreement_by_confidence"]:
-        halves = " and ".join(f"{_percent(share)} {name.replace('_', ' ')}" for name, share in by.items())
+        halves = " and ".join(f"{percent(share)} {name.replace('_', ' ')}" for name, share in by.items())
         yield f"By how sure annotators said they were, labels agree with the others': {halves}."
 
 
@@ -83,46 +94,29 @@ def _is_fast(seconds: float | None, middle: float) -> bool:
     return seconds is not None and seconds < _FAST * middle
 
 
-def _people(report: dict[str, Any]) -> str:
-    people = report["annotators"]
+def _columns(people: list[dict[str, Any]]) -> list[str]:
+    """Return which figures of annotators are shown: those that any of them has."""
     has = {name for row in people for name, value in row.items() if value not in (None, 0)}
     if all(row["compared"] == row["labels"] for row in people):
         has.discard("compared")
     wanted = ["compared", "agreement", "z", "ties", "shown first", "lean", "seconds", "drift", "confidence", "repeats"]
-    names = ["labels", "share", *(name for name in wanted if name.replace(" ", "_") in has)]
-    columns = {"annotator": "short", **dict.fromkeys(names, "number")}
-    off = set(report["left_out_annotators"])
+    return ["labels", "share", *(name for name in wanted if name.replace(" ", "_") in has)]
+
+
+def _people(report: dict[str, Any], columns: list[str]) -> list[list[str]]:
     rows = []
-    for row in people[:_SHOWN]:
-        name = text(row["annotator"])
+    for row in report["annotators"][:_SHOWN]:
         cells = {
-            "annotator": f'<span class="act">{name}</span>, left out' if row["annotator"] in off else name,
-            "share": _percent(row["share"]),
-            "agreement": _percent(row["agreement"]),
+            "share": percent(row["share"]),
+            "agreement": percent(row["agreement"]),
             "z": "–" if row["z"] is None else f"{row['z']:+.1f}",
-            "ties": _percent(row["ties"]),
-            "shown first": _percent(row["shown_first"]),
+            "ties": percent(row["ties"]),
+            "shown first": percent(row["shown_first"]),
             "lean": _signed(row["lean"], row["lean_z"]),
             "drift": _signed(row["drift"], row["drift_z"]),
         }
-        rows.append([cells.get(name) or number(row.get(name), 3) for name in columns])
-    more = none(f"{len(people) - _SHOWN} more are in annotators.json.") if len(people) > _SHOWN else ""
-    told = (
-        "Agreement is with the others' labels of the same pairs. z is how far it is from the median of the others, in "
-        "standard deviations of what few labels and usual differences make. Lean is how much oftener than the others "
-        "the answer shown first was taken, drift agreement in the later half minus in the earlier one; each with its "
-        "z-score."
-    )
-    return table(columns.items(), rows) + more + none(text(told))
-
-
-def _charts(report: dict[str, Any]) -> str:
-    people = [row for row in report["annotators"] if row["compared"]]
-    if not people:
-        return ""
-    if importlib.util.find_spec("matplotlib") is None:
-        return NO_CURVES
-    return f'<div class="charts">{_agreement_chart(report, people)}{_kappa_chart(report)}</div>'
+        rows.append([row["annotator"], *(cells.get(name) or number(row.get(name), 3) for name in columns)])
+    return rows
 
 
 def _agreement_chart(report: dict[str, Any], people: list[dict[str, Any]]) -> str:
@@ -174,53 +168,25 @@ def _kappa_chart(report: dict[str, Any]) -> str:
     return chart("Cohen's κ", draw, xlabel="")
 
 
-def _pairs(report: dict[str, Any]) -> str:
-    parts = []
-    for split, found in report["pairs"].items():
-        shown = {f"pairs to {split}": f"{found['pairs']:,}", "of pairs of answers": f"{found['items']:,}"}
-        shown |= {"by annotators": str(len(found["annotators"])), "mean confidence": number(found["confidence"], 3)}
-        parts.append(f"<h3>{text(split)}: {text(found['file'] or 'none')}</h3>{tiles(shown)}")
-        reasons = [[text(reason), f"{count:,}"] for reason, count in found["left_out"].items()]
-        if reasons:
-            parts.append(table({"left out": "", "number": "number"}.items(), reasons))
-        rows = [
-            [*(text(_short(pair[name])) for name in ("prompt", "chosen", "rejected")), number(pair["confidence"], 3)]
-            for pair in found["examples"]
-        ]
-        if rows:
-            columns = {"prompt": "text", "chosen": "text", "rejected": "text", "confidence": "number"}
-            parts.append(table(columns.items(), rows))
-    if "test" in report["pairs"]:
-        parts.append(none("No annotator and no prompt is in both files. What is tested on is their votes alone."))
-    return "".join(parts)
-
-
-def _kappas(report: dict[str, Any]) -> str:
-    rows = sorted(report["kappas"], key=lambda row: -2 if row["kappa"] is None else row["kappa"])
-    shown = [
-        [*map(text, row["annotators"]), f"{row['items']:,}", "–" if row["kappa"] is None else f"{row['kappa']:.3f}"]
-        for row in rows[:30]
+def _pairs(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return for each file of pairs its tiles, what was left out, and examples."""
+    return [
+        {
+            "title": f"{split}: {found['file'] or 'none'}",
+            "tiles": {
+                f"pairs to {split}": f"{found['pairs']:,}",
+                "of pairs of answers": f"{found['items']:,}",
+                "by annotators": len(found["annotators"]),
+                "mean confidence": number(found["confidence"], 3),
+            },
+            "left_out": [[reason, f"{count:,}"] for reason, count in found["left_out"].items()],
+            "examples": [
+                [*(_short(pair[name]) for name in ("prompt", "chosen", "rejected")), number(pair["confidence"], 3)]
+                for pair in found["examples"]
+            ],
+        }
+        for split, found in report.get("pairs", {}).items()
     ]
-    more = f" The {len(rows) - 30} highest are in annotators.json." if len(rows) > 30 else ""
-    told = none(
-        f"Of the annotators with the most labels, 20 at most. Where one gave a single label, κ is not defined.{more}"
-    )
-    return table((("annotator", "short"), ("annotator", "short"), ("shared", "number"), ("κ", "number")), shown) + told
-
-
-def _settings(report: dict[str, Any]) -> str:
-    settings = {name: value for name, value in report["settings"].items() if value is not None}
-    rows = "".join(
-        f'<tr><th scope="row">{text(name)}</th><td>{text(value)}</td></tr>' for name, value in sorted(settings.items())
-    )
-    body = f'<div class="settings"><table>{rows}</table></div>'
-    return f"<details><summary>{len(settings)} settings</summary>{body}</details>"
-
-
-def _sentences(sentences: list[str], otherwise: str) -> str:
-    if not sentences:
-        return none(text(otherwise))
-    return f"<ul>{''.join(f'<li>{code(sentence)}</li>' for sentence in sentences)}</ul>"
 
 
 def _some(names: list[str], most: int = 8) -> str:
@@ -230,10 +196,6 @@ def _some(names: list[str], most: int = 8) -> str:
 def _short(value: Any) -> str:
     shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return shown if len(shown) <= 300 else f"{shown[:300]} …"
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
 
 
 def _signed(value: float | None, z: float | None) -> str:

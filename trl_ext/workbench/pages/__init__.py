@@ -1,1 +1,1 @@
-"""The pages of a run and of several, and what all pages are made of."""
+"""Pages of one run and of several, and the templates that all pages share."""

@@ -1,6 +1,7 @@
-"""Curves as SVG, in the colours of the page that they stand in."""
+"""Curves as SVG, in the colours of the page around them."""
 
 import hashlib
+import importlib.util
 import io
 import re
 import warnings
@@ -8,11 +9,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from markupsafe import Markup, escape
+
 from ...callbacks import PANELS, as_label, draw_alerts, draw_line
-from .markup import text
 from .recorded import Run
 
-INK = "#010203"  # what matplotlib draws text and axes in; the page's own colour takes its place
+INK = "#010203"  # what matplotlib draws text and axes in; `chart` replaces it by the page's own colour
 # Okabe and Ito's colours, which colour-blind people tell apart, without the yellow, which white paper swallows. Each
 # has its own line and mark, too, for print in black and for the eighth run.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", INK)
@@ -39,12 +41,17 @@ GROUPS = {
     "KL coefficient": re.compile(r"objective/kl_coef"),
     "gradient norm": re.compile(r"grad_norm(/.+)?"),
 }
-# What a supervised trainer's reader looks at first; PPO's is in PANELS
+# What readers of a supervised run look at first; those of PPO find it in PANELS
 FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
 
 
-def look(place: int) -> dict[str, Any]:
-    """Colour, line and mark of the run in this place of a comparison, as matplotlib's arguments."""
+def can_draw() -> bool:
+    """Return whether matplotlib is installed, without importing it."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def line_style(place: int) -> dict[str, Any]:
+    """Return colour, line and mark of the run at this place of a comparison, as matplotlib's arguments."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "linestyle": LINES[(place + place // len(COLOURS)) % len(LINES)],
@@ -53,7 +60,7 @@ def look(place: int) -> dict[str, Any]:
 
 
 def curves(run: Run) -> list[str]:
-    """The charts of one run."""
+    """Draw the charts of one run."""
     panels = [
         chart(title, partial(draw, history=run.history, metrics=run.metrics, registry=run.registry), run.alerts)
         for title, draw in PANELS.items()
@@ -79,7 +86,7 @@ def chart(
     xlabel: str = "optimizer step",
     is_legend_outside: bool = False,
 ) -> str:
-    """A drawing as an SVG in the page's colours; "" if nothing was drawn."""
+    """Return a drawing as an SVG in the page's colours, or "" if nothing was drawn."""
     import matplotlib
     from cycler import cycler
     from matplotlib.figure import Figure  # not pyplot, whose backend is the caller's
@@ -89,7 +96,7 @@ def chart(
     salt = "c" + hashlib.sha256(title.encode("utf-8", "replace")).hexdigest()[:12]
     style: Any = dict.fromkeys(ink, INK) | {"svg.fonttype": "none", "svg.hashsalt": salt, "legend.framealpha": 0}
     style |= {"axes.prop_cycle": cycler(color=COLOURS), "axes.spines.top": False, "lines.linewidth": 1.7}
-    # A `$` in a name begins no formula; and a browser has letters that matplotlib's font lacks
+    # A `$` in a name must not begin a formula. Letters that matplotlib's font lacks are in the browser's
     with matplotlib.rc_context({**style, "font.size": 11, "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         figure = Figure(figsize=(5.2, 3.3), layout="constrained")
@@ -104,7 +111,7 @@ def chart(
         if xlabel == "optimizer step":
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.spines["right"].set_visible(len(figure.axes) > 1)
-        if is_legend_outside:  # of many runs it would cover their curves
+        if is_legend_outside:  # a legend of many runs would cover their curves
             figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=10)
         elif axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=10)
@@ -113,11 +120,11 @@ def chart(
     body = svg.getvalue()
     body = body[body.index("<svg") :]
 
-    # Colours, and ids, which are of one drawing, while the page has many; within tags, since names are text
+    # Adapt colours and ids in tags alone: text is names. A page has many drawings, whose ids must differ
     def in_page(tag: re.Match) -> str:
         return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{salt}-", tag[0].replace(INK, "currentColor"))
 
     body = re.sub(r"<[^>]*>", in_page, body)
-    # Who cannot see it is told what it is; its numbers are in the tiles
-    told = f'<svg role="img" aria-label="{text(as_label(title))}"'
-    return f"<figure>{body.replace('<svg', told, 1)}</figure>"
+    # For those who cannot see the drawing; its numbers are in the tiles
+    labelled = f'<svg role="img" aria-label="{escape(as_label(title))}"'
+    return Markup(body.replace("<svg", labelled, 1))

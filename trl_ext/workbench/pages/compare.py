@@ -1,6 +1,5 @@
-"""Several runs on one page: their curves over each other, what they came to, and in what they differ."""
+"""Several runs on one page: their curves over each other, what they came to, and how they differ."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from functools import partial
@@ -11,20 +10,20 @@ import numpy as np
 
 from ...callbacks import curve, draw_line
 from ...runs import is_notice
-from .charts import GROUPS, INK, chart, look
+from .charts import GROUPS, INK, can_draw, chart, line_style
 from .headline import ends, headline
-from .markup import document, none, number, section, table, text
-from .page import NO_CURVES, alerts, shown_scores
+from .markup import TEMPLATES, number, render
+from .page import alerts, shown_scores
 from .recorded import Run
 from .runbook import what_to_do
 from .verdict import not_passed, verdict_of_several
 
-PROMPTS = 5  # that are shown with every run's answer
-OF_THE_FOLDER = {"output_dir", "logging_dir"}  # settings that differ since the folders do
+PROMPTS = 5  # shown with each run's answer
+FOLDERS = {"output_dir", "logging_dir"}  # they differ in any two runs
 
 
 def named(folders: list[Path]) -> dict[str, Path]:
-    """The folders by the shortest ends of their paths that tell them apart; raise if one is there twice."""
+    """Return the folders by the shortest ends of their paths that tell them apart; raise if one is given twice."""
     paths = [folder.resolve() for folder in folders]
     for place, path in enumerate(paths):
         if path in paths[:place]:
@@ -39,44 +38,42 @@ def named(folders: list[Path]) -> dict[str, Path]:
 
 def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
     """
-    The HTML.
+    Return the HTML.
 
     Args:
         runs: by the names that they are shown with.
-        x: what curves are drawn over: `step`, or a key that every run logs and that grows, as `episode`.
-        title: of the page. The default is the names.
+        x: what the curves are drawn over: `step`, or a growing key that every run logs, such as `episode`.
+        title: the page's title. The default is the names.
     """
     progress = {name: _progress(run, x) for name, run in runs.items()}
-    drawn = NO_CURVES
-    if importlib.util.find_spec("matplotlib") is not None:
-        hint = (
-            none("▲ at the foot of a chart is an alert of the run of that colour.")
-            if any(map(_alarms, runs.values()))
-            else ""
-        )
-        drawn = f'{hint}<div class="charts">{"".join(_curves(runs, progress, x))}</div>'
-    every = [alert for run in runs.values() for alert in run.alerts]
-    sampled = sum(bool(run.samples) for run in runs.values())
-    parts = [
-        verdict_of_several(runs),
-        not_passed(runs),
-        _summary(runs),
-        section("Curves", _other_axis(runs, x) + drawn),
-        section("Settings that differ", _settings(runs)),
-        section("Alerts", _alerts(runs)),
-        section("The same prompts at the end", _samples(runs), "own-page") if sampled > 1 else "",
-        what_to_do(every),
-    ]
-    return document(title or " · ".join(runs), parts)
+    colours = {name: line_style(place)["color"] for place, name in enumerate(runs)}
+    with_samples = {name: run for name, run in runs.items() if run.samples}
+    return render(
+        TEMPLATES / "comparison.html.j2",
+        title=title or " · ".join(runs),
+        verdict=verdict_of_several(runs),
+        not_passed=not_passed(runs),
+        names=list(runs),
+        summary=_summary(runs),
+        colours={name: "currentColor" if colour == INK else colour for name, colour in colours.items()},
+        other_axis=_other_axis(runs, x),
+        has_alarms=any(map(_alarms, runs.values())),
+        curves=_curves(runs, progress, x) if can_draw() else None,
+        settings=_settings(runs),
+        alerts={name: alerts(run) for name, run in runs.items()},
+        with_samples=list(with_samples),
+        samples=_samples(with_samples) if len(with_samples) > 1 else [],
+        what_to_do=what_to_do(alert for run in runs.values() for alert in run.alerts),
+    )
 
 
 def _alarms(run: Run) -> list[int]:
-    """The steps of its alerts."""
+    """Return the steps of its alerts."""
     return [alert["step"] for alert in run.alerts if not is_notice(alert)]
 
 
 def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
-    """How far the run had come at an optimizer step, counted in `x`; between two logs it is taken as steady."""
+    """Return a function from optimizer steps to `x`, linear between two logs."""
     if x == "step":
         return lambda steps: list(map(float, steps))
     steps, values = curve(run.history, x)
@@ -86,26 +83,18 @@ def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
 
 
 def _other_axis(runs: dict[str, Run], x: str) -> str:
-    """Say so where a step of one run is more than a step of another."""
+    """Return a key to draw over where a step of one run is more than a step of another, or ""."""
     for key in ("episode", "num_tokens") if x == "step" else ():
         per_run = [curve(run.history, key) for run in runs.values()]
         if all(steps for steps, _ in per_run):
             ratios = [values[-1] / max(steps[-1], 1) for steps, values in per_run]
             if max(ratios) > 1.1 * min(ratios):
-                return none(f"A step is not of one size in these runs: <code>--x {key}</code> draws them over that.")
+                return key
     return ""
 
 
-def _key(place: int) -> str:
-    """A short piece of a run's line, for the table."""
-    colour = look(place)["color"]
-    ink = "currentColor" if colour == INK else colour
-    line = f'<path d="M2 8H46" stroke="{ink}" stroke-width="4"/>'
-    return f'<svg class="key" viewBox="0 0 48 16" aria-hidden="true">{line}</svg>'
-
-
-def _summary(runs: dict[str, Run]) -> str:
-    """What each run came to, side by side: a column a run."""
+def _summary(runs: dict[str, Run]) -> list[list[str]]:
+    """Return what each run came to, side by side, with a column for each run."""
     shown: dict[str, dict[str, str]] = {}  # label → run → value
     for name, run in runs.items():
         for quantity in headline(run):
@@ -116,17 +105,11 @@ def _summary(runs: dict[str, Run]) -> str:
         state = "" if run.has_ended or not run.events else " (its end is not recorded)"
         shown.setdefault("steps", {})[name] = f"{run.last_step}{state}"
         shown.setdefault("alerts", {})[name] = str(len(_alarms(run)))
-    rows = [[text(label), *(text(of.get(name, "–")) for name in runs)] for label, of in shown.items()]
-    keys = {name: f"{_key(place)} " for place, name in enumerate(runs)}
-    return table([("first → last", ""), *((name, "number") for name in runs)], rows, keys)
-
-
-def _alerts(runs: dict[str, Run]) -> str:
-    return "".join(f"<h3>{text(name)}</h3>{alerts(run)}" for name, run in runs.items())
+    return [[label, *(values.get(name, "–") for name in runs)] for label, values in shown.items()]
 
 
 def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list[str]:
-    """A chart of each quantity that a reader wants first, and of what else two runs or more have logged."""
+    """Draw each quantity that a reader wants first, and what else two runs or more have logged."""
     wanted: dict[str, dict[str, str]] = {}  # title → run → key
     for name, run in runs.items():
         for quantity in headline(run):
@@ -143,10 +126,10 @@ def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list
         for place, (name, run) in enumerate(runs.items()):
             points = _over(run, keys.get(name), progress[name])
             every = max(len(points) // 8, 1)
-            draw_line(axes, points, "y", name, **look(place), markersize=4, markevery=every)
+            draw_line(axes, points, "y", name, **line_style(place), markersize=4, markevery=every)
             for at in progress[name](_alarms(run)) if name in keys else []:
                 foot = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-                axes.plot(at, 0.03, "^", color=look(place)["color"], **foot)
+                axes.plot(at, 0.03, "^", color=line_style(place)["color"], **foot)
 
     unit = "optimizer step" if x == "step" else x
     return [
@@ -159,7 +142,8 @@ def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]
     return [{"step": at, "y": value} for at, value in zip(progress(steps), values, strict=True)]
 
 
-def _settings(runs: dict[str, Run]) -> str:
+def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
+    """Return the settings that differ, with a column for each run, or None if fewer than two runs recorded theirs."""
     recorded: dict[str, dict[str, Any]] = {}
     monitors: set[str] = set()
     for name, run in runs.items():
@@ -168,17 +152,15 @@ def _settings(runs: dict[str, Run]) -> str:
             recorded[name] = {"trainer": run.trainer, **run.config, **own}
             monitors |= own.keys()
     if len(recorded) < 2:
-        return none("Not recorded: <code>JSONLCallback</code> does.")
-    # A setting that another trainer does not have is no difference; a monitor that another run does not have is one
-    shared = set.intersection(*(set(settings) for settings in recorded.values())) - OF_THE_FOLDER
+        return None
+    # A setting counts if all trainers have it, a monitor if any run has it
+    shared = set.intersection(*(set(settings) for settings in recorded.values())) - FOLDERS
     rows = []
     for key in ["trainer", *sorted((shared | monitors) - {"trainer"})]:
         values = [_shown(recorded[name][key]) if key in recorded.get(name, {}) else "–" for name in runs]
         if len(set(values)) > 1:
-            rows.append([text(key), *map(text, values)])
-    if not rows:
-        return none("None.")
-    return table([("setting", "short"), *((name, "") for name in runs)], rows)
+            rows.append([key, *values])
+    return rows
 
 
 def _shown(value: Any) -> str:
@@ -186,25 +168,23 @@ def _shown(value: Any) -> str:
     return written if len(written) <= 200 else f"{written[:200]}…"
 
 
-def _samples(runs: dict[str, Run]) -> str:
-    """The last answer of each run to the prompts that all of them were asked, of those that keep samples."""
+def _samples(runs: dict[str, Run]) -> list[list[Any]]:
+    """Return each prompt that all runs with samples were asked, and the last answer of each run to it."""
     last: dict[str, dict[str, dict[str, Any]]] = {}  # run → prompt → row, merged over the watches that wrote it
-    for name, run in ((name, run) for name, run in runs.items() if run.samples):
+    for name, run in runs.items():
         answers = last.setdefault(name, {})
         for row in run.samples:
             prompt, before = str(row.get("prompt")), answers.get(str(row.get("prompt")))
             same = before and (before["step"], before.get("completion")) == (row["step"], row.get("completion"))
             answers[prompt] = {**row, "scores": {**before["scores"], **row["scores"]}} if same and before else row
     shared = set.intersection(*(set(answers) for answers in last.values()))
-    if not shared:
-        return none("The runs' samples have no prompt in common.")
     latest = sorted(shared, key=lambda prompt: (-min(answers[prompt]["step"] for answers in last.values()), prompt))
     rows = []
     for prompt in latest[:PROMPTS]:
-        cells = [text(prompt[:400])]
+        cells: list[Any] = [prompt[:400]]
         for answers in last.values():
             row = answers[prompt]
-            scores = f"step {text(row['step'])}: {shown_scores(row['scores'])}"
-            cells.append(f'{text(str(row.get("completion"))[:800])}<br><small class="none">{scores}</small>')
+            scores = f"step {row['step']}: {shown_scores(row['scores'])}"
+            cells.append({"answer": str(row.get("completion"))[:800], "scores": scores})
         rows.append(cells)
-    return table([("prompt", "text"), *((name, "text") for name in last)], rows)
+    return rows

@@ -1,4 +1,4 @@
-"""What a reader wants to know of a run first, by the trainer: names, units and keys of the logs."""
+"""What a reader wants to know first about a run, by trainer: names, units and keys in the logs."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .recorded import Run, is_finite
 
 @dataclass(frozen=True)
 class Quantity:
-    """One number of a run over its steps, with the name and the unit that a reader knows it by."""
+    """A number that a run logs at its steps, with the name and unit that readers know."""
 
     name: str
     key: str
@@ -21,7 +21,7 @@ class Quantity:
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
-# `callbacks/metrics.py` says how the trainers name what monitors read; here is what else is worth a tile, in order.
+# What is worth a tile, in order. `callbacks/metrics.py` has the names of what monitors read.
 _SUPERVISED = (Quantity("loss", "loss", "nats per token"), Quantity("token accuracy", "mean_token_accuracy"))
 _PAIRS = (
     Quantity("pair accuracy", "rewards/accuracies"),
@@ -59,7 +59,7 @@ HEADLINES: dict[str, tuple[Quantity, ...]] = {
     ),
     "KTOConfig": (Quantity("margin", "rewards/margins"), Quantity("loss", "loss")),
 }
-# Of trainers that sample: their own words for these are in `trl_ext.callbacks.metrics`
+# For trainers that sample, whose own names for these are in `callbacks/metrics.py`
 _SAMPLED = {"reward": "score", "kl": "KL", "entropy": "entropy", "length": "length"}
 _HELD_OUT = {
     "held-out score": re.compile(r"eval_(objective/scores|reward)"),
@@ -68,7 +68,7 @@ _HELD_OUT = {
 
 
 def headline(run: Run) -> list[Quantity]:
-    """Return what this run has logged of it, in a reader's order."""
+    """Return the quantities that this run has logged, the most wanted first."""
     keys = {key for log in run.history for key in log}
     wanted = list(HEADLINES.get(run.trainer, ()))
     if not wanted:
@@ -83,13 +83,13 @@ def headline(run: Run) -> list[Quantity]:
 
 
 def first_and_last(run: Run, key: str) -> list[float]:
-    """Return the first and the last value of a key; one where there is one."""
+    """Return the first and the last value of a key, or the only one."""
     values = curve(run.history, key)[1]
     return [values[0], values[-1]] if len(values) > 1 else values
 
 
 def ends(run: Run, key: str) -> str:
-    """A key's first and last value, as a tile shows them; a last one that is not finite is not hidden."""
+    """Return the first and last value of a key as a tile shows them, the last one even if it is not finite."""
     values = first_and_last(run, key)
     least = 1e-6 * max(map(abs, values), default=0.0)  # what rounding left of a KL of 0, say
     shown = [number(value if abs(value) > least else 0, 3) for value in values]

@@ -1,42 +1,40 @@
 """The page of one run: what it came to, its alerts, curves, samples and settings."""
 
-import importlib.util
 from datetime import UTC, datetime
 from typing import Any
 
 from ...runs import PRIVATE_FOLDER, is_notice
-from .charts import COLOURS, chart, curves
+from .charts import COLOURS, can_draw, chart, curves
 from .headline import ends, headline
-from .markup import code, document, none, number, section, table, text, tiles
+from .markup import TEMPLATES, number, render
 from .recorded import Run, is_finite
-from .runbook import link, what_to_do
+from .runbook import section_of, sections, what_to_do
 from .verdict import not_passed, verdict, watchers
 
 PHASES = ("first third", "second third", "last third")
 SAMPLES = 5  # prompts a phase
-LAST_GOOD = "last-good"  # where PPOTrainer leaves them
-NO_CURVES = none("No curves: <code>pip install matplotlib</code>, which draws them.")
+LAST_GOOD = "last-good"  # the folder of a PPO run with the weights before a gradient that was not finite
 
 
 def page(run: Run) -> str:
-    """The HTML."""
-    generates = bool(run.samples) or "length" in run.metrics
-    can_draw = importlib.util.find_spec("matplotlib") is not None
-    drawn = f'<div class="charts">{"".join(curves(run))}</div>' if can_draw else NO_CURVES
-    parts = [
-        verdict(run),
-        _heading(run),
-        not_passed({"": run}),
-        tiles(_ends(run)),
-        _of_the_model(run),
-        section("Alerts", alerts(run)),
-        section("Curves", drawn),
-        section("Scores by phase", _histograms(run)) if generates and can_draw else "",
-        section("Samples over time", _samples(run), "own-page") if generates else "",
-        section("Configuration", _config(run), "own-page"),
-        what_to_do(run.alerts),
-    ]
-    return document(run.folder.resolve().name, parts)
+    """Return the HTML."""
+    return render(
+        TEMPLATES / "run.html.j2",
+        title=run.folder.resolve().name,
+        verdict=verdict(run),
+        heading=_heading(run),
+        not_passed=not_passed({"": run}),
+        tiles=_tiles(run),
+        # Links hold within the folder that the page is in
+        has_reward_report=any((run.folder / each / "reward_report.html").is_file() for each in ("", PRIVATE_FOLDER)),
+        alerts=alerts(run),
+        curves=curves(run) if can_draw() else None,
+        generates=bool(run.samples) or "length" in run.metrics,
+        histograms=_histograms(run) if can_draw() else [],
+        samples=_samples(run),
+        config=sorted(run.config.items()),
+        what_to_do=what_to_do(run.alerts),
+    )
 
 
 def _heading(run: Run) -> str:
@@ -48,19 +46,13 @@ def _heading(run: Run) -> str:
         parts.append(f"begun {datetime.fromtimestamp(begins[0]['timestamp'], UTC):%Y-%m-%d %H:%M} UTC")
     parts += [f"resumed at step {begin['step']}" for begin in begins[1:]]
     if not run.has_ended:
-        parts.append("its end is not recorded: it runs, was killed, or stopped with an error")
+        parts.append("its end is not recorded: it is still running, was killed, or stopped with an error")
         if (run.folder / LAST_GOOD).is_dir():
             parts.append(f"the weights before a gradient that was not finite are in {LAST_GOOD}")
-    return none(text(", ".join(filter(None, parts))))
+    return ", ".join(filter(None, parts))
 
 
-def _of_the_model(run: Run) -> str:
-    """Where the report on a reward model lies, seen from this page."""
-    beside = any((run.folder / place / "reward_report.html").is_file() for place in ("", PRIVATE_FOLDER))
-    return '<p><a href="reward_report.html">What the saved model is worth</a></p>' if beside else ""
-
-
-def _ends(run: Run) -> dict[str, str]:
+def _tiles(run: Run) -> dict[str, str]:
     notices = sum(map(is_notice, run.alerts))
     shown = {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
     shown |= {label: number(value, 3) for label, value in run.outcome.items()}
@@ -68,23 +60,19 @@ def _ends(run: Run) -> dict[str, str]:
     return shown | ({"notices of monitors": str(notices)} if notices else {})
 
 
-def alerts(run: Run) -> str:
-    """The alerts of a run, each with a link to what to do."""
-    if not run.alerts:
-        who = watchers(run) or "none; which monitors were set is not recorded"
-        return none(f"{text(who[0].upper() + who[1:])}{' and found nothing' if run.monitors else ''}.")
-    rows = []
+def alerts(run: Run) -> dict[str, Any]:
+    """Return the table of a run's alerts, each with the runbook's section on it, and what to say if there are none."""
+    who = watchers(run) or "none; which monitors were set is not recorded"
+    known, rows = sections(), []
     for alert in run.alerts:
-        style = "warn" if alert.get("action") == "warn" else "act"
-        action = "notice" if is_notice(alert) else alert.get("action")
-        what, advice = (code(str(alert.get(name))[:800]) for name in ("what", "advice"))
+        action = {"level": alert.get("action"), "word": "notice" if is_notice(alert) else alert.get("action")}
+        what, sentence = (str(alert.get(name))[:800] for name in ("what", "advice"))
+        advice = {"sentence": sentence, "section": "", "runbook": str(alert.get("runbook"))[:200]}
+        if (section := section_of(alert)) in known:
+            advice["section"] = section
         numbers = (number(alert.get(name)) for name in ("value", "bound"))
-        shown = f'<span class="{style}">{text(action)}</span>'
-        rows.append(
-            [text(alert["step"]), shown, text(alert.get("monitor")), what, *numbers, f"{advice} {link(alert)}"]
-        )
-    columns = {"step": "number", "action": "short", "monitor": "short", "what": ""}
-    return table({**columns, "value": "number", "bound": "number", "advice": ""}.items(), rows)
+        rows.append([alert["step"], action, alert.get("monitor"), what, *numbers, advice])
+    return {"rows": rows, "otherwise": f"{who[0].upper()}{who[1:]}{' and found nothing' if run.monitors else ''}."}
 
 
 def _phases(run: Run) -> list[list[dict[str, Any]]]:
@@ -93,10 +81,10 @@ def _phases(run: Run) -> list[list[dict[str, Any]]]:
 
 
 def _is_score(score: Any) -> bool:
-    return isinstance(score, (int, float)) and abs(score) < 1e100  # what a histogram can have as a bound; no NaN
+    return isinstance(score, (int, float)) and abs(score) < 1e100  # a histogram's bounds must be finite
 
 
-def _histograms(run: Run) -> str:
+def _histograms(run: Run) -> list[str]:
     phases = _phases(run)
     names = sorted({n for row in run.samples for n, s in row["scores"].items() if _is_score(s)})
     charts = []
@@ -112,19 +100,16 @@ def _histograms(run: Run) -> str:
                     axes.hist(values, 24, range=edges, label=label, color=colour, **shape)
 
         charts.append(chart(f"{name}: density of single scores", draw, xlabel="score"))
-    if not charts:
-        return none("No single scores: <code>SamplesCallback</code> records some.")
-    return f'<div class="charts">{"".join(charts)}</div>'
+    return charts
 
 
 def shown_scores(scores: dict[str, Any]) -> str:
+    """Return the scores of one answer as a line."""
     shown = ", ".join(f"{name} {number(s)}" for name, s in scores.items() if isinstance(s, (int, float)))
-    return text(shown[:400])
+    return shown[:400]
 
 
-def _samples(run: Run) -> str:
-    if not run.samples:
-        return none("No completions: <code>SamplesCallback</code> records some.")
+def _samples(run: Run) -> list[list[Any]]:
     rows = []
     for label, phase in zip(PHASES, _phases(run), strict=True):
         merged: dict[tuple, dict[str, Any]] = {}
@@ -133,17 +118,5 @@ def _samples(run: Run) -> str:
             merged.setdefault((row["step"], *texts), {}).update(row["scores"])
         spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
         for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
-            rows.append([label, text(step), text(prompt[:400]), text(completion[:800]), shown_scores(scores)])
-    return table(
-        {"phase": "short", "step": "number", "prompt": "text", "completion": "text", "scores": ""}.items(), rows
-    )
-
-
-def _config(run: Run) -> str:
-    if not run.config:
-        return none("Not recorded: <code>JSONLCallback</code> does.")
-    rows = "".join(f'<tr><th scope="row">{text(k)}</th><td>{text(v)}</td></tr>' for k, v in sorted(run.config.items()))
-    return (
-        f"<details><summary>{len(run.config)} settings</summary>"
-        f'<div class="settings"><table>{rows}</table></div></details>'
-    )
+            rows.append([label, step, prompt[:400], completion[:800], shown_scores(scores)])
+    return rows

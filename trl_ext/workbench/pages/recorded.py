@@ -1,4 +1,4 @@
-"""What a run left behind in its folder: its curves, alerts, samples and settings, of the last run that was there."""
+"""What the last run in a folder left there: curves, alerts, samples and settings."""
 
 import json
 import math
@@ -10,13 +10,13 @@ from ...callbacks import METRICS, Metric
 from ...runs import PRIVATE_FOLDER, REGISTRY, read_jsonl, redacted
 from ...runs import is_finite_number as is_finite
 
-# What of these trainers' logs no other one has: they name most things alike
+# A key that only this trainer logs: they share most names
 _SIGNATURES = {"DPOConfig": "rewards/margins", "RewardConfig": "margin", "SFTConfig": "mean_token_accuracy"}
 
 
 @dataclass
 class Run:
-    """What a run left behind."""
+    """What a run left in its folder."""
 
     folder: Path
     history: list[dict[str, Any]]
@@ -24,15 +24,15 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     registry: dict[str, Any] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)  # of JSONLCallback
-    outcome: dict[str, float] = field(default_factory=dict)  # what was measured after it: a round of online DPO
-    monitors: dict[str, Any] | None = None  # those that were set, with their arguments; None where it is not recorded
-    objections: list[str] = field(default_factory=list)  # what reports said against its reward models as it began
+    events: list[dict[str, Any]] = field(default_factory=list)  # lines that JSONLCallback wrote
+    outcome: dict[str, float] = field(default_factory=dict)  # measured after training, as in a round of online DPO
+    monitors: dict[str, Any] | None = None  # by name, with their arguments; None if not recorded
+    objections: list[str] = field(default_factory=list)  # what reports said against its reward models when it began
     report: dict[str, Any] = field(default_factory=dict)  # the verdict on the reward model that it has saved
 
     @property
     def trainer(self) -> str:
-        """Its config class, a key of `METRICS`: the one that is recorded, or else whose keys are there."""
+        """Return its config class, a key of `METRICS`: as recorded, or else the one whose keys it logged."""
         for event in reversed(self.events):
             if event.get("config_class") in METRICS:
                 return event["config_class"]
@@ -43,12 +43,12 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """The quantities that its trainer logs."""
+        """Return the quantities that its trainer logs."""
         return METRICS[self.trainer]
 
     @property
     def has_ended(self) -> bool:
-        """Whether the end of training is recorded, after its last beginning."""
+        """Return whether the end of training is recorded after its last start."""
         kinds = [event.get("type") for event in self.events]
         since = max((place for place, kind in enumerate(kinds) if kind == "begin"), default=0)
         return "end" in kinds[since:]
@@ -59,7 +59,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read an output directory; raise where there is nothing of a run."""
+    """Read an output directory; raise if it holds no run."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; give the output directory of a run")
     private = folder / PRIVATE_FOLDER  # where a run that is pushed to the hub records
@@ -83,7 +83,7 @@ def read_run(folder: Path) -> Run:
         run.registry = {**{name: {"args": args} for name, args in (run.monitors or {}).items()}, **run.registry}
         run.objections = list(map(str, (begins[-1].get("objections") if begins else None) or []))
         run.config = redacted(next((e["config"] for e in reversed(events) if "config" in e), {}))
-    run.registry = redacted(run.registry)  # the page shows the monitors' arguments, too
+    run.registry = redacted(run.registry)  # the page shows the monitors' arguments
     if (folder / "alerts.jsonl").is_file():
         run.alerts = list(read_jsonl(folder / "alerts.jsonl"))
     run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
@@ -91,14 +91,16 @@ def read_run(folder: Path) -> Run:
     run.report = report["verdict"] if isinstance(report.get("verdict"), dict) else {}
     run.outcome = _outcome(folder / "round.json")
     if is_finite(report.get("accuracy")):
-        trained_on = report.get("trained_on")  # what it was not known of may have been trained on
+        trained_on = report.get("trained_on")  # if that is not known, these pairs may have been trained on
         is_held_out = isinstance(trained_on, dict) and trained_on.get("is_known") is True
         run.outcome[f"{'held-out ' if is_held_out else ''}accuracy, as saved"] = report["accuracy"]
     rows = [row for path in sorted(source.glob("completions.rank*.jsonl")) for row in read_jsonl(path)]
     rows = [row for row in rows if is_finite(row.get("step")) and isinstance(row.get("scores"), dict)]
     run.samples = sorted(_of_this_run(rows, begins), key=lambda row: row["step"])
     if events and not (run.history or run.samples):
-        raise ValueError(f"{folder} is a run that has logged nothing: it ended, or is still, before its first log")
+        raise ValueError(
+            f"{folder} is a run that has logged nothing: it ended before its first log, or has not reached it yet"
+        )
     if not (run.history or run.samples):
         within = sorted({str(path.parent) for path in folder.glob("**/metrics.rank0.jsonl")})
         if within:
@@ -111,7 +113,7 @@ def read_run(folder: Path) -> Run:
 
 
 def rounds_of(folder: Path) -> list[Path]:
-    """The rounds of online DPO, which are runs of their own, in their order; [] where this folder is a run itself."""
+    """Return the rounds of online DPO in order, or [] if this folder is a run itself. A round is a run of its own."""
     if (folder / "metrics.rank0.jsonl").is_file() or (folder / PRIVATE_FOLDER).is_dir():
         return []
     rounds = [path.parent for path in folder.glob("round-*/metrics.rank0.jsonl")]
@@ -119,7 +121,7 @@ def rounds_of(folder: Path) -> list[Path]:
 
 
 def _outcome(path: Path) -> dict[str, float]:
-    """The held-out scores of a round of online DPO, and the length of its answers."""
+    """Return the held-out scores of a round of online DPO, and the length of its answers."""
     if not path.is_file():
         return {}
     measured = json.loads(path.read_text())
@@ -128,7 +130,7 @@ def _outcome(path: Path) -> dict[str, float]:
 
 
 def _report(path: Path, since: float) -> dict[str, Any]:
-    """The report on a reward model as this run has saved it; not that on one which was there before."""
+    """Return the report on the reward model that this run saved; {} if the file is older than the run."""
     try:
         report = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_mtime >= since else {}
     except (OSError, ValueError):
@@ -137,7 +139,7 @@ def _report(path: Path, since: float) -> dict[str, Any]:
 
 
 def _newest(states: list[Path]) -> dict[str, Any]:
-    """The newest of these `trainer_state.json` that is whole: a run may have been killed while it wrote one."""
+    """Return the newest complete `trainer_state.json`: a run may have been killed while it wrote one."""
     for path in sorted(states, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             return json.loads(path.read_text())
@@ -147,7 +149,7 @@ def _newest(states: list[Path]) -> dict[str, Any]:
 
 
 def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first lines of the last run and of its continuations."""
+    """Return the first line of the last run, and those of its continuations."""
     begins = [event for event in events if event.get("type") == "begin"]
     starts = [i for i, begin in enumerate(begins) if begin["step"] == 0]  # older files have no id
     run = begins[-1].get("run") if begins else None
@@ -155,7 +157,7 @@ def _begins(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _of_this_run(rows: list[dict[str, Any]], begins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out rows of earlier runs, and of steps that were done again since the run was resumed before them."""
+    """Leave out rows of earlier runs, and of steps that a resumed run repeated."""
     times = [(b["timestamp"] if is_finite(b.get("timestamp")) else -math.inf, b["step"]) for b in begins]
 
     def is_kept(row: dict[str, Any]) -> bool:

@@ -4,11 +4,11 @@
 
 RUN is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallback) or else from the newest
 `trainer_state.json`; alerts from `alerts.jsonl`; score histograms and samples from `completions.rank*.jsonl`, which
-SamplesCallback and the watches of `trl_ext.rewards` write; the configuration from JSONLCallback's first line. Of a
-folder with several runs the last one is shown; steps that were done again after a resume count once.
+SamplesCallback and the watches of `trl_ext.rewards` write; the configuration from JSONLCallback's first line. A folder
+with several runs shows the last one. Steps that a resumed run repeated count once.
 
-`page.py` makes the page of one run, and `compare.py` that of several: one colour a run, the settings that differ, and
-the answers to the same prompts.
+`page.py` makes the page of one run, and `compare.py` that of several: a colour for each run, the settings that differ,
+and the answers to the same prompts.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
 
 def write_report(folder: str | Path | Sequence[str | Path], output: str | Path | None = None, x: str = "step") -> Path:
     """
-    Write the page of a run, or one page of several, and return where it is.
+    Write the page of a run, or one page of several runs, and return its path.
 
     Args:
-        folder: output directory of a run; several are laid over each other. That of online DPO is its rounds.
-        output: the page. The default is `report.html` beside what it shows, and for several folders in the working
+        folder: output directory of a run, or several, whose curves are drawn over each other. One of online DPO stands
+            for its rounds.
+        output: file to write. The default is `report.html` in the run's folder, or for several runs in the working
             directory.
-        x: what curves of several runs are drawn over: `step`, or a key that all of them log, as `episode`.
+        x: what curves of several runs are drawn over: `step`, or a key that all of them log, such as `episode`.
     """
     folders = [Path(folder)] if isinstance(folder, (str, Path)) else [Path(one) for one in folder]
     if not folders:
-        raise ValueError("there is no run to report of; give the output directory of one")
+        raise ValueError("there is no run to report on; give the output directory of one")
     if len(folders) > 1:
         text, place = _comparison(folders, x), Path()
     elif rounds := rounds_of(folders[0]):
@@ -66,14 +67,14 @@ def _comparison(folders: list[Path], x: str, title: str = "") -> str:
 
 def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = True) -> str:
     """
-    Write the page at the end of a script, with its last evaluation, and say in a few words where it is.
+    Write the page at the end of a script, with its last evaluation, and return a line that says where it is.
 
-    A page that cannot be written ends nothing: the words say why.
+    If the page cannot be written, the line says why; nothing is raised.
 
     Args:
         folder: output directory of the run.
-        was_trained: False where the run was complete already: its page stays as it is.
-        is_recorded: the setting `record_run`; where it is False, there is no page to write.
+        was_trained: False if the run was complete already. Its page stays as it is.
+        is_recorded: the setting `record_run`. If it is False, there is no page to write.
     """
     from accelerate import PartialState  # here: it imports torch, which a page does not need
 
@@ -86,12 +87,12 @@ def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = 
         return f"Report: {found[-1]}" if found else "No report: nothing was trained"
     try:
         return f"Report: {write_report(folder)}"
-    except Exception as error:  # the model is what the run was for
+    except Exception as error:  # the trained model matters more than its page
         return f"No report: {' '.join(str(error).split())}"
 
 
 def next_answer(folder: str | Path, rows: "Dataset", max_new_tokens: int | None = None) -> str:
-    """The command that answers the first prompt of these rows with the model in `folder`, as a shell takes it."""
+    """Return the shell command that answers the first prompt of these rows with the model in `folder`."""
     from ...data import is_messages
 
     row = rows[0]
@@ -115,10 +116,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--output",
         type=Path,
-        help="where to write; by default report.html in RUN, of several in the working directory",
+        help="where to write; by default report.html in RUN, or for several runs in the working directory",
     )
     parser.add_argument(
-        "--x", default="step", help="of several runs: what curves are drawn over: step, or a logged key, as episode"
+        "--x",
+        default="step",
+        help="what the curves of several runs are drawn over: step, or a logged key such as episode",
     )
     args = parser.parse_args(arguments)
     try:

@@ -4,38 +4,24 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...runs import RUNBOOK, root
-from .markup import prose, text
 
 
 def sections() -> dict[str, list[str]]:
-    """Lines of each section of the runbook."""
+    """Return the lines of each section of the runbook."""
     parts = (root() / RUNBOOK).read_text(encoding="utf-8").split("\n## ")[1:]
     return {part.splitlines()[0].strip(): part.splitlines()[1:] for part in parts}
 
 
-def link(alert: dict[str, Any]) -> str:
-    """A link to what to do about an alert, or what the alert says where that is."""
-    section = section_of(alert)
-    if section not in sections():
-        return f"({text(str(alert.get('runbook'))[:200])})"
-    return f'<a href="#runbook-{text(section)}">What to do</a>'
-
-
 def section_of(alert: dict[str, Any]) -> str:
+    """Return the name of the section that an alert links to."""
     return str(alert.get("runbook")).partition("#")[2]
 
 
-def what_to_do(alerts: Iterable[dict[str, Any]]) -> str:
-    """The sections that these alerts link to."""
-    wanted, written = {section_of(alert) for alert in alerts}, ""
+def what_to_do(alerts: Iterable[dict[str, Any]]) -> dict[str, list[list[str]]]:
+    """Return the tables of the sections that these alerts link to, by section: rows of cells in Markdown."""
+    wanted, tables = {section_of(alert) for alert in alerts}, {}
     for name, lines in sections().items():
         rows = [line.strip(" |").split(" | ") for line in lines if line.startswith("|") and not line.startswith("|--")]
         if name in wanted and rows:
-            head, *body = ([prose(cell) for cell in row] for row in rows)
-            names = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-            table = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in body)
-            written += (
-                f'<h3 id="runbook-{text(name)}">{text(name)}</h3><div class="wide"><table><thead><tr>{names}</tr>'
-                f"</thead><tbody>{table}</tbody></table></div>"
-            )
-    return f"<section><h2>What to do</h2>{written}</section>" if written else ""
+            tables[name] = rows
+    return tables

@@ -1,11 +1,11 @@
-"""The sentence that a page begins with: what became of a run, and whether anybody watched."""
+"""The first sentence of a page: what became of a run, and whether a monitor watched it."""
 
 from ...runs import is_notice
 from .headline import Quantity, first_and_last, headline
-from .markup import code, number, text
+from .markup import number
 from .recorded import Run, is_finite
 
-# What a monitor has done, by its action; the gravest is the last
+# What a monitor did, by its action, the gravest last
 _DONE = {
     "warn": "warned",
     "save": "saved a checkpoint",
@@ -17,13 +17,13 @@ _NAMED = 3  # quantities, monitors and runs that a sentence has room for
 
 
 def verdict(run: Run) -> str:
-    """The HTML of one sentence on a run; nothing where nothing was measured."""
+    """Sum a run up in one sentence, or in "" if nothing was measured."""
     said = "; ".join(filter(None, [_changes(run), _worth(run), _watched(run)]))
     return _sentence(f"so far {said}" if said and run.events and not run.has_ended else said)
 
 
 def verdict_of_several(runs: dict[str, Run]) -> str:
-    """The HTML of one sentence on several runs: which came out highest, what was found, and where nobody watched."""
+    """Sum several runs up in one sentence: which ended highest, what was found, and where nobody watched."""
     last: dict[str, dict[str, float]] = {}  # what was measured → run → its value at the end
     for name, run in runs.items():
         ends = [(_name(each), first_and_last(run, each.key)[-1:]) for each in _wanted(run)]
@@ -48,8 +48,8 @@ def verdict_of_several(runs: dict[str, Run]) -> str:
     return _sentence("; ".join(parts))
 
 
-def not_passed(runs: dict[str, Run]) -> str:
-    """The HTML of what reports say against the runs' reward models, each once; it stands above the figures."""
+def not_passed(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
+    """Return what reports say against the runs' reward models, with the reasons, each objection once."""
     said: dict[str, list[str]] = {}
     for name, run in runs.items():
         for objection in _objections(run):
@@ -58,13 +58,12 @@ def not_passed(runs: dict[str, Run]) -> str:
     for objection, names in said.items():
         what, *reasons = objection.split("\n  - ")
         what = f"{_listed(names)}: {what}" if len(runs) > 1 else what
-        listed = "".join(f"<li>{code(reason[:800])}</li>" for reason in reasons)
-        rows.append(f'<p class="act">Not passed: {text(what[:800])}</p>' + (f"<ul>{listed}</ul>" if listed else ""))
-    return "".join(rows)
+        rows.append((what[:800], [reason[:800] for reason in reasons]))
+    return rows
 
 
 def watchers(run: Run) -> str:
-    """Who watched a run, as the beginning of a sentence; nothing where it is not recorded."""
+    """Say who watched a run, as the beginning of a sentence, or "" if that is not recorded."""
     if not run.monitors:
         return "" if run.monitors is None else "no monitors were set"
     names = sorted(run.monitors)
@@ -72,7 +71,7 @@ def watchers(run: Run) -> str:
 
 
 def _wanted(run: Run) -> list[Quantity]:
-    """Score, gold and KL; of a trainer without a score what its readers look at first, of held-out data if it is."""
+    """Return score, gold and KL; of a trainer without a score its first quantity, on held-out data if it has one."""
     quantities = headline(run)
     if "reward" in run.metrics:
         return [each for each in quantities if each.name in ("score", "gold, held out", "KL")][:_NAMED]
@@ -80,7 +79,7 @@ def _wanted(run: Run) -> list[Quantity]:
 
 
 def _name(quantity: Quantity) -> str:
-    return quantity.name.replace("gold, held out", "held-out gold")  # a tile's name is no part of a sentence
+    return quantity.name.replace("gold, held out", "held-out gold")  # the tile's name does not fit into a sentence
 
 
 def _changes(run: Run) -> str:
@@ -103,7 +102,7 @@ def _changes(run: Run) -> str:
 
 
 def _objections(run: Run) -> list[str]:
-    """What reports say against the model that a run has saved, and against its rewards."""
+    """Return what reports say against the model that a run has saved, and against its rewards."""
     if run.report.get("passed") is not False:
         return run.objections
     reasons = run.report.get("reasons")
@@ -127,7 +126,7 @@ def _watched(run: Run) -> str:
 
 
 def _found(run: Run) -> str:
-    """The gravest that each monitor did, and when first; nothing if none did anything."""
+    """Say the gravest thing that each monitor did, and at which step first, or "" if none did anything."""
     gravest: dict[str, tuple[int, str, int]] = {}  # monitor → gravity, what it did, at which step
     for alert in run.alerts:
         if not is_notice(alert):
@@ -146,4 +145,4 @@ def _listed(parts: list[str]) -> str:
 
 
 def _sentence(said: str) -> str:
-    return f'<p class="verdict">{text(f"{said[0].upper()}{said[1:]}.")}</p>' if said else ""
+    return f"{said[0].upper()}{said[1:]}." if said else ""

@@ -1,106 +1,86 @@
 """The page of `trl-ext prompts`."""
 
-import importlib.util
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...data import SCRIPTS, similarity_of
-from ..pages.charts import COLOURS, LINES, chart
-from ..pages.markup import document, none, number, section, table, text, tiles
+from ..pages.charts import COLOURS, LINES, can_draw, chart
+from ..pages.markup import number, render
 from .examine import PromptReport
 from .figures import QUANTILES, large_groups, rows_of
 from .filtering import REASONS, strata
 
 EXAMPLES = 8
+_COUNTS = {  # names of columns, and keys of the figures
+    "rows": "rows",
+    "empty": "empty",
+    "exact": "exact_duplicates",
+    "near": "near_duplicates",
+    "largest group": "largest_group",
+    "joined by others": "joined_by_others",
+}
 _LOOKED_AT = 50  # rows of a group, for an example
 _SHOWN = 400  # characters of a prompt
 
 
 def page(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[str, Any]) -> str:
-    """The HTML."""
-    rows = sum(of_set["rows"] for of_set in found["sets"].values())
-    repeated = sum(of_set["near_duplicates"] for of_set in found["sets"].values())
-    shared = {name: found["sets"][name]["shared_near"] for name in args.held_out}
+    """Return the HTML."""
+    sets, guessed = found["sets"], report.languages is not None
+    rows = sum(of_set["rows"] for of_set in sets.values())
+    repeated = sum(of_set["near_duplicates"] for of_set in sets.values())
     shown = {"rows": number(rows), "near duplicates within sets": f"{repeated / rows:.1%}"}
-    shown |= {f"{name} shared with others": number(count) for name, count in shared.items()}
+    shown |= {f"{name} shared with others": number(sets[name]["shared_near"]) for name in args.held_out}
     if found["bounds"]:
         shown["bounds broken"] = f"{sum(bound['broken'] for bound in found['bounds'])} of {len(found['bounds'])}"
-    how = (
-        f"Near duplicates share {args.threshold:g} or more of their {args.ngram}-grams of {args.unit} (Jaccard). Chat "
-        f"prompts are compared by {'all turns' if args.by == 'conversation' else 'the last turn of the user'}. Case, "
-        "white space and forms of letters do not count."
+    keys = _COUNTS | ({} if report.other_view is None else {"same otherwise": "same_in_the_other_view"})
+    return render(
+        Path(__file__).with_name("page.html.j2"),
+        title="Prompts",
+        args=args,
+        tiles=shown,
+        bounds=[[b["broken"], f"{b['option']} {b['set']}", b["sentence"]] for b in found["bounds"]],
+        counts=list(keys),
+        counted=[[name, of["column"], *(number(of[key]) for key in keys.values())] for name, of in sets.items()],
+        sets_above=[f"in {name}" for name in sets],
+        between=_between(found),
+        examples=_examples(report, args),
+        quantiles=list(QUANTILES),
+        lengths=[
+            [name, unit, *(number(of_set[unit][label]) for label in QUANTILES)]
+            for name, of_set in sets.items()
+            for unit in ("words", "characters")
+        ],
+        charts=[_length_chart(report)] if can_draw() else [],
+        guessed=guessed,
+        scripts=[
+            [name, _shares(of_set["scripts"]), *([_shares(of_set["languages"])] if guessed else [])]
+            for name, of_set in sets.items()
+        ],
+        copied=_copied(report, found),
+        **_kept(found, args),
+        splits=[f"share of {each}" for each in args.split_shares or ()],
+        strata={name: _strata(report, name, args, splits[name]) for name in (splits if args.stratify else ())},
     )
-    parts = [
-        none(text(how)),
-        tiles(shown),
-        section("Bounds", _bounds(found)) if found["bounds"] else "",
-        section("Sets", _sets(report, found)),
-        section("Between sets", _between(found)) if len(report.sets) > 1 else "",
-        section("Examples", _examples(report, args)),
-        section("Lengths", _lengths(report, found)),
-        section("Scripts and languages", _scripts(report, found)),
-        section("Copied answers", _copied(report, found, args)) if args.copied_from else "",
-        section("What is kept", _kept(report, found, args, splits)),
-    ]
-    return document("Prompts", parts)
 
 
-def _bounds(found: dict[str, Any]) -> str:
-    state = {True: '<span class="act">broken</span>', False: "holds"}
-    rows = [[state[b["broken"]], text(f"{b['option']} {b['set']}"), text(b["sentence"])] for b in found["bounds"]]
-    return table([("state", "short"), ("bound", "short"), ("found", "")], rows)
-
-
-def _sets(report: PromptReport, found: dict[str, Any]) -> str:
-    keys = {
-        "rows": "rows",
-        "empty": "empty",
-        "exact": "exact_duplicates",
-        "near": "near_duplicates",
-        "largest group": "largest_group",
-        "joined by others": "joined_by_others",
-    }
-    if report.other_view is not None:
-        keys["same otherwise"] = "same_in_the_other_view"
-    rows = [
-        [text(name), text(of_set["column"]), *(number(of_set[key]) for key in keys.values())]
-        for name, of_set in found["sets"].items()
-    ]
-    said = (
-        "<em>exact</em> and <em>near</em> count rows with a duplicate before them in the set, near ones with exact "
-        "ones; <em>joined by others</em>, rows further from the first of their group than the threshold."
-    )
-    if report.other_view is not None:
-        said += (
-            " <em>same otherwise</em> counts rows that have more equals where chat is compared the other way, by the "
-            "user's last turn or by all turns."
-        )
-    return none(said) + table([("set", "short"), ("column", "short"), *((key, "number") for key in keys)], rows)
-
-
-def _between(found: dict[str, Any]) -> str:
-    names = list(found["sets"])
+def _between(found: dict[str, Any]) -> list[list[str]]:
     rows = []
-    for name in names:
-        total = found["sets"][name]["rows"]
-        cells = [text(name)]
-        for other in names:
+    for name, of_set in found["sets"].items():
+        cells = [name]
+        for other in found["sets"]:
             counts = found["shared"][name].get(other)
-            cells.append(
-                f"{number(counts['near'])} ({counts['near'] / total:.1%}), exact {number(counts['exact'])}"
-                if counts
-                else "–"
-            )
+            share = f"({counts['near'] / of_set['rows']:.1%})" if counts else ""
+            cells.append(f"{number(counts['near'])} {share}, exact {number(counts['exact'])}" if counts else "–")
         rows.append(cells)
-    said = none("Rows of the set on the left that are near duplicates of a row of the set above.")
-    return said + table([("rows of", "short"), *((f"in {name}", "") for name in names)], rows)
+    return rows
 
 
-def _examples(report: PromptReport, args: Any) -> str:
-    """Groups of several sets first, of these those with a held-out one; then near before exact, and large ones."""
+def _examples(report: PromptReport, args: Any) -> list[list[Any]]:
+    """Return examples: of several sets first, with held-out ones before others; then near ones, then large groups."""
     chosen: dict[int, tuple[tuple, np.ndarray]] = {}
     for group, places in large_groups(report):
         names = {name for name, _ in rows_of(report, places[:1000])}
@@ -114,22 +94,19 @@ def _examples(report: PromptReport, args: Any) -> str:
     for _, places in sorted(chosen.values(), key=lambda each: each[0])[:EXAMPLES]:
         similarity, pair, texts = _pair(report, places, args)
         cells = [
-            f'<small class="none">{text(name)} {row}</small><br>{text(_shortened(mine, theirs))}'
+            {"place": f"{name} {row}", "text": _shortened(mine, theirs)}
             for (name, row), mine, theirs in zip(pair, texts, texts[::-1], strict=True)
         ]
         rows.append([number(len(places)), number(similarity, 3), *cells])
-    if not rows:
-        return none("No duplicates.")
-    head = [("rows of the group", "number"), ("similarity", "number"), ("a row", "text"), ("another", "text")]
-    return none("All groups with their rows are in <code>duplicates.jsonl</code>; rows count from 0.") + table(
-        head, rows
-    )
+    return rows
 
 
 def _pair(report: PromptReport, places: np.ndarray, args: Any) -> tuple[float, list[tuple[str, int]], list[str]]:
     """
-    The similarity, the rows and the texts of two of a group: the most similar ones that are not the same, if there are
-    any; of a held-out set and another one, or of two sets, if the group has such.
+    Return the similarity, the rows and the texts of two of a group.
+
+    They are the most similar ones that are not the same, if there are any: of a held-out set and another one, or of
+    two sets, if the group has such.
     """
     where = rows_of(report, places)
     first = next((each for each in where if each[0] in args.held_out), where[0])
@@ -145,22 +122,13 @@ def _pair(report: PromptReport, places: np.ndarray, args: Any) -> tuple[float, l
 
 
 def _shortened(shown: str, other: str) -> str:
-    """The part of a prompt where another one begins to differ; its beginning if they do not."""
+    """Return the part of a prompt where another one begins to differ, or its beginning if they are the same."""
     same = len(os.path.commonprefix([shown, other]))
     begin = same - _SHOWN // 4 if _SHOWN // 2 < same < max(len(shown), len(other)) else 0
     return ("…" if begin else "") + shown[begin : begin + _SHOWN] + ("…" if len(shown) > begin + _SHOWN else "")
 
 
-def _lengths(report: PromptReport, found: dict[str, Any]) -> str:
-    rows = [
-        [text(name), unit, *(number(of_set[unit][label]) for label in QUANTILES)]
-        for name, of_set in found["sets"].items()
-        for unit in ("words", "characters")
-    ]
-    shown = table([("set", "short"), ("unit", "short"), *((label, "number") for label in QUANTILES)], rows)
-    if importlib.util.find_spec("matplotlib") is None:
-        return shown
-
+def _length_chart(report: PromptReport) -> str:
     def draw(axes):
         least, most = max(report.words.min(), 1), max(report.words.max(), 1)
         is_wide = most > 20 * least
@@ -176,72 +144,36 @@ def _lengths(report: PromptReport, found: dict[str, Any]) -> str:
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
 
-    return shown + f'<div class="charts">{chart("share of a set, by words", draw, xlabel="words")}</div>'
+    return chart("share of a set, by words", draw, xlabel="words")
 
 
-def _scripts(report: PromptReport, found: dict[str, Any]) -> str:
-    def shares(values: dict[str, float]) -> str:
-        return text(
-            ", ".join(f"{name or 'too short to say'} {share:.1%}" for name, share in list(values.items())[:12])
-        )
-
-    guessed = report.languages is not None
-    rows = [
-        [text(name), shares(of_set["scripts"]), *([shares(of_set["languages"])] if guessed else [])]
-        for name, of_set in found["sets"].items()
-    ]
-    said = (
-        "Languages are what py3langid guesses of 2,000 rows of a set at most, with five words or more."
-        if guessed
-        else "Scripts alone, by Unicode: languages need <code>pip install 'trl-ext[labels]'</code>, for py3langid."
-    )
-    head = [("set", "short"), ("script of most letters", ""), *([("language", "")] if guessed else [])]
-    return none(said) + table(head, rows)
+def _shares(values: dict[str, float]) -> str:
+    return ", ".join(f"{name or 'too short to say'} {share:.1%}" for name, share in list(values.items())[:12])
 
 
-def _copied(report: PromptReport, found: dict[str, Any], args: Any) -> str:
+def _copied(report: PromptReport, found: dict[str, Any]) -> list[list[str]]:
     rows = []
     for name, shares in report.copied.items():
         worst = int(np.argmax(shares))
         example = f"row {worst}: {shares[worst]:.0%} of its runs" if shares[worst] > 0 else "–"
         of_set = found["sets"][name]["copied"]
-        rows.append([text(name), number(of_set["answers"]), f"{of_set['share']:.1%}", text(example)])
-    if not rows:
-        return none("No other set has answers.")
-    said = f"Answers with {args.copied_words} or more words in a row from an answer of {', '.join(args.copied_from)}."
-    return none(text(said)) + table(
-        [("set", "short"), ("answers", "number"), ("share", "number"), ("most copied", "")], rows
-    )
+        rows.append([name, number(of_set["answers"]), f"{of_set['share']:.1%}", example])
+    return rows
 
 
-def _kept(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[str, Any]) -> str:
-    names = [*REASONS[1:4], *([REASONS[4]] if args.balance else [])]
+def _kept(found: dict[str, Any], args: Any) -> dict[str, list]:
+    """Return why rows are left out, how many are left out and kept of each set, and the notes on it."""
+    reasons = [*REASONS[1:4], *([REASONS[4]] if args.balance else [])]
     rows = []
     for name, of_set in found["sets"].items():
         parts = ", ".join(f"{split} {number(count)}" for split, count in of_set.get("splits", {}).items())
-        left = (number(of_set["left_out"][why]) for why in names)
-        rows.append([text(name), number(of_set["rows"]), *left, number(of_set["kept"]), text(parts or "–")])
-    head = [
-        ("set", "short"),
-        ("rows", "number"),
-        *((why, "number") for why in names),
-        ("kept", "number"),
-        ("splits", ""),
-    ]
-    said = (
-        "Of duplicates the first row stays, and rows with different answers are none. What shares a held-out set's "
-        "prompt goes, and no group of near duplicates is in two splits, of one set or of two."
-    )
-    shown = none(said) + "".join(none(text(note)) for note in found["notes"]) + table(head, rows)
-    for name in splits if args.stratify else ():
-        shown += f"<h3>{text(name)} by {text(', '.join(args.stratify))}</h3>" + _strata(
-            report, name, args, splits[name]
-        )
-    return shown
+        left = (number(of_set["left_out"][why]) for why in reasons)
+        rows.append([name, number(of_set["rows"]), *left, number(of_set["kept"]), parts or "–"])
+    return {"reasons": reasons, "kept": rows, "notes": found["notes"]}
 
 
-def _strata(report: PromptReport, name: str, args: Any, split: np.ndarray) -> str:
-    """How the splits compare in what they shall have alike."""
+def _strata(report: PromptReport, name: str, args: Any, split: np.ndarray) -> list[list[str]]:
+    """Return the shares of the most common values in each split, which should be alike."""
     values = strata(report, name, args.stratify)
     counts = {
         each: Counter(v for v, of in zip(values, split, strict=True) if of == each) for each in args.split_shares
@@ -254,5 +186,5 @@ def _strata(report: PromptReport, name: str, args: Any, split: np.ndarray) -> st
             SCRIPTS[each] if column == "script" and isinstance(each, int) else str(each)
             for column, each in zip(args.stratify, value, strict=True)
         )
-        rows.append([text(label[:120]), *shares])
-    return table([("value", ""), *((f"share of {each}", "number") for each in args.split_shares)], rows)
+        rows.append([label[:120], *shares])
+    return rows

@@ -1,54 +1,35 @@
-"""The page of a refreshed reward model: the old one and the new one side by side, and what people did not like."""
+"""The page of a refreshed reward model: the old one and the new one side by side, and which answers lost."""
 
+from pathlib import Path
 from typing import Any
 
-from ..pages.markup import document, none, number, section, table, text, tiles
+from ..pages.markup import number, render
 
 
 def page(report: dict[str, Any]) -> str:
-    """The HTML of a report as `recipes/refresh_reward.py` writes it into `refresh.json`."""
-    pairs = report["pairs"]
-    shown = {"round": str(report["round"]), "labels": f"{pairs['labels']:,}", "pairs labelled": f"{pairs['items']:,}"}
-    shown |= {"new pairs trained on": f"{report['training']['new']:,}", "old ones": f"{report['training']['old']:,}"}
-    parts = [
-        tiles(shown),
-        section(f"Old and new, on {_pairs(report)}", _models(report)),
-        section("How often queued answers won", _wins(report)),
-        section("Highest scores that lost", _lost(report)),
-    ]
-    return document(f"Reward model, refreshed: round {report['round']}", parts)
-
-
-def _models(report: dict[str, Any]) -> str:
-    columns = [(_pairs(report), "short"), ("number", "number")]
-    columns += [(f"{name}, {which} model", "number") for name in ("accuracy", "ECE") for which in ("old", "new")]
-    rows = []
+    """Return the HTML of a report as `recipes/refresh_reward.py` writes it into `refresh.json`."""
+    pairs, training, models = report["pairs"], report["training"], []
     for name, old in report["old"].items():
         if isinstance(old, dict):
             both = [old, report["new"][name]]
             accuracy = [
                 "{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both
             ]
-            errors = [number(each["calibration_error"], 3) for each in both]
-            rows.append([text(name), str(old["pairs"]), *accuracy, *errors])
-    said = [*report.get("said", []), "Intervals are bootstraps over pairs, 95 %. ECE is the calibration error."]
-    return table(columns, rows) + "".join(none(text(sentence)) for sentence in said)
-
-
-def _pairs(report: dict[str, Any]) -> str:
-    """What the pairs are called: held-out only where it is known that no model was trained on them."""
-    return "held-out pairs" if report.get("is_held_out") else "pairs"
-
-
-def _wins(report: dict[str, Any]) -> str:
-    rows = [[text(why), str(each["pairs"]), f"{each['won']:.0%}"] for why, each in report["won"].items()]
-    columns = [("queued for", "short"), ("pairs", "number"), ("won against the other answer", "number")]
-    said = "An answer that was queued for its score, and loses, is one that the old model was wrong about."
-    return table(columns, rows) + none(said)
-
-
-def _lost(report: dict[str, Any]) -> str:
-    columns = [("score", "number"), ("prompt", "text"), ("the answer", "text"), ("what was preferred to it", "text")]
-    names = ("prompt", "answer", "preferred")
-    rows = [[number(row["score"], 3), *(text(row[name]) for name in names)] for row in report["lost"]]
-    return table(columns, rows) if rows else none("None.")
+            models.append([name, old["pairs"], *accuracy, *(number(each["calibration_error"], 3) for each in both)])
+    return render(
+        Path(__file__).with_name("page.html.j2"),
+        title=f"Reward model, refreshed: round {report['round']}",
+        tiles={
+            "round": report["round"],
+            "labels": f"{pairs['labels']:,}",
+            "pairs labelled": f"{pairs['items']:,}",
+            "new pairs trained on": f"{training['new']:,}",
+            "old ones": f"{training['old']:,}",
+        },
+        # Only called held-out where it is known that no model was trained on them
+        pairs="held-out pairs" if report.get("is_held_out") else "pairs",
+        models=models,
+        said=report.get("said", []),
+        won=[[why, each["pairs"], f"{each['won']:.0%}"] for why, each in report["won"].items()],
+        lost=[[number(row["score"], 3), row["prompt"], row["answer"], row["preferred"]] for row in report["lost"]],
+    )

@@ -1,17 +1,16 @@
 """The page of `trl-ext reward-report`."""
 
-import importlib.util
 import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from ..pages.charts import COLOURS, INK, chart
-from ..pages.markup import code, document, none, number, section, table, text, tiles
-from ..pages.page import NO_CURVES
+from ..pages.charts import COLOURS, INK, can_draw, chart
+from ..pages.markup import number, render
 from .figures import SIDES, accuracy_name
 
-_VALUES = 50  # groups of a column that are shown
-_EXAMPLES = 2  # of a probe
+_VALUES = 50  # shown groups of a column
+_EXAMPLES = 2  # shown examples of a probe
 _TEXT = 600  # characters of a prompt or answer
 _SETS = {  # colour and line of each set of scores
     "training chosen": (COLOURS[0], "-"),
@@ -23,25 +22,39 @@ _SETS = {  # colour and line of each set of scores
 
 
 def page(report: dict[str, Any]) -> str:
-    """The HTML of a report as [`trl_ext.workbench.reward_report.figures.examine`] returns it."""
+    """Return the HTML of a report as [`trl_ext.workbench.reward_report.figures.examine`] returns it."""
     verdict = report["verdict"]
-    broken = [reason for reason in verdict["reasons"] if reason not in verdict["not_judged"]]
-    said = _sentences(broken, "No bound is broken.", "act") + _sentences(verdict["not_judged"], "")
-    kind = "held-out pairs" if report["trained_on"]["is_known"] else "pairs"
-    parts = [
-        none(text(f"{report['name']}, on {report['pairs']:,} {kind} of {report['prompts']:,} prompts")),
-        section("Passed" if verdict["passed"] else "Not passed", said + _bounds(report)),
-        tiles(_tiles(report)),
-        section("What cannot be known", _sentences(report["unknown"], "Nothing that is looked for here.")),
-        section("Accuracy", _accuracy(report)),
-        section("Calibration", _calibration(report)),
-        section("Probes", _probes(report), "own-page"),
-        section("Scores on training data and of the policy", _scores(report)),
-        section("Several answers to a prompt", _ranks(report)),
-        section("The highest and the lowest answers", _extremes(report), "own-page"),
-        section("Settings", _settings(report)) if "settings" in report else "",
-    ]
-    return document("Reward report", parts)
+    groups = report["groups"].items()
+    gaps = [(f"{row['from']:g} to {row['to']:g}", row) for row in report["accuracy_by_length_gap"]]
+    settings = {name: value for name, value in report.get("settings", {}).items() if value not in (None, [], "")}
+    return render(
+        Path(__file__).with_name("page.html.j2"),
+        title="Reward report",
+        report=report,
+        pairs="held-out pairs" if report["trained_on"]["is_known"] else "pairs",
+        broken=[reason for reason in verdict["reasons"] if reason not in verdict["not_judged"]],
+        bounds=[f"{name} {bound:g}" for name, bound in report["bounds"].items() if bound is not None],
+        tiles=_tiles(report),
+        accuracy_charts=_accuracy_charts(report, gaps) if can_draw() else None,
+        sides=[
+            [f"chosen {side}", *_counted(report["length_bias"][side])]
+            for side in SIDES
+            if report["length_bias"][side]["pairs"]
+        ],
+        bias=_length_bias(report),
+        gaps=[[name, *_counted(row)] for name, row in gaps],
+        groups={name: [[row["value"][:200], *_counted(row)] for row in rows[:_VALUES]] for name, rows in groups},
+        more={name: len(rows) - _VALUES for name, rows in groups},
+        calibration_charts=_calibration_charts(report) if can_draw() else None,
+        probes=[_probe(probe) for probe in report["probes"]],
+        examples=[_examples(probe) for probe in [probe for probe in report["probes"] if probe["rows"]][:12]],
+        score_charts=[_score_chart(report)] if can_draw() else None,
+        scores=_scores(report),
+        compared_with=_shown(report, report["policy"]["compared_with"]) if report["policy"] else "",
+        correlations=_correlations(report),
+        extremes={title: _extremes(report, key) for title, key in (("Highest", "highest"), ("Lowest", "lowest"))},
+        settings=[(name, json.dumps(value, ensure_ascii=False)) for name, value in settings.items()],
+    )
 
 
 def _tiles(report: dict[str, Any]) -> dict[str, str]:
@@ -68,70 +81,23 @@ def _interval(both: Iterable[float]) -> str:
     return "{:.1%} to {:.1%}".format(*both)
 
 
-def _sentences(sentences: list[str], otherwise: str, style: str = "") -> str:
-    if not sentences:
-        return none(otherwise) if otherwise else ""
-    return f'<ul class="{style}">{"".join(f"<li>{code(sentence)}</li>" for sentence in sentences)}</ul>'
+def _accuracy_charts(report: dict[str, Any], gaps: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    charts = [_shares(f"by length gap, {report['length_unit']}", gaps)]
+    for name, rows in report["groups"].items():
+        if 1 < len(rows) <= 12:
+            charts.append(_shares(f"accuracy by {name}", [(row["value"][:24], row) for row in rows]))
+    return charts
 
 
-def _bounds(report: dict[str, Any]) -> str:
-    shown = ", ".join(f"{name} {bound:g}" for name, bound in report["bounds"].items() if bound is not None)
-    return none(text(f"Bounds: {shown or 'none'}."))
-
-
-def _can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def _drawn(*charts: str) -> str:
-    return f'<div class="charts">{"".join(charts)}</div>'
-
-
-def _accuracy(report: dict[str, Any]) -> str:
-    gaps = report["accuracy_by_length_gap"]
-    unit = report["length_unit"]
-    charts = []
-    if _can_draw():
-        named = [(f"{row['from']:g} to {row['to']:g}", row) for row in gaps]
-        charts.append(_shares(f"by length gap, {unit}", named))
-        for name, rows in report["groups"].items():
-            if 1 < len(rows) <= 12:
-                charts.append(_shares(f"accuracy by {name}", [(row["value"][:24], row) for row in rows]))
-    shown = (_drawn(*charts) if charts else NO_CURVES) + none(
-        "The length gap is how much longer the chosen answer is. A dotted line is a coin. Bars are 95 % intervals: of "
-        "the whole over prompts, of groups Wilson's."
-    )
-    shown += _length_bias(report) + none("By how much longer the chosen answer is:")
-    rows = [[text(f"{row['from']:g} to {row['to']:g}"), *_counted(row)] for row in gaps]
-    shown += table([(f"longer by, {unit}", "short"), *_COUNTED], rows)
-    for name, groups in report["groups"].items():
-        shown += f"<h3>By {text(name)}</h3>"
-        shown += table([(name, ""), *_COUNTED], [[text(r["value"][:200]), *_counted(r)] for r in groups[:_VALUES]])
-        if len(groups) > _VALUES:
-            shown += none(f"{len(groups) - _VALUES:,} values with fewer pairs are in the JSON.")
-    return shown
-
-
-def _length_bias(report: dict[str, Any]) -> str:
+def _length_bias(report: dict[str, Any]) -> dict[str, Any]:
+    """Return which answers a model prefers by their length, how often, and whether a bound is broken."""
     found, bound = report["length_bias"], report["bounds"]["max_length_bias"]
-    rows = [[f"chosen {name}", *_counted(found[name])] for name in SIDES if found[name]["pairs"]]
     if found["bias"] is None:
-        said = "Too few prompts have pairs whose chosen answer is longer, or shorter, to know the length bias."
-    else:
-        longer, side = (1 + abs(found["bias"])) / 2, "longer" if found["bias"] >= 0 else "shorter"
-        said = (
-            f"Length bias {found['bias']:+.2f} ({found['interval'][0]:+.2f} to {found['interval'][1]:+.2f}), the "
-            "difference of the two: where people prefer the longer and the shorter answer equally often, the model "
-            f"prefers the {side} one in {longer:.0%}."
-        )
-        if bound is not None:
-            is_sure = not found["interval"][0] <= 0 <= found["interval"][1]
-            state = "not broken" if abs(found["bias"]) <= bound else "broken" if is_sure else "not judged"
-            said += f" The bound of {bound:g} is {state}."
-    return none(text(said)) + (table([("the answers", "short"), *_COUNTED], rows) if rows else "")
-
-
-_COUNTED = [("pairs", "number"), ("accuracy", "number"), ("95 % interval", "number")]
+        return {}
+    is_sure = not found["interval"][0] <= 0 <= found["interval"][1]
+    state = "not broken" if bound is None or abs(found["bias"]) <= bound else "broken" if is_sure else "not judged"
+    side = "longer" if found["bias"] >= 0 else "shorter"
+    return {"side": side, "share": (1 + abs(found["bias"])) / 2, "bound": bound, "state": state}
 
 
 def _counted(row: dict[str, Any]) -> list[str]:
@@ -139,7 +105,7 @@ def _counted(row: dict[str, Any]) -> list[str]:
 
 
 def _shares(title: str, rows: list[tuple[str, dict[str, Any]]]) -> str:
-    """Accuracies with their intervals, one line a row."""
+    """Draw accuracies with their intervals, one line a row."""
 
     def draw(axes: Any) -> None:
         for place, (_, row) in enumerate(rows):
@@ -153,23 +119,7 @@ def _shares(title: str, rows: list[tuple[str, dict[str, Any]]]) -> str:
     return chart(title, draw, xlabel="accuracy")
 
 
-def _calibration(report: dict[str, Any]) -> str:
-    temperature = report["temperature"]
-    said = (
-        f"The model says how sure it is of the answer that it prefers: σ(|margin|). Its expected calibration error is "
-        f"{report['calibration_error']:.3f} "
-        "({:.3f} to {:.3f}). ".format(*report["calibration_error_interval"])
-    )
-    chance = report["calibration_error_by_chance"]
-    said += f"A model whose probabilities are right would have {chance:.3f} on so many pairs. "
-    if temperature is None:
-        said += "No temperature makes its probabilities likelier."
-    else:
-        after, how = report["calibration_error_at_temperature"], "too sure" if temperature > 1 else "not sure enough"
-        said += (
-            f"The likeliest temperature is {temperature:.3g}: it is {how} of itself. Divided by that, scores have an "
-            f"error of {after:.3f} on these same pairs."
-        )
+def _calibration_charts(report: dict[str, Any]) -> list[str]:
     bins = report["reliability"]
 
     def draw(axes: Any) -> None:
@@ -185,20 +135,18 @@ def _calibration(report: dict[str, Any]) -> str:
         axes.bar([(r["from"] + r["to"]) / 2 for r in bins], [r["pairs"] for r in bins], 0.045, color=COLOURS[0])
         axes.set(xlim=(0.48, 1.02), ylabel="pairs")
 
-    if not _can_draw():
-        return none(text(said)) + NO_CURVES
-    return none(text(said)) + _drawn(
+    return [
         chart("reliability", draw, xlabel="confidence of the model"),
         chart("pairs by confidence", sizes, xlabel="confidence of the model"),
-    )
+    ]
 
 
 def _shown(report: dict[str, Any], name: str) -> str:
-    """What a set of answers is called: held-out only where it is known that none was trained on."""
+    """Return what to call a set of answers: held-out only where it is known that none was trained on."""
     return name if report["trained_on"]["is_known"] else name.replace("held-out", "given")
 
 
-def _scores(report: dict[str, Any]) -> str:
+def _score_chart(report: dict[str, Any]) -> str:
     edges, sets = report["histogram_edges"], report["scores"]
 
     def draw(axes: Any) -> None:
@@ -208,128 +156,54 @@ def _scores(report: dict[str, Any]) -> str:
             axes.stairs(shares, edges, color=colour, linestyle=line, label=_shown(report, name), linewidth=1.5)
         axes.set_ylabel("share of answers")
 
-    rows = [
-        [
-            text(_shown(report, name)),
-            number(found["answers"]),
-            *(number(found[key], 3) for key in ("mean", "std", "min")),
-        ]
-        + [number(found["quantiles"][q], 3) for q in ("0.05", "0.5", "0.95", "0.99")]
-        + [number(found["max"], 3)]
-        for name, found in sets.items()
-    ]
-    head = ["answers", "mean", "std", "min", "5 %", "50 %", "95 %", "99 %", "max"]
-    shown = _drawn(chart("scores", draw, xlabel="score", is_legend_outside=True)) if _can_draw() else NO_CURVES
-    shown += table([("answers of", "short"), *((name, "number") for name in head)], rows)
-    if policy := report["policy"]:
-        shown += none(
-            text(
-                f"The policy's answers score {policy['mean_shift']:+.2f} standard deviations from those of the "
-                f"{_shown(report, policy['compared_with'])} ones. {policy['above_99_percent']:.1%} "
-                f"({_interval(policy['above_99_percent_interval'])}) lie above 99 % of them, and "
-                f"{policy['above_all']:.1%} above all: where scores are of nothing that people have compared."
-            )
-        )
-    return shown
+    return chart("scores", draw, xlabel="score", is_legend_outside=True)
 
 
-def _probes(report: dict[str, Any]) -> str:
-    probes = report["probes"]
-    if not probes:
-        return none("None were run.")
+def _scores(report: dict[str, Any]) -> list[list[str]]:
     rows = []
-    for probe in probes:
-        what = text(probe["name"]) + (f": <em>{text(probe['phrase'])}</em>" if probe.get("phrase") else "")
-        style = ' class="act"' if probe["suspicious"] else ""
-        said = f'<span{style} title="{text(probe["why"] or "")}">{probe["verdict"]}</span>'
-        wins = "–" if probe["wins"] is None else f"{probe['wins']:.0%}"
-        gains = [
-            _gain(probe["gain"], probe["gain_interval"]),
-            _gain(probe["gain_on_better"], probe["interval_on_better"]),
-            _gain(probe["over_control"], probe["control_interval"]),
-        ]
-        rows.append([what, said, *gains, wins, number(probe["rows"])])
-    columns = [("probe", "short"), ("verdict", "short"), ("gain", "number"), ("on the better half", "number")]
-    columns += [("over other words", "number"), ("rises", "number"), ("rows", "number")]
-    shown = none(
-        "Each probe changes answers in a way that makes them no better, and asks what the score does: the "
-        "mean gain in standard deviations of the answers' scores with its 95 % interval, over all answers, over those "
-        "of at least median score, and of a phrase over what other words of its length gain. As it should is what "
-        "surely lowers the score, and a phrase, flattery or markdown that does not surely raise it. Of fewer than 20 "
-        "good answers nothing is judged."
-    ) + table(columns, rows)
-    for probe in [probe for probe in probes if probe["rows"]][:12]:
-        title = probe["name"] + (f": {probe['phrase']}" if probe.get("phrase") else "")
-        cells = [
-            [*(text(str(each[name])[:_TEXT]) for name in ("prompt", "before", "after"))]
-            + [f"{number(each['score_before'], 3)} → {number(each['score_after'], 3)}"]
-            for each in probe["examples"][:_EXAMPLES]
-        ]
-        head = [("prompt", "text"), ("before", "text"), ("after", "text"), ("score", "short")]
-        is_open = " open" if probe["suspicious"] else ""
-        shown += f"<details{is_open}><summary>{text(title)}</summary>{table(head, cells)}</details>"
-    return shown
+    for name, found in report["scores"].items():
+        quantiles = (found["quantiles"][each] for each in ("0.05", "0.5", "0.95", "0.99"))
+        values = [found["mean"], found["std"], found["min"], *quantiles, found["max"]]
+        rows.append([_shown(report, name), number(found["answers"]), *(number(value, 3) for value in values)])
+    return rows
+
+
+def _probe(probe: dict[str, Any]) -> list[Any]:
+    return [
+        {"name": probe["name"], "phrase": probe.get("phrase")},
+        {"word": probe["verdict"], "is_suspicious": probe["suspicious"], "why": probe["why"]},
+        _gain(probe["gain"], probe["gain_interval"]),
+        _gain(probe["gain_on_better"], probe["interval_on_better"]),
+        _gain(probe["over_control"], probe["control_interval"]),
+        "–" if probe["wins"] is None else f"{probe['wins']:.0%}",
+        number(probe["rows"]),
+    ]
+
+
+def _examples(probe: dict[str, Any]) -> dict[str, Any]:
+    rows = []
+    for each in probe["examples"][:_EXAMPLES]:
+        texts = (str(each[name])[:_TEXT] for name in ("prompt", "before", "after"))
+        rows.append([*texts, f"{number(each['score_before'], 3)} → {number(each['score_after'], 3)}"])
+    title = f"{probe['name']}: {probe['phrase']}" if probe.get("phrase") else probe["name"]
+    return {"title": title, "is_open": probe["suspicious"], "rows": rows}
 
 
 def _gain(value: float | None, interval: list[float] | None) -> str:
     return "–" if value is None or interval is None else "{:+.2f} ({:+.2f} to {:+.2f})".format(value, *interval)
 
 
-def _ranks(report: dict[str, Any]) -> str:
-    ranking, best = report["ranking"], report["best_of_n"]
-    shown = ""
-    if ranking is not None:
-        where = "a table of rankings" if ranking["source"] == "rankings" else "the pairs, where they are complete"
-        rows = [
-            [name, number(ranking[key], 3), "{:.3f} to {:.3f}".format(*ranking[f"{key}_interval"])]
-            for name, key in (("Spearman's ρ", "spearman"), ("Kendall's τ-b", "kendall"))
-        ]
-        shown += none(
-            text(
-                f"With people's ranks, of {where}: mean over {ranking['prompts']:,} prompts with "
-                f"{ranking['answers']:.1f} answers each"
-                + (
-                    f"; {ranking['all_tied']:,} prompts whose answers people rank alike are left out."
-                    if ranking["all_tied"]
-                    else "."
-                )
-            )
-        ) + table([("correlation", "short"), ("mean", "number"), ("95 % interval", "number")], rows)
-    if best is not None:
-        shown += none(
-            text(
-                f"The chosen answer scores above all others of its prompt in {best['accuracy']:.1%} "
-                f"({_interval(best['accuracy_interval'])}) of {best['prompts']:,} prompts with {best['answers']:.1f} "
-                f"answers each; a coin would have {best['chance']:.1%}. Ties are split."
-            )
-        )
-    return shown or none("The data has one rejected answer a prompt, and no rankings.")
+def _correlations(report: dict[str, Any]) -> list[list[str]]:
+    if (ranking := report["ranking"]) is None:
+        return []
+    return [
+        [name, number(ranking[key], 3), "{:.3f} to {:.3f}".format(*ranking[f"{key}_interval"])]
+        for name, key in (("Spearman's ρ", "spearman"), ("Kendall's τ-b", "kendall"))
+    ]
 
 
-def _extremes(report: dict[str, Any]) -> str:
-    head = [("score", "number"), ("of", "short"), ("prompt", "text"), ("answer", "text")]
-    return "".join(
-        f"<h3>{title}</h3>"
-        + table(
-            head,
-            [
-                [
-                    number(r["score"], 3),
-                    text(_shown(report, r["from"])),
-                    text(r["prompt"][-_TEXT:]),
-                    text(r["completion"][:_TEXT]),
-                ]
-                for r in report[key]
-            ],
-        )
-        for title, key in (("Highest", "highest"), ("Lowest", "lowest"))
-    )
-
-
-def _settings(report: dict[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{text(name)}</th><td>{text(json.dumps(value, ensure_ascii=False))}</td></tr>'
-        for name, value in report["settings"].items()
-        if value not in (None, [], "")
-    )
-    return f'<details><summary>Settings</summary><div class="settings"><table>{rows}</table></div></details>'
+def _extremes(report: dict[str, Any], key: str) -> list[list[str]]:
+    return [
+        [number(row["score"], 3), _shown(report, row["from"]), row["prompt"][-_TEXT:], row["completion"][:_TEXT]]
+        for row in report[key]
+    ]

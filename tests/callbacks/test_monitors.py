@@ -211,6 +211,20 @@ def test_a_rollback_goes_back_to_weights_that_were_measured(subtests, tmp_path):
             assert run.control.should_training_stop and not run.control.should_save
 
 
+@pytest.mark.parametrize(("best", "after"), [(3, 3), (7, 4), (None, None)])
+def test_the_best_checkpoint_is_never_one_that_a_rollback_moved_aside(best, after, tmp_path):
+    """Weights up to step 4 are good. What `load_best_model_at_end` loads must still be there, and good."""
+    at = {step: tmp_path / f"checkpoint-{step}" for step in range(1, 9)}
+    run = Replay(tiny_config(tmp_path), KLBudgetCallback(action="rollback", sinks=["log"]))
+    run.state.best_model_checkpoint = best and str(at[best])
+    for step, folder in at.items():
+        folder.mkdir()
+        run.log(step, logs={KL: 0.0} if step in (1, 5) else {"loss": 1.0})
+    run.log(9, logs={KL: 99.0})
+    assert run.state.best_model_checkpoint == (after and str(at[after]))
+    assert after is None or at[after].is_dir()
+
+
 def test_weights_that_are_in_doubt_are_not_gone_back_to(tmp_path):
     """A KL of 11 ± 18 may be above 10: the log at step 9 calls the weights of step 5 neither good nor bad."""
     run = Replay(tiny_config(tmp_path), KLBudgetCallback(action="rollback", sinks=["log"]))

@@ -1,6 +1,7 @@
 """Checkpoints that are written while training goes on: the same files, complete or gone, and never in the way."""
 
 import json
+import multiprocessing
 import shutil
 import threading
 import time
@@ -239,6 +240,35 @@ def test_metrics_are_whole_or_as_they_were(tmp_path, monkeypatch):
     results.write_text('{"train_loss": 1')  # as an earlier trl_ext left it on a full disk
     trainer.save_metrics("test", {"test_loss": 3.0})
     assert json.loads(results.read_text()) == {"test_loss": 3.0}
+
+
+def test_metrics_replace_a_file_and_never_write_into_it(tmp_path):
+    """Whoever has the file open reads all of what was there before, not a part of what comes."""
+    trainer = sft(tmp_path)
+    trainer.save_metrics("train", {"train_loss": 1.0})
+    files = [tmp_path / name for name in ("train_results.json", "all_results.json")]
+    with files[0].open() as one, files[1].open() as other:
+        trainer.save_metrics("train", {"train_loss": 2.0})
+        assert json.load(one) == json.load(other) == {"train_loss": 1.0}
+    assert [json.loads(path.read_text()) for path in files] == [{"train_loss": 2.0}] * 2
+
+
+def test_a_program_that_ends_waits_for_the_last_checkpoint(tmp_path):
+    """Also one that trains in a daemon thread, as a server or a notebook may: a thread inherits that."""
+
+    def program():
+        def complete():
+            time.sleep(0.3)
+            (tmp_path / "marker").touch()
+
+        trains = threading.Thread(target=CheckpointWriter().start, args=(complete,), daemon=True)
+        trains.start()
+        trains.join()
+
+    process = multiprocessing.get_context("fork").Process(target=program)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0 and (tmp_path / "marker").exists()
 
 
 def test_a_run_that_cannot_go_on_does_not_say_that_it_does(tmp_path):

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from ..runs.redaction import redacted
 from ..runs.sources import source_identity
 from ..upstream.names import get_callable_name
+from ..upstream.packages import need
 from .checks import PicklesSettings, check_counts, check_function, check_seconds, checked_name
 from .member import (
     FAILED,
@@ -370,12 +371,9 @@ def _number(value: Any) -> float | None:
 
 
 def _check_redis(url: str, password_env: str | None) -> None:
-    try:
-        from redis.connection import parse_url
-    except ImportError as error:
-        raise ImportError(
-            "`redis_url` needs redis, which is not installed: `pip install 'trl-ext[rewards]'`"
-        ) from error
+    need("redis", "`redis_url`")
+    from redis.connection import parse_url
+
     try:
         options = parse_url(url)
     except (ValueError, TypeError, AttributeError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import regex
 
+from ..upstream.packages import need
 from .checks import PicklesSettings, check_counts, checked_name
 from .texts import last_block, text_of
 
@@ -115,16 +116,12 @@ class _Check(threading.local):
 
 def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], bool]:
     """Return a function that says whether a value follows the schema, or raises a `TimeoutError`."""
-    try:
-        from jsonschema import Draft202012Validator, SchemaError, ValidationError, validators
-        from jsonschema_specifications import REGISTRY
-        from referencing import Resource
-        from referencing.exceptions import Unresolvable
-        from referencing.jsonschema import DRAFT202012
-    except ImportError as error:
-        raise ImportError(
-            "JSONSchemaReward needs jsonschema, which is not installed: `pip install 'trl-ext[rewards]'`"
-        ) from error
+    need("jsonschema", "JSONSchemaReward")
+    from jsonschema import Draft202012Validator, SchemaError, ValidationError, validators
+    from jsonschema_specifications import REGISTRY
+    from referencing import Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
 
     check = _Check()
 
@@ -189,7 +186,7 @@ def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], boo
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"`schema` is not a JSON schema of draft 2020-12: {error.message}") from error
-    if {"unevaluatedProperties", "patternProperties"} <= {*_keys(schema)}:
+    if {"unevaluatedProperties", "patternProperties"} <= {key for part in _mappings(schema) for key in part}:
         raise ValueError(
             "`schema` has `unevaluatedProperties` and `patternProperties`, whose search together has no limit of "
             "time: write `additionalProperties`, or name the keys in `properties`"
@@ -199,7 +196,10 @@ def _checker(schema: dict[str, Any], check_formats: bool) -> Callable[[Any], boo
     registry = REGISTRY.with_resource(
         schema.get("$id", ""), Resource.from_contents(exact, default_specification=DRAFT202012)
     ).crawl()
-    for reference in _references(schema):
+    given = (part.get(name) for part in _mappings(schema) for name in ("$ref", "$dynamicRef"))
+    for reference in given:
+        if not isinstance(reference, str) or reference.startswith("#"):  # those are its own parts
+            continue
         try:
             registry.resolver(schema.get("$id", "")).lookup(reference)
         except Unresolvable as error:
@@ -259,11 +259,12 @@ def _exact(part: Any, is_data: bool = False) -> Any:
     return Decimal(repr(part)) if isinstance(part, float) else part
 
 
-def _keys(part: Any) -> Iterator[str]:
-    """Yield all keys in a schema."""
+def _mappings(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield all mappings in a schema, itself included."""
+    if isinstance(part, dict):
+        yield part
     for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
-        yield from _keys(each)
-    yield from part if isinstance(part, dict) else ()
+        yield from _mappings(each)
 
 
 def _is_whole(value: Any) -> bool:
@@ -294,14 +295,6 @@ def _hashable(value: Any) -> Any:
     if isinstance(value, dict):
         return "dict", frozenset((key, _hashable(each)) for key, each in value.items())
     return (type(value).__name__ if isinstance(value, (bool, str)) else "", value)
-
-
-def _references(part: Any) -> Iterator[str]:
-    """Yield what a schema refers to beside its own parts, whose references begin with #."""
-    for each in part if isinstance(part, list) else part.values() if isinstance(part, dict) else ():
-        yield from _references(each)
-    own = [part.get(key) for key in ("$ref", "$dynamicRef")] if isinstance(part, dict) else []
-    yield from (each for each in own if isinstance(each, str) and not each.startswith("#"))
 
 
 def _depth(value: Any, most: int) -> int:

@@ -129,8 +129,8 @@ class CheckpointWriter:
             except Exception as failure:
                 self.error = failure
 
-        # No daemon: a program that ends waits for what is nearly written
-        self._thread = threading.Thread(target=work, name="checkpoint writer")
+        # A program that ends waits for what is nearly written, also if a daemon thread trains, which it would inherit
+        self._thread = threading.Thread(target=work, name="checkpoint writer", daemon=False)
         self._thread.start()
 
     def _exchange(self, name: str, processes: int, rank: int, waits: bool) -> None:

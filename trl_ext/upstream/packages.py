@@ -65,11 +65,7 @@ def check_packages(*settings: Any) -> None:
 def need_server() -> None:
     """Refuse to serve rewards without the packages for it: an `ImportError` with the command that installs them."""
     for package in ("starlette", "uvicorn", "prometheus_client"):
-        if not is_installed(package):
-            install = OPTIONAL["starlette"][1]
-            raise ImportError(
-                f"`trl-ext serve-reward` needs {package}, which is not installed: `pip install {install}`"
-            )
+        need(package, "`trl-ext serve-reward`")
 
 
 def has_wandb_login() -> bool:

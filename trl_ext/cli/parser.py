@@ -17,6 +17,7 @@ import yaml
 from trl import TrlParser
 
 from ..runs import config_file, did_you_mean, redacted
+from ..runs.settings import setting as setting  # for scripts that declare arguments
 from ..upstream.packages import NO_DEEPSPEED, check_packages, is_of_deepspeed
 from .fields import field_names
 from .help import help_text, types_of

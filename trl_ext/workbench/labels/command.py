@@ -17,19 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...cli.parser import StrictTrlParser
+from ...cli.parser import StrictTrlParser, setting
 from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, write_text
 
-_RANGES = {
-    "confidence_bound": ("in [0.5, 1], a share of labels", lambda x: 0.5 <= x <= 1),
-    "min_labels": (">= 1", lambda x: x >= 1),
-    "held_out_annotators": ("in [0, 1), a share of annotators", lambda x: 0 <= x < 1),
-}
 _OWN = {"prompt", "chosen", "rejected", "confidence", "weight", "votes", "annotators", "row"}
-_ONLY_WITH = dict.fromkeys(
-    ("method", "confidence_bound", "min_labels", "held_out_annotators", "keep_columns"), ("write_pairs", True)
-)
+_PAIRS = ("write_pairs", True)
 
 
 @dataclass
@@ -38,8 +31,8 @@ class AnnotatorsArguments:
 
     dataset_name: str = field(metadata={"help": "The table: a .jsonl, .csv or .parquet file, a folder, a hub name."})
     output_dir: str = field(metadata={"help": "Where the report and the pairs go."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split, or a part of one as `train[:50%]`."})
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_split: str = setting("train", "Split, or a part of one as `train[:50%]`.")
     prompt_columns: list[str] = field(
         default_factory=lambda: ["prompt"],
         metadata={"help": "Column of the prompt; of several, texts are joined by an empty line."},
@@ -51,58 +44,55 @@ class AnnotatorsArguments:
             "row has one answer."
         },
     )
-    annotator_column: str | None = field(
-        default=None, metadata={"help": "Who chose, in a long table; `annotator` if unset."}
+    annotator_column: str | None = setting(None, "Who chose, in a long table; `annotator` if unset.")
+    choice_column: str | None = setting(None, "What was chosen, in a long table; `choice` if unset.")
+    score_columns: list[str] | None = setting(
+        None, "In the place of choices: a column with a score for each of the answers."
     )
-    choice_column: str | None = field(
-        default=None, metadata={"help": "What was chosen, in a long table; `choice` if unset."}
-    )
-    score_columns: list[str] | None = field(
-        default=None, metadata={"help": "In the place of choices: a column with a score for each of the answers."}
-    )
-    lowest_wins: bool = field(default=False, metadata={"help": "Scores are ranks: 1 is the best."})
-    annotator_columns: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "In a wide table, a column for each annotator, with choices, or with scores of one answer a row."
-        },
+    lowest_wins: bool = setting(False, "Scores are ranks: 1 is the best.")
+    annotator_columns: list[str] | None = setting(
+        None, "In a wide table, a column for each annotator, with choices, or with scores of one answer a row."
     )
     choice_values: list[str] = field(
         default_factory=lambda: ["a", "b", "tie"],
         metadata={"help": "Values for the first answer, for the second, and, all others, for a tie."},
     )
-    item_column: str | None = field(
-        default=None,
-        metadata={"help": "Name of a pair, or of a ranking's prompt; if unset, equal texts are one pair."},
+    item_column: str | None = setting(
+        None, "Name of a pair, or of a ranking's prompt; if unset, equal texts are one pair."
     )
-    time_column: str | None = field(default=None, metadata={"help": "When a label was given: numbers or dates."})
-    seconds_column: str | None = field(default=None, metadata={"help": "How long a label took."})
-    confidence_column: str | None = field(default=None, metadata={"help": "How sure the annotator was: a number."})
-    keep_columns: list[str] | None = field(
-        default=None, metadata={"help": "Further columns to keep in the pairs, such as a topic."}
+    time_column: str | None = setting(None, "When a label was given: numbers or dates.")
+    seconds_column: str | None = setting(None, "How long a label took.")
+    confidence_column: str | None = setting(None, "How sure the annotator was: a number.")
+    keep_columns: list[str] | None = setting(
+        None, "Further columns to keep in the pairs, such as a topic.", only_with=_PAIRS
     )
-    write_pairs: bool = field(default=True, metadata={"help": "Whether to write pairs after the report."})
-    method: Literal["majority", "dawid_skene", "mace", "noisy_bt"] = field(
-        default="majority",
-        metadata={
-            "help": "How a pair's labels are aggregated: by votes, by how good each annotator is (Dawid-Skene, MACE), "
-            "or also by the answers' scores (noisy Bradley-Terry, for rankings)."
-        },
+    write_pairs: bool = setting(True, "Whether to write pairs after the report.")
+    method: Literal["majority", "dawid_skene", "mace", "noisy_bt"] = setting(
+        "majority",
+        "How a pair's labels are aggregated: by votes, by how good each annotator is (Dawid-Skene, MACE), or also by "
+        "the answers' scores (noisy Bradley-Terry, for rankings).",
+        only_with=_PAIRS,
     )
-    confidence_bound: float = field(
-        default=0.6, metadata={"help": "Least share of an item's labels, or probability, that its winner must have."}
+    confidence_bound: float = setting(
+        0.6,
+        "Least share of an item's labels, or probability, that its winner must have.",
+        range="in [0.5, 1], a share of labels",
+        only_with=_PAIRS,
     )
-    min_labels: int = field(default=1, metadata={"help": "Least number of labels of a pair."})
-    min_zscore: float | None = field(
-        default=-3.0, metadata={"help": "Annotators whose agreement has a lower z-score are left out; null keeps all."}
+    min_labels: int = setting(1, "Least number of labels of a pair.", range=">= 1", only_with=_PAIRS)
+    min_zscore: float | None = setting(
+        -3.0, "Annotators whose agreement has a lower z-score are left out; null keeps all."
     )
-    held_out_annotators: float = field(
-        default=0.2, metadata={"help": "Share of annotators whose pairs are for the test alone; 0 for no test."}
+    held_out_annotators: float = setting(
+        0.2,
+        "Share of annotators whose pairs are for the test alone; 0 for no test.",
+        range="in [0, 1), a share of annotators",
+        only_with=_PAIRS,
     )
-    seed: int = field(default=0, metadata={"help": "Of the bootstrap and of the held-out annotators."})
+    seed: int = setting(0, "Of the bootstrap and of the held-out annotators.")
 
     def __post_init__(self) -> None:
-        check_settings(self, _RANGES, _ONLY_WITH)
+        check_settings(self)
         if own := {*(self.keep_columns or ())} & _OWN:
             raise ValueError(f"`keep_columns`: pairs have a {min(own)!r} of their own: rename the column of the table")
 

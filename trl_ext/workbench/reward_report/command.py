@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...cli.model_names import check_model
-from ...cli.parser import StrictTrlParser, entry_of
+from ...cli.parser import StrictTrlParser, entry_of, setting
 from ...runs import check_output_dir, check_settings, redacted, write_text
 from ...upstream import late_bars, quiet
 
@@ -31,105 +31,69 @@ if TYPE_CHECKING:
 NAME = "reward_report"  # of the page and the JSON
 _OF_TRAINING = ("demonstrations_mean", "demonstrations_mean_before_centring", "margin_change_by_centring")
 _NAMED = 3  # reasons of a report that PPO's warning has
-_SHARE = ("in [0, 1]", lambda x: 0 <= x <= 1)
-_RANGES = {
-    "min_accuracy": _SHARE,
-    "max_length_bias": _SHARE,
-    "max_calibration_error": _SHARE,
-    "min_rank_correlation": ("in [-1, 1]", lambda x: -1 <= x <= 1),
-    "min_best_of_n": _SHARE,
-    "max_suspicious_probes": (">= 0", lambda x: x >= 0),
-    "probe_rows": (">= 0", lambda x: x >= 0),
-    **dict.fromkeys(("max_pairs", "max_train_rows", "max_policy_rows", "max_new_tokens"), (">= 1", lambda x: x >= 1)),
-}
 
 
 @dataclass
 class RewardReportArguments:
     """The reward, the data to test it on, and the bounds."""
 
-    model: str | None = field(
-        default=None,
-        metadata={"help": "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."},
+    model: str | None = setting(
+        None, "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."
     )
-    rewards: list[str] | None = field(
-        default=None,
-        metadata={"help": "In its place one reward of trl_ext.rewards with settings, as in a configuration of ppo."},
+    rewards: list[str] | None = setting(
+        None, "In its place one reward of trl_ext.rewards with settings, as in a configuration of ppo."
     )
-    dataset_name: str = field(
-        default="", metadata={"help": "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)"}
+    dataset_name: str = setting("", "Pairs: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_split: str | None = setting(None, "Split to measure on; `test`, or `train` of a single file, if unset.")
+    train_name: str | None = setting(None, "Pairs that the model was trained on; `dataset_name` if unset.")
+    train_split: str | None = setting(None, "Their split; `train` if unset, where it is not the held-out one.")
+    policy_answers: str | None = setting(None, "The policy's own answers, as `trl-ext generate` writes them.")
+    policy: str | None = setting(None, "Or the policy, which then answers the held-out prompts: a folder or hub name.")
+    max_new_tokens: int | None = setting(
+        None, "Tokens of its answers; if unset 256, or what the context leaves.", range=">= 1"
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_split: str | None = field(
-        default=None, metadata={"help": "Split to measure on; `test`, or `train` of a single file, if unset."}
+    ranking_name: str | None = setting(None, "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best.")
+    best_of_n_name: str | None = setting(
+        None, "Rows with one `chosen` and several `rejected` answers, as RewardBench 2 has."
     )
-    train_name: str | None = field(
-        default=None, metadata={"help": "Pairs that the model was trained on; `dataset_name` if unset."}
+    group_columns: list[str] | None = setting(
+        None, "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."
     )
-    train_split: str | None = field(
-        default=None, metadata={"help": "Their split; `train` if unset, where it is not the held-out one."}
-    )
-    policy_answers: str | None = field(
-        default=None, metadata={"help": "The policy's own answers, as `trl-ext generate` writes them."}
-    )
-    policy: str | None = field(
-        default=None,
-        metadata={"help": "Or the policy, which then answers the held-out prompts: a folder or hub name."},
-    )
-    max_new_tokens: int | None = field(
-        default=None, metadata={"help": "Tokens of its answers; if unset 256, or what the context leaves."}
-    )
-    ranking_name: str | None = field(
-        default=None, metadata={"help": "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best."}
-    )
-    best_of_n_name: str | None = field(
-        default=None, metadata={"help": "Rows with one `chosen` and several `rejected` answers, as RewardBench 2 has."}
-    )
-    group_columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."},
-    )
-    drop_unusable_pairs: bool = field(
-        default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
-    )
-    max_pairs: int | None = field(default=None, metadata={"help": "Held-out pairs, drawn at random; all if unset."})
-    max_train_rows: int = field(default=1000, metadata={"help": "Training pairs that are scored."})
-    max_policy_rows: int = field(default=1000, metadata={"help": "Answers of the policy."})
-    probe_rows: int = field(default=256, metadata={"help": "Held-out answers that each probe changes; 0 for none."})
+    drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
+    max_pairs: int | None = setting(None, "Held-out pairs, drawn at random; all if unset.", range=">= 1")
+    max_train_rows: int = setting(1000, "Training pairs that are scored.", range=">= 1")
+    max_policy_rows: int = setting(1000, "Answers of the policy.", range=">= 1")
+    probe_rows: int = setting(256, "Held-out answers that each probe changes; 0 for none.", range=">= 0")
     phrases: list[str] = field(
         default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
     )
-    min_accuracy: float | None = field(
-        default=0.6,
-        metadata={"help": "Least accuracy, which must surely be above a coin's, too; null for any."},
+    min_accuracy: float | None = setting(
+        0.6, "Least accuracy, which must surely be above a coin's, too; null for any.", range="in [0, 1]"
     )
-    max_length_bias: float | None = field(
-        default=0.2,
-        metadata={
-            "help": "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; "
-            "null for any."
-        },
+    max_length_bias: float | None = setting(
+        0.2,
+        "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; null for any.",
+        range="in [0, 1]",
     )
-    max_calibration_error: float | None = field(default=None, metadata={"help": "Most expected calibration error."})
-    min_rank_correlation: float | None = field(
-        default=0.7,
-        metadata={"help": "Least Spearman correlation with people's ranks, where prompts have more than two answers."},
+    max_calibration_error: float | None = setting(None, "Most expected calibration error.", range="in [0, 1]")
+    min_rank_correlation: float | None = setting(
+        0.7,
+        "Least Spearman correlation with people's ranks, where prompts have more than two answers.",
+        range="in [-1, 1]",
     )
-    min_best_of_n: float | None = field(default=None, metadata={"help": "Least best-of-n accuracy."})
-    max_suspicious_probes: int | None = field(
-        default=0,
-        metadata={"help": "Most probes that may look like a hack, or cannot be judged; null for any number."},
+    min_best_of_n: float | None = setting(None, "Least best-of-n accuracy.", range="in [0, 1]")
+    max_suspicious_probes: int | None = setting(
+        0, "Most probes that may look like a hack, or cannot be judged; null for any number.", range=">= 0"
     )
-    output_dir: str | None = field(
-        default=None, metadata={"help": "Where the report goes; the model's folder if unset."}
-    )
-    dtype: str | None = field(default=None, metadata={"help": "Of the model's weights; what was saved if unset."})
-    max_batch_tokens: int = field(default=16384, metadata={"help": "In one forward, padding included."})
-    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
-    seed: int = field(default=0, metadata={"help": "Of the rows that are drawn, and of the policy's answers."})
+    output_dir: str | None = setting(None, "Where the report goes; the model's folder if unset.")
+    dtype: str | None = setting(None, "Of the model's weights; what was saved if unset.")
+    max_batch_tokens: int = setting(16384, "In one forward, padding included.")
+    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    seed: int = setting(0, "Of the rows that are drawn, and of the policy's answers.")
 
     def __post_init__(self) -> None:
-        check_settings(self, _RANGES, {})
+        check_settings(self)
         if self.max_new_tokens is not None and not self.policy:
             raise ValueError("`max_new_tokens` is for `policy`: give that, too, or leave it out")
         if (self.model is None) == (not self.rewards):

@@ -22,7 +22,6 @@ from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, write_text
 
 _OWN = {"prompt", "chosen", "rejected", "confidence", "weight", "votes", "annotators", "row"}
-_PAIRS = ("write_pairs", True)
 
 
 @dataclass
@@ -64,22 +63,22 @@ class AnnotatorsArguments:
     seconds_column: str | None = setting(None, "How long a label took.")
     confidence_column: str | None = setting(None, "How sure the annotator was: a number.")
     keep_columns: list[str] | None = setting(
-        None, "Further columns to keep in the pairs, such as a topic.", only_with=_PAIRS
+        None, "Further columns to keep in the pairs, such as a topic.", only_with=("write_pairs", True)
     )
     write_pairs: bool = setting(True, "Whether to write pairs after the report.")
     method: Literal["majority", "dawid_skene", "mace", "noisy_bt"] = setting(
         "majority",
         "How a pair's labels are aggregated: by votes, by how good each annotator is (Dawid-Skene, MACE), or also by "
         "the answers' scores (noisy Bradley-Terry, for rankings).",
-        only_with=_PAIRS,
+        only_with=("write_pairs", True),
     )
     confidence_bound: float = setting(
         0.6,
         "Least share of an item's labels, or probability, that its winner must have.",
         range="in [0.5, 1], a share of labels",
-        only_with=_PAIRS,
+        only_with=("write_pairs", True),
     )
-    min_labels: int = setting(1, "Least number of labels of a pair.", range=">= 1", only_with=_PAIRS)
+    min_labels: int = setting(1, "Least number of labels of a pair.", range=">= 1", only_with=("write_pairs", True))
     min_zscore: float | None = setting(
         -3.0, "Annotators whose agreement has a lower z-score are left out; null keeps all."
     )
@@ -87,7 +86,7 @@ class AnnotatorsArguments:
         0.2,
         "Share of annotators whose pairs are for the test alone; 0 for no test.",
         range="in [0, 1), a share of annotators",
-        only_with=_PAIRS,
+        only_with=("write_pairs", True),
     )
     seed: int = setting(0, "Of the bootstrap and of the held-out annotators.")
 

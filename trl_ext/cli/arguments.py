@@ -1,4 +1,4 @@
-"""What every recipe asks for, in TRL's words: a dataset, a model, and where a policy learns from scores, a reward."""
+"""Declare what recipes ask for, in TRL's words: a dataset, a model, and a reward where scores train the policy."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class HeldOutArguments(DataArguments):
 
 @dataclass
 class PromptArguments(DataArguments):
-    """Prompts, and what scores the answers to them."""
+    """Prompts, and the rewards that score the answers."""
 
     reward_model_name_or_path: str | None = setting(
         None,
@@ -68,7 +68,7 @@ class PromptArguments(DataArguments):
         self.rewards = self.rewards and [entry_of(text) for text in self.rewards]
 
 
-_ONLY_WITH: dict[str, tuple[str, Any]] = {  # name: (the setting without which it does nothing, its value)
+_ONLY_WITH: dict[str, tuple[str, Any]] = {  # name: the setting that it needs, and its value
     **dict.fromkeys(
         (
             *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
@@ -102,7 +102,7 @@ class ModelArguments(ModelConfig):
             )
 
     def init_kwargs(self, model_init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        """What the model is loaded with: these arguments, and over them the training arguments' own."""
+        """Return the arguments of `from_pretrained`; those of the training arguments win."""
         return {
             "revision": self.model_revision,
             "attn_implementation": self.attn_implementation,
@@ -113,6 +113,6 @@ class ModelArguments(ModelConfig):
 
 @dataclass
 class ClassifierArguments(ModelArguments):
-    """The same of a sequence classifier: its head is trained, and saved with the adapter."""
+    """`ModelArguments` for a sequence classifier, whose head is trained and saved with the adapter."""
 
     task_type: ClassVar[str] = "SEQ_CLS"

@@ -21,7 +21,7 @@ from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, WRITERS, change
 
 
 def changes() -> dict[str, str]:
-    """Return of each item in the tables what changed; an empty text if nothing did."""
+    """Return what changed for each item in the tables; an empty text if nothing did."""
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)
         for module, names in NAMES.items()

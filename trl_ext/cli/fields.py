@@ -1,4 +1,4 @@
-"""The fields of a dataclass, and a script's flags, read from their source: to import transformers takes seconds."""
+"""Read a dataclass's fields and a script's flags from source: importing transformers takes seconds."""
 
 import ast
 import builtins
@@ -28,10 +28,11 @@ def parsed_names(module: str) -> set[str] | None:
 
 def sketches(module: str) -> list[tuple[type, bool]] | None:
     """
-    Return stand-ins of the dataclasses that a script gives its `StrictTrlParser`, as the help needs them, and whether
-    each is given by its name, "trl_ext.PPOConfig": of what such a one inherits there are the names alone.
+    Return copies of the dataclasses that a script gives its `StrictTrlParser`, with fields and help alone.
 
-    None if a class is not found, or if its fields need what only its module can say.
+    Each comes with whether the script gives it by name, as "trl_ext.PPOConfig". Such a copy has only the names of the
+    fields that it inherits from TRL. The result is None if a class is not found, or if a field uses a name of its
+    module.
     """
     try:
         return [(_sketch(*_split(path), is_named), is_named) for path, is_named in _given(module)] or None
@@ -40,7 +41,7 @@ def sketches(module: str) -> list[tuple[type, bool]] | None:
 
 
 def _given(module: str) -> list[tuple[str, bool]]:
-    """The paths of the dataclasses that a script gives its parser, and whether each stands there as a text."""
+    """Return the paths of the dataclasses that a script gives its parser, and whether each is given as a string."""
     calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
     given = [call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser"]
     kinds = [kind for node in given[:1] for kind in (node.elts if isinstance(node, ast.Tuple) else [node])]
@@ -75,7 +76,7 @@ _NAMESPACE = {**vars(builtins), **vars(typing), "field": field, "setting": setti
 
 @cache
 def _sketch(module: str, name: str, is_named: bool) -> type:
-    """Return a dataclass with the fields in another one's source; a named one has the names alone of what is TRL's."""
+    """Copy a dataclass from its source; one given by name has only the names of the fields that TRL declares."""
     where, node = _class(module, name)
     bases = tuple(_sketch(*_base(where, ast.unparse(base)), is_named) for base in node.bases)
     is_read = not is_named or where.startswith("trl_ext.")
@@ -88,12 +89,12 @@ def _sketch(module: str, name: str, is_named: bool) -> type:
 
 
 def _value(node: ast.expr) -> typing.Any:
-    """What an expression of an installed module is worth, without what that module imports."""
+    """Evaluate an expression from a module's source, without importing the module."""
     return eval(compile(ast.Expression(node), "<fields>", "eval"), _NAMESPACE.copy())
 
 
 def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """The module that defines a class, which the given one may import, and its source."""
+    """Find the module that defines a class, which the given one may import, and the class's source."""
     tree = _tree(module)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -107,13 +108,13 @@ def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
 
 
 def _annotated(node: ast.ClassDef) -> list[typing.Any]:
-    """The fields in the source of a dataclass."""
+    """Return the fields in the source of a dataclass."""
     found = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
     return [item for item in found if "ClassVar" not in ast.unparse(item.annotation)]
 
 
 def _base(module: str, base: str) -> tuple[str, str]:
-    """The module and the name of a base class, such as `trl.DPOConfig`, where two have one name."""
+    """Return module and name of a base class such as `trl.DPOConfig`, whose own name may be the same."""
     package, name = _split(base)
     for source in ast.walk(_tree(module)) if package else ():
         if isinstance(source, ast.ImportFrom) and package in (alias.name for alias in source.names):

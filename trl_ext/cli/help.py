@@ -1,4 +1,4 @@
-"""What `--help` prints of dataclasses whose fields are flags, whether imported or read from their source."""
+"""Write the text of `--help` for dataclasses, whether imported or read from source."""
 
 import re
 import textwrap
@@ -14,13 +14,13 @@ from ..runs.settings import conditions
 
 def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], asked: str | None = None) -> str:
     """
-    Say what each flag is for: of the script's own and the config's own, and the inherited ones by name.
+    Describe the flags of the script and of its config, and list the inherited ones by name.
 
     Args:
         prog: what the program is called.
         description: what it does.
-        kinds: dataclasses, and whether what each inherits stands apart.
-        asked: `"all"` describes the inherited ones, too; another word, those alone that have it in their names.
+        kinds: dataclasses, and whether the flags that each inherits are listed apart.
+        asked: `"all"` describes inherited flags, too; another word only those with the word in their names.
     """
     width = min(get_terminal_size().columns, 120)
     lines = [f"usage: {prog} [--config FILE.yaml] [--FLAG VALUE ...]", "", description.strip()]
@@ -46,12 +46,12 @@ def first_sentence(text: str) -> str:
 
 
 def types_of(hint: Any) -> tuple:
-    """The types that a field may have."""
+    """Return the types that a field may have."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _groups(kinds: Iterable[tuple[type, bool]]) -> Iterator[tuple[str, dict[str, tuple[Field, Any]], bool]]:
-    """Title, fields with their types, and whether they are the script's or its config's own; inherited ones last."""
+    """Yield titles, fields with their types, and whether these are not inherited; inherited ones come last."""
     inherited: list[tuple[str, dict[str, tuple[Field, Any]], bool]] = []
     seen: set[str] = set()
     for kind, is_apart in kinds:

@@ -45,11 +45,6 @@ TOOLS = {
     "demo": "train on a small made-up world, with and without guard rails, in minutes",
     "doctor": "say what is installed, what is missing, and how to get it",
 }
-_RECIPES = {
-    **{"online-dpo": "online_dpo", "demo": "demo.run", "generate": "generate", "merge": "merge", "plan": "plan"},
-    "refresh-reward": "refresh_reward",
-    "pretrain-critic": "pretrain_critic",
-}
 _COMMANDS = {
     "advise": "workbench.planning.command",
     "annotators": "workbench.labels.command",
@@ -109,7 +104,12 @@ def help_from_source(name: str) -> str:
 
 
 def _module(name: str) -> str:
-    return f"trl_ext.{_COMMANDS[name]}" if name in _COMMANDS else f"trl_ext.recipes.{_RECIPES.get(name, name)}"
+    return f"trl_ext.{_COMMANDS[name]}" if name in _COMMANDS else f"trl_ext.recipes.{_script(name)}"
+
+
+def _script(name: str) -> str:
+    """Return the recipe that a command runs, as its dotted name within `recipes`."""
+    return "demo.run" if name == "demo" else name.replace("-", "_")
 
 
 def run_here(name: str, arguments: list[str]) -> int:
@@ -119,7 +119,7 @@ def run_here(name: str, arguments: list[str]) -> int:
         if name in _COMMANDS:
             import_module(_module(name)).main(arguments)
         else:
-            recipe(_RECIPES.get(name, name)).main(arguments)
+            recipe(_script(name)).main(arguments)
     except BrokenPipeError:
         if name in TRAINING or name in _TRAINS_TOO:
             raise

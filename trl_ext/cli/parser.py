@@ -1,4 +1,4 @@
-"""A `TrlParser` that refuses what it does not know."""
+"""Parse a script's YAML file and flags, and refuse those that it does not have."""
 
 import argparse
 import math
@@ -58,7 +58,7 @@ class StrictTrlParser(TrlParser):
         self._take([kind for kind in self._given if not isinstance(kind, str)])
 
     def _take(self, kinds: list[type]) -> None:
-        """Have the flags of these dataclasses, and no others."""
+        """Replace the flags by those of these dataclasses."""
         super().__init__(kinds, **self._kwargs)
         self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
         # Not `field.type`: HfArgumentParser overwrites it with a simplified type
@@ -120,7 +120,7 @@ class StrictTrlParser(TrlParser):
                 self._refuse_flag(flag, known)
 
     def _check_early(self, nodes: dict[str, yaml.Node], config: dict[str, Any], args: list[str]) -> None:
-        """Refuse what the dataclasses that are imported refuse, before the others are."""
+        """Make the dataclasses that are imported, so that their mistakes show before the others are imported."""
         mine = {key: value for key, value in config.items() if key in self._fields}
         namespace, _ = super().parse_known_args([*self._flags(nodes, mine), *args])
         made = [
@@ -171,7 +171,7 @@ class StrictTrlParser(TrlParser):
             raise ValueError(f"unknown key {key!r} in the configuration file{nearest}")
 
     def _flags(self, nodes: dict[str, yaml.Node], config: dict[str, Any]) -> list[str]:
-        """The file as flags; what no flag can say (null, a mapping, `on`) becomes its field's default instead."""
+        """Return the file as flags. What no flag can say (null, a mapping, `on`) becomes its field's default."""
         lists, scalars = [], []
         for key, value in config.items():
             self._check_key(key, self._fields)
@@ -201,7 +201,7 @@ class StrictTrlParser(TrlParser):
 
 
 def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
-    """The file's nodes, which keep what is written, and its values, each by name; its `env` is set."""
+    """Return the YAML nodes, which keep the text, and the values, both by name; set the variables of `env`."""
     with open(config_file("--config", path), encoding="utf-8") as file:
         try:
             loader = _NoRepeatedKeys(file)
@@ -218,7 +218,7 @@ def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
 
 
 def _text(node: yaml.Node) -> str:
-    """What a list item says: a scalar as it is written, a mapping or a list in YAML's flow style."""
+    """Return a list item's text: a scalar as it is written, a mapping or a list in YAML's flow style."""
     if isinstance(node, yaml.ScalarNode):
         return str(node.value)
     inner = [node]
@@ -254,7 +254,7 @@ class _NoRepeatedKeys(yaml.SafeLoader):
 
 
 class _WithExponents(_NoRepeatedKeys):
-    """Takes 1e-5 for a number, as flags do: PyYAML wants 1.0e-5."""
+    """Read 1e-5 as a number, as flags do: PyYAML wants 1.0e-5."""
 
 
 _WithExponents.add_implicit_resolver(
@@ -263,7 +263,7 @@ _WithExponents.add_implicit_resolver(
 
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
-    """Values written as NAME=…, by name."""
+    """Return the values of an option that is written as NAME=…, by name."""
     found: dict[str, str] = {}
     for each in given:
         name, is_there, value = each.partition("=")

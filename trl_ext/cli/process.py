@@ -12,7 +12,7 @@ _ONCE = 1.0  # seconds
 
 
 def interrupt_once() -> None:
-    """Take SIGINTs within a second for one: a terminal's Ctrl-C also reaches `trl-ext`, which passes it on."""
+    """Count SIGINTs within a second as one: a terminal's Ctrl-C also reaches `trl-ext`, which passes it on."""
     last = -_ONCE
 
     def interrupt(number: int, frame: Any) -> None:
@@ -25,7 +25,7 @@ def interrupt_once() -> None:
 
 
 if __name__ == "__main__":
-    if sys.platform == "linux":  # if `trl-ext` is killed, its run must not go on and write where the next one does
+    if sys.platform == "linux":  # end with `trl-ext`: the next run may write to the same folder
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     interrupt_once()
     # Python puts a script's folder first, where a user's `import report` would look; the package's own may be missing

@@ -6,14 +6,14 @@ from functools import cache
 import numpy as np
 import regex
 
+from ..upstream.scripts import UNSPACED as UNSPACED
+
 SCRIPTS = (
     "no letters",
     *("Latin", "Han", "Kana", "Hangul", "Cyrillic", "Arabic", "Devanagari", "Bengali", "Greek", "Hebrew", "Thai"),
     *("Tamil", "Telugu", "Georgian", "Armenian", "Ethiopic", "Khmer", "Lao", "Myanmar", "Tibetan"),
     "another",
 )
-# Scripts that put no spaces between words
-UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
 CODES = 0x110000  # code points of Unicode
 
 

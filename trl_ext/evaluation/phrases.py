@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import regex
 
-# Scripts that put no spaces between words: there each character counts as a word
-UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Bopomofo}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Tibetan}"
+from ..upstream.scripts import UNSPACED as UNSPACED
+
 WORD = regex.compile(rf"[{UNSPACED}]\p{{M}}*|[^\W{UNSPACED}]+(?:['’][^\W{UNSPACED}]+)*|[^\w\s]")
 # What ends a sentence: marks, and line breaks, which are no words
 ENDS = regex.compile(r"\p{Sentence_Terminal}|…|\n")

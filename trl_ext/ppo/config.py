@@ -178,17 +178,16 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     local_rollout_forward_batch_size: int = setting(
         64,
-        "Rows per process in one forward pass without gradient: lower it if a rollout runs out of memory. Such passes "
-        "are generation, reward models, reference and values. What is computed of answers does not depend on it; "
-        "which ones are drawn does, since each chunk draws in turn.",
+        "Rows per process in one forward pass without gradient: lower it if a rollout runs out of memory. It is for "
+        "generation, reward models, reference and values. It changes which answers are drawn, since each chunk draws "
+        "in turn, and no figure of a given answer.",
         range=">= 1",
     )
     logits_budget_gb: float = setting(
         1.0,
         "GiB that the logits of one log-prob pass may take: lower it to save memory for time. They are rows × "
-        "response tokens × vocabulary numbers. Beyond, and with 0 always, TRL's fused LM head makes them tile by "
-        "tile, in less memory and more time. The results are the same. What is faster on a GPU, where TRL's head is a "
-        "Triton kernel, has not been measured.",
+        "response tokens × vocabulary numbers. If they need more, and with 0 always, TRL's fused LM head computes "
+        "them tile by tile, with the same results in more time. Speed on a GPU has not been measured.",
         range=">= 0",
     )
     num_generations: int | None = setting(1, "Responses per prompt.", range=">= 1")
@@ -197,32 +196,26 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     allow_off_policy_sampling: bool = setting(
         False,
-        "Allow sampling from another distribution than the policy's own. That is `top_k`, `top_p`, `min_p`, "
-        '`repetition_penalty` and other `generation_kwargs`, with `importance_sampling_mode="none"`, too: what they '
-        "bias is then logged as `sampling/logprob_difference`, and not corrected. A name in `generation_kwargs` that "
-        "would do nothing in a rollout is refused, and so are stop strings: a response ends where the policy draws an "
-        "EOS.",
+        "Allow sampling from another distribution than the policy's own. This allows `top_k`, `top_p`, `min_p`, "
+        '`repetition_penalty` and other `generation_kwargs` with `importance_sampling_mode="none"`, too. The bias is '
+        "then logged as `sampling/logprob_difference`, and not corrected.",
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = setting(
         "auto",
-        "Where the log-probs before the update, and those of the KL, come from. They are noted while the response is "
-        "drawn, which saves a forward of the policy, or computed again by the forward that is trained. Where the "
-        "policy samples, in float32 both are the same to 1e-5, else they differ by rounding (and with dropout by "
-        "more), which is logged as `sampling/logprob_difference`. `auto` trusts the sampler if all is float32 and "
-        "nothing in `generation_kwargs` or vLLM may differ. Where another one samples, `sampler` makes PPO's ratio "
-        "that of the policy to the sampler.",
+        "Where the log-probs before the update, and those of the KL, come from. The sampler notes them, which saves a "
+        "forward of the policy, or the forward that is trained computes them again. In float32 both are the same to "
+        "1e-5, else they differ by rounding and dropout (`sampling/logprob_difference`). `auto` trusts the sampler if "
+        "all is float32 and nothing in `generation_kwargs` or vLLM may differ. Where another policy samples, "
+        "`sampler` makes PPO's ratio that of the policy to the sampler.",
     )
     importance_sampling_mode: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = setting(
         "auto",
-        "How the policy's loss is weighted where another policy has sampled. The weight is w = π/μ, where μ is the "
-        "sampler's distribution and π that of the policy before the update, of each token (`token_…`) or of the "
-        "whole response (`sequence_…`). It is moved to the nearer of [`importance_sampling_clip_min`, "
-        "`importance_sampling_clip_max`] (`…_truncate`) or set to 0 outside of them (`…_mask`). `auto` is "
-        "`token_truncate` with vLLM, `allow_off_policy_sampling`, `rollouts_ahead`, or settings that change the "
-        "sampler, and else `none`. The names are those of `GRPOConfig.vllm_importance_sampling_mode`; formulas, "
-        "sources and what they cost are in docs/off_policy.md.",
+        "How the policy's loss is weighted where another policy has sampled. The weight is the policy's probability "
+        "before the update over the sampler's, of each token or of the whole response (`sequence_…`). Beyond the "
+        "bounds it is moved to the nearer one (`…_truncate`) or set to 0 (`…_mask`). `auto` is `token_truncate` where "
+        "another policy may sample, else `none`. Formulas, sources and costs are in docs/off_policy.md.",
     )
     importance_sampling_clip_min: float | None = setting(
         None,
@@ -234,17 +227,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     rollouts_ahead: int = setting(
         0,
-        "Rollouts that are drawn while an earlier one is trained on: k. They are drawn by a second process with a "
-        "copy of the policy or (k = 1) by a vLLM server. Rollout n is drawn from the policy that rollout n − 1 − k "
-        "has trained, the first k + 1 from the initial one. A process holds k + 1 copies of the weights in memory "
-        "for it.",
+        "Rollouts that are drawn while an earlier one is trained on: k. A second process draws them, or (k = 1) a "
+        "vLLM server, from the policy that rollout n − 1 − k has trained; see docs/overlap.md.",
         range=">= 0",
     )
     rollout_device: str | None = setting(
         None,
-        "Device of the process that draws rollouts ahead. It is one such as `cuda:1`. With several processes it is "
-        "one for all, or as many as there are on a machine, with commas between. If unset it is the CPU where the "
-        "run is on one; else it must be set.",
+        "Device of the process that draws rollouts ahead. Name one for all processes, such as `cuda:1`, or one for "
+        "each process on a machine, with commas between. It may be left out on a CPU only.",
     )
     stop_token: Literal["eos"] | None = setting(None, "TRL 1.12's name; responses always stop at EOS.")
     stop_token_id: int | None = setting(None, "One more token id that ends a response (TRL 1.12's name).")
@@ -302,9 +292,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     share_reward_base: Literal["auto", "never", "always"] = setting(
         "auto",
-        "Whether a reward model saved as an adapter uses the policy's base. It is then a third adapter on it. Else "
-        "it is loaded with a base of its own. `auto` shares the base if that gives the same scores: the weights and "
-        "the quantisation of the base are those that the adapter was trained on. `always` raises where they are not.",
+        "Whether a reward model saved as an adapter uses the policy's base. Otherwise it loads its own. `auto` "
+        "shares the base if it has the weights and the quantisation that the adapter was trained on, so that scores "
+        "stay the same. `always` raises if it has not.",
     )
 
     # The loss
@@ -356,15 +346,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     critic_steps: int = setting(
         1,
-        "Updates of the critic for each update of the policy. Each of the `num_ppo_epochs` passes over a rollout is "
-        "made so many times, and all but the last of them train the critic alone. Every one of them is an optimizer "
-        "step, for `max_steps`, `save_steps` and the learning-rate schedule.",
+        "Updates of the critic for each update of the policy. Each pass over a rollout is made so many times, and all "
+        "but the last train the critic alone. Each update counts as an optimizer step.",
         range=">= 1",
     )
     critic_trains: Literal["all", "mlp"] = setting(
         "all",
-        "Which of the critic's weights are trained. `all` are those of the whole critic, or, if it is an adapter, of "
-        "the adapter and its head; `mlp` are of these only those in MLPs, experts included, and the head.",
+        "Which of the critic's weights are trained. `all` means the whole critic, or an adapter and its head; `mlp` "
+        "means the head and, of those, what is in MLPs, experts included.",
     )
     critic_warmup_rollouts: int = setting(0, "First rollouts in which only the critic is trained.", range=">= 0")
 
@@ -474,7 +463,10 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         if self.kl_estimator not in KL_ESTIMATORS:
             raise ValueError(f"`kl_estimator` must be one of {[*KL_ESTIMATORS]}, got {self.kl_estimator!r}.")
         if self.stop_token and self.stop_token_id is not None:
-            raise ValueError("`stop_token` and `stop_token_id` are two names of one setting: set one of them.")
+            raise ValueError(
+                f"`stop_token` and `stop_token_id` are two names of one setting, got {self.stop_token!r} and "
+                f"{self.stop_token_id}: set one of them."
+            )
         if self.kl_controller != "fixed":
             if self.kl_coef == 0:
                 raise ValueError(

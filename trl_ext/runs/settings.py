@@ -60,7 +60,7 @@ def meets(value: Any, rule: str) -> bool:
 
 
 def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
-    """Return the range of a field, and the setting without which it does nothing."""
+    """Return the range of a field, and the setting that it needs to have an effect."""
     text = each.metadata.get("help", "")
     return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
 
@@ -91,7 +91,7 @@ def documented(cls: _Class) -> _Class:
 
 @dataclass
 class SavingSettings:
-    """Mixin of `TrainingArguments` that our trainers read: what a run writes, and how."""
+    """Add to `TrainingArguments` what a run of our trainers writes, and how."""
 
     save_in_background: bool = setting(
         False,
@@ -117,12 +117,12 @@ class SavingSettings:
 
 def resolve_bf16(config: Any) -> None:
     """
-    Set `bf16` where it is left open: off on a CPU, and on a GPU as TRL does, on unless `fp16` is set.
+    Set `bf16` if it is unset: off on a CPU; on a GPU as TRL does, on unless `fp16` is set.
 
     Raises:
-        ValueError: it is asked for, there is no GPU, and nobody has said that a CPU will do; or `fp16` on a CPU.
+        ValueError: `bf16=True` without a GPU and without `use_cpu=True`, or `fp16=True` on a CPU.
     """
-    import torch  # here: what was mistyped is refused before it
+    import torch  # takes seconds: a mistyped setting is refused before
 
     no_gpu = not torch.accelerator.is_available()
     if config.fp16 and (no_gpu or config.use_cpu):
@@ -137,7 +137,7 @@ def resolve_bf16(config: Any) -> None:
 
 
 def resolve_checkpointing(config: Any) -> None:
-    """Give `activation_checkpointing` what TRL's default, or a script, gives its old name, which has a warning."""
+    """Copy `gradient_checkpointing`, the deprecated name, to `activation_checkpointing` where that is unset."""
     for end in ("checkpointing", "checkpointing_kwargs"):
         if getattr(config, f"activation_{end}") is None:
             setattr(config, f"activation_{end}", getattr(config, f"gradient_{end}"))
@@ -147,13 +147,13 @@ def check_settings(
     config: Any, ranges: Mapping[str, Range] | None = None, only_with: Mapping[str, OnlyWith] | None = None
 ) -> None:
     """
-    Raise for the first field whose value cannot work, by what [`setting`] says of it.
+    Raise for the first field whose value breaks a rule of its [`setting`].
 
     Args:
-        config: a dataclass instance; its `Literal` fields must have one of their values, or `None` if that is allowed,
-            and so must those of whole numbers and those with a range.
-        ranges: of fields that another package declares, by name, as [`setting`] takes it.
-        only_with: the same.
+        config: a dataclass instance. Whole numbers, `Literal` choices and ranges are checked; `None` passes where the
+            field's type allows it.
+        ranges: ranges of fields that another package declares, by name, as [`setting`] takes them.
+        only_with: the same for `only_with`.
 
     Raises:
         ValueError: with the field, its value, and what to do.
@@ -195,7 +195,7 @@ def check_settings(
 
 
 def check_score_settings(config: Any) -> None:
-    """Raise if what happens to scores, and to answers without EOS, contradicts itself."""
+    """Raise if settings of scores, or of answers without EOS, contradict each other."""
     score, penalty = config.missing_eos_score, config.missing_eos_penalty
     if score is not None and penalty is not None:
         raise ValueError(

@@ -21,15 +21,7 @@ from ...cli.parser import StrictTrlParser
 from ...data import write_rows
 from ...runs import check_output_dir, check_settings, find, overlap, setting, write_text
 
-_RANGES = {
-    "confidence_bound": ("in [0.5, 1], a share of labels", lambda x: 0.5 <= x <= 1),
-    "min_labels": (">= 1", lambda x: x >= 1),
-    "held_out_annotators": ("in [0, 1), a share of annotators", lambda x: 0 <= x < 1),
-}
 _OWN = {"prompt", "chosen", "rejected", "confidence", "weight", "votes", "annotators", "row"}
-_ONLY_WITH = dict.fromkeys(
-    ("method", "confidence_bound", "min_labels", "held_out_annotators", "keep_columns"), ("write_pairs", True)
-)
 
 
 @dataclass
@@ -70,25 +62,36 @@ class AnnotatorsArguments:
     time_column: str | None = setting(None, "When a label was given: numbers or dates.")
     seconds_column: str | None = setting(None, "How long a label took.")
     confidence_column: str | None = setting(None, "How sure the annotator was: a number.")
-    keep_columns: list[str] | None = setting(None, "Further columns to keep in the pairs, such as a topic.")
+    keep_columns: list[str] | None = setting(
+        None, "Further columns to keep in the pairs, such as a topic.", only_with=("write_pairs", True)
+    )
     write_pairs: bool = setting(True, "Whether to write pairs after the report.")
     method: Literal["majority", "dawid_skene", "mace", "noisy_bt"] = setting(
         "majority",
-        "How a pair's labels are aggregated: by votes, by how good each annotator is (Dawid-Skene, MACE), "
-        "or also by the answers' scores (noisy Bradley-Terry, for rankings).",
+        "How a pair's labels are aggregated: by votes, by how good each annotator is (Dawid-Skene, MACE), or also by "
+        "the answers' scores (noisy Bradley-Terry, for rankings).",
+        only_with=("write_pairs", True),
     )
     confidence_bound: float = setting(
-        0.6, "Least share of an item's labels, or probability, that its winner must have."
+        0.6,
+        "Least share of an item's labels, or probability, that its winner must have.",
+        range="in [0.5, 1], a share of labels",
+        only_with=("write_pairs", True),
     )
-    min_labels: int = setting(1, "Least number of labels of a pair.")
+    min_labels: int = setting(1, "Least number of labels of a pair.", range=">= 1", only_with=("write_pairs", True))
     min_zscore: float | None = setting(
         -3.0, "Annotators whose agreement has a lower z-score are left out; null keeps all."
     )
-    held_out_annotators: float = setting(0.2, "Share of annotators whose pairs are for the test alone; 0 for no test.")
+    held_out_annotators: float = setting(
+        0.2,
+        "Share of annotators whose pairs are for the test alone; 0 for no test.",
+        range="in [0, 1), a share of annotators",
+        only_with=("write_pairs", True),
+    )
     seed: int = setting(0, "Of the bootstrap and of the held-out annotators.")
 
     def __post_init__(self) -> None:
-        check_settings(self, _RANGES, _ONLY_WITH)
+        check_settings(self)
         if own := {*(self.keep_columns or ())} & _OWN:
             raise ValueError(f"`keep_columns`: pairs have a {min(own)!r} of their own: rename the column of the table")
 

@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 NAME = "reward_report"  # of the page and the JSON
 _OF_TRAINING = ("demonstrations_mean", "demonstrations_mean_before_centring", "margin_change_by_centring")
 _NAMED = 3  # reasons of a report that PPO's warning has
-_SHARE = ("in [0, 1]", lambda x: 0 <= x <= 1)
-_RANGES = {
-    "min_accuracy": _SHARE,
-    "max_length_bias": _SHARE,
-    "max_calibration_error": _SHARE,
-    "min_rank_correlation": ("in [-1, 1]", lambda x: -1 <= x <= 1),
-    "min_best_of_n": _SHARE,
-    "max_suspicious_probes": (">= 0", lambda x: x >= 0),
-    "probe_rows": (">= 0", lambda x: x >= 0),
-    **dict.fromkeys(("max_pairs", "max_train_rows", "max_policy_rows", "max_new_tokens"), (">= 1", lambda x: x >= 1)),
-}
 
 
 @dataclass
@@ -61,7 +50,9 @@ class RewardReportArguments:
     train_split: str | None = setting(None, "Their split; `train` if unset, where it is not the held-out one.")
     policy_answers: str | None = setting(None, "The policy's own answers, as `trl-ext generate` writes them.")
     policy: str | None = setting(None, "Or the policy, which then answers the held-out prompts: a folder or hub name.")
-    max_new_tokens: int | None = setting(None, "Tokens of its answers; if unset 256, or what the context leaves.")
+    max_new_tokens: int | None = setting(
+        None, "Tokens of its answers; if unset 256, or what the context leaves.", range=">= 1"
+    )
     ranking_name: str | None = setting(None, "Rankings by people: `prompt`, `responses` and `ranks`, 1 the best.")
     best_of_n_name: str | None = setting(
         None, "Rows with one `chosen` and several `rejected` answers, as RewardBench 2 has."
@@ -70,27 +61,30 @@ class RewardReportArguments:
         None, "Columns to compare the accuracy by; if unset topic, subset, source, language, annotator."
     )
     drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
-    max_pairs: int | None = setting(None, "Held-out pairs, drawn at random; all if unset.")
-    max_train_rows: int = setting(1000, "Training pairs that are scored.")
-    max_policy_rows: int = setting(1000, "Answers of the policy.")
-    probe_rows: int = setting(256, "Held-out answers that each probe changes; 0 for none.")
+    max_pairs: int | None = setting(None, "Held-out pairs, drawn at random; all if unset.", range=">= 1")
+    max_train_rows: int = setting(1000, "Training pairs that are scored.", range=">= 1")
+    max_policy_rows: int = setting(1000, "Answers of the policy.", range=">= 1")
+    probe_rows: int = setting(256, "Held-out answers that each probe changes; 0 for none.", range=">= 0")
     phrases: list[str] = field(
         default_factory=list, metadata={"help": "Phrases to probe beside those that the training pairs suggest."}
     )
     min_accuracy: float | None = setting(
-        0.6, "Least accuracy, which must surely be above a coin's, too; null for any."
+        0.6, "Least accuracy, which must surely be above a coin's, too; null for any.", range="in [0, 1]"
     )
     max_length_bias: float | None = setting(
         0.2,
         "Largest difference in accuracy between pairs with a longer and with a shorter chosen answer; null for any.",
+        range="in [0, 1]",
     )
-    max_calibration_error: float | None = setting(None, "Most expected calibration error.")
+    max_calibration_error: float | None = setting(None, "Most expected calibration error.", range="in [0, 1]")
     min_rank_correlation: float | None = setting(
-        0.7, "Least Spearman correlation with people's ranks, where prompts have more than two answers."
+        0.7,
+        "Least Spearman correlation with people's ranks, where prompts have more than two answers.",
+        range="in [-1, 1]",
     )
-    min_best_of_n: float | None = setting(None, "Least best-of-n accuracy.")
+    min_best_of_n: float | None = setting(None, "Least best-of-n accuracy.", range="in [0, 1]")
     max_suspicious_probes: int | None = setting(
-        0, "Most probes that may look like a hack, or cannot be judged; null for any number."
+        0, "Most probes that may look like a hack, or cannot be judged; null for any number.", range=">= 0"
     )
     output_dir: str | None = setting(None, "Where the report goes; the model's folder if unset.")
     dtype: str | None = setting(None, "Of the model's weights; what was saved if unset.")
@@ -99,7 +93,7 @@ class RewardReportArguments:
     seed: int = setting(0, "Of the rows that are drawn, and of the policy's answers.")
 
     def __post_init__(self) -> None:
-        check_settings(self, _RANGES, {})
+        check_settings(self)
         if self.max_new_tokens is not None and not self.policy:
             raise ValueError("`max_new_tokens` is for `policy`: give that, too, or leave it out")
         if (self.model is None) == (not self.rewards):

@@ -339,6 +339,7 @@ def test_in_a_terminal_a_bar_and_alerts_that_do_not_tear_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_in_a_terminal_without_bar_or_colours(tmp_path):
     sent = in_terminal(tmp_path, quiet=True, env={"NO_COLOR": "1"})
     assert "%|" not in sent and "\x1b" not in sent and "\ntrain " in sent

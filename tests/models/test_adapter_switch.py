@@ -68,7 +68,7 @@ def reference_logits(trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_users", [False, True], ids=["peft_config", "PeftModel"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.extra)])
 def test_the_reference_is_never_trained(name, is_users, tmp_path):
     kwargs = {"model": users_model(name), "trainer_kwargs": {"peft_config": None}} if is_users else {}
     trainer = lora_trainer(

@@ -105,7 +105,7 @@ def launched(request, folder):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(on_cpu(mode, folder))]
     kinds = ["train", "resume", *(["ahead"] if mode in ("fsdp2", "zero3") else []), "fail"]
     launch += ["--main_process_port", "0", "-m", "tests.distributed.worker", str(output), *kinds]
-    done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
     ended = time.time()
     assert done.returncode != 0 and (output / "died").exists(), done.stderr[-20000:]
     results = {

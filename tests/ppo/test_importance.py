@@ -133,6 +133,7 @@ def test_a_corrected_rollout_is_right_on_average(tmp_path):
         torch.testing.assert_close(weights[i], share.double(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
     """`old_logprobs: sampler`: no forward for them, no weights, and the ratio is π/μ from the start."""
     config = {"allow_off_policy_sampling": True, "max_steps": 1}

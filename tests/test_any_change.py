@@ -229,8 +229,8 @@ def test_any_setting(run, tmp_path, subtests):
     config = TRAINERS[name][1](tmp_path, **HALF)
     hints = typing.get_type_hints(type(config))
     counts = {"refused": 0, "same": 0, "no other value": []}
-    known = {field.name for field in dataclasses.fields(TrainingArguments)} if name in ("dpo", "reward") else set()
-    if os.environ.get("TRL_EXT_ALL_CASES"):  # else what all share is varied in PPO and SFT
+    known = {field.name for field in dataclasses.fields(TrainingArguments)} if name != "sft" else set()
+    if os.environ.get("TRL_EXT_ALL_CASES"):  # else what all share is varied in SFT alone
         known = set()
     for field in dataclasses.fields(config):
         if not field.init or field.name in ELSEWHERE | known or "vllm" in field.name:

@@ -39,6 +39,12 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (rank.get(item.nodeid.split("::")[0], len(rank)), group(item.nodeid)))
 
 
+def pytest_collection_finish(session):
+    from tests.launch import freeze_imports
+
+    freeze_imports()
+
+
 class ByLaunch(LoadScopeScheduling):
     """One worker for each group, which is launched once."""
 

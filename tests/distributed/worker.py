@@ -40,6 +40,7 @@ import recipes.dpo  # noqa: E402
 import recipes.ppo  # noqa: E402
 import recipes.reward  # noqa: E402
 import recipes.sft  # noqa: E402
+from tests.launch import freeze_imports  # noqa: E402
 from tests.ppo.test_ahead import Here  # noqa: E402
 from tests.ppo.worker import (  # noqa: E402
     CORRECTED,
@@ -411,4 +412,5 @@ def main(folder, *kinds):
 
 
 if __name__ == "__main__":
+    freeze_imports()
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -12,12 +12,44 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors: threads cost more than they save, and tests run side by side
 
 
+# What takes longest comes first, so that at the end no worker waits for another one's long file
+LONGEST_FIRST = (
+    *("distributed/test_sharded.py", "callbacks/test_actions.py", "recipes/test_resuming.py", "test_docs.py"),
+    *("test_any_change.py", "recipes/test_killed.py", "ppo/test_distributed.py", "test_wheel.py", "ppo/test_ahead.py"),
+    *("ppo/test_resume.py", "dpo/test_trainer.py", "recipes/test_real_model_recipes.py", "test_notebook.py"),
+    *("recipes/test_full_disk.py", "test_examples.py", "models/test_adapter_switch.py", "cli/test_main.py"),
+    *("callbacks/test_null.py", "callbacks/test_console.py", "dpo/test_distributed.py", "runs/test_saving.py"),
+)
+
+
+def group(nodeid):
+    """What shares fixtures: the tests of a file, or of one launch of several processes in it."""
+    mode = re.search(r"\[(multi_gpu|fsdp2|zero2|zero3)", nodeid)
+    return nodeid.split("::")[0] + (mode[0] if mode else "")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is marked `extra` unless TRL_EXT_ALL_CASES asks for it, and begin with the longest files."""
+    if not os.environ.get("TRL_EXT_ALL_CASES"):
+        extra = [item for item in items if item.get_closest_marker("extra")]
+        config.hook.pytest_deselected(items=extra)
+        items[:] = [item for item in items if not item.get_closest_marker("extra")]
+    rank = {f"tests/{name}": number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: (rank.get(item.nodeid.split("::")[0], len(rank)), group(item.nodeid)))
+
+
+def pytest_collection_finish(session):
+    from tests.launch import freeze_imports
+
+    freeze_imports()
+
+
 class ByLaunch(LoadScopeScheduling):
-    """One worker for all tests of a file, which share its fixtures, and of the same launch of several processes."""
+    """One worker for each group, which is launched once."""
 
     def _split_scope(self, nodeid):
-        mode = re.search(r"\[(multi_gpu|fsdp2|zero2|zero3)", nodeid)
-        return nodeid.split("::")[0] + (mode[0] if mode else "")
+        return group(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

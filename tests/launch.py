@@ -1,11 +1,18 @@
 """Two gloo processes in one launch: importing takes longer than most of what they check."""
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+
+def freeze_imports():
+    """Have the garbage collector skip what is imported: accelerate calls it at each training, for longer than that."""
+    gc.collect()
+    gc.freeze()
 
 
 def on_two_processes(module, folder, *arguments):

@@ -308,7 +308,16 @@ def hub(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("page, code", [(page, code) for page, code in blocks("python") if ".train()" in code])
+TRAINING_CODE = [(page, code) for page, code in blocks("python") if ".train()" in code]
+
+
+@pytest.mark.parametrize(
+    "page, code",
+    [
+        pytest.param(page, code, marks=() if page in ("README.md", "docs/ppo.md") else pytest.mark.slow)
+        for page, code in TRAINING_CODE
+    ],
+)
 def test_python_runs(page, code, hub, tmp_path, monkeypatch):
     rows = prompts(16)
     if "DPOTrainer(" in code:

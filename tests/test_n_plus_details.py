@@ -162,6 +162,7 @@ def test_detail_adam_eps_1e5(tmp_path):
     assert trained == {id(p) for p in trainer.model.parameters()}  # policy and critic, and no reference
 
 
+@pytest.mark.slow
 def test_detail_linear_lr_decay(tmp_path):
     """The k-th of n steps is taken with lr·(1 − (k − 1)/n), by the policy and by the critic with its own lr."""
     used = []
@@ -182,6 +183,7 @@ def test_detail_linear_lr_decay(tmp_path):
     torch.testing.assert_close(torch.tensor(used), torch.tensor(expected), rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disable_dropout", [True, False])
 @pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama])
 def test_detail_disable_dropout(tmp_path, build, disable_dropout):
@@ -214,6 +216,7 @@ def test_detail_disable_dropout(tmp_path, build, disable_dropout):
     assert (difference < 1e-10) if disable_dropout else (difference > 1e-3)
 
 
+@pytest.mark.slow
 def test_detail_value_model_from_reward_model(tmp_path):
     """The critic starts as the reward model, head included, and training it leaves the reward model as it was."""
     policy = tiny_llama()
@@ -260,6 +263,7 @@ def test_detail_value_and_reward_read_the_right_token(tmp_path):
     torch.testing.assert_close(torch.tensor([row["score"] for row in rows]), torch.tensor(scores), **CLOSE)
 
 
+@pytest.mark.slow
 def test_detail_generation_temperature_in_every_logprob(tmp_path):
     """Sampler, rollout, reference and training forward all divide the logits by the one temperature."""
     trainer = make(
@@ -344,6 +348,7 @@ def test_detail_k1_kl_penalty_per_token_with_score_at_last_token(tmp_path, token
     )
 
 
+@pytest.mark.slow
 def test_detail_whiten_rewards_keeps_the_mean(tmp_path, token_rewards):
     """(r − mean) / std + mean over the real tokens of the rollout."""
     config = {"kl_coef": 0.3, "seed": 3}
@@ -453,6 +458,7 @@ def test_detail_value_clipping(tmp_path):
     assert clipped > 0
 
 
+@pytest.mark.slow
 def test_detail_minibatch_permutation_covers_each_row_once_per_epoch(tmp_path):
     trainer = make(tmp_path, max_steps=24, num_ppo_epochs=3, num_mini_batches=4, per_device_train_batch_size=2)
     trainer.slow = False

@@ -194,6 +194,7 @@ def test_ppo(tmp_path, capsys, wide):
     assert float(found[-1]["length"]) > 0
 
 
+@pytest.mark.slow
 def test_dpo(tmp_path, capsys, wide):
     trainer = DPOTrainer(
         tiny_llama(),
@@ -339,6 +340,7 @@ def test_in_a_terminal_a_bar_and_alerts_that_do_not_tear_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.extra
 def test_in_a_terminal_without_bar_or_colours(tmp_path):
     sent = in_terminal(tmp_path, quiet=True, env={"NO_COLOR": "1"})
     assert "%|" not in sent and "\x1b" not in sent and "\ntrain " in sent
@@ -354,6 +356,7 @@ def test_in_a_file_plain_rows(tmp_path):
     assert len(re.findall(r"^alert ", run.stderr, re.MULTILINE)) == 1
 
 
+@pytest.mark.slow
 def test_alerts_go_to_a_scripts_own_logging(tmp_path, capsys, caplog):
     """They are not taken from it, and not shown a second time."""
     trainer = ppo(tmp_path, max_steps=1, callbacks=[Always()])

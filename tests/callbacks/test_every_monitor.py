@@ -37,6 +37,7 @@ def test_arguments_that_cannot_work_are_refused(monitor, arguments, message):
         monitor(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_the_example_in_the_docstring_runs(name, tmp_path, monkeypatch):
     """As it is printed, and then a run with that callback trains a step."""

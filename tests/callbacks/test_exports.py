@@ -165,6 +165,7 @@ def test_a_second_run_of_one_callback_is_measured_from_its_start(tmp_path):
 # ---- Samples ----
 
 
+@pytest.mark.slow
 def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
     args = tiny_config(tmp_path, max_steps=8, eval_strategy="steps", eval_steps=1)
     trainer = PPOTrainer(
@@ -187,6 +188,7 @@ def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
         SamplesCallback(trainer=Replay(args))
 
 
+@pytest.mark.slow
 def test_what_is_recorded_is_never_pushed_to_the_hub(tmp_path, monkeypatch):
     """Nor is a credential, in the arguments that a push writes: the token is used, and not pickled."""
     pushed = []

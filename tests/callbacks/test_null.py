@@ -58,7 +58,7 @@ def test_a_few_runs_of_a_policy_that_does_not_move(name, answers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", [8, 32, 128])
+@pytest.mark.parametrize("answers", [8, *(pytest.param(answers, marks=pytest.mark.extra) for answers in (32, 128))])
 @pytest.mark.parametrize("name", NULL)
 def test_a_policy_that_does_not_move(name, answers):
     """The upper end of the 95 % interval of the share of runs in which the monitor acts is 1 % at most."""

@@ -280,6 +280,7 @@ def test_fields_are_read_from_the_source_as_they_are():
     assert field_names("trl.NoConfig") is None and field_names("no_package.Config") is None
 
 
+@pytest.mark.slow
 def test_what_is_mistyped_is_refused_before_a_config_is_imported(subtests, tmp_path):
     (tmp_path / "wrong.yaml").write_text("learnin_rate: 1")
     for given, message in [

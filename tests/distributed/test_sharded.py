@@ -37,6 +37,17 @@ NO_DEEPSPEED = (
     else None
 )
 
+# With whole weights on each process an adapter shows nothing that the other modes do not
+WITH_AND_WITHOUT_LORA = pytest.mark.parametrize(
+    ("launched", "lora"),
+    [
+        pytest.param(mode, lora, marks=pytest.mark.extra if lora and mode in ("multi_gpu", "zero2") else ())
+        for mode in MODES
+        for lora in ("", " lora")
+    ],
+    indirect=["launched"],
+)
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
@@ -77,41 +88,37 @@ def split(folder):
 
 
 @pytest.fixture(scope="module", params=MODES)
-def launch(request, folder):
-    """The mode, its folder, and what launches it to train all workloads, to resume them, to fail, or to run ahead."""
+def launched(request, folder):
+    """
+    One launch, since to import takes longer than most of what is checked: it trains every workload, resumes each from
+    its checkpoint, runs ahead where processes hold parts of the weights, and ends when one process does something that
+    the other does not. The mode, its folder, what came of each, what was said, and how long process 0 outlived that.
+    """
     mode = request.param
     if NO_DEEPSPEED and mode.startswith("zero"):
         pytest.skip(NO_DEEPSPEED)
-    (folder / mode).mkdir()
+    output = folder / mode
+    output.mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "DS_ACCELERATOR": "cpu"}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(on_cpu(mode, folder))]
-    launch += ["--main_process_port", "0", "-m", "tests.distributed.worker", str(folder / mode)]
-
-    def start(what):
-        done = subprocess.run([*launch, what], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-        assert (done.returncode == 0) == (what != "fail"), done.stderr[-20000:]
-        results = [folder / mode / f"{what} {rank}.pt" for rank in range(2)]
-        assert all(path.exists() for path in results), done.stderr[-20000:]
-        return [torch.load(path, weights_only=False) for path in results], done.stderr
-
-    return mode, folder / mode, start
-
-
-@pytest.fixture(scope="module")
-def launched(launch):
-    """One launch that trains every workload, a second that resumes each from its checkpoint."""
-    mode, output, start = launch
-    return mode, output, start("train")[0], start("resume")[0]
+    kinds = ["train", "resume", *(["ahead"] if mode in ("fsdp2", "zero3") else []), "fail"]
+    launch += ["--main_process_port", "0", "-m", "tests.distributed.worker", str(output), *kinds]
+    done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    ended = time.time()
+    assert done.returncode != 0 and (output / "died").exists(), done.stderr[-20000:]
+    results = {
+        what: [torch.load(output / f"{what} {rank}.pt", weights_only=False) for rank in range(2)] for what in kinds
+    }
+    return mode, output, results, done.stderr, ended - float((output / "died").read_text())
 
 
 @pytest.fixture(scope="module")
-def failed(launch):
-    """A third, in which one process does something that the other does not; and how long it outlived that process."""
-    mode, output, start = launch
-    results, errors = start("fail")
-    return mode, results, errors, time.time() - float((output / "died").read_text())
+def failed(launched):
+    """Of its end alone: the mode, results, what was said, and how long process 0 outlived process 1."""
+    mode, _, results, errors, seconds = launched
+    return mode, results["fail"], errors, seconds
 
 
 def saved(folder):
@@ -123,21 +130,21 @@ def saved(folder):
 
 
 def test_the_mode_is_really_on(launched):
-    mode, _, trained, _ = launched
+    mode, _, results, *_ = launched
     kind, wrapper, (least, most) = MODES[mode]
-    for rank in trained:
+    for rank in results["train"]:
         for workload, result in rank.items():
             assert (result["type"], result["processes"]) == (kind, 2), workload
             assert result["wrapper"].startswith(wrapper), workload
             assert least <= result["resident"] <= most, workload
 
 
-@pytest.mark.parametrize("launch", ["fsdp2"], indirect=True)
+@pytest.mark.parametrize("launched", ["fsdp2"], indirect=True)
 def test_fsdp2_gathers_the_pieces_that_a_plan_counts(launched):
     """The layers of policy and critic one by one, and a reference of its own whole."""
     actor_critic = ActorCritic(tiny_llama(), tiny_reward_model(tiny_llama()))
     names = {id(module): name for name, module in actor_critic.named_modules()}
-    for rank in launched[2]:
+    for rank in launched[2]["train"]:
         trained, reference = rank["ppo"]["pieces"]
         assert [names[id(layer)] for layer in _layers(actor_critic)] == [n for n in trained if ".layers." in n]
         assert not any(name.startswith("critic") and ".layers." not in name for name in trained)  # the root has it
@@ -145,8 +152,9 @@ def test_fsdp2_gathers_the_pieces_that_a_plan_counts(launched):
 
 
 def test_two_processes_train_as_one(launched, folder, one_process, split):
-    _, output, trained, _ = launched
-    for workload in WORKLOADS:
+    _, output, results, *_ = launched
+    trained = results["train"]
+    for workload in trained[0]:
         expected, rounded = one_process[workload], split[workload]
         for result in (rank[workload] for rank in trained):
             for what in ("logs", "state"):
@@ -159,7 +167,7 @@ def test_two_processes_train_as_one(launched, folder, one_process, split):
 
 @pytest.mark.parametrize("lora", ["", " lora"])
 def test_gradients_are_those_of_one_process(launched, folder, one_process, lora):
-    _, output, _, _ = launched
+    _, output, *_ = launched
     expected = saved(folder / "one" / f"gradient{lora}")
     before = saved(folder / "inputs/policy") | {"critic/model.safetensors": {}}
     steps = {  # weights are those before minus the gradient; an adapter's B is 0 before
@@ -176,7 +184,7 @@ def test_gradients_are_those_of_one_process(launched, folder, one_process, lora)
 
 
 def test_what_is_saved_loads_with_plain_transformers(launched):
-    _, output, _, _ = launched
+    _, output, *_ = launched
     for kind, auto in (("ppo", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)):
         _, info = auto.from_pretrained(output / kind, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -187,19 +195,20 @@ def test_what_is_saved_loads_with_plain_transformers(launched):
 
 
 def test_a_resumed_run_ends_exactly_as_the_uninterrupted_one(launched):
-    _, output, trained, resumed = launched
+    _, output, results, *_ = launched
+    trained, resumed = results["train"], results["resume"]
     for workload in resumed[0]:
         assert resumed[0][workload]["logs"][:-1] == trained[0][workload]["logs"][:-1], workload
         for name, tensors in saved(output / workload).items():
             assert_close(saved(output / f"{workload} resumed")[name], tensors, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("launch", ["fsdp2", "zero3"], indirect=True)  # elsewhere each process has whole weights
-def test_a_rollout_is_drawn_ahead_from_all_of_the_policy(launch):
+@pytest.mark.parametrize("launched", ["fsdp2", "zero3"], indirect=True)  # elsewhere each process has whole weights
+def test_a_rollout_is_drawn_ahead_from_all_of_the_policy(launched):
     """A second process has whole weights, and what it had drawn when a checkpoint was written is trained on."""
-    _, output, start = launch
-    for rank in start("ahead")[0]:
-        for name in ("ahead", "ahead lora"):
+    _, output, results, *_ = launched
+    for rank in results["ahead"]:
+        for name in ("ahead", "ahead lora") if "ahead lora" in rank else ("ahead",):
             whole, resumed = rank[name], rank[f"{name} resumed"]
             differences = [(a - b).abs().max().item() for a, b in zip(whole["sampler"], whole["policy"], strict=True)]
             assert len(differences) == 3 and differences[0] < 1e-5 and min(differences[1:]) > 1e-3
@@ -212,7 +221,7 @@ def test_a_rollout_is_drawn_ahead_from_all_of_the_policy(launch):
 
 
 def test_a_lora_checkpoint_does_not_hold_the_base(launched):
-    _, output, _, _ = launched
+    _, output, *_ = launched
     files = [path for path in (output / "ppo lora").glob("checkpoint-*/**/*") if path.is_file()]
     states = [load_file(path) for path in files if path.suffix == ".safetensors"]
     states += [torch.load(path, weights_only=True) for path in files if path.name == "pytorch_model_fsdp.bin"]
@@ -234,7 +243,7 @@ def test_a_rollout_gathers_each_weight_once(failed, lora):
         assert [gathers for gathers, _ in rank[f"generation{lora}"]] == [expected, expected]
 
 
-@pytest.mark.parametrize("lora", ["", " lora"])
+@WITH_AND_WITHOUT_LORA
 def test_the_canary_sings_on_processes_whose_answers_differ_in_length(failed, folder, lora):
     rows = [json.loads(line) for line in (folder / failed[0] / f"canary{lora}" / "canary.jsonl").open()]
     assert [row["step"] for row in rows] == [step for step in range(5) for _ in CANARY]
@@ -244,7 +253,7 @@ def test_the_canary_sings_on_processes_whose_answers_differ_in_length(failed, fo
     assert [row["answer"] for row in rows[:3]] == answer_texts(tokenizer, answers, [2])
 
 
-@pytest.mark.parametrize("lora", ["", " lora"])
+@WITH_AND_WITHOUT_LORA
 def test_the_best_weights_are_loaded_at_the_end(failed, folder, lora):
     mode, results, _, _ = failed
     output = folder / mode / f"best{lora}"
@@ -258,7 +267,7 @@ def test_the_best_weights_are_loaded_at_the_end(failed, folder, lora):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lora", ["", " lora"])
+@WITH_AND_WITHOUT_LORA
 def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, lora):
     output = folder / failed[0] / f"recipes{lora}" / "reward"
     auto = AutoPeftModelForSequenceClassification if lora else AutoModelForSequenceClassification
@@ -271,7 +280,7 @@ def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, lora):
     assert (output / "trl_ext_base.json").exists() == bool(lora)
 
 
-@pytest.mark.parametrize("lora", ["", " lora"])
+@WITH_AND_WITHOUT_LORA
 def test_recipes_train_what_plain_transformers_load(failed, folder, lora):
     start = saved(folder / "inputs/policy")["model.safetensors"]
     for stage in ("sft", "ppo", "dpo"):

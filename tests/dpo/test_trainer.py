@@ -35,6 +35,8 @@ NEUTRAL = [
     {"margin_normalization": "source", "margin_warmup_pairs": 1000},
 ]
 
+TELLING = ["ipo", "exo_pair", "aot_unpaired", "sft"]  # averages, an option, the whole batch, no reference
+
 
 def assert_same_run(ours, theirs):
     assert logged(ours, "loss") == logged(theirs, "loss")
@@ -51,8 +53,14 @@ def assert_same_run(ours, theirs):
 
 @pytest.mark.parametrize(
     "loss_types",
-    [["sigmoid"], pytest.param([name for name in LOSSES if name != "sigmoid"], marks=pytest.mark.slow)],
-    ids=["sigmoid", "others"],
+    [
+        ["sigmoid"],
+        pytest.param(TELLING, marks=pytest.mark.slow),
+        pytest.param(
+            [name for name in LOSSES if name not in ("sigmoid", *TELLING)], marks=[pytest.mark.slow, pytest.mark.extra]
+        ),
+    ],
+    ids=["sigmoid", "telling", "others"],
 )
 def test_with_options_off_every_loss_is_trl_s_to_the_last_bit(subtests, loss_types, tmp_path):
     for loss_type in loss_types:

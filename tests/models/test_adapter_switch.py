@@ -68,7 +68,7 @@ def reference_logits(trainer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_users", [False, True], ids=["peft_config", "PeftModel"])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.extra)])
 def test_the_reference_is_never_trained(name, is_users, tmp_path):
     kwargs = {"model": users_model(name), "trainer_kwargs": {"peft_config": None}} if is_users else {}
     trainer = lora_trainer(
@@ -155,8 +155,9 @@ def undisturbed(tmp_path_factory):
 @pytest.mark.parametrize(
     ("what", "event"),
     [
-        *((what, "on_step_end") for what in MEDDLERS),
-        *(("all frozen", event) for event in ("before training", "on_train_begin", "on_step_begin")),
+        *(pytest.param(what, "on_step_end", marks=pytest.mark.extra) for what in MEDDLERS if "frozen" not in what),
+        *(("all frozen", event) for event in ("before training", "on_train_begin", "on_step_begin", "on_step_end")),
+        ("all thawed", "on_step_begin"),
     ],
 )
 def test_nothing_that_peft_is_told_stops_the_training(what, event, undisturbed, tmp_path):

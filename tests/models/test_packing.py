@@ -95,7 +95,9 @@ def test_a_model_that_reads_on_across_rows_is_found_out(build):
     assert keeps_rows_apart(said_of(build().eval()), 26, "cpu") == (build is not tiny_lfm2)
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_lfm2, pytest.param(tiny_mamba, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "build", [tiny_llama, *(pytest.param(build, marks=pytest.mark.slow) for build in (tiny_lfm2, tiny_mamba))]
+)
 def test_training_is_the_same_packed_or_padded(tmp_path, build, capsys):
     """The same answers, drawn from the same weights; what differs is rounding."""
 

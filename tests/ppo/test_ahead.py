@@ -96,7 +96,7 @@ def tokens(ids, mask):
     return [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
 
 
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rollout_is_drawn_from_the_weights_that_the_schedule_says(k, here, tmp_path):
     """14 steps are four rollouts of two data epochs: nothing is drawn beyond, and each from older weights but two."""
     trainer = ahead_trainer(tmp_path, k, logging_steps=1, max_approx_kl=None)
@@ -147,8 +147,12 @@ def uninterrupted(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("k", "step"),
-    [(1, 4), (1, 9), (2, 2), (2, 8)],
-    ids=["boundary", "epoch 1", "mid rollout, k=2", "epoch's end, k=2"],
+    [
+        pytest.param(1, 4, id="boundary", marks=pytest.mark.slow),
+        pytest.param(1, 9, id="epoch 1", marks=pytest.mark.slow),
+        pytest.param(2, 2, id="mid rollout, k=2"),
+        pytest.param(2, 8, id="epoch's end, k=2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_ends_as_the_uninterrupted_one(k, step, here, uninterrupted, tmp_path):
     end, saved = uninterrupted[k]
@@ -166,6 +170,7 @@ def test_a_run_that_goes_on_with_other_prompts_draws_anew(here, uninterrupted, t
     assert [job.number for process in here for job in process.jobs] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_adapters_are_sent_merged_and_tied_weights_once(here, tmp_path):
     for trainer in (
         lora_trainer(tmp_path, rollouts_ahead=1, max_steps=1),
@@ -297,6 +302,7 @@ def test_a_server_that_is_restarted_draws_again_from_the_weights_as_they_are(mon
     assert capfd.readouterr().out.count("was restarted: it is sent the weights again") == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_run_which_draws_what_it_lacks_later(monkeypatch, tmp_path):
     with serving(tiny_llama(seed=5), monkeypatch) as server:
         trainer = on_server(tmp_path, server, vllm_server_timeout=0.2)

@@ -67,6 +67,7 @@ def test_a_mistake_in_the_middle_of_a_run_names_its_step_and_loses_no_checkpoint
     assert resumed.state.global_step == 12 and len(calls) == 1
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_runs_out_of_context(tmp_path):
     reward = tiny_reward_model(tiny_llama(max_position_embeddings=6))
     with pytest.raises(
@@ -392,6 +393,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_step(tmp_path, role, max
     make(tmp_path / "again", model=saved["policy"], value_model=saved["critic"]).train()  # they are of use
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_named(tmp_path):
     """Values that overflow give an infinite value loss; the message says where it was seen first."""
     trainer = make(tmp_path, reward_funcs=lambda completions, **kwargs: [3e38] * len(completions))
@@ -430,6 +432,7 @@ def test_an_argument_that_nothing_can_use_is_named(tmp_path, wrong, message):
         make(tmp_path, **wrong)
 
 
+@pytest.mark.slow
 def test_a_rollout_that_failed_leaves_the_next_one_alone(tmp_path):
     calls = []
 

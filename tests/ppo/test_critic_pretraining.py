@@ -123,7 +123,9 @@ def test_returns_by_hand():
     assert made["returns"][:] == [[2.0, 2.0], [0.625, 0.25, 0.5]]  # of the third nobody says anything
 
 
-@pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "is_lora", [pytest.param(False, id="full"), pytest.param(True, id="lora", marks=pytest.mark.slow)]
+)
 def test_ppo_begins_with_the_values_that_were_learned(is_lora, tmp_path):
     """Trained, saved, and given to PPO as its critic: the same value at each token, and better than a constant."""
     tokenizer, base = tiny_tokenizer(), tmp_path / "policy"
@@ -208,6 +210,7 @@ def stepped(folder, rows_a_device, accumulation, packed=True):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [(4, 4, True), (16, 1, False)], ids=["accumulated", "padded"])
 def test_a_step_does_not_depend_on_how_it_is_cut(cut, tmp_path):
     whole, metrics, logged = stepped(tmp_path, 16, 1)

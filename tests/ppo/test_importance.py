@@ -75,7 +75,9 @@ def test_the_gradient_is_the_weighted_one(mode, tmp_path):
         torch.testing.assert_close(gradients[name], unweighted[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["token_mask", *(pytest.param(m, marks=pytest.mark.slow) for m in MODES if m != "token_mask")]
+)
 def test_what_is_logged_is_what_the_rollout_shows(mode, tmp_path):
     config = {"max_steps": 8, "logging_steps": 4, "learning_rate": 1e-4, **MODES[mode]}
     trainer = skewed(make_trainer(tmp_path, **config), spread=0.2)
@@ -131,6 +133,7 @@ def test_a_corrected_rollout_is_right_on_average(tmp_path):
         torch.testing.assert_close(weights[i], share.double(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
     """`old_logprobs: sampler`: no forward for them, no weights, and the ratio is π/μ from the start."""
     config = {"allow_off_policy_sampling": True, "max_steps": 1}
@@ -166,6 +169,7 @@ def edited(trainer):
     ],
     ids=["none", "of other tokens", "NaN"],
 )
+@pytest.mark.slow
 def test_log_probs_that_are_missing_end_a_run_that_needs_them(answering, config, tmp_path):
     trainer = answering(make_trainer(tmp_path, trainer_kwargs={"eval_dataset": prompts(4)}, **config))
     trainer.evaluate()  # trains nothing
@@ -177,6 +181,7 @@ def test_log_probs_that_are_missing_end_a_run_that_needs_them(answering, config,
     assert not any(name.startswith("sampling/") for log in without.state.log_history for name in log)
 
 
+@pytest.mark.slow
 def test_a_corrected_run_resumes_exactly_and_reads_nothing_from_metrics(tmp_path):
     config = {**CORRECTED, "top_k": 6, "max_steps": 8, "logging_steps": 3, "save_strategy": "steps", "save_steps": 1}
     whole = make_trainer(tmp_path / "whole", **config)

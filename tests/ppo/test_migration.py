@@ -176,7 +176,7 @@ def test_input_ids_win_over_the_text_they_were_made_of(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remove_unused_columns", [False, True])
+@pytest.mark.parametrize("remove_unused_columns", [False, pytest.param(True, marks=pytest.mark.extra)])
 def test_padding_of_input_ids_is_stripped(tmp_path, remove_unused_columns):
     """A GPT-2, whose absolute positions would notice padding taken for tokens."""
     tokenizer = tiny_tokenizer(bos=True)
@@ -289,8 +289,15 @@ def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peft", [False, True], ids=["basic", "peft"])
-@pytest.mark.parametrize("pad_is_known", [False, True], ids=["pad_added", "pad_known"])
+@pytest.mark.parametrize(
+    ("peft", "pad_is_known"),
+    [
+        pytest.param(True, False, id="pad_added-peft"),
+        pytest.param(False, True, id="pad_known-basic"),
+        pytest.param(False, False, id="pad_added-basic", marks=pytest.mark.extra),
+        pytest.param(True, True, id="pad_known-peft", marks=pytest.mark.extra),
+    ],
+)
 def test_trl_112s_own_tests(tmp_path, peft, pad_is_known):
     """
     A pad token is added to the tokenizer, but no row to the model, rows are token ids that end by EOS, and a policy

@@ -56,7 +56,7 @@ def learning(tmp_path, **config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("generations", [1, 2])
+@pytest.mark.parametrize("generations", [1, pytest.param(2, marks=pytest.mark.extra)])
 def test_learns_one_word(tmp_path, generations):
     """A policy that draws "cat" once in 29 tokens comes to say little else."""
     # Enough rollouts for any CPU: each rounds, and so samples, in its own way
@@ -157,7 +157,7 @@ def test_router_aux_loss_needs_experts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+@pytest.mark.parametrize("build", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.extra)])
 def test_bf16_autocast(tmp_path, build):
     """Weights stay fp32; log-probs of the first minibatch agree with the rollout's within bf16's precision."""
     trainer = make(tmp_path, build(), bf16=True)

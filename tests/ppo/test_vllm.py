@@ -50,7 +50,7 @@ def test_a_log_prob_that_is_not_of_what_was_drawn_is_an_error(logprobs, of_token
         sampled([[5, 6]], logprobs, of_tokens)
 
 
-@pytest.mark.parametrize("num_generations", [1, 2])
+@pytest.mark.parametrize("num_generations", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_log_probs_are_those_of_the_server_that_has_the_trainers_weights(num_generations, tmp_path, monkeypatch):
     """Of each answer its own, with several to a prompt; the weights move by nats in between."""
     with serving(tiny_llama(seed=5), monkeypatch) as server:

@@ -131,8 +131,13 @@ def without(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name, run",
-    [*((name, "groups") for name in MEASURED), ("some", "plain"), ("tokens", "plain"), ("some", "tokens")]
-    + [("tokens", "tokens"), ("some", "lora"), ("draws", "lora"), ("adapter", "lora"), ("adapter", "plain")],
+    [
+        *(("some", "groups"), ("draws", "groups"), ("tokens", "tokens")),
+        *(pytest.param(name, "groups", marks=pytest.mark.slow) for name in MEASURED if name not in ("some", "draws")),
+        *(pytest.param(name, "plain", marks=pytest.mark.slow) for name in ("some", "tokens", "adapter")),
+        *(pytest.param(name, "lora", marks=pytest.mark.slow) for name in ("some", "draws", "adapter")),
+        pytest.param("some", "tokens", marks=pytest.mark.slow),
+    ],
 )
 def test_a_reward_of_weight_0_changes_no_weight_by_a_bit(tmp_path, without, run, name):
     expected, unscored = without(run)

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 import trl_ext.ppo.trainer as ppo_trainer
+from tests.launch import freeze_imports
 from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.functional import policy_loss, value_loss
@@ -584,6 +585,7 @@ def on_two_processes(output_dir):
 
 
 if __name__ == "__main__":
+    freeze_imports()
     match sys.argv[1:]:
         case ["killed", output_dir]:
             behind = {"kill_in_save": 5, "save_in_background": True}

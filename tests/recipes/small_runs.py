@@ -14,6 +14,7 @@ from tqdm import tqdm
 from recipes import dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
+from tests.launch import freeze_imports
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
@@ -110,4 +111,5 @@ def ended(child, within=600.0):
 
 
 if __name__ == "__main__":
+    freeze_imports()
     killed_again_and_again(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -33,6 +33,11 @@ def recipe(request, inputs, tmp_path_factory):
     return run, folder
 
 
+SFT_AND_PPO = pytest.mark.parametrize(
+    "recipe", [pytest.param(n, marks=() if n in ("sft", "ppo") else pytest.mark.extra) for n in RECIPES], indirect=True
+)
+
+
 def test_an_interrupted_run_goes_on_to_the_same_model(recipe, capsys):
     run, folder = recipe
     weights = load_file(folder / "model.safetensors")
@@ -64,6 +69,7 @@ def test_a_complete_run_is_not_trained_again(recipe, capsys):
     assert again and "train_results.json" not in again
 
 
+@SFT_AND_PPO
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -79,6 +85,7 @@ def test_what_cannot_be_resumed_is_one_line(recipe, flags, message, capsys):
     assert ": error: " in error and message in error
 
 
+@SFT_AND_PPO
 def test_another_model_cannot_go_on(recipe, inputs, tmp_path, capsys):
     run, _ = recipe
     make_model(make_tokenizer(), 1).save_pretrained(tmp_path)
@@ -89,6 +96,7 @@ def test_another_model_cannot_go_on(recipe, inputs, tmp_path, capsys):
     assert re.search(r": error: .* belongs to another configuration \(the model's weights changed \(name ", error)
 
 
+@SFT_AND_PPO
 def test_a_run_may_be_begun_anew(recipe, capsys):
     run, folder = recipe
     results = (folder / "train_results.json").read_text()
@@ -99,7 +107,8 @@ def test_a_run_may_be_begun_anew(recipe, capsys):
     run("--resume_from_checkpoint", "false")  # as it was, for the other tests
 
 
-@pytest.mark.parametrize("seed", range(6))
+@SFT_AND_PPO
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n in (1, 2) else pytest.mark.extra) for n in range(6)])
 def test_whatever_is_damaged_the_same_command_ends_with_the_same_model(recipe, seed, capsys):
     """Go on from an older checkpoint, or start anew, and say what was left out."""
     run, folder = recipe

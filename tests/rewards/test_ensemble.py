@@ -170,6 +170,7 @@ def drifting(name, sign):
     return score
 
 
+@pytest.mark.slow
 def test_ppo_logs_the_disagreement_that_the_monitor_alerts_of_and_leaves_rejected_rows_out(tmp_path):
     trainer = PPOTrainer(
         model=tiny_llama(),

@@ -109,6 +109,7 @@ def test_nobody_guesses_whether_an_answer_was_finished(tmp_path):
         ModelReward(path)(PROMPTS, ANSWERS, ids)
 
 
+@pytest.mark.slow
 def test_a_row_that_does_not_fit_is_refused_or_cut_at_the_prompts_beginning(tmp_path):
     tokenizer, logged = tiny_tokenizer(bos=True), {}
     path = saved(tmp_path, tokenizer=tokenizer)

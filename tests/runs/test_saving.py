@@ -146,6 +146,7 @@ class _Uncopied:
         raise TypeError("there is one of me")
 
 
+@pytest.mark.slow
 def test_one_at_a_time_and_the_last_one_before_training_ends(tmp_path, monkeypatch):
     writing, most = [], []
     start = CheckpointWriter.start
@@ -165,6 +166,7 @@ def test_one_at_a_time_and_the_last_one_before_training_ends(tmp_path, monkeypat
     assert most == [1, 1, 1, 1] and complete(tmp_path) == [3, 4] and not writing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [Stop, KeyboardInterrupt])
 def test_what_is_nearly_written_outlives_an_exception(error, tmp_path, release):
     def fail():
@@ -193,7 +195,10 @@ DISKS = [(name, True, "stop") for name in FILES] + [
 ]
 
 
-@pytest.mark.parametrize(("name", "in_background", "what_follows"), DISKS)
+@pytest.mark.parametrize(
+    ("name", "in_background", "what_follows"),
+    [pytest.param(*case, marks=() if case in (DISKS[0], DISKS[-1]) else pytest.mark.slow) for case in DISKS],
+)
 def test_a_full_disk_is_one_sentence(name, in_background, what_follows, tmp_path, capsys):
     config = EACH_STEP | {"save_in_background": in_background, "on_save_failure": what_follows, "save_total_limit": 2}
     trainer = sft(tmp_path, **config)
@@ -330,6 +335,7 @@ def test_the_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path)
     torch.testing.assert_close(dict(trainer.model.named_parameters()), weights, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_rollback_waits_for_the_checkpoint_that_it_goes_back_to(tmp_path, monkeypatch):
     start, may_end = CheckpointWriter.start, threading.Event()
     may_end.set()
@@ -433,6 +439,7 @@ def test_a_process_that_dies_is_not_waited_for(tmp_path, monkeypatch, capsys):
     assert not trainer._writer.is_busy
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_with_the_other_way_of_saving(tmp_path):
     first = sft(tmp_path, **EACH_STEP)
     first.add_callback(At(_3=lambda: (_ for _ in ()).throw(Stop)))

@@ -199,6 +199,7 @@ def test_what_else_is_on_the_lines_of_a_lambda_does_not_count(tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_another_process_says_the_same(tmp_path):
     """Nothing hangs on addresses, on the order of sets or on the folder."""
     here = identities(tmp_path, SOURCE)

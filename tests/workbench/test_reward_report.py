@@ -170,6 +170,7 @@ def test_what_a_reward_does_wrong_is_in_the_report(folder, capsys):
     assert written(folder)["temperature"] is None and written(folder)["accuracy"] == 0.5
 
 
+@pytest.mark.slow
 def test_probes_that_cannot_be_run_break_their_bound(folder):
     assert run(reward="no_score") == 1  # what no probe has seen has passed none
     report = written(folder)
@@ -342,6 +343,7 @@ def test_neither_ranks_nor_named_training_pairs_flatter(model, capsys):
     assert before == {path: path.read_bytes() for path in model.iterdir()}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_judged_is_named_and_does_not_pass(folder, capsys):
     assert run("--probe_rows", "20") == 1
     verdict = written(folder)["verdict"]
@@ -361,6 +363,7 @@ def test_what_cannot_be_judged_is_named_and_does_not_pass(folder, capsys):
     assert run(*plain, "--min_accuracy", "0.3") == 0
 
 
+@pytest.mark.slow
 def test_a_score_that_follows_length_breaks_its_bound_on_both_sides(folder):
     plain = ["--probe_rows", "0", "--min_accuracy", "0"]
     for sign in ("", "-"):  # the longer answer, and the shorter one
@@ -410,6 +413,7 @@ def test_a_trained_model_without_a_report_is_kept_but_no_process_goes_on_alone(
         assert not (folder / "reward_report.html").exists()
 
 
+@pytest.mark.slow
 def test_what_is_no_classifier_is_refused(folder, capsys):
     tiny_tokenizer().save_pretrained(folder / "lm")
     tiny_llama().save_pretrained(folder / "lm")

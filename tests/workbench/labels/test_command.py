@@ -59,6 +59,7 @@ def test_report_and_pairs(table, capsys, tmp_path):
         assert sum(rows["weight"]) / len(rows) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_an_earlier_test_file_does_not_stay(table, tmp_path):
     assert run(table) == 0 and (tmp_path / "out/pairs/test.jsonl").is_file()
     assert run(table, "--held_out_annotators", "0") == 0

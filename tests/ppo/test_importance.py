@@ -153,7 +153,12 @@ def edited(trainer):
     """Answers that somebody has changed after they were drawn."""
     skewed(trainer)
     generate = trainer._generate_single_turn
-    trainer._generate_single_turn = lambda *args: [[*ids[:-1], 9] for ids in generate(*args)]
+
+    def changed(*args):
+        answers, logprobs = generate(*args)
+        return [[*ids[:-1], 9] for ids in answers], logprobs
+
+    trainer._generate_single_turn = changed
     return trainer
 
 

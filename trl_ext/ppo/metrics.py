@@ -22,8 +22,8 @@ from ..functional import (
 from .accumulator import Accumulator
 from .rollout import Rollout
 
-# RLOO logs these of its own baseline and sequence-level KL; here they would be wrong or say the same twice.
-RLOO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
+# GRPO logs these of its own baseline; here they would be wrong or say the same twice.
+GRPO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
 
 _ADDED = "rollout_metrics: "  # before the names of a subclass, which may be ours
 

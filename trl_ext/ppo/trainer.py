@@ -1,4 +1,4 @@
-"""PPO on TRL's `RLOOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
+"""PPO on TRL's `GRPOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
 import functools
@@ -8,7 +8,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,10 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
-from trl import RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import objections_to, record_run
@@ -45,13 +44,20 @@ from ..models.generation import check_savable
 from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
+from ..models.sampler import SamplerRecorder
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
 from ..rewards.member import Started
 from ..runs.checkpoints import CannotResume, ResumableRun
 from ..runs.control import AgreedControl, take_kl_scale
 from ..runs.output_dir import Hold
-from ..upstream.names import RepeatSampler, check_contract, get_config_model_id
+from ..upstream.names import (
+    RepeatSampler,
+    check_contract,
+    disable_gradient_checkpointing,
+    get_config_model_id,
+    use_adapter,
+)
 from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
 from . import gradients
@@ -67,11 +73,12 @@ from .inputs import (
     check_prompt_lengths,
     check_templates,
     migrate,
+    tokenized,
     with_prompts,
 )
 from .kl_controller import KLController
 from .kl_stop import ApproxKLStop
-from .metrics import RLOO_ONLY_METRICS, PPOMetrics
+from .metrics import GRPO_ONLY_METRICS, PPOMetrics
 from .optimizer import check_all_optimized, set_critic_rate
 from .passes import Passes
 from .reference import SyncReference, moved_reference, save_reference
@@ -86,13 +93,13 @@ from .roles import (
     make_reference,
     prepare_base,
 )
-from .rollout import Rollout, RolloutRecorder, check_hook, joined, lengths_of, permuted
+from .rollout import Collection, Rollout, check_hook, joined, lengths_of, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
-from .vllm import ServerGuard, ServerLost, check_loadable, keep_logprobs, plain_errors, save_last_step
+from .vllm import ServerGuard, ServerLost, check_loadable, check_logprobs, plain_errors, save_last_step
 
 
-class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
+class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     """
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
@@ -217,10 +224,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             )
         reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
         reward_paths = [reward if isinstance(reward, str) else None for reward in reward_funcs]
-        if len(reward_processing_classes) == len(reward_funcs):  # else RLOO says what is wrong
+        if len(reward_processing_classes) == len(reward_funcs):  # else GRPO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        with _as_rloo_reads(args), plain_errors():
+        with _as_grpo_reads(args), plain_errors():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -239,7 +246,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         check_ahead(args, policy, self.accelerator.device)
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
-        self._adapt_rloo(policy)
+        self._adapt_grpo(policy)
         add_dense_lm_head(base_model_of(policy), args.temperature, args.logits_budget_gb)
 
         # Models
@@ -255,8 +262,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self.reward_weights.tolist(),
         )
         self.reward_func_names, self.reward_processing_classes = rewards.names, rewards.tokenizers
-        self.beta = float(args.use_ref_model)  # RLOO: whether there is a reference pass
-        if args.use_ref_model and not (self._is_peft and ref_model is None):  # else RLOO switches the adapter off
+        if args.use_ref_model and not (self._is_peft and ref_model is None):  # else the adapter is switched off
             self._set_reference(ref_model)
         if self._is_peft:
             check_base(policy, self.accelerator, self.use_vllm)
@@ -302,9 +308,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
 
-    def _adapt_rloo(self, policy: Any) -> None:
-        """Change what RLOO's constructor has set in its own way."""
+    def _adapt_grpo(self, policy: Any) -> None:
+        """Change what GRPO's constructor has set in its own way."""
         args = self.args
+        self.reward_clip_range = args.reward_clip_range
         self.epsilon_low = args.cliprange
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
@@ -318,7 +325,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             vllm = self.vllm_generation
             vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
             check_loadable(vllm)
-            keep_logprobs(self)
+            check_logprobs(vllm)
             self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
             set_seed(sampling_seed(args, self.accelerator.process_index))  # in this process vLLM has set its own
         else:
@@ -470,7 +477,48 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._actor_critic.train_adapters()
         if self.model.training:
             self.kl_controller.scale(take_kl_scale(self.state))
-        return RolloutRecorder(self).run(inputs)
+        self._collection = Collection(self, inputs)
+        try:
+            super()._generate_and_score_completions(self._collection.rows)
+        finally:
+            for function in self.reward_funcs:
+                function.forget()
+        return self._collection.rollout()
+
+    def _generate(self, prompts: list) -> tuple:
+        return self._collection.generated(super()._generate(tokenized(prompts, self._collection.given_ids)))
+
+    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+        """Make our passes, then score: what scores in the background has the time of the passes."""
+        collection = self._collection
+        rows = collection.rows_with_answers(inputs)
+        collection.start_scoring(rows, prompts, completions)
+        collection.make_passes()
+        order = background_last(self.reward_funcs)
+        functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
+        with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
+            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
+        self._mistakes.raise_everywhere(self.state.global_step)
+        collection.rewards_per_func = rewards[:, torch.tensor(order).argsort().to(rewards.device)]
+        return collection.rewards_per_func
+
+    def _reference_logprobs(self, ids: Tensor, lengths: list[tuple[int, int]], width: int, size: int) -> Tensor:
+        """Return the (B, T) log-probs of the reference: a model, or the policy with its adapter switched."""
+        if self.ref_model is not None:
+            return self._passes(self.ref_model, ids, lengths, width, size)["logprobs"]
+        with use_adapter(self._actor_critic, "ref" if "ref" in self._actor_critic.peft_config else None):
+            return self._passes(self.model, ids, lengths, width, size)["logprobs"]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
+        return None, None, None  # GRPO asks for log-probs where it may need them; our passes have them
+
+    def _no_checkpointing(self) -> AbstractContextManager:
+        return disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+
+    @property
+    def _keeps_logprobs(self) -> bool:
+        """Whether the log-probs under which answers are drawn are wanted."""
+        return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
 
     @property
     def _trusts_sampler(self) -> bool:
@@ -654,31 +702,38 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             for i, chunk in enumerate(chunks)
         ]
 
-    def _generate_single_turn(self, prompt_ids: list, images: Any, multimodal_fields: dict) -> list[list[int]]:
+    def _generate_single_turn(
+        self, prompt_ids: list, images: Any, multimodal_fields: dict, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        answers, logprobs = self._drawn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        if self._collection.drawn_first is None:
+            self._collection.drawn_first = list(answers)
+        return answers, logprobs
+
+    def _drawn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Return one turn of the policy, and the log-prob of each token if these are wanted."""
         generate = super()._generate_single_turn
-        if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids)):
+        if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
             return drawn
         if self._ahead is not None and self.use_vllm:
             self._ahead.settle()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
-                draw = functools.partial(generate, prompt_ids, images, multimodal_fields)
+                draw = functools.partial(generate, prompt_ids, *args, **kwargs)
                 return draw() if self._vllm_server is None else self._vllm_server.answered(draw)
+            recorder = SamplerRecorder() if self._keeps_logprobs else None
             size = self.args.local_rollout_forward_batch_size
-            with self._gathered_for_generation():
-                chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
-                return [ids for chunk in chunks for ids in generate(chunk, images, multimodal_fields)]
+            chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
+            with self._gathered_for_generation(), temporarily(self._actor_critic, sampler_recorder=recorder):
+                answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
+            return answers, None if recorder is None else recorder.take(answers)
 
-    def _take_up(self, prompt_ids: list) -> list[list[int]]:
-        """Return the answers that were drawn ahead to these prompts, none if a server failed; note their log-probs."""
+    def _take_up(self, prompt_ids: list) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the answers that were drawn ahead to these prompts, and their log-probs; none if a server failed."""
         assert self._ahead is not None
-        flight = self._ahead.take(prompt_ids)
-        answers, recorder = flight.answers.result(), self._actor_critic.sampler_recorder
-        if recorder is not None and answers.ids:
-            ids = [torch.tensor(row) for row in answers.ids]
-            drawn = pad_sequence(ids, batch_first=True), answers.logprobs
-            recorder.add(*(each.to(self.accelerator.device) for each in drawn))
-        return answers.ids
+        answers = self._ahead.take(prompt_ids).answers.result()
+        logprobs = [row[: len(ids)] for row, ids in zip(answers.logprobs.tolist(), answers.ids, strict=True)]
+        return answers.ids, logprobs
 
     def _started_ahead(self) -> dict[int, Started]:
         """Return the reward functions that were started when the rollout was drawn, by their place."""
@@ -692,16 +747,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             return gathered_by_zero3(self.model_wrapped, policy, self.args)
         return kept_by_fsdp2(policy)
 
-    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        order = background_last(self.reward_funcs)
-        functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
-        with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._mistakes.raise_everywhere(self.state.global_step)
-        return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
-
     def _log_advantages(self, advantages: Tensor, mask: Tensor) -> None:
-        """Put each row's mean advantage into the completions table, in place of RLOO's."""
+        """Put each row's mean advantage into the completions table, in place of GRPO's."""
         means = self.accelerator.gather((advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
         for _ in range(min(len(means), len(self._logs["advantages"]))):
             self._logs["advantages"].pop()
@@ -799,7 +846,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         metrics = {
             name: float(np.nanmean(values))
             for name, values in logged.items()
-            if name not in (*RLOO_ONLY_METRICS, "num_tokens") and not np.isnan(values).all()
+            if name not in (*GRPO_ONLY_METRICS, "num_tokens") and not np.isnan(values).all()
         }
         metrics |= self.metrics.report_evaluation()
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
@@ -862,7 +909,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self.model.train()
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         if self.model.training:
-            for name in RLOO_ONLY_METRICS:
+            for name in GRPO_ONLY_METRICS:
                 self._metrics["train"].pop(name, None)
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
@@ -1019,6 +1066,14 @@ class _EpochSeeded(Sampler):
         return iter(self.sampler)
 
 
-def _as_rloo_reads(args: PPOConfig) -> AbstractContextManager:
-    """Show RLOO our settings by its names. Without `beta` it loads no reference of its own, by the policy's path."""
-    return temporarily(args, beta=0.0, sync_ref_model=False, num_iterations=args.passes, epsilon=args.cliprange)
+def _as_grpo_reads(args: PPOConfig) -> AbstractContextManager:
+    """
+    Show GRPO our settings by its names, and those of its loss, which is not ours, by their defaults.
+
+    Without `beta` it loads no reference of its own, by the policy's path.
+    """
+    its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
+    its_own["vllm_importance_sampling_correction"] = False
+    return temporarily(
+        args, **its_own, beta=0.0, sync_ref_model=False, num_iterations=args.passes, epsilon=args.cliprange
+    )

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..functional import importance_weights, kl_estimate
+from ..functional import importance_weights, kl_estimate, last_token_index, turn_sums
 from .config import PPOConfig
+from .environments import Calls
 from .inputs import with_prompts
 
 
@@ -35,6 +36,7 @@ class Rollout:
             [`PPOTrainer`] get them normalised as the scores are.
         tool_mask: (B, T), TRL's name: 1 = drawn by the policy, 0 = what a tool or an environment said, and padding.
             None if the policy drew all.
+        end_values: (B,), of the critic after the last token, with `bootstrap_truncated`.
     """
 
     prompt_ids: Tensor
@@ -51,6 +53,7 @@ class Rollout:
     lengths: Tensor
     token_scores: Tensor | None = None
     tool_mask: Tensor | None = None
+    end_values: Tensor | None = None
 
     @property
     def drawn(self) -> Tensor:
@@ -88,7 +91,17 @@ class Rollout:
             return None
         assert self.sampler_logprobs is not None
         bounds = args.importance_sampling_clip_min, args.importance_sampling_clip_max
-        return importance_weights(self.logprobs, self.sampler_logprobs, self.drawn, mode, *bounds)
+        ours, drawn = self.logprobs, self.sampler_logprobs
+        if args.gae_level == "turn" and mode.startswith("token"):  # a turn is one action
+            ours, drawn = turn_sums(ours, self.drawn), turn_sums(drawn, self.drawn)
+        return importance_weights(ours, drawn, self.drawn, mode, *bounds)
+
+    def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
+        """Return (B, T) rewards with γ · `end_values` at the last token of rows that were cut off, not ended."""
+        if self.end_values is None:
+            return rewards
+        is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
+        return rewards + torch.where(is_last & ~self.ended[:, None], gamma * self.end_values[:, None], 0.0)
 
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
@@ -211,13 +224,15 @@ class Collection:
         self.tensors: dict[str, Tensor] = {}
         self.passes: dict[str, Any] = {}  # (B, T) each, or None
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
+        self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
 
     def generated(self, output: tuple) -> tuple:
         """Note what TRL's `_generate` returns."""
         self.prompt_ids, self.completion_ids, self.tool_mask, completions, self.drawn_logprobs, *_ = output
         ends = self.trainer.eos_token_ids
+        has_tools = bool(self.trainer.tools)
         self.ended = [
-            ids[-1] in ends and not waits_for_tools(completion)
+            ids[-1] in ends and not (has_tools and waits_for_tools(completion))
             for ids, completion in zip(self.completion_ids, completions, strict=True)
         ]
         self.started = self.trainer._started_ahead()
@@ -247,17 +262,26 @@ class Collection:
         drawn = self._drawn_logprobs(tensors)
         trusted = drawn if trainer._trusts_sampler else None
         said: dict[str, Any] = {"logprobs": trusted}
+        goes_on = args.bootstrap_truncated and trainer.model.training
+        if goes_on:  # a token behind each answer, for the value after its last one
+            ids, lengths = torch.cat([ids, ids[:, -1:]], dim=1), [(asked, drawn + 1) for asked, drawn in lengths]
         asked = {"with_logprobs": trusted is None, "with_values": trainer.model.training}
         with torch.no_grad(), trainer._no_checkpointing(), trainer.metrics.timed("logprobs"):
             if any(asked.values()):
-                said |= trainer._passes(trainer.model, ids, lengths, width, size, **asked)
-            reference = trainer._reference_logprobs(ids, lengths, width, size) if args.use_ref_model else None
+                said |= trainer._passes(trainer.model, ids, lengths, width + goes_on, size, **asked)
+            if args.use_ref_model:
+                said["ref_logprobs"] = trainer._reference_logprobs(ids, lengths, width + goes_on, size)
         self.passes = {
-            "logprobs": said["logprobs"],
-            "ref_logprobs": reference,
-            "values": said.get("values"),
             "sampler_logprobs": drawn if trusted is None else None,
+            "end_values": None,
+            **{name: said.get(name) for name in ("logprobs", "ref_logprobs", "values")},
         }
+        if goes_on:
+            is_behind = torch.arange(width + 1, device=ids.device) == tensors["completion_mask"].sum(1)[:, None]
+            self.passes["end_values"] = torch.where(is_behind, said["values"], 0.0).sum(1)
+            for name in ("ref_logprobs", "values", *(["logprobs"] if trusted is None else [])):
+                if said.get(name) is not None:
+                    self.passes[name] = torch.where(is_behind, 0.0, said[name])[:, :width].contiguous()
 
     def rollout(self) -> Rollout:
         """Return what was collected."""
@@ -413,7 +437,7 @@ def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return the rows of a rollout's micro-batches in the order of generation."""
-    columns = [name for name in micro_batches[0] if name not in ("step_tokens", "lengths")]
+    columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "lengths")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()
     return {name: values[order] for name, values in rollout.items()}

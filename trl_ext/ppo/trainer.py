@@ -33,6 +33,8 @@ from ..functional import (
     masked_sum,
     policy_loss,
     token_rewards,
+    turn_starts,
+    turn_sums,
     value_loss,
     whiten,
 )
@@ -65,9 +67,9 @@ from .accumulator import global_moments
 from .ahead import RolloutsAhead, check_ahead
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
+from .environments import check_agents, guarded, step_rewards
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
-    check_absent,
     check_evaluation_batch,
     check_inputs,
     check_prompt_lengths,
@@ -144,7 +146,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         reward_model, data_collator:
             TRL 1.12's names: a reward model that reads the policy's tokens; and nothing, prompts are padded here.
         tools, environment_factory, rollout_func:
-            Of `trl.GRPOTrainer`, refused until they work here.
+            As in `trl.GRPOTrainer`. An environment may have `_step_reward`, which is asked for a reward after each
+            call, beside `get_reward`, which gives one at the end.
     """
 
     # The loss is already divided by the token count of the whole optimizer step
@@ -174,13 +177,19 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     train_dataset: Any
     generation_config: Any
     num_iterations: int
+    environment_factories: dict | None
+    environments: list | None
+    tools: list
     reward_funcs: list
+    reward_weights: Tensor
     reward_processing_classes: list
     reward_func_names: list[str]
     eos_token_ids: list[int]
     processing_class: Any
     _tokenizer: Any
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
+    _collection: Collection  # while a rollout is collected
+    _environment_pool: dict
     _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 
@@ -208,15 +217,37 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         rollout_func: Any = None,
     ):
         check_contract(PPOTrainer)
-        check_absent(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
         late_bars()
         model, reward_funcs, reward_processing_classes = migrate(
-            model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator
+            model,
+            reward_funcs,
+            reward_processing_classes,
+            args,
+            processing_class,
+            reward_model,
+            data_collator,
+            may_own_reward=environment_factory is not None,
         )
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")
-        check_inputs(model, args, train_dataset, eval_dataset, processing_class, value_model, ref_model, reward_funcs)
+        has_environments = environment_factory is not None
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+        datasets = [("train", train_dataset), *evals.items()]
+        check_agents(args, tools, environment_factory, rollout_func, datasets)
+        check_inputs(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            value_model,
+            ref_model,
+            reward_funcs,
+            has_environments,
+        )
+        if rollout_func is not None and not args.another_samples:
+            args.allow_off_policy_sampling = True  # who draws is not known here
         if optimizers[0] is not None and args.critic_learning_rate is not None:
             raise ValueError(
                 "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
@@ -240,7 +271,12 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 optimizers=optimizers,
                 quantization_config=quantization_config,
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=self._guarded(environment_factory),
             )
+        self._reward_steps()
+        reward_paths += [None] * (len(self.reward_funcs) - len(reward_paths))
         policy = self.model
         check_savable(policy)
         check_ahead(args, policy, self.accelerator.device)
@@ -302,11 +338,30 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
 
-        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-        datasets = [("train", train_dataset), *evals.items()]
         check_templates(self._tokenizer, rewards, datasets)
-        check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
+        if not has_environments:  # what `reset` says is known in the rollout only
+            check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
+
+    def _guarded(self, environment_factory: Any) -> Any:
+        """Return the factory, or dict of factories, of environments that cannot stop a run on one process alone."""
+        guard = functools.partial(
+            guarded, timeout=lambda: self.args.tool_timeout, mistakes=lambda: getattr(self, "_mistakes", None)
+        )
+        if isinstance(environment_factory, dict):
+            return {name: guard(factory) for name, factory in environment_factory.items()}
+        return environment_factory and guard(environment_factory)
+
+    def _reward_steps(self) -> None:
+        """Add a reward function for each class of environment that rewards its steps."""
+        kinds = {type(pool[0]) for pool in self._environment_pool.values()} if self.environment_factories else set()
+        for kind in sorted(kinds, key=lambda kind: kind.__name__):
+            if hasattr(kind, "_step_reward"):
+                function = step_rewards(lambda: self._collection, kind)
+                self.reward_funcs.append(function)
+                self.reward_func_names.append(function.__name__)
+                self.reward_processing_classes.append(None)
+                self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
         """Change what GRPO's constructor has set in its own way."""
@@ -448,7 +503,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
         schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
         lam, lam_value = choose_lam(mask, args.lam, args.lam_value, schedules)
-        advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value)
+        rewards = rollout.bootstrapped(rewards, args.gamma)
+        advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.normalize_advantages:
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
         return advantages, returns
@@ -486,7 +542,29 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return self._collection.rollout()
 
     def _generate(self, prompts: list) -> tuple:
-        return self._collection.generated(super()._generate(tokenized(prompts, self._collection.given_ids)))
+        collection = self._collection
+        if self.environments is not None:
+            self._mistakes.raise_everywhere(self.state.global_step)  # of `reset`
+        if self.tools:
+            for name in ("_sync_tool_dicts", "_async_tool_dicts"):
+                setattr(self, name, collection.calls.watch(getattr(self, name), self.environments))
+        return collection.generated(super()._generate(tokenized(prompts, collection.given_ids)))
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
+        output = super()._tool_call_loop(*args, **kwargs)
+        while self._draws_together and self._who_draws(False):  # their turns are more than ours
+            self._drawn([[self._tokenizer.pad_token_id]], None, {}, 1)
+        return output
+
+    @property
+    def _draws_together(self) -> bool:
+        """Whether all processes must draw at once: the weights are sharded, or one process asks for all."""
+        is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
+        return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
+
+    def _who_draws(self, is_drawing: bool) -> int:
+        """Return how many processes have a turn to draw."""
+        return int(self.accelerator.gather(torch.tensor([is_drawing], device=self.accelerator.device)).sum())
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         """Make our passes, then score: what scores in the background has the time of the passes."""
@@ -562,9 +640,12 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
             return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
 
+        new, old = logprobs, inputs["old_logprobs"]
+        if args.gae_level == "turn":
+            new, old = turn_sums(new, mask), turn_sums(old, mask)
         policy = policy_loss(
-            logprobs,
-            inputs["old_logprobs"],
+            new,
+            old,
             inputs["advantages"],
             self.epsilon_low,
             self.epsilon_high,
@@ -579,7 +660,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
-        actor_loss = masked_sum(policy[0], mask) * scale
+        if args.gae_level == "turn":  # each turn counts once
+            turn_scale = self.accelerator.num_processes / inputs["step_turns"].clamp(min=1)
+            actor_loss = masked_sum(policy[0], turn_starts(mask)) * turn_scale
+        else:
+            actor_loss = masked_sum(policy[0], mask) * scale
         if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
@@ -689,14 +774,17 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
         order = permuted([sum(row) for row in lengths], args.num_mini_batches, seed)
         rollout = {name: values[order] for name, values in rollout.items()}
-        tokens = rollout["loss_mask"].sum(1).view(args.num_mini_batches, -1).sum(1)
-        tokens = self.accelerator.reduce(tokens, reduction="sum")
+        counts = {"step_tokens": rollout["loss_mask"]}
+        if args.gae_level == "turn":
+            counts["step_turns"] = turn_starts(rollout["loss_mask"])
+        counts = {name: each.sum(1).view(args.num_mini_batches, -1).sum(1) for name, each in counts.items()}
+        counts = {name: self.accelerator.reduce(each, reduction="sum") for name, each in counts.items()}
         chunks = zip(*(values.chunk(args.steps_per_generation) for values in rollout.values()), strict=True)
         size = args.per_device_train_batch_size
         return [
             {
                 **dict(zip(rollout, chunk, strict=True)),
-                "step_tokens": tokens[i // args.gradient_accumulation_steps],
+                **{name: each[i // args.gradient_accumulation_steps] for name, each in counts.items()},
                 "lengths": [lengths[row] for row in order[i * size : (i + 1) * size]],
             }
             for i, chunk in enumerate(chunks)
@@ -705,10 +793,27 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list, images: Any, multimodal_fields: dict, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
+        self._collection.calls.turn += 1
+        self._check_room(prompt_ids)
+        if self._collection.calls.turn and self._draws_together:
+            self._who_draws(True)
         answers, logprobs = self._drawn(prompt_ids, images, multimodal_fields, *args, **kwargs)
         if self._collection.drawn_first is None:
             self._collection.drawn_first = list(answers)
         return answers, logprobs
+
+    def _check_room(self, prompt_ids: list[list[int]]) -> None:
+        """Raise if a prompt leaves no room for a token, which an environment may see to."""
+        context = getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(map(len, prompt_ids))
+        if self.environments is not None and context and longest >= context:
+            message = (
+                f"the prompt of row {[len(ids) for ids in prompt_ids].index(longest)} has {longest} tokens with what "
+                f"`reset` said, and the policy's context is {context}: shorten it, or use a longer context"
+            )
+            self._mistakes.notes.append((message, ValueError(message)))
+        if self.environments is not None and not self._collection.calls.turn:
+            self._mistakes.raise_everywhere(self.state.global_step)
 
     def _drawn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]] | None]:
         """Return one turn of the policy, and the log-prob of each token if these are wanted."""

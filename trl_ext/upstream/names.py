@@ -88,6 +88,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_save_rng_state": "output_dir",
         "_set_signature_columns_if_needed": "",
         "_tokenize_prompts": "prompts",
+        "_tool_call_loop": "...",
         "create_model_card": "...",
         "create_optimizer": "model",
         "create_scheduler": "...",
@@ -151,16 +152,18 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
 
 ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that we read or set
     "trl.GRPOTrainer": """
-        _buffered_inputs _dist _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper
+        _async_tool_dicts _buffered_inputs _dist _environment_pool
+        _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper
         _pending_extra_logs _pending_metrics
-        _signature_columns _step _tag_names _tokenizer _total_loss_scalar _tr_loss
+        _signature_columns
+        _step _sync_tool_dicts _tag_names _tokenizer _total_loss_scalar _tr_loss
         accelerator args aux_loss_enabled callback_handler chat_template_kwargs control
-        environments eos_token_ids epsilon_high
+        environment_factories environments eos_token_ids epsilon_high
         epsilon_low eval_dataset generation_config generation_kwargs is_deepspeed_enabled is_fsdp_enabled
         loss_is_scaled_for_ga
         max_completion_length model model_wrapped num_generations num_generations_eval num_iterations optimizer
         place_model_on_device processing_class ref_model reward_func_names reward_funcs
-        reward_processing_classes reward_weights router_aux_loss_coef state temperature train_dataset use_vllm
+        reward_processing_classes reward_weights router_aux_loss_coef state temperature tools train_dataset use_vllm
         vllm_generation""",
     "trl.DPOTrainer": """
         _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer

@@ -3,15 +3,18 @@
 import copy
 import functools
 import inspect
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..rewards.member import finite_number
+from ..runs.sources import source_identity
+from ..upstream.names import get_callable_name
 from .rewards import Mistakes
 
 
@@ -139,6 +142,66 @@ class Calls:
         return rewards
 
 
+Pool = dict[str | None, list[Any]]  # TRL's: of each environment's name its instances
+
+
+def identities_of(tools: list[Callable], pool: Pool) -> dict[str, str]:
+    """Say which tools and environments these are, by their sources."""
+    facts = {f"tool {get_callable_name(tool)}": source_identity(tool) for tool in tools}
+    names = {name: type(each[0]) for name, each in pool.items()}
+    return facts | {f"environment {name or kind.__name__}": source_identity(kind) for name, kind in names.items()}
+
+
+def states_of(pool: Pool) -> dict[str, list[Any]]:
+    """Return the states of the environments that have a `_state_dict`, by name."""
+    return {
+        str(name): [each._state_dict() for each in environments]
+        for name, environments in pool.items()
+        if hasattr(environments[0], "_state_dict")
+    }
+
+
+def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
+    """Give the environments of a pool the states of `states_of`, and make those that are missing."""
+    for name, environments in pool.items():
+        for place, state in enumerate(states.get(str(name), [])):
+            if place == len(environments):
+                environments.append(factories[name]())
+            environments[place]._load_state_dict(state)
+
+
+def what_reset_leaves(
+    played: Any, fresh: Any, row: dict[str, Any], same_draws: Callable[[], AbstractContextManager]
+) -> list[str]:
+    """
+    Return what differs after `reset` for the same row: names of attributes, or "what it says".
+
+    An environment for which that is nothing needs no `_state_dict`: a run that goes on from a checkpoint is the same.
+
+    Args:
+        played: an environment after an episode.
+        fresh: one of the same class that has not been used.
+        row: of the dataset.
+        same_draws: within it the global random generators begin with the same numbers each time.
+    """
+    seen: list[dict[str, bytes]] = []
+    for environment in (played, fresh):
+        with same_draws():
+            said = environment.reset(**row)
+        seen.append({"what it says": repr(said).encode(), **_pickled(vars(environment))})
+    return [name for name in seen[0] if seen[0][name] != seen[1].get(name)]
+
+
+def _pickled(attributes: dict[str, Any]) -> dict[str, bytes]:
+    result = {}
+    for name, value in attributes.items():
+        if name in ("reset", "get_reward"):  # ours, see `guarded`
+            continue
+        with suppress(Exception):  # a socket, say, which tells nothing
+            result[f"`{name}`"] = pickle.dumps(value)
+    return result
+
+
 class NoEnvironment:
     """Stands in for an environment that could not be made, until the rollout says so on all processes."""
 
@@ -168,6 +231,10 @@ def guarded(
         except Exception as error:
             return fail(f"environment {name} could not be made: {type(error).__name__}: {error}", error)
         name = type(environment).__name__
+        if public := {"state_dict", "load_state_dict"} & {*dir(type(environment))}:
+            raise ValueError(
+                f"`{name}.{min(public)}` would be a tool, as each public method is: name it `_{min(public)}`."
+            )
         if callable(getattr(environment, "reset", None)):
             replace(environment, "reset", functools.partial(reset, environment.reset, name))
         if callable(getattr(environment, "get_reward", None)):

@@ -67,7 +67,7 @@ from .accumulator import global_moments
 from .ahead import RolloutsAhead, check_ahead
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
-from .environments import check_agents, guarded, step_rewards
+from .environments import check_agents, guarded, identities_of, load_states, states_of, step_rewards, what_reset_leaves
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
     check_evaluation_batch,
@@ -190,6 +190,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
     _collection: Collection  # while a rollout is collected
     _environment_pool: dict
+    _multi_environment: bool
+    _standalone_tools: list
     _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 
@@ -334,6 +336,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
+        self._eval_pool: dict | None = None  # environments of evaluations, once there was one
+        self._has_told_of_states = True  # until a training starts
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
@@ -539,6 +543,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         finally:
             for function in self.reward_funcs:
                 function.forget()
+        if self.environments is not None and self.model.training and not self._has_told_of_states:
+            self._tell_of_states(self._collection.rows)
+            self._has_told_of_states = True
         return self._collection.rollout()
 
     def _generate(self, prompts: list) -> tuple:
@@ -1001,9 +1008,54 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:
         self._evaluation = passing
         try:
-            yield
+            with self._own_environments():
+                yield
         finally:
             self._evaluation = None
+
+    # ---- Environments ----
+
+    def _own_environments(self) -> AbstractContextManager:
+        """Play evaluations in environments of their own: those of the training stay as they are."""
+        if self.environment_factories is None:
+            return nullcontext()
+        if self._eval_pool is None:
+            self._eval_pool = {name: [factory()] for name, factory in self.environment_factories.items()}
+        return temporarily(self, _environment_pool=self._eval_pool)
+
+    def _environment_states(self) -> dict[str, dict[str, list[Any]]]:
+        if self.environment_factories is None:
+            return {}
+        pools = {"train": self._environment_pool, "eval": self._eval_pool or {}}
+        return {name: states for name, pool in pools.items() if (states := states_of(pool))}
+
+    def _load_environments(self, states: dict[str, dict[str, list[Any]]]) -> None:
+        if self.environment_factories is None:
+            return
+        load_states(self._environment_pool, self.environment_factories, states.get("train", {}))
+        if states.get("eval"):
+            with self._own_environments():
+                load_states(self._environment_pool, self.environment_factories, states["eval"])
+
+    def _tell_of_states(self, rows: list[dict[str, Any]]) -> None:
+        """Say which environments keep something over episodes, so that a resumed run would not be the same."""
+        assert self.environments is not None and self.environment_factories is not None
+        told: set[type] = set()
+        for row, environment in zip(rows, self.environments, strict=True):
+            if type(environment) in told or hasattr(environment, "_state_dict"):
+                continue
+            told.add(type(environment))
+            name = row["environment"] if self._multi_environment else None
+            if self._multi_environment:
+                row = {key: value for key, value in row.items() if key != "environment"}
+            fresh = self.environment_factories[name]()
+            differs = what_reset_leaves(environment, fresh, row, lambda: untouched_rng(self.accelerator, self.args))
+            if differs:
+                self.accelerator.print(
+                    f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than in "
+                    "a new instance, so that a run that goes on from a checkpoint is not the same to the bit: have "
+                    "`reset` decide all of it, or give the class `_state_dict` and `_load_state_dict`."
+                )
 
     # ---- Logging ----
 
@@ -1036,6 +1088,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
+        self._has_told_of_states = False
         try:
             with Hold(self.args.output_dir):  # until the last step is saved, too
                 try:
@@ -1054,7 +1107,13 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _run_facts(self) -> dict[str, Any]:
         ends = {"eos_token_ids": self.eos_token_ids}  # a model's generation config may name more than its tokenizer
-        return {**super()._run_facts(), **ends, **self._rewards.identities(), **self._weights_at_start}
+        return {
+            **super()._run_facts(),
+            **ends,
+            **self._rewards.identities(),
+            **self._weights_at_start,
+            **identities_of(self._standalone_tools, self._environment_pool if self.environment_factories else {}),
+        }
 
     def _schedule(self) -> str:
         return schedule(self)

@@ -152,7 +152,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
 
 ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that we read or set
     "trl.GRPOTrainer": """
-        _async_tool_dicts _buffered_inputs _dist _environment_pool
+        _async_tool_dicts _buffered_inputs _dist _environment_pool _multi_environment _standalone_tools
         _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper
         _pending_extra_logs _pending_metrics
         _signature_columns

@@ -43,6 +43,12 @@ def played_by(trainer, player):
     return trainer
 
 
+def counts(history):
+    """Add 1 until the target of `Counter` is reached."""
+    target = int(history.split("Reach ")[1][0])
+    return "Done.<|im_end|>" if history.count("The sum is") == target else call("add", number=1)
+
+
 class Counter:
     """Add numbers until the sum is the target."""
 

@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from tests.agents import Counter, byte_tokenizer, call, played_by
+from tests.agents import Counter, byte_tokenizer, call, counts, played_by
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.runs.checkpoints import checkpoint_to_resume
@@ -60,6 +60,9 @@ class KillAfter(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+TOGETHER = {"save_strategy": "no", "max_steps": 2, "shuffle_dataset": False, "num_mini_batches": 1}
+
+
 def make(folder, environment=Kept, callbacks=None, **config):
     tokenizer = byte_tokenizer()
     trainer = PPOTrainer(
@@ -86,8 +89,8 @@ if __name__ == "__main__":
             trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args))
             torch.save(trainer.model.state_dict(), Path(folder, "end.pt"))
         case ["distributed", folder]:
-            trainer = make(folder, save_strategy="no", per_device_train_batch_size=2)
-            trainer.train()
+            trainer = make(folder, **TOGETHER | {"per_device_train_batch_size": 4})
+            played_by(trainer, counts).train()
             rank = trainer.accelerator.process_index
             weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
             torch.save({"weights": weights, "logs": trainer.state.log_history}, Path(folder, f"process {rank}.pt"))

@@ -11,10 +11,12 @@ from datasets import Dataset
 from torch.testing import assert_close
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, played_by
-from tests.ppo.agent_worker import Kept, Slippery
+from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, counts, played_by
+from tests.launch import on_two_processes
+from tests.ppo.agent_worker import TOGETHER, Kept, Slippery
 from tests.ppo.agent_worker import make as make_worker
 from tests.ppo.worker import collected
+from tests.rounding import bound
 from tests.tiny import ON_CPU, tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.functional import gae, turn_gae
@@ -36,12 +38,6 @@ def make(tmp_path, player, environment=SteppedCounter, rows=None, tools=None, re
         tools=tools,
     )
     return played_by(trainer, player)
-
-
-def counts(history):
-    """Add 1 until the target is reached."""
-    target = int(history.split("Reach ")[1][0])
-    return "Done." + IM_END if history.count("The sum is") == target else call("add", number=1)
 
 
 def rolled_out(trainer, rows=8):
@@ -372,6 +368,24 @@ def test_turn_gae_takes_a_turn_for_one_action():
 def run(folder, kill):
     command = [sys.executable, "-m", "tests.ppo.agent_worker", "run", str(kill), str(folder)]
     return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_whose_episodes_have_other_numbers_of_turns(tmp_path):
+    """The rows of one process take more turns than those of the other; the steps are those of one process."""
+    first, second = on_two_processes("tests.ppo.agent_worker", tmp_path, "distributed")
+    ends = []
+    for parts in (1, 2):
+        sizes = {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts}
+        alone = make_worker(tmp_path / str(parts), **TOGETHER | sizes)
+        played_by(alone, counts).train()
+        ends.append(alone.model.state_dict())
+    assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    expected, logs = alone.state.log_history, first["logs"]
+    for name in ("objective/scores", "tools/call_frequency", "completions/mean_length", "val/num_eos_tokens"):
+        assert logs[0][name] == expected[0][name], name
+    assert_close(first["weights"], ends[0], **bound(*ends))
 
 
 @pytest.mark.slow

@@ -1052,8 +1052,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             differs = what_reset_leaves(environment, fresh, row, lambda: untouched_rng(self.accelerator, self.args))
             if differs:
                 self.accelerator.print(
-                    f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than in "
-                    "a new instance, so that a run that goes on from a checkpoint is not the same to the bit: have "
+                    f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than "
+                    "in a new instance, so that a run that goes on from a checkpoint is not the same to the bit: have "
                     "`reset` decide all of it, or give the class `_state_dict` and `_load_state_dict`."
                 )
 

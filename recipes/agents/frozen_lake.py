@@ -1,27 +1,31 @@
 """Gymnasium's FrozenLake as text: walk over slippery ice to the gift, by calls of `move`."""
 
 import random
-from collections import deque
+import re
 from typing import Any
 
 import gymnasium
 
 DIRECTIONS = {"left": 0, "down": 1, "right": 2, "up": 3}
 SLIPPERY = {"is_slippery": True, "success_rate": 0.8}  # the rest of the moves go to one side
-MOVES = 12  # after which the ice breaks
+MOVES = 16  # after which the ice breaks
+WAY = [  # of the player, around the holes
+    ["down", "right", "down", "left"],
+    ["down", "down", "down", "down"],
+    ["right", "down", "down", "down"],
+    ["right", "right", "right", "right"],
+]
 
 
 class FrozenLake:
-    """An episode is decided by its row's `seed`: the map and each slip."""
+    """An episode is decided by its row's `seed`: each slip."""
 
     def reset(self, seed: int = 0, **row: Any) -> str:
-        """Start on a map of `seed`, and return it."""
-        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
-
-        self._lake = gymnasium.make("FrozenLake-v1", desc=generate_random_map(4, p=0.8, seed=seed), **SLIPPERY).unwrapped
+        """Start at the shore; each slip is decided by `seed`."""
+        self._lake = gymnasium.make("FrozenLake-v1", map_name="4x4", **SLIPPERY).unwrapped
         self._place, _ = self._lake.reset(seed=seed)
         self._reward, self._moves, self._is_over = 0.0, 0, False
-        return self._board()
+        return self._where()
 
     def move(self, direction: str) -> str:
         """
@@ -43,22 +47,20 @@ class FrozenLake:
         self._is_over = ended or self._moves == MOVES
         if self._is_over:
             return "You have the gift." if reward else "You are lost."
-        return self._board()
+        return self._where()
 
     def get_reward(self) -> float:
         """Return 1 for the gift."""
         return self._reward
 
-    def _board(self) -> str:
-        rows = ["".join(cell.decode() for cell in row) for row in self._lake.desc]
+    def _where(self) -> str:
         row, column = divmod(self._place, 4)
-        rows[row] = rows[row][:column] + "@" + rows[row][column + 1 :]
-        return "\n".join(rows)
+        return f"row {row + 1} column {column + 1}"
 
 
 def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return rows of a dataset, each with a lake of its own."""
-    prompt = [{"role": "user", "content": "Walk to G. H is a hole, F is ice.\n"}]
+    prompt = [{"role": "user", "content": "Walk from row 1 column 1 to row 4 column 4. "}]
     return [{"prompt": prompt, "seed": seed * 1_000_000 + number} for number in range(count)]
 
 
@@ -76,25 +78,9 @@ class Player:
 
     def __call__(self, said: str) -> tuple[str, dict[str, Any]] | str:
         """Return the next call to what the environment said last, or the last words."""
-        if "@" not in said:
+        place = re.search(r"row (\d) column (\d)", said)
+        if not place:
             return "Done."
         if self._random.random() < self.slips:
             return "move", {"direction": self._random.choice([*DIRECTIONS])}
-        return "move", {"direction": _way(said.strip().splitlines()[-4:])}
-
-
-def _way(board: list[str]) -> str:
-    cells = {(r, c): cell for r, line in enumerate(board) for c, cell in enumerate(line)}
-    start = next(place for place, cell in cells.items() if cell == "@")
-    steps = {"down": (1, 0), "right": (0, 1), "left": (0, -1), "up": (-1, 0)}
-    waiting, seen = deque([(start, "")]), {start}
-    while waiting:
-        (row, column), first = waiting.popleft()
-        if cells[row, column] == "G":
-            return first
-        for name, (down, right) in steps.items():
-            place = row + down, column + right
-            if cells.get(place, "H") != "H" and place not in seen:
-                seen.add(place)
-                waiting.append((place, first or name))
-    return "down"
+        return "move", {"direction": WAY[int(place[1]) - 1][int(place[2]) - 1]}

@@ -1,6 +1,6 @@
 """One rollout: what the policy answered, what that is worth, and the micro-batches that PPO makes of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import nan
 from typing import Any
@@ -37,6 +37,7 @@ class Rollout:
         tool_mask: (B, T), TRL's name: 1 = drawn by the policy, 0 = what a tool or an environment said, and padding.
             None if the policy drew all.
         end_values: (B,), of the critic after the last token, with `bootstrap_truncated`.
+        environments: (B,) for each environment's name, whether the row was played in it.
     """
 
     prompt_ids: Tensor
@@ -54,6 +55,7 @@ class Rollout:
     token_scores: Tensor | None = None
     tool_mask: Tensor | None = None
     end_values: Tensor | None = None
+    environments: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def drawn(self) -> Tensor:
@@ -313,8 +315,19 @@ class Collection:
             scores=scores.masked_fill(~takes_part, torch.nan),
             token_scores=token_scores,
             ended=ended,
+            environments={name: torch.tensor(rows, device=device) for name, rows in self._environments().items()},
             lengths=torch.tensor([sum(row) for row in drawn], device=device, dtype=torch.float32),
         )
+
+    def _environments(self) -> dict[str, list[bool]]:
+        """Return for each environment's name which rows were played in it; all processes have the same names."""
+        trainer = self.trainer
+        if trainer.environments is None:
+            return {}
+        if trainer._multi_environment:
+            played = [row["environment"] for row in self.rows]
+            return {name: [name == each for each in played] for name in trainer.environment_factories}
+        return {type(trainer.environments[0]).__name__: [True] * len(self.rows)}
 
     def _padded(self) -> dict[str, Tensor]:
         """Return (B, P) and (B, T) ids and masks, as TRL pads them."""

@@ -144,9 +144,8 @@ class PPOMetrics:
         if rollout.tool_mask is not None:
             turns = turn_starts(rollout.drawn).sum(1).float()
             stats.add(f"{prefix}turns/mean", turns, rows)
-            stats.add(
-                f"{prefix}completions/tool_length", (rollout.completion_mask - rollout.drawn).sum(1).float(), rows
-            )
+            told = (rollout.completion_mask - rollout.drawn).sum(1).float()
+            stats.add(f"{prefix}completions/tool_length", told, rows)
         for name, played in rollout.environments.items():
             stats.add(f"{prefix}environment/{name}/return", rollout.scores, valid & played)
         stats.add(f"{prefix}completions/clipped_ratio", (~rollout.ended).float(), rows)

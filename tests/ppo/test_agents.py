@@ -435,3 +435,35 @@ def test_a_state_that_cannot_be_kept_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="`_state_dict` of an environment must return plain values or tensors"):
         make_worker(tmp_path, Odd).train()
+
+
+def test_a_rollout_function_says_what_is_the_policys(tmp_path):
+    tokenizer = byte_tokenizer()
+
+    def rollout(prompts, trainer):
+        ids = [tokenizer("left. A hole. right." + IM_END)["input_ids"] for _ in prompts]
+        masks = [[1] * 5 + [0] * 9 + [1] * (len(row) - 14) for row in ids]
+        return {
+            "prompt_ids": [tokenizer("Walk.")["input_ids"] for _ in prompts],
+            "completion_ids": ids,
+            "logprobs": [[-5.0] * len(row) for row in ids],
+            "env_mask": masks,
+            "moves": [2] * len(prompts),
+        }
+
+    def reward(moves, **kwargs):
+        return [float(number) for number in moves]
+
+    trainer = PPOTrainer(
+        model=tiny_llama(len(tokenizer), max_position_embeddings=256),
+        reward_funcs=reward,
+        args=tiny_config(tmp_path),
+        train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 8),
+        processing_class=tokenizer,
+        rollout_func=rollout,
+    )
+    rollout = rolled_out(trainer)
+    assert tokenizer.decode(rollout.completion_ids[0][rollout.mask[0].bool()]) == "left.right." + IM_END
+    assert rollout.scores.tolist() == [2.0] * 8 and (rollout.sampler_logprobs[rollout.mask.bool()] == -5).all()
+    assert trainer.args.importance_correction == "token_truncate"  # another one draws
+    trainer.train()

@@ -86,8 +86,8 @@ _GIVEN = {  # to every reward function, beside the dataset's columns
 }
 
 
-def check_arguments(reward: Any, columns: list[str], name: str) -> None:
-    """Refuse a reward function that could not be called with the columns of a dataset."""
+def check_arguments(reward: Any, columns: list[str], name: str, adds_columns: bool = False) -> None:
+    """Refuse a reward function that could not be called with the columns of a dataset, and those that are added."""
     try:
         arguments = None if isinstance(reward, (str, nn.Module)) else inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a function in C
@@ -103,7 +103,8 @@ def check_arguments(reward: Any, columns: list[str], name: str) -> None:
         )
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [a.name for a in arguments.values() if a.kind in by_name and a.default is inspect.Parameter.empty]
-    if missing := [argument for argument in needed if argument not in {*_GIVEN, *columns}]:
+    missing = [argument for argument in needed if argument not in {*_GIVEN, *columns}]
+    if missing and not adds_columns:
         raise ValueError(
             f"Reward function '{get_callable_name(reward)}' needs {', '.join(missing)}, but the {name} dataset has "
             f"the columns {', '.join(columns)}: rename or add one, or give the argument a default."
@@ -120,6 +121,7 @@ def check_inputs(
     ref_model,
     reward_funcs,
     has_environments=False,
+    adds_columns=False,
 ) -> None:
     """Refuse, before anything is loaded, what could only fail later."""
     if not isinstance(args, PPOConfig):
@@ -181,7 +183,7 @@ def check_inputs(
         if {"image", "images"} & set(dataset.column_names):
             raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")
         for reward in reward_funcs:
-            check_arguments(reward, dataset.column_names + ["environments"] * has_environments, name)
+            check_arguments(reward, dataset.column_names + ["environments"] * has_environments, name, adds_columns)
     if eval_dataset is not None:
         check_evaluation_batch(args)
     if isinstance(eval_dataset, dict) and args.metric_for_best_model == "eval_objective/scores":

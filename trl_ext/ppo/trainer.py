@@ -247,6 +247,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             ref_model,
             reward_funcs,
             has_environments,
+            adds_columns=rollout_func is not None,
         )
         if rollout_func is not None and not args.another_samples:
             args.allow_off_policy_sampling = True  # who draws is not known here

@@ -62,7 +62,7 @@ def migrate(
 
     classes = reward_processing_classes
     classes = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(reward_funcs)
-    if len(classes) == len(reward_funcs):  # else RLOO says what is wrong
+    if len(classes) == len(reward_funcs):  # else GRPO says what is wrong
         for i, reward in enumerate(reward_funcs):
             if isinstance(reward, nn.Module) and not hasattr(reward, "config"):
                 raise TypeError(

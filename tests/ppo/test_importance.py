@@ -150,8 +150,10 @@ def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
 
 
 def edited(trainer):
-    """Answers that somebody has changed after they were drawn."""
+    """Answers that a subclass has changed after they were drawn."""
     skewed(trainer)
+    trainer._drawn = trainer._generate_single_turn
+    del trainer._generate_single_turn  # the class's own, which notes what was drawn
     generate = trainer._generate_single_turn
 
     def changed(*args):

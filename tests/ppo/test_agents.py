@@ -272,6 +272,19 @@ def test_what_an_environment_does_wrong_is_one_sentence(tmp_path, methods, messa
         rolled_out(trainer)
 
 
+def test_an_environment_cannot_change_its_row(tmp_path):
+    def reset(self, target, moves, **row):
+        moves.append("pass")
+        return Counter.reset(self, target)
+
+    def reward(moves, **kwargs):
+        return [float(len(each)) for each in moves]
+
+    rows = [{"prompt": PROMPT, "target": 1, "moves": ["add"]}] * 8
+    rollout = rolled_out(make(tmp_path, counts, unruly(reset=reset), rows=rows, reward_funcs=reward))
+    assert rollout.rewards_per_func[:, 0].tolist() == [1.0] * 8
+
+
 def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
     def player(history):
         if "<tool_response>" in history:
@@ -334,6 +347,7 @@ def test_what_cannot_work_is_refused_before_the_training(tmp_path, subtests):
         ({"rows": [{"prompt": PROMPT, "input_ids": [9]}] * 8}, "has `input_ids`, which the policy reads verbatim"),
         ({"rollouts_ahead": 1}, "`rollouts_ahead=1` draws whole rollouts in advance"),
         ({"bootstrap_truncated": True, "missing_eos_penalty": 1.0}, "set one of them"),
+        ({"reward_normalization": "reference"}, "scores demonstrations, which no environment has played"),
         ({"tool_timeout": 0.0}, "`tool_timeout` must be > 0, got 0.0"),
         ({"gae_level": "word"}, "gae_level"),
         ({"environment": type("Mute", (), {"reset": lambda self: None})}, "No reward source provided"),

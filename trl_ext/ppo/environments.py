@@ -296,6 +296,10 @@ def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: 
             f"`rollouts_ahead={args.rollouts_ahead}` draws whole rollouts in advance, which `{named[0]}` does not "
             "allow: leave it out."
         )
+    if args.reward_normalization == "reference" and environment_factory is not None:
+        raise ValueError(
+            "`reward_normalization='reference'` scores demonstrations, which no environment has played: use another one."
+        )
     for name, dataset in datasets:
         if dataset is None:
             continue

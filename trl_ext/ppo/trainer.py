@@ -580,13 +580,17 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         rows = collection.rows_with_answers(inputs)
         collection.start_scoring(rows, prompts, completions)
         collection.make_passes()
+        collection.rewards_per_func = self._scored(rows, prompts, completions, completion_ids_list)
+        return collection.rewards_per_func
+
+    def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
+        """Return what the reward functions give, (rows of all processes, F); those in the background come last."""
         order = background_last(self.reward_funcs)
         functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
-            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids_list)
+            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
         self._mistakes.raise_everywhere(self.state.global_step)
-        collection.rewards_per_func = rewards[:, torch.tensor(order).argsort().to(rewards.device)]
-        return collection.rewards_per_func
+        return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
 
     def _reference_logprobs(self, ids: Tensor, lengths: list[tuple[int, int]], width: int, size: int) -> Tensor:
         """Return the (B, T) log-probs of the reference: a model, or the policy with its adapter switched."""

@@ -298,7 +298,7 @@ def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: 
         )
     if args.reward_normalization == "reference" and environment_factory is not None:
         raise ValueError(
-            "`reward_normalization='reference'` scores demonstrations, which no environment has played: use another one."
+            "`reward_normalization='reference'` scores demonstrations, which no environment has played: use another."
         )
     for name, dataset in datasets:
         if dataset is None:

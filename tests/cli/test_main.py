@@ -299,7 +299,7 @@ def test_doctor_says_what_is_there(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert re.search(r"^ok +trl +1\.", shown, re.M) and "`pip install vllm`" in shown
 
-    monkeypatch.delattr("trl.RLOOTrainer._compute_loss")
+    monkeypatch.delattr("trl.GRPOTrainer._compute_loss")
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
     assert ended.value.code == 1

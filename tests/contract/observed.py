@@ -1,6 +1,6 @@
-"""A plain `RLOOTrainer` under observation, so that what it shows is never our own doing."""
+"""A plain `GRPOTrainer` under observation, so that what it shows is never our own doing."""
 
-from trl import RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_llama, tiny_tokenizer
 from trl_ext.upstream.names import METHODS
@@ -10,7 +10,7 @@ def require(condition, changed, reader="PPOTrainer"):
     assert condition, f"Upstream changed: {changed}. {reader} relies on it."
 
 
-class Observed(RLOOTrainer):
+class Observed(GRPOTrainer):
     """Notes, in `events`, the calls of the methods that we rely on: (name, arguments, keywords)."""
 
     def __init__(self, *args, **kwargs):
@@ -19,7 +19,7 @@ class Observed(RLOOTrainer):
 
 
 def _observed(name):
-    method = getattr(RLOOTrainer, name)
+    method = getattr(GRPOTrainer, name)
 
     def observed(self, *args, **kwargs):
         self.events.append((name, args, kwargs))
@@ -28,18 +28,19 @@ def _observed(name):
     return observed
 
 
-for _name in METHODS["trl.RLOOTrainer"]:
-    if _name != "__init__" and hasattr(RLOOTrainer, _name):  # a lost one is told by test_names.py
+for _name in METHODS["trl.GRPOTrainer"]:
+    if _name != "__init__" and hasattr(GRPOTrainer, _name):  # a lost one is told by test_names.py
         setattr(Observed, _name, _observed(_name))
 
 
-def rloo_config(output_dir, **kwargs):
-    return RLOOConfig(
+def grpo_config(output_dir, cls=GRPOConfig, **kwargs):
+    return cls(
         str(output_dir),
         **{
             **ON_CPU,
             "activation_checkpointing": False,
             "per_device_train_batch_size": 4,
+            "num_generations": 2,
             "max_completion_length": 5,
             "max_steps": 1,
         }
@@ -47,14 +48,14 @@ def rloo_config(output_dir, **kwargs):
     )
 
 
-def rloo(tmp_path, reward_funcs=length_reward, eval_dataset=None, peft_config=None, **kwargs):
+def grpo(tmp_path, reward_funcs=length_reward, eval_dataset=None, peft_config=None, **config):
     model = tiny_llama()
     model.save_pretrained(tmp_path / "policy")
-    model.config._name_or_path = str(tmp_path / "policy")  # where RLOO takes its reference from
+    model.config._name_or_path = str(tmp_path / "policy")  # where GRPO takes its reference from
     return Observed(
         model=model,
         reward_funcs=reward_funcs,
-        args=rloo_config(tmp_path / "out", **kwargs),
+        args=grpo_config(tmp_path / "out", **config),
         train_dataset=prompts(),
         eval_dataset=eval_dataset,
         processing_class=tiny_tokenizer(),

@@ -2,12 +2,12 @@
 
 import torch
 
-from tests.contract.observed import require, rloo
+from tests.contract.observed import grpo, require
 from trl_ext.upstream import names as upstream
 
 
 def test_buffer_and_step_arithmetic(tmp_path):
-    trainer = rloo(tmp_path, steps_per_generation=3, num_iterations=2, max_steps=13)
+    trainer = grpo(tmp_path, steps_per_generation=3, num_iterations=2, max_steps=13)
     generated_at, index = [], []
     generate, prepare = trainer._generate_and_score_completions, trainer._prepare_inputs
 
@@ -24,14 +24,14 @@ def test_buffer_and_step_arithmetic(tmp_path):
     trainer._generate_and_score_completions, trainer._prepare_inputs = note_generate, note_prepare
     trainer.train()
     reader = "`_prepare_inputs` of PPOTrainer, and its resuming,"
-    require(generated_at == [0, 6, 12], f"RLOO generates at `_step` {generated_at}", reader)
-    require(index == [i % 3 for i in range(13)], f"RLOO takes the buffer's entries {index}", reader)
+    require(generated_at == [0, 6, 12], f"GRPO generates at `_step` {generated_at}", reader)
+    require(index == [i % 3 for i in range(13)], f"GRPO takes the buffer's entries {index}", reader)
     require(trainer._step == 13, f"`_step` counts to {trainer._step} in 13 micro-batches", reader)
 
 
 def test_a_replaced_buffer_is_used(tmp_path):
     """A new order, and a resumed run, put their own batches there."""
-    trainer = rloo(tmp_path, steps_per_generation=2, max_steps=2)
+    trainer = grpo(tmp_path, steps_per_generation=2, max_steps=2)
     prepare, taken = trainer._prepare_inputs, []
 
     def replace(batch):
@@ -43,12 +43,12 @@ def test_a_replaced_buffer_is_used(tmp_path):
 
     trainer._prepare_inputs = replace
     trainer.train()
-    require(taken[-1] is taken[1][1], "RLOO does not read `_buffered_inputs`")
+    require(taken[-1] is taken[1][1], "GRPO does not read `_buffered_inputs`")
 
 
 def test_the_rows_of_a_rollout_are_split_whole(tmp_path):
     """Every tensor that a rollout returns comes back in micro-batches, cut by rows in one order."""
-    trainer, buffers = rloo(tmp_path, steps_per_generation=3, max_steps=3), []
+    trainer, buffers = grpo(tmp_path, steps_per_generation=3, max_steps=3), []
     generate = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: {**generate(inputs), "row": torch.arange(12)}
     trainer.train()
@@ -61,7 +61,7 @@ def test_the_rows_of_a_rollout_are_split_whole(tmp_path):
 
 
 def test_sampler_repeats_from_its_own_generator(tmp_path):
-    sampler = rloo(tmp_path, steps_per_generation=2, num_iterations=3)._get_train_sampler()
+    sampler = grpo(tmp_path, steps_per_generation=2, num_iterations=3)._get_train_sampler()
     require(type(sampler) is upstream.RepeatSampler, "the train sampler is another class", "The sampler of PPOTrainer")
     orders = []
     for _ in range(2):

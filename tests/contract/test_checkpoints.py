@@ -7,15 +7,15 @@ import torch
 from accelerate.utils import fsdp_utils
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from tests.contract.observed import names_of, require, rloo
+from tests.contract.observed import grpo, names_of, require
 from tests.tiny import prompts
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 8], ids=["mid-rollout", "rollout boundary", "epoch boundary"])
 def test_resume_calls_load_rng_state_when_the_loop_has_set_its_counters(tmp_path, stop_at):
     config = {"save_strategy": "steps", "save_steps": stop_at, "max_steps": stop_at + 1, "steps_per_generation": 2}
-    rloo(tmp_path, **config).train()
-    resumed = rloo(tmp_path, **config)
+    grpo(tmp_path, **config).train()
+    resumed = grpo(tmp_path, **config)
     load, train_step, seen = resumed._load_rng_state, resumed.training_step, []
 
     def note_load(checkpoint):
@@ -44,7 +44,7 @@ def test_resume_calls_load_rng_state_when_the_loop_has_set_its_counters(tmp_path
 
 
 def test_saving(tmp_path):
-    trainer = rloo(tmp_path, save_strategy="steps", save_steps=1, max_steps=2, save_total_limit=1)
+    trainer = grpo(tmp_path, save_strategy="steps", save_steps=1, max_steps=2, save_total_limit=1)
     trainer.train()
     order = names_of(trainer, "_save_checkpoint", "_save", "_save_rng_state")
     reader = "PPOTrainer"
@@ -57,7 +57,7 @@ def test_saving(tmp_path):
 
 
 def test_load_best_model_loads_into_self_model(tmp_path):
-    trainer = rloo(
+    trainer = grpo(
         tmp_path,
         eval_dataset=prompts(4),
         eval_strategy="steps",

@@ -1,4 +1,4 @@
-"""The training and evaluation loop of transformers, observed on a plain RLOOTrainer."""
+"""The training and evaluation loop of transformers, observed on a plain GRPOTrainer."""
 
 import inspect
 
@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from trl.trainer.callbacks import SyncRefModelCallback
 
-from tests.contract.observed import names_of, require, rloo
+from tests.contract.observed import grpo, names_of, require
 from tests.tiny import prompts
 
 
@@ -15,7 +15,7 @@ from tests.tiny import prompts
     "max_grad_norm, expected", [(1.0, ["_clip_grad_norm", "_get_grad_norm"]), (0.0, ["_get_grad_norm"])]
 )
 def test_gradients_are_complete_before_they_are_clipped(tmp_path, max_grad_norm, expected):
-    trainer = rloo(tmp_path, max_grad_norm=max_grad_norm, gradient_accumulation_steps=2, max_steps=2)
+    trainer = grpo(tmp_path, max_grad_norm=max_grad_norm, gradient_accumulation_steps=2, max_steps=2)
 
     class Note(TrainerCallback):
         def on_pre_optimizer_step(self, *args, **kwargs):
@@ -43,7 +43,7 @@ def test_an_optimizer_leaves_parameters_without_gradient_alone():
 
 @pytest.mark.parametrize("scaled, factor", [(True, 2.0), (False, 1.0)])
 def test_loss_is_scaled_for_ga(tmp_path, scaled, factor):
-    trainer = rloo(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.0)
+    trainer = grpo(tmp_path, gradient_accumulation_steps=2, max_grad_norm=0.0)
     trainer.loss_is_scaled_for_ga = scaled
     trainer._compute_loss = lambda model, inputs: sum(p.sum() for p in model.parameters())
     grads = []
@@ -66,7 +66,7 @@ def test_requests_are_read_after_they_were_carried_out(tmp_path):
 
 
 def test_evaluation_calls(tmp_path):
-    trainer = rloo(tmp_path, eval_dataset=prompts(6), per_device_eval_batch_size=4, num_generations_eval=2)
+    trainer = grpo(tmp_path, eval_dataset=prompts(6), per_device_eval_batch_size=4, num_generations_eval=2)
     trainer.prediction_step = lambda *args, **kwargs: trainer.events.append(("step", args, kwargs)) or (None,) * 3
     metrics = trainer.evaluate()
     order = names_of(trainer, "evaluation_loop", "step", "log")
@@ -81,7 +81,7 @@ def test_evaluation_calls(tmp_path):
 
 
 def test_log_averages_and_clears_the_metrics(tmp_path):
-    trainer = rloo(tmp_path)
+    trainer = grpo(tmp_path)
     reader = "`log` of PPOTrainer"
     trainer.model.train()
     trainer._metrics["train"]["a"] = [1.0, 3.0]

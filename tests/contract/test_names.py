@@ -11,7 +11,7 @@ import trl
 from trl.trainer import utils
 
 import trl_ext
-from tests.contract.observed import require, rloo
+from tests.contract.observed import grpo, require
 from tests.dpo.worker import make_trl_trainer
 from trl_ext import DPOTrainer, PPOTrainer
 from trl_ext.cli import contract as command
@@ -20,7 +20,7 @@ from trl_ext.upstream.contract import assigned, method_change
 from trl_ext.upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, check_contract
 
 PACKAGE = Path(trl_ext.__file__).parent
-TRAINERS = [(PPOTrainer, trl.RLOOTrainer), (DPOTrainer, trl.DPOTrainer)]
+TRAINERS = [(PPOTrainer, trl.GRPOTrainer), (DPOTrainer, trl.DPOTrainer)]
 check_now = check_contract.__wrapped__  # not what was found before
 
 
@@ -81,9 +81,10 @@ def test_tables_name_every_private_name_that_a_trainer_of_ours_uses(trainer, bas
 
 def test_attributes_are_there_in_a_trainer_that_was_built(tmp_path):
     """They were looked for in bytecode."""
-    for trainer in (rloo(tmp_path), make_trl_trainer(tmp_path)):
+    for trainer in (grpo(tmp_path), make_trl_trainer(tmp_path)):
         path = next(f"trl.{cls.__name__}" for cls in type(trainer).__mro__ if f"trl.{cls.__name__}" in ATTRIBUTES)
         later = {"vllm_generation", "_last_loaded_step", "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged"}
+        later |= {"_environment_pool", "_async_tool_dicts", "_sync_tool_dicts"}  # with environments and tools alone
         missing = [name for name in ATTRIBUTES[path].split() if name not in later and not hasattr(trainer, name)]
         require(not missing, f"{path} sets {missing} later, or no longer", f"A subclass of {path}")
 
@@ -104,7 +105,7 @@ def sentence_of(trainer):
 
 def test_unchanged_trl_passes_and_is_looked_at_once(monkeypatch):
     check_contract(PPOTrainer)
-    monkeypatch.delattr(trl.RLOOTrainer, "_compute_loss")
+    monkeypatch.delattr(trl.GRPOTrainer, "_compute_loss")
     check_contract(PPOTrainer)
     assert "_compute_loss" in sentence_of(PPOTrainer)
 
@@ -124,7 +125,7 @@ def test_renamed_method_is_told_with_both_versions(trainer, base, monkeypatch):
 def test_change_of_another_package_is_told_with_its_version(monkeypatch):
     monkeypatch.delattr("transformers.Trainer._save_rng_state")
     monkeypatch.setattr(upstream, "version", {**TESTED, "transformers": "5.24.0"}.get)
-    assert "transformers 5.23.0, and in transformers 5.24.0, which you have, `RLOO" in sentence_of(PPOTrainer)
+    assert "transformers 5.23.0, and in transformers 5.24.0, which you have, `GRPO" in sentence_of(PPOTrainer)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +138,9 @@ def test_change_of_another_package_is_told_with_its_version(monkeypatch):
     ],
 )
 def test_changed_parameters_of_a_method(change, monkeypatch):
-    monkeypatch.setattr(trl.RLOOTrainer, "_compute_loss", change)
+    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", change)
     takes = ", ".join(list(inspect.signature(change).parameters)[1:])
-    assert f"`RLOOTrainer._compute_loss` takes ({takes}), we rely on (model, inputs)" in sentence_of(PPOTrainer)
+    assert f"`GRPOTrainer._compute_loss` takes ({takes}), we rely on (model, inputs)" in sentence_of(PPOTrainer)
 
 
 def test_open_parameters_may_become_more():
@@ -168,9 +169,9 @@ def test_name_of_ours_that_trl_begins_to_use(monkeypatch):
     def prediction_step(self):
         self.kl_controller = None
 
-    monkeypatch.setattr(trl.RLOOTrainer, "_some_hook", prediction_step, raising=False)
-    monkeypatch.setattr(trl.RLOOTrainer, "_steps_per_rollout", prediction_step, raising=False)
-    assert "`RLOOTrainer` has _steps_per_rollout, kl_controller, too, as PPOTrainer does" in sentence_of(PPOTrainer)
+    monkeypatch.setattr(trl.GRPOTrainer, "_some_hook", prediction_step, raising=False)
+    monkeypatch.setattr(trl.GRPOTrainer, "_steps_per_rollout", prediction_step, raising=False)
+    assert "`GRPOTrainer` has _steps_per_rollout, kl_controller, too, as PPOTrainer does" in sentence_of(PPOTrainer)
 
 
 def test_members_of_a_users_own_subclass_are_the_users_affair(monkeypatch):
@@ -223,14 +224,14 @@ def test_command_prints_each_item_and_says_by_its_exit_whether_one_changed(monke
         command.main()
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 0 and lines[0] == f"trl {trl.__version__}, tested with 1.16.0"
-    assert "ok      trl.RLOOTrainer._compute_loss" in lines and 'pytest -m "" tests/contract' in lines[-1]
+    assert "ok      trl.GRPOTrainer._compute_loss" in lines and 'pytest -m "" tests/contract' in lines[-1]
 
-    monkeypatch.delattr(trl.RLOOTrainer, "_compute_loss")
+    monkeypatch.delattr(trl.GRPOTrainer, "_compute_loss")
     with pytest.raises(SystemExit) as ended:
         command.main()
     lines = capsys.readouterr().out.splitlines()
     assert ended.value.code == 1 and lines[-1].startswith("1 of ")
-    assert "CHANGED trl.RLOOTrainer._compute_loss: `RLOOTrainer` has no method `_compute_loss`" in lines
+    assert "CHANGED trl.GRPOTrainer._compute_loss: `GRPOTrainer` has no method `_compute_loss`" in lines
 
 
 def test_command_goes_on_where_a_trainer_cannot_be_imported(monkeypatch):

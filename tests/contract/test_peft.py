@@ -7,7 +7,7 @@ import re
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from trl import RLOOTrainer
+from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 from tests.contract.observed import require
@@ -84,9 +84,9 @@ def test_the_reference_pass_of_a_lora_policy_asks_the_wrapper():
         f"`use_adapter` uses {sorted(used)} of the model",
         "`ActorCritic`",
     )
-    source = inspect.getsource(RLOOTrainer)
+    source = inspect.getsource(GRPOTrainer)
     for line in (
         'use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None)',
         'add_adapter("ref"',
     ):
-        require(line in source, f"RLOOTrainer has no `{line}`", "The reference of PPOTrainer")
+        require(line in source, f"GRPOTrainer has no `{line}`", "The reference of PPOTrainer")

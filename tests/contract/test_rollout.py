@@ -1,15 +1,11 @@
-"""What RLOO does from prompts to rewards, with which methods, and in what order."""
+"""What GRPO does from prompts to rewards, with which methods, and in what order."""
 
 import pytest
 import torch
-from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
-from trl import RLOOTrainer
 
-from tests.contract.observed import Observed, names_of, require, rloo
+from tests.contract.observed import grpo, names_of, require
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.upstream import names as upstream
-from trl_ext.upstream.contract import assigned
 
 
 def test_order_of_a_step(tmp_path):
@@ -26,46 +22,63 @@ def test_order_of_a_step(tmp_path):
         "_get_grad_norm",
         "log",
     ]
-    trainer = rloo(tmp_path)
+    trainer = grpo(tmp_path)
     trainer.train()
     order = names_of(trainer, *expected)
     require(order[: len(expected)] == expected, f"a step runs {order}")
 
 
-@pytest.mark.parametrize("beta, peft, passes", [(0.0, False, 1), (0.1, False, 2), (0.1, True, 2)])
-def test_log_prob_passes_of_a_rollout(tmp_path, beta, peft, passes):
-    peft_config = LoraConfig(r=2, task_type="CAUSAL_LM") if peft else None
-    trainer = rloo(tmp_path, beta=beta, peft_config=peft_config)
-    grad_enabled, adapters = [], []
-    method = Observed._get_per_token_logps_and_entropies
+READER = "The rollout of PPOTrainer"
 
-    def note(self, *args, **kwargs):
-        grad_enabled.append(torch.is_grad_enabled())
-        if peft:
-            layer = next(m for m in self.model.modules() if isinstance(m, BaseTunerLayer))
-            adapters.append(not layer.disable_adapters)
-        return method(self, *args, **kwargs)
 
-    trainer._get_per_token_logps_and_entropies = note.__get__(trainer)
+def test_our_passes_come_between_generation_and_scores(tmp_path):
+    """GRPO may ask for log-probs in between. We answer None, and it goes on without."""
+    trainer, output = grpo(tmp_path, steps_per_generation=2), []
+    method = trainer._generate_and_score_completions
+
+    def without(*args, **kwargs):
+        trainer.events.append(("asked", args, kwargs))
+        return None, None, None
+
+    trainer._get_per_token_logps_and_entropies = without
+    trainer._generate_and_score_completions = lambda inputs: output.append(method(inputs)) or output[-1]
+    trainer._compute_loss = lambda model, inputs: sum(p.sum() for p in model.parameters())
     trainer.train()
-    reader = "What PPOTrainer keeps of a rollout"
-    calls = [(args, kwargs) for name, args, kwargs in trainer.events if name == "_get_per_token_logps_and_entropies"]
-    require(len(calls) == passes + 1, f"a rollout and a step make {len(calls)} log-prob passes", reader)
-    models = [args[0] for args, _ in calls]
-    require(models[0] is trainer.model, "the first pass is not the policy's", reader)
-    if passes == 2:
-        reference = trainer.model if peft else trainer.ref_model
-        require(models[1] is reference, "the second pass is not the reference's", reader)
-    if peft:
-        require(adapters == [True, False, True], f"adapters are on in the passes {adapters}", reader)
-    require(grad_enabled == [False] * passes + [True], f"gradients are enabled in {grad_enabled}", reader)
-    for args, _ in calls:
-        require(len(args) >= 4 and args[1].shape == args[2].shape, "arguments are not ids, mask, width", reader)
-        require(args[3] < args[1].size(1), "`logits_to_keep` is not the completions' width", reader)
+    order = names_of(trainer, "_generate", "asked", "_calculate_rewards")
+    require(order == ["_generate", "asked", "_calculate_rewards"], f"a rollout runs {order}", READER)
+    require("old_per_token_logps" not in output[0], "log-probs that are None are returned", READER)
+
+
+@pytest.mark.parametrize("accumulation, asked", [(1, 1), (2, 0)])
+def test_log_probs_are_asked_for_where_several_steps_share_a_rollout(tmp_path, accumulation, asked):
+    """Of the policy alone: with `beta=0` GRPO never asks for those of a reference."""
+    trainer = grpo(tmp_path, steps_per_generation=2, gradient_accumulation_steps=accumulation)
+    rollout, method = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: rollout.append(method(inputs)) or rollout[-1]
+    trainer._compute_loss = lambda model, inputs: sum(p.sum() for p in model.parameters())
+    trainer.train()
+    passes = names_of(trainer, "_get_per_token_logps_and_entropies")
+    require(len(passes) == asked, f"a rollout makes {len(passes)} passes", READER)
+    require("ref_per_token_logps" not in rollout[0], "a rollout has log-probs of the reference", READER)
+
+
+def test_log_probs_of_the_sampler_are_passed_on(tmp_path):
+    """From our `_generate_single_turn` to our `Collection`; without vLLM GRPO corrects nothing by them."""
+    trainer, generated, rollouts = grpo(tmp_path), [], []
+    draw, generate, collect = (
+        getattr(trainer, name) for name in ("_generate_single_turn", "_generate", "_generate_and_score_completions")
+    )
+    logprobs = [[-0.5] * n for n in (1, 2, 3, 4)]
+    trainer._generate_single_turn = lambda *args: (draw(*args)[0], logprobs)
+    trainer._generate = lambda prompts: generated.append(generate(prompts)) or generated[-1]
+    trainer._generate_and_score_completions = lambda inputs: rollouts.append(collect(inputs)) or rollouts[-1]
+    trainer.train()
+    require(generated[0][4] is logprobs, "`_generate` returns others than `_generate_single_turn`", READER)
+    require("importance_sampling_ratio" not in rollouts[0], "they correct the loss without vLLM", READER)
 
 
 def test_what_a_rollout_returns(tmp_path):
-    trainer, rollouts = rloo(tmp_path), []
+    trainer, rollouts = grpo(tmp_path), []
     method = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: rollouts.append(method(inputs)) or rollouts[-1]
     trainer.train()
@@ -78,29 +91,47 @@ def test_what_a_rollout_returns(tmp_path):
             require(row == sorted(row, reverse=not padded_left), f"{part}s are padded otherwise")
 
 
-def test_a_rollout_leaves_nothing_on_the_trainer_but_metrics():
-    """So another object may run it in the trainer's place."""
-    method = RLOOTrainer._generate_and_score_completions
-    names = assigned([type("Rollout", (), {"method": method})])
-    require(not names, f"`_generate_and_score_completions` sets {sorted(names)}", "What PPOTrainer keeps of a rollout")
-
-
-def test_generate_returns_lists_that_are_scored_and_padded(tmp_path):
-    trainer, generated = rloo(tmp_path), []
-    method = trainer._generate
-    trainer._generate = lambda texts: generated.append(method(texts)) or generated[-1]
+def test_generate_returns_eight_things(tmp_path):
+    """In the order in which `Collection.generated` unpacks them. Reward functions are given the same lists."""
+    trainer, generated, drawn = grpo(tmp_path), [], []
+    generate, draw = trainer._generate, trainer._generate_single_turn
+    trainer._generate = lambda prompts: generated.append(generate(prompts)) or generated[-1]
+    trainer._generate_single_turn = lambda *args: drawn.append(draw(*args)) or drawn[-1]
     trainer.train()
-    require(len(generated[0]) == 3, "`_generate` returns other than ids, ids, completions")
-    prompt_ids, completion_ids, completions = generated[0]
+    require(len(generated[0]) == 8, f"`_generate` returns {len(generated[0])} things", READER)
+    prompt_ids, completion_ids, tool_mask, completions, logprobs, *_ = generated[0]
+    require(len(drawn[0]) == 2, "`_generate_single_turn` returns other than ids and log-probs", READER)
+    require(drawn[0][0] is completion_ids, "`_generate` returns other ids than `_generate_single_turn`", READER)
+    require(logprobs is None is drawn[0][1], "transformers' generation returns log-probs", READER)
+    require(tool_mask is None, "there is a mask of tools without tools", READER)
     scored = next(args for name, args, _ in trainer.events if name == "_calculate_rewards")
-    require(scored[3] is completion_ids and scored[2] is completions, "rewards read other lists")
-    require(all(isinstance(i, int) for row in completion_ids for i in row), "ids are no lists")
-    require(all(2 not in row[:-1] for row in completion_ids), "completions go on after EOS")
-    require([len(r) > 0 for r in prompt_ids] == [True] * 4, "prompts are empty")
+    require(scored[3] is completion_ids and scored[2] is completions, "rewards read other lists", READER)
+    require(all(isinstance(i, int) for row in completion_ids for i in row), "ids are no lists", READER)
+    require(all(2 not in row[:-1] for row in completion_ids), "completions go on after EOS", READER)
+    require([len(r) > 0 for r in prompt_ids] == [True] * 4, "prompts are empty", READER)
     rows = next(args[0] for name, args, _ in trainer.events if name == "_generate_and_score_completions")
-    tokenized = next(args[0] for name, args, _ in trainer.events if name == "_tokenize_prompts")
-    same = all(prompt is row["prompt"] for prompt, row in zip(tokenized, rows, strict=True))
-    require(same, "`_tokenize_prompts` is given copies of the rows' prompts")
+    require(scored[0] is rows, "rewards are given other rows than the rollout", READER)
+    asked = next(args[0] for name, args, _ in trainer.events if name == "_generate")
+    same = all(prompt is row["prompt"] for prompt, row in zip(asked, rows, strict=True))
+    require(same, "`_generate` is given copies of the rows' prompts", READER)
+
+
+def test_a_tool_mask_says_what_the_policy_drew(tmp_path):
+    """It comes third, 1 = drawn by the policy, and GRPO's own lengths count these tokens alone."""
+    trainer, generated = grpo(tmp_path), []
+    generate = trainer._generate
+
+    def environment(prompts, trainer):
+        ids = [[5, 6, 7, 2]] * len(prompts)
+        masks = [[1, 0, 0, 1]] * len(prompts)
+        return {"prompt_ids": [[5]] * len(prompts), "completion_ids": ids, "logprobs": None, "env_mask": masks}
+
+    trainer.rollout_func = environment
+    trainer._generate = lambda prompts: generated.append(generate(prompts)) or generated[-1]
+    trainer.train()
+    require(generated[0][2] == [[1, 0, 0, 1]] * 4, f"the third thing is {generated[0][2]}", READER)
+    length = trainer.state.log_history[0]["completions/mean_length"]
+    require(length == 2.0, f"the lengths are {length} with tokens of a tool", READER)
 
 
 def test_rewards_are_gathered_with_nan_for_none(tmp_path):
@@ -115,7 +146,7 @@ def test_rewards_are_gathered_with_nan_for_none(tmp_path):
         async def __call__(self, prompts, completions, completion_ids, **kwargs):
             return [5.0] * 4
 
-    trainer, gathered = rloo(tmp_path), []
+    trainer, gathered = grpo(tmp_path), []
     trainer.reward_funcs, trainer.reward_func_names = [Callable()], ["callable"]
     method = trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: gathered.append(method(*args)) or gathered[-1]
@@ -133,7 +164,7 @@ def test_metrics_of_reward_functions_are_flushed_with_the_rollout(tmp_path):
         log_extra("column", completions)
         return [0.0] * len(completions)
 
-    trainer = rloo(tmp_path, reward_funcs=reward)
+    trainer = grpo(tmp_path, reward_funcs=reward)
     trainer.train()
     reader = "The mean score of the demonstrations, which clears them,"
     require(trainer.state.log_history[0].get("mine") == 3.0, "`log_metric` is not logged by its name", reader)
@@ -143,7 +174,7 @@ def test_metrics_of_reward_functions_are_flushed_with_the_rollout(tmp_path):
 def test_what_the_constructor_sets(tmp_path):
     tiny_reward_model(tiny_llama()).save_pretrained(tmp_path / "reward")
     tiny_tokenizer().save_pretrained(tmp_path / "reward")
-    trainer = rloo(tmp_path, reward_funcs=[length := (lambda completions, **_: [0.0] * 4), str(tmp_path / "reward")])
+    trainer = grpo(tmp_path, reward_funcs=[length := (lambda completions, **_: [0.0] * 4), str(tmp_path / "reward")])
     metrics, advantages = trainer._metrics, trainer._logs["advantages"]
     require(metrics.keys() == {"train", "eval"}, f"`_metrics` has {list(metrics)}", "What PPOTrainer logs")
     require(advantages.maxlen == 4, "`_logs['advantages']` is no deque of a rollout", "What PPOTrainer logs")

@@ -236,9 +236,9 @@ def generation(inputs, folder, lora):
 
     def counted(*args):
         with Gathers() as gathers:
-            answers = generate(*args)
+            answers, logprobs = generate(*args)
         seen.append((gathers.count, [len(ids) for ids in answers]))
-        return answers
+        return answers, logprobs
 
     trainer._generate_single_turn = counted
     trainer.train()

@@ -10,7 +10,7 @@ import torch
 from peft import get_peft_model
 from transformers import BitsAndBytesConfig, TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import rloo_trainer
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
 from tests.ppo.worker import (
@@ -311,7 +311,7 @@ class ServerGeneration(VLLMGeneration):
 
 @pytest.fixture
 def vllm(monkeypatch):
-    monkeypatch.setattr(rloo_trainer, "VLLMGeneration", ServerGeneration)
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", ServerGeneration)
     monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
 
 

@@ -126,10 +126,13 @@ def test_an_unscored_row_has_no_part_in_the_gradient(tmp_path):
             tuple(trainer.processing_class(row["prompt"])["input_ids"]): row["topic"] for row in trainer.train_dataset
         }
         replies = trainer._generate_single_turn
-        trainer._generate_single_turn = lambda prompt_ids, *_: [
-            topic_1_ids if topics[tuple(ids)] == "topic 1" else reply
-            for ids, reply in zip(prompt_ids, replies(prompt_ids), strict=True)
-        ]
+        trainer._generate_single_turn = lambda prompt_ids, *_: (
+            [
+                topic_1_ids if topics[tuple(ids)] == "topic 1" else reply
+                for ids, reply in zip(prompt_ids, replies(prompt_ids)[0], strict=True)
+            ],
+            None,
+        )
         callback = _Gradients()
         trainer.add_callback(callback)
         trainer.train()

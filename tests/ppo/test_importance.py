@@ -153,10 +153,17 @@ def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
 
 
 def edited(trainer):
-    """Answers that somebody has changed after they were drawn."""
+    """Answers that a subclass has changed after they were drawn."""
     skewed(trainer)
+    trainer._drawn = trainer._generate_single_turn
+    del trainer._generate_single_turn  # the class's own, which notes what was drawn
     generate = trainer._generate_single_turn
-    trainer._generate_single_turn = lambda *args: [[*ids[:-1], 9] for ids in generate(*args)]
+
+    def changed(*args):
+        answers, logprobs = generate(*args)
+        return [[*ids[:-1], 9] for ids in answers], logprobs
+
+    trainer._generate_single_turn = changed
     return trainer
 
 

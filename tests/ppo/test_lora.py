@@ -326,7 +326,7 @@ def test_a_given_value_model_is_a_critic_of_its_own(base, tmp_path):
 
 
 def four_bit(folder):
-    """A PeftModel on a base in 4 bits, whose adapter RLOO rounds to bfloat16."""
+    """A PeftModel on a base in 4 bits, whose adapter GRPO rounds to bfloat16."""
     path = saved_base(folder, hidden_size=64, intermediate_size=128)
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="float32")
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization)

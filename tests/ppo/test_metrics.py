@@ -244,7 +244,7 @@ def test_counters(run, window):
 def test_every_metric_of_the_documentation_is_logged(run):
     log = next(row for row in run.state.log_history if "objective/kl" in row)
     assert not set(KEYS.split()) - log.keys()
-    # what RLOO would say of its own baseline and its own KL is not there
+    # what GRPO would say of its own baseline and its own KL is not there
     assert not {"kl", "reward", "reward_std", "frac_reward_zero_std"} & log.keys()
     assert all(isinstance(value, (int, float)) and np.isfinite(value) for value in log.values())
 

@@ -270,7 +270,7 @@ def test_conflicting_names_raise(subtests, tmp_path):
 
 
 def test_a_list_of_reward_functions_of_the_caller_is_left_alone(tmp_path):
-    """RLOO writes loaded and wrapped functions into the list it is given."""
+    """GRPO writes loaded and wrapped functions into the list it is given."""
     functions, peft_config = [length_reward], LoraConfig(r=2, task_type="CAUSAL_LM")
     before = peft_config.to_dict()
     for _ in range(2):

@@ -65,7 +65,12 @@ def test_answers_that_were_changed_after_drawing_are_scored_again(tmp_path):
     """A subclass may edit answers; the sampler's log-probs are then of other tokens."""
     trainer = make_trainer(tmp_path, old_logprobs="sampler")
     seen, draw = collected(trainer), trainer._generate_single_turn
-    trainer._generate_single_turn = lambda *args: [[*ids[:-1], 9] for ids in draw(*args)]
+
+    def changed(*args):
+        answers, logprobs = draw(*args)
+        return [[*ids[:-1], 9] for ids in answers], logprobs
+
+    trainer._generate_single_turn = changed
     trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
     (rollout,) = seen
     for i, n in enumerate(rollout.lengths.int().tolist()):

@@ -56,7 +56,7 @@ def modified_after_loading(tmp_path, build):
     model = type(model).from_pretrained(path)
     for parameter in model.parameters():
         parameter.data.mul_(1.5)
-    assert model.config._name_or_path == path  # where RLOO would reload the reference from
+    assert model.config._name_or_path == path  # where GRPO would reload the reference from
     return model
 
 

@@ -53,7 +53,7 @@ def make(tmp_path, reward_funcs, dataset=None, trainer_kwargs=None, **config):
 def roll_out(trainer, answers):
     """Score these answers (token ids) to the first prompts, instead of sampled ones."""
     rollouts = collected(trainer)
-    trainer._generate_single_turn = lambda *_: [list(ids) for ids in answers]
+    trainer._generate_single_turn = lambda *_: ([list(ids) for ids in answers], None)
     trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(len(answers))])
     return rollouts[-1]
 
@@ -381,9 +381,10 @@ def test_a_row_without_a_score_leaves_loss_moments_and_metrics(tmp_path):
         config = {"reward_normalization": "running", "whiten_rewards": True}
         trainer = make(tmp_path, judge, dataset, **config, kl_controller="adaptive", kl_target=0.1)
         decode = trainer.processing_class.batch_decode
-        trainer._generate_single_turn = lambda prompt_ids, *_, ids=ids, decode=decode: [
-            ids[by_prompt[prompt]] for prompt in decode(prompt_ids)
-        ]
+        trainer._generate_single_turn = lambda prompt_ids, *_, ids=ids, decode=decode: (
+            [ids[by_prompt[prompt]] for prompt in decode(prompt_ids)],
+            None,
+        )
         trainer.train()
         timing = ("time/", "eps", "tokens_per_second", "step_time", "train_")
         logs = [{k: v for k, v in log.items() if not k.startswith(timing)} for log in trainer.state.log_history]
@@ -426,7 +427,7 @@ def test_a_row_cut_off_at_a_pad_is_not_finished(tmp_path, pad):
     """TRL takes it for finished; where the pad token is EOS, it is."""
     trainer = make(tmp_path, length_reward, mask_truncated_completions=True, max_steps=1)
     trainer._tokenizer.pad_token = pad
-    trainer._generate_single_turn = lambda *_: [[6, 7, 0], [6, 0, 2], [6, 7, 8], [0]] * 2
+    trainer._generate_single_turn = lambda *_: ([[6, 7, 0], [6, 0, 2], [6, 7, 8], [0]] * 2, None)
     rollouts = collected(trainer)
     trainer.train()
     (rollout,) = rollouts
@@ -456,7 +457,7 @@ def test_the_order_of_the_reward(tmp_path, token_rewards, eos_rule):
     )
     answers = [WORDS[i : i + 1 + i % 5] for i in range(8)]
     ids = answer_ids(tiny_tokenizer(), [" ".join(a) for a in answers], finished)
-    trainer._generate_single_turn = lambda *_: ids
+    trainer._generate_single_turn = lambda *_: (ids, None)
     rollout = trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
 
     scores = []

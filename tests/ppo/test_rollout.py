@@ -113,16 +113,16 @@ def test_updates_stop_where_the_mean_kl_of_a_minibatch_exceeds_its_limit():
 
 def test_the_sampler_is_asked_for_what_it_drew_and_for_nothing_else():
     recorder, ids = SamplerRecorder(), torch.tensor([[4, 5, 0], [6, 7, 8]])
-    logprobs, mask = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, -4.0, -5.0]]), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    logprobs = torch.tensor([[-1.0, -2.0, -9.0], [-3.0, -4.0, -5.0]])
 
     def drawn_in_two_batches():
         recorder.add(ids[:1, :2], logprobs[:1, :2])
         recorder.add(ids[1:], logprobs[1:])
 
     drawn_in_two_batches()
-    assert recorder.take(ids, mask).tolist() == [[-1, -2, 0], [-3, -4, -5]]
-    assert recorder.take(ids, mask) is None  # nothing was drawn since
+    assert recorder.take([[4, 5], [6, 7, 8]]) == [[-1, -2], [-3, -4, -5]]
+    assert recorder.take([[4, 5], [6, 7, 8]]) is None  # nothing was drawn since
     drawn_in_two_batches()
-    assert recorder.take(ids + torch.tensor([[0, 0, 1], [0, 0, 0]]), mask) is not None  # a pad
+    assert recorder.take([[4], [6, 7, 8]]) == [[-1], [-3, -4, -5]]
     drawn_in_two_batches()
-    assert recorder.take(ids + torch.tensor([[0, 0, 0], [0, 0, 1]]), mask) is None
+    assert recorder.take([[4, 5], [6, 7, 9]]) is None

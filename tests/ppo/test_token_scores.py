@@ -85,7 +85,7 @@ def test_tokens_are_scaled_and_the_rest_of_the_row_is_on_its_last(tmp_path, seen
         reward_clip_range=[-4.0, 1.2],
         **{eos: -2.5 if eos == "missing_eos_score" else 3.0},
     )
-    trainer._generate_single_turn = lambda *_: [list(ids) for ids in ANSWERS]
+    trainer._generate_single_turn = lambda *_: ([list(ids) for ids in ANSWERS], None)
     topics = trainer.train_dataset["topic"][:8]
     trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(8)])
     rows, clipped = expected_parts(eos), 0

@@ -11,7 +11,7 @@ from tests.launch import on_two_processes
 from tests.ppo.vllm_stub import PROCESSED, after, serving
 from tests.ppo.worker import collected, end_state, make_trainer
 from tests.tiny import tiny_config, tiny_llama
-from trl_ext.ppo.vllm import ServerLost, check_loadable, sampled
+from trl_ext.ppo.vllm import ServerLost, check_loadable, check_logprobs, sampled_logprobs
 from trl_ext.runs.checkpoints import checkpoint_to_resume
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -29,10 +29,21 @@ def make(tmp_path, server, timeout=20.0, **config):
 # ---- Log-probs ----
 
 
-def test_what_vllm_returns_becomes_padded_rows():
-    ids, logprobs = sampled([[5, 6, 2], [7]], [[[-1.0], [-2.0], [-0.5]], [[-3.0]]], [[[5], [6], [2]], [[7]]])
-    assert ids.tolist() == [[5, 6, 2], [7, 0, 0]]
-    assert logprobs.tolist() == [[-1.0, -2.0, -0.5], [-3.0, 0.0, 0.0]] and logprobs.dtype == torch.float32
+def test_the_log_prob_of_each_sampled_token_is_kept():
+    logprobs = sampled_logprobs([[5, 6, 2], [7]], [[[-1.0], [-2.0], [-0.5]], [[-3.0]]], [[[5], [6], [2]], [[7]]])
+    assert logprobs == [[-1.0, -2.0, -0.5], [-3.0]]
+
+
+def test_what_an_engine_returns_is_checked_and_passed_on():
+    said = [[4]], [[5, 6]], [[[-1.0], [-2.0]]], [[[5], [6]]]
+    engine = SimpleNamespace(generate=lambda prompts, num_generations: said)
+    check_logprobs(engine)
+    assert engine.generate([[4]], num_generations=1) is said
+    said[2][0][1][0] = None
+    with pytest.raises(RuntimeError, match="sampled token 6 at place 1 of answer 0"):
+        engine.generate([[4]], num_generations=1)
+    said = [], [], None, None  # of a server that has gone: it is asked again
+    assert engine.generate([[4]], num_generations=1) is said
 
 
 @pytest.mark.parametrize(
@@ -47,7 +58,7 @@ def test_what_vllm_returns_becomes_padded_rows():
 )
 def test_a_log_prob_that_is_not_of_what_was_drawn_is_an_error(logprobs, of_tokens, message):
     with pytest.raises(RuntimeError, match=message):
-        sampled([[5, 6]], logprobs, of_tokens)
+        sampled_logprobs([[5, 6]], logprobs, of_tokens)
 
 
 @pytest.mark.parametrize("num_generations", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -13,7 +13,6 @@ import torch
 from accelerate import PartialState
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
 import trl_ext.ppo.trainer as ppo_trainer
@@ -47,7 +46,7 @@ def scripted(trainer):
         length = 1 + seed % longest
         return draws[: length - 1] + [trainer.processing_class.eos_token_id] if length < longest else draws
 
-    trainer._generate_single_turn = lambda prompt_ids, *_: [reply(ids) for ids in prompt_ids]
+    trainer._generate_single_turn = lambda prompt_ids, *_: ([reply(ids) for ids in prompt_ids], None)
     return trainer
 
 
@@ -61,11 +60,9 @@ def skewed(trainer, spread=0.5, missing_on=None):
         return spread * noise - math.log(len(trainer.processing_class))
 
     def generate(prompt_ids, *args):
-        answers, recorder = reply(prompt_ids), trainer._actor_critic.sampler_recorder
-        if recorder is not None and trainer.accelerator.process_index != missing_on:
-            ids, logprobs = [torch.tensor(ids) for ids in answers], [logprobs_of(ids) for ids in answers]
-            recorder.add(*(pad_sequence(rows, batch_first=True).to(trainer.args.device) for rows in (ids, logprobs)))
-        return answers
+        answers, _ = reply(prompt_ids)
+        is_missing = trainer.accelerator.process_index == missing_on
+        return answers, None if is_missing else [logprobs_of(ids).tolist() for ids in answers]
 
     trainer._generate_single_turn = generate
     return trainer

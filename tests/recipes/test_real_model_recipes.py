@@ -158,7 +158,7 @@ def standins(tmp_path_factory):
 
 
 class VLLMStandIn:
-    """`VLLMGeneration` as RLOO calls it; answers come from the trainer's own model."""
+    """`VLLMGeneration` as GRPO calls it; answers come from the trainer's own model."""
 
     def __init__(self, model, processing_class, mode, **kwargs):
         self.model, self.mode, self.tokenizer, self.synced = model, mode, processing_class, 0
@@ -231,7 +231,7 @@ def test_two_steps(path, standins, tmp_path, monkeypatch):
         flags |= {"reward_model_name_or_path": model(reward, 1), "max_completion_length": "4"}
         flags |= {"num_mini_batches": "1", "local_rollout_forward_batch_size": "4", "total_episodes": "4"}
         if training_args.use_vllm:
-            monkeypatch.setattr("trl.trainer.rloo_trainer.VLLMGeneration", VLLMStandIn)
+            monkeypatch.setattr("trl.trainer.grpo_trainer.VLLMGeneration", VLLMStandIn)
             monkeypatch.setattr("trl_ext.ppo.inputs.is_vllm_available", lambda: True)
             monkeypatch.setattr("trl_ext.ppo.inputs.check_server", lambda args: None)
             monkeypatch.setattr("trl_ext.ppo.trainer.ServerGuard", lambda trainer: None)

@@ -86,7 +86,10 @@ METRICS: dict[str, dict[str, Metric]] = {
 }
 
 # What else is taken over all processes: what reward functions score and log by TRL's `log_metric`, the Trainer's own
-_GATHERED_PREFIXES = ("rewards/", "repetition/", "score_watch/", "phrase_review/", "gold/", "eval_", "completions/")
+_GATHERED_PREFIXES = (
+    *("rewards/", "repetition/", "score_watch/", "phrase_review/", "gold/", "eval_", "completions/"),
+    *("turns/", "tools/", "environment/"),
+)
 _GATHERED = {metric.key for metrics in METRICS.values() for metric in metrics.values()} | {"loss", "learning_rate"}
 
 

@@ -1,6 +1,14 @@
 """The maths of PPO and DPO on tensors, and of their monitors, as pure functions of torch and scipy."""
 
-from .advantages import LAM_SCHEDULES, advantages_and_returns, choose_lam, gae, length_adaptive_lam, token_rewards
+from .advantages import (
+    LAM_SCHEDULES,
+    advantages_and_returns,
+    choose_lam,
+    gae,
+    length_adaptive_lam,
+    token_rewards,
+    turn_gae,
+)
 from .dpo import (
     beta_dpo,
     displaced,
@@ -28,6 +36,7 @@ from .moments import (
     whitening_scale,
 )
 from .sequential import scatter, share_error, spent_level, student_quantile, unexplained_error
+from .turns import turn_numbers, turn_starts, turn_sums
 
 __all__ = [
     "KL_ESTIMATORS",
@@ -67,6 +76,10 @@ __all__ = [
     "standard_deviation",
     "student_quantile",
     "token_rewards",
+    "turn_gae",
+    "turn_numbers",
+    "turn_starts",
+    "turn_sums",
     "unexplained_error",
     "value_loss",
     "variance",

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .masking import last_token_index
 from .shapes import check_shapes
+from .turns import turn_numbers, turn_starts
 
 
 def token_rewards(
@@ -110,6 +111,7 @@ def advantages_and_returns(
     gamma: float,
     lam: float | Tensor,
     lam_value: float | None = None,
+    level: str = "token",
 ) -> tuple[Tensor, Tensor]:
     """Estimate advantages by `gae`, not whitened, and the critic's target, each with a lambda of its own.
 
@@ -122,13 +124,21 @@ def advantages_and_returns(
         gamma: discount per token.
         lam: of the advantages, a float or (B,).
         lam_value: of the target; None for lam.
+        level: `"token"`, or `"turn"` for `turn_gae`, where the target of each token of a turn is that of the turn.
 
     Returns:
         Advantages and returns, (B, T) each, score units.
 
     Raises:
-        ValueError: as `gae`.
+        ValueError: as `gae`, or level has another value.
     """
+    if level == "turn":
+        advantages, firsts = turn_gae(rewards, values, mask, gamma, lam)
+        return advantages, firsts + (
+            advantages if lam_value is None else turn_gae(rewards, values, mask, gamma, lam_value)[0]
+        )
+    if level != "token":
+        raise ValueError(f"level must be 'token' or 'turn', got {level!r}.")
     advantages = gae(rewards, values, mask, gamma, lam)
     return advantages, values + (advantages if lam_value is None else gae(rewards, values, mask, gamma, lam_value))
 
@@ -139,10 +149,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, with V = A = 0 after the last real token;
     A_t = 0 under the mask. Schulman et al. 2015, arXiv:1506.02438, equation 16. The returns are A + V.
 
+    Tokens under the mask do not count as steps: t + 1 is the next real token. So the value after the last token of a
+    turn is that of the first token of the next turn, which has read what the environment said between them.
+
     Args:
         rewards: (B, T), score units; r_t is for choosing token t.
         values: (B, T), score units; V_t is predicted before token t is seen.
-        mask: (B, T), 1 = real response token, EOS included. Each row's real tokens come first, without holes.
+        mask: (B, T), 1 = token that the policy drew, EOS included; holes and padding on either side are fine.
         gamma: discount per token.
         lam: 0 gives the one-step error, 1 the Monte Carlo return minus the value; or (B,), one for each row.
 
@@ -150,7 +163,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
         (B, T), score units.
 
     Raises:
-        ValueError: rewards is not 2-dimensional, shapes differ, or a row is not right-padded.
+        ValueError: rewards is not 2-dimensional, or shapes differ.
     """
     check_shapes(ndim=2, rewards=rewards, values=values, mask=mask)
     if isinstance(lam, Tensor) and lam.shape != rewards.shape[:1]:
@@ -159,16 +172,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
             "give one lambda per sequence."
         )
     mask = mask.bool()
-    # A row is right-padded if no real token follows a masked one.
-    misplaced = (mask[:, 1:] & ~mask[:, :-1]).any(dim=1)
-    if misplaced.any():
-        row = int(misplaced.int().argmax())
-        raise ValueError(
-            f"mask must have each row's real tokens first, without holes, got row {row} = {mask[row].int().tolist()}; "
-            "right-pad the responses."
-        )
-    rewards = torch.where(mask, rewards, 0.0)
-    values = torch.where(mask, values, 0.0)
+    order = (~mask).byte().argsort(dim=1, stable=True)  # the real tokens first
+    rewards, values = (torch.where(mask, x, 0.0).gather(1, order) for x in (rewards, values))
     next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
     deltas = rewards + gamma * next_values - values
     advantages = torch.zeros_like(deltas)
@@ -178,4 +183,33 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     for t in reversed(range(deltas.shape[1])):
         advantage = deltas[:, t] + gamma * lam * advantage
         advantages[:, t] = advantage
-    return advantages
+    return torch.zeros_like(advantages).scatter(1, order, advantages)
+
+
+def turn_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages with a turn as one action (Turn-PPO, arXiv:2512.17008).
+
+    With r_k the sum of turn k's rewards and V_k the value at its first token, `gae` runs over the turns: gamma and lam
+    are by turn. Each token of a turn has its advantage.
+
+    Args:
+        rewards, values, mask: (B, T), as in `gae`.
+        gamma: discount per turn.
+        lam: as in `gae`.
+
+    Returns:
+        (B, T) advantages and (B, T) values V_k, score units, 0 under the mask. The returns are their sum.
+
+    Raises:
+        ValueError: as `gae`.
+    """
+    check_shapes(ndim=2, rewards=rewards, values=values, mask=mask)
+    turns, starts = turn_numbers(mask), turn_starts(mask)
+    sums = torch.zeros_like(rewards).scatter_add(1, turns, torch.where(mask.bool(), rewards, 0.0))
+    firsts = torch.zeros_like(values).scatter_add(1, turns, torch.where(starts, values, 0.0))
+    is_turn = torch.arange(mask.shape[1], device=mask.device) < starts.sum(dim=1, keepdim=True)
+    advantages = gae(sums, firsts, is_turn, gamma, lam)
+    by_token = (torch.where(mask.bool(), each.gather(1, turns), 0.0) for each in (advantages, firsts))
+    return tuple(by_token)  # type: ignore[return-value]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from .decoding import decode
@@ -124,10 +125,10 @@ class Sampler:
                 )
                 drawn = sequences[:, prompts.size(1) :].tolist()
                 ids += [up_to_eos(row, setup.eos_token_ids) for row in drawn]
-        logprobs = recorder.take(*padded(ids, "right", self.device))
+        logprobs = recorder.take(ids)
         if logprobs is None:
             raise RuntimeError("this way of generating records no log-probs, which answers drawn ahead need")
-        return Answers(ids, logprobs.float().cpu())
+        return Answers(ids, pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True))
 
 
 def memory_of(fd: int, size: int) -> Tensor:

@@ -118,22 +118,17 @@ class SamplerRecorder:
     def add(self, ids: Tensor, logprobs: Tensor) -> None:
         self._drawn.append((ids, logprobs))
 
-    def take(self, ids: Tensor, mask: Tensor) -> Tensor | None:
+    def take(self, answers: list[list[int]]) -> list[list[float]] | None:
         """
-        Return the (B, T) log-probs of the answers, nats, 0 where the mask is 0, and forget them.
+        Return the log-prob of each token of the answers, nats, and forget them.
 
-        Return None if `ids` are not the tokens that were drawn, because somebody has changed the answers.
+        Return None if the answers are not the tokens that were drawn, because somebody has changed the answers.
         """
-        batches, self._drawn = self._drawn, []
-        if sum(len(drawn) for drawn, _ in batches) != len(ids):
+        drawn = [row for batch, _ in self._drawn for row in batch.tolist()]
+        logprobs = [row for _, batch in self._drawn for row in batch.tolist()]
+        self._drawn = []
+        if len(drawn) != len(answers):
             return None
-        drawn, logprobs = (
-            torch.cat([_with_width(part, ids.size(1)) for part in parts]) for parts in zip(*batches, strict=True)
-        )
-        if ((drawn != ids) & (mask == 1)).any():
+        if any(row[: len(answer)] != answer for row, answer in zip(drawn, answers, strict=True)):
             return None
-        return logprobs.masked_fill(mask == 0, 0.0)
-
-
-def _with_width(values: Tensor, width: int) -> Tensor:
-    return pad(values[:, :width], (0, max(0, width - values.size(1))))
+        return [row[: len(answer)] for row, answer in zip(logprobs, answers, strict=True)]

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from ..models.rollout_process import RolloutProcess, layout_of
@@ -26,7 +27,7 @@ from ..upstream.names import VLLMGeneration, is_conversational
 from ..upstream.temporarily import temporarily
 from .inputs import with_prompts
 from .rollout import given_to_rewards, with_answers
-from .vllm import sampled
+from .vllm import sampled_logprobs
 
 logger = logging.get_logger(__name__)
 
@@ -158,7 +159,8 @@ class RolloutsAhead:
         prompts = [row["prompt"] for row in flight.rows]
         is_chat = is_conversational({"prompt": prompts[0]})
         completions = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
-        inputs = with_answers(flight.rows, flight.prompts, answers.ids, trainer.eos_token_ids)
+        ended = [ids[-1] in trainer.eos_token_ids for ids in answers.ids]
+        inputs = with_answers(flight.rows, flight.prompts, ended)
         given = given_to_rewards(inputs, prompts, completions, answers.ids)
         state = copy.copy(trainer.state)  # it goes on while they run: they see the step of the weights
         state.global_step = flight.version * self._optimizer_steps
@@ -323,7 +325,8 @@ class _Server:
         if flight.answers.done():
             return
         _, ids, *said = self._generate(flight, lambda _, **__: self.output.pop(flight.number).result())
-        flight.answers.set_result(Answers(ids, sampled(ids, *said)[1] if ids else torch.empty(0)))
+        logprobs = [torch.tensor(row) for row in sampled_logprobs(ids, *said)] if ids else []
+        flight.answers.set_result(Answers(ids, pad_sequence(logprobs, batch_first=True) if ids else torch.empty(0)))
 
     def close(self) -> None:
         pass  # a request that is under way ends with the program, or by itself
@@ -332,12 +335,10 @@ class _Server:
         vllm = self.trainer.vllm_generation
         asked = {"prompts": flight.prompts, "images": None, "num_generations": self.trainer.num_generations}
         with ExitStack() as stack:
-            # These are no answers yet, or those of another rollout than the one that is recorded
-            stack.enter_context(temporarily(self.trainer._actor_critic, sampler_recorder=None))
             if self.trainer.accelerator.is_main_process:
                 generate = partial(answer, vllm.vllm_client.generate)
                 stack.enter_context(temporarily(vllm, vllm_client=SimpleNamespace(generate=generate)))
-            return vllm.generate(**asked)
+            return type(vllm).generate(vllm, **asked)  # these are no answers yet, so they are not checked
 
 
 # ---- What cannot be ----

@@ -363,6 +363,31 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         False, "Go on from a checkpoint though the settings of the run that wrote it differ."
     )
 
+    # Agents
+    max_tool_calling_iterations: int | None = setting(
+        None,
+        "Turns of tool calls in an episode, of `tools` or an environment; None for no limit but "
+        "`max_completion_length`, which counts what tools say, too.",
+        range=">= 1",
+    )
+    tool_timeout: float | None = setting(
+        60.0,
+        "Seconds that a call of a tool, or an environment's `reset` or `get_reward`, may take; None for no limit. A "
+        "call that takes longer fails: the model is told so.",
+        range="> 0",
+    )
+    gae_level: Literal["token", "turn"] = setting(
+        "token",
+        "What one action is, in advantages and in the ratio of the policy's loss: a token, or a whole turn, with one "
+        "advantage for its tokens and the sum of their log-probs. `gamma` and `lam` are by token, or by turn.",
+    )
+    bootstrap_truncated: bool = setting(
+        False,
+        "Whether an episode that was cut off, by length or by `max_tool_calling_iterations`, is worth what the critic "
+        "expects after its last token. Otherwise nothing comes after it, and `missing_eos_penalty` and "
+        "`missing_eos_score` are the rule for it.",
+    )
+
     # Other names, of RLOO and TRL 1.12
     beta: float | None = setting(None, "Alias of `kl_coef`.")
     epsilon: float | None = setting(None, "Alias of `cliprange`.")
@@ -487,6 +512,12 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
             raise ValueError(
                 f"`use_ref_model=False` drops the reference, but `kl_coef={self.kl_coef}`, `sync_ref_model="
                 f"{self.sync_ref_model}` need one: set `kl_coef=0` and `sync_ref_model=False`."
+            )
+        rules = ("missing_eos_score", "missing_eos_penalty")
+        if self.bootstrap_truncated and any(getattr(self, rule) is not None for rule in rules):
+            raise ValueError(
+                "`bootstrap_truncated=True` values what would come after a cut, and `missing_eos_score` and "
+                "`missing_eos_penalty` replace that by a rule: set one of them."
             )
         self._check_ahead()
 

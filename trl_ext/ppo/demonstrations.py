@@ -28,7 +28,7 @@ def mean_demonstration_score(trainer: Any) -> float:
         inputs = [{**row, "prompt_ids": ids, "finished": True} for row, ids in zip(inputs, prompt_ids, strict=True)]
         chat = is_conversational(inputs[0])
         completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
-        rewards = trainer._local(trainer._calculate_rewards(inputs, prompts, completions, completion_ids))
+        rewards = trainer._local(trainer._scored(inputs, prompts, completions, completion_ids))
         scores = sequence_scores(
             rewards, trainer.reward_weights, torch.ones(len(rewards), dtype=torch.bool).to(rewards.device)
         )

@@ -18,7 +18,16 @@ from .rewards import AdapterReward
 from .vllm import check_server
 
 
-def migrate(model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator):
+def migrate(
+    model,
+    reward_funcs,
+    reward_processing_classes,
+    args,
+    processing_class,
+    reward_model,
+    data_collator,
+    may_own_reward=False,
+):
     """Accept what a call written for TRL 1.12's PPOTrainer passes."""
     if data_collator is not None and not isinstance(data_collator, DataCollatorWithPadding):
         raise ValueError(
@@ -45,13 +54,15 @@ def migrate(model, reward_funcs, reward_processing_classes, args, processing_cla
         )
     if reward_funcs is None:
         reward_funcs = reward_model if reward_model is not None else getattr(args, "reward_model_path", None)
-    if reward_funcs is None or reward_funcs == []:
+    if may_own_reward and reward_funcs is None:  # TRL says so if no environment has one
+        reward_funcs = []
+    if reward_funcs is None or (reward_funcs == [] and not may_own_reward):
         raise ValueError("`reward_funcs` is required: a reward model (path or object), a function, or a list of them.")
     reward_funcs = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
 
     classes = reward_processing_classes
     classes = list(classes) if isinstance(classes, (list, tuple)) else [classes] * len(reward_funcs)
-    if len(classes) == len(reward_funcs):  # else RLOO says what is wrong
+    if len(classes) == len(reward_funcs):  # else GRPO says what is wrong
         for i, reward in enumerate(reward_funcs):
             if isinstance(reward, nn.Module) and not hasattr(reward, "config"):
                 raise TypeError(
@@ -75,8 +86,8 @@ _GIVEN = {  # to every reward function, beside the dataset's columns
 }
 
 
-def check_arguments(reward: Any, columns: list[str], name: str) -> None:
-    """Refuse a reward function that could not be called with the columns of a dataset."""
+def check_arguments(reward: Any, columns: list[str], name: str, adds_columns: bool = False) -> None:
+    """Refuse a reward function that could not be called with the columns of a dataset, and those that are added."""
     try:
         arguments = None if isinstance(reward, (str, nn.Module)) else inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a function in C
@@ -92,7 +103,8 @@ def check_arguments(reward: Any, columns: list[str], name: str) -> None:
         )
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [a.name for a in arguments.values() if a.kind in by_name and a.default is inspect.Parameter.empty]
-    if missing := [argument for argument in needed if argument not in {*_GIVEN, *columns}]:
+    missing = [argument for argument in needed if argument not in {*_GIVEN, *columns}]
+    if missing and not adds_columns:
         raise ValueError(
             f"Reward function '{get_callable_name(reward)}' needs {', '.join(missing)}, but the {name} dataset has "
             f"the columns {', '.join(columns)}: rename or add one, or give the argument a default."
@@ -100,7 +112,16 @@ def check_arguments(reward: Any, columns: list[str], name: str) -> None:
 
 
 def check_inputs(
-    model, args, train_dataset, eval_dataset, processing_class, value_model, ref_model, reward_funcs
+    model,
+    args,
+    train_dataset,
+    eval_dataset,
+    processing_class,
+    value_model,
+    ref_model,
+    reward_funcs,
+    has_environments=False,
+    adds_columns=False,
 ) -> None:
     """Refuse, before anything is loaded, what could only fail later."""
     if not isinstance(args, PPOConfig):
@@ -133,7 +154,7 @@ def check_inputs(
         raise ValueError("`model` was built in memory, so its tokenizer is not known: pass `processing_class`.")
     if isinstance(processing_class, ProcessorMixin):
         raise ValueError("Vision-language models are not supported: pass a tokenizer as `processing_class`.")
-    if train_dataset is None:
+    if train_dataset is None and not has_environments:  # else TRL says when there must be one
         raise ValueError("`train_dataset` is required.")
     named_datasets = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
     for name, dataset in [("train", train_dataset), *named_datasets.items()]:
@@ -146,7 +167,7 @@ def check_inputs(
             )
         if len(dataset) == 0:
             raise ValueError(f"The {name} dataset is empty.")
-        if not {"prompt", "input_ids"} & set(dataset.column_names):
+        if not has_environments and not {"prompt", "input_ids"} & set(dataset.column_names):
             raise ValueError(
                 f"The {name} dataset needs a column `prompt` (text or messages) or `input_ids` (tokens); it has "
                 f"{dataset.column_names}."
@@ -162,7 +183,7 @@ def check_inputs(
         if {"image", "images"} & set(dataset.column_names):
             raise ValueError(f"The {name} dataset has images; vision-language models are not supported.")
         for reward in reward_funcs:
-            check_arguments(reward, dataset.column_names, name)
+            check_arguments(reward, dataset.column_names + ["environments"] * has_environments, name, adds_columns)
     if eval_dataset is not None:
         check_evaluation_batch(args)
     if isinstance(eval_dataset, dict) and args.metric_for_best_model == "eval_objective/scores":
@@ -170,6 +191,8 @@ def check_inputs(
             "`metric_for_best_model='eval_objective/scores'` is not logged with several eval datasets: choose one of "
             f"{[f'eval_{name}_objective/scores' for name in eval_dataset]}."
         )
+    if train_dataset is None:
+        return
     needed = args.generation_batch_size // args.num_generations
     if len(train_dataset) < needed:
         raise ValueError(
@@ -187,16 +210,6 @@ def check_inputs(
             f"`reward_normalization={args.reward_normalization!r}` reads the column {column!r}; the train dataset has "
             f"{train_dataset.column_names}."
         )
-
-
-def check_absent(**given: Any) -> None:
-    """Refuse what TRL's GRPOTrainer takes and PPO does not yet."""
-    for name, value in given.items():
-        if value:
-            raise ValueError(
-                f"`{name}` is not supported by `PPOTrainer` yet, whose answers are one turn of its own sampler: use "
-                "TRL's `GRPOTrainer` with it, where our callbacks and rewards work, too."
-            )
 
 
 def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:

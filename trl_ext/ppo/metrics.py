@@ -17,13 +17,17 @@ from ..functional import (
     explained_variance,
     kl_estimate,
     standard_deviation,
+    turn_numbers,
+    turn_starts,
     variance,
 )
 from .accumulator import Accumulator
 from .rollout import Rollout
 
-# RLOO logs these of its own baseline and sequence-level KL; here they would be wrong or say the same twice.
-RLOO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
+# GRPO logs these of its own baseline; here they would be wrong or say the same twice.
+GRPO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
+
+_LAST_TURN = 4  # of those whose explained variance is reported one by one; it stands for all later ones, too
 
 _ADDED = "rollout_metrics: "  # before the names of a subclass, which may be ours
 
@@ -101,6 +105,11 @@ class PPOMetrics:
         assert rollout.values is not None
         self.train.add("_residuals", returns - rollout.values, rollout.mask)
         self.train.add("_returns", returns, rollout.mask)
+        if rollout.tool_mask is not None:
+            turns = turn_numbers(rollout.mask).clamp(max=_LAST_TURN - 1)
+            for turn in range(_LAST_TURN):
+                self.train.add(f"_residuals {turn}", returns - rollout.values, rollout.mask * (turns == turn))
+                self.train.add(f"_returns {turn}", returns, rollout.mask * (turns == turn))
         if rollout.sampler_logprobs is not None:
             difference = (rollout.sampler_logprobs - rollout.logprobs).abs()
             for percent, number in self._percentiles(difference, rollout.mask).items():
@@ -132,6 +141,13 @@ class PPOMetrics:
         stats.add(f"{prefix}objective/num_unscored", self._total(~rollout.valid & rows))
         stats.add(f"{prefix}completions/length", rollout.lengths, rows)
         stats.add(f"{prefix}completions/terminated_length", rollout.lengths, rows & rollout.ended)
+        if rollout.tool_mask is not None:
+            turns = turn_starts(rollout.drawn).sum(1).float()
+            stats.add(f"{prefix}turns/mean", turns, rows)
+            told = (rollout.completion_mask - rollout.drawn).sum(1).float()
+            stats.add(f"{prefix}completions/tool_length", told, rows)
+        for name, played in rollout.environments.items():
+            stats.add(f"{prefix}environment/{name}/return", rollout.scores, valid & played)
         stats.add(f"{prefix}completions/clipped_ratio", (~rollout.ended).float(), rows)
         for name, rewards in zip(self.reward_names, rollout.rewards_per_func.unbind(1), strict=True):
             stats.add(f"{prefix}rewards/{name}", rewards, ~rewards.isnan() & rows)
@@ -239,6 +255,11 @@ class PPOMetrics:
         residuals, returns = moments.pop("_residuals", None), moments.pop("_returns", None)
         if residuals is not None and returns is not None and variance(returns) > 0:
             report["val/explained_variance"] = explained_variance(residuals, returns).item()
+        for turn in range(_LAST_TURN):
+            residuals, returns = moments.pop(f"_residuals {turn}", None), moments.pop(f"_returns {turn}", None)
+            if residuals is not None and returns is not None and variance(returns) > 0:
+                name = f"val/explained_variance/turn_{turn + 1}"
+                report[name] = explained_variance(residuals, returns).item()
         for name, value in moments.items():
             count, mean, _, minimum, maximum = value.tolist()
             *prefix, topic = name.rsplit("completions/", 1)

@@ -60,7 +60,7 @@ def check_roles(
     Refuse adapters that cannot be right.
 
     Returns:
-        The reward functions. Those that were saved as adapters are kept back from RLOO, which would load a base each.
+        The reward functions. Those that were saved as adapters are kept back from GRPO, which would load a base each.
     """
     is_peft = peft_config is not None or isinstance(model, PeftModel)
     shares_base = value_model is None or is_adapter(value_model)
@@ -93,7 +93,7 @@ def check_roles(
 
 
 def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
-    """Put the reward models that are paths, and their tokenizers, into the lists, as RLOO would, but no new head."""
+    """Put the reward models that are paths, and their tokenizers, into the lists, as GRPO would, but no new head."""
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if args.world_size > 1 or args.deepspeed_plugin is not None:
         kwargs["device_map"] = None
@@ -128,7 +128,7 @@ def prepare_base(policy: Any, use_vllm: bool) -> None:
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
-        # With a quantised base RLOO rounds what it trains to bfloat16, but not the reference that it has copied
+        # With a quantised base GRPO rounds what it trains to bfloat16, but not the reference that it has copied
         if f".{REFERENCE}." in name:
             parameter.data = policy.get_parameter(name.replace(f".{REFERENCE}.", f".{POLICY}.")).data.clone()
 
@@ -178,7 +178,7 @@ class Rewards:
     The reward functions of a trainer, in its order, with the tokenizers of those that are models.
 
     Args:
-        functions: as RLOO has them: functions, models, and [`AdapterReward`] for adapters.
+        functions: as GRPO has them: functions, models, and [`AdapterReward`] for adapters.
         tokenizers: of the models, None for functions.
         names: of all.
         policy_tokenizer: the policy's.
@@ -206,7 +206,7 @@ class Rewards:
             if isinstance(reward, nn.Module):
                 config = unwrapped(reward).config.get_text_config()
                 if (config.pad_token_id or 0) >= config.vocab_size:
-                    config.pad_token_id = None  # RLOO has set it; a model that is saved with it cannot be loaded
+                    config.pad_token_id = None  # GRPO has set it; a model that is saved with it cannot be loaded
 
     def load_adapters(self, loader: Loader, share: Share) -> dict[int, nn.Linear]:
         """

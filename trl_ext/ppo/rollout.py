@@ -1,18 +1,17 @@
 """One rollout: what the policy answered, what that is worth, and the micro-batches that PPO makes of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor
-from trl import RLOOTrainer
 
-from ..functional import importance_weights, kl_estimate
-from ..models.sampler import SamplerRecorder
-from ..upstream.temporarily import temporarily
+from ..functional import importance_weights, kl_estimate, last_token_index, turn_sums
 from .config import PPOConfig
-from .inputs import tokenized, with_prompts
+from .environments import Calls
+from .inputs import with_prompts
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Rollout:
 
     Args:
         prompt_ids, prompt_mask: (B, P), left-padded.
-        completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS included.
+        completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS included, also those of tools.
         logprobs: (B, T), of the policy before the update; of the sampler if it is trusted.
         ref_logprobs: (B, T), of the reference; None without one.
         values: (B, T), of the critic; None in evaluation.
@@ -32,9 +31,13 @@ class Rollout:
         rewards_per_func: (B, F), NaN where a function returned None.
         scores: (B,), after the EOS rule, not normalised; NaN for rows that take no part.
         ended: (B,), whether EOS came.
-        lengths: (B,), tokens drawn, EOS included.
+        lengths: (B,), tokens that the policy drew, EOS included.
         token_scores: (B, T), the part of the scores that belongs to single tokens, or None. The hooks of
             [`PPOTrainer`] get them normalised as the scores are.
+        tool_mask: (B, T), TRL's name: 1 = drawn by the policy, 0 = what a tool or an environment said, and padding.
+            None if the policy drew all.
+        end_values: (B,), of the critic after the last token, with `bootstrap_truncated`.
+        environments: (B,) for each environment's name, whether the row was played in it.
     """
 
     prompt_ids: Tensor
@@ -50,6 +53,14 @@ class Rollout:
     ended: Tensor
     lengths: Tensor
     token_scores: Tensor | None = None
+    tool_mask: Tensor | None = None
+    end_values: Tensor | None = None
+    environments: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def drawn(self) -> Tensor:
+        """(B, T): tokens that the policy drew."""
+        return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     @property
     def valid(self) -> Tensor:
@@ -58,8 +69,8 @@ class Rollout:
 
     @property
     def mask(self) -> Tensor:
-        """(B, T): real tokens of the rows that take part."""
-        return self.completion_mask * self.valid[:, None]
+        """(B, T): tokens that the policy drew, of the rows that take part. Everything of PPO is over these alone."""
+        return self.drawn * self.valid[:, None]
 
     @cached_property
     def k1(self) -> Tensor:
@@ -82,7 +93,17 @@ class Rollout:
             return None
         assert self.sampler_logprobs is not None
         bounds = args.importance_sampling_clip_min, args.importance_sampling_clip_max
-        return importance_weights(self.logprobs, self.sampler_logprobs, self.completion_mask, mode, *bounds)
+        ours, drawn = self.logprobs, self.sampler_logprobs
+        if args.gae_level == "turn" and mode.startswith("token"):  # a turn is one action
+            ours, drawn = turn_sums(ours, self.drawn), turn_sums(drawn, self.drawn)
+        return importance_weights(ours, drawn, self.drawn, mode, *bounds)
+
+    def bootstrapped(self, rewards: Tensor, gamma: float) -> Tensor:
+        """Return (B, T) rewards with γ · `end_values` at the last token of rows that were cut off, not ended."""
+        if self.end_values is None:
+            return rewards
+        is_last = torch.arange(rewards.size(1), device=rewards.device) == last_token_index(self.mask)[:, None]
+        return rewards + torch.where(is_last & ~self.ended[:, None], gamma * self.end_values[:, None], 0.0)
 
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
@@ -180,122 +201,162 @@ def summed_token_scores(
     return total.to(ended.device, torch.float32)
 
 
-class RolloutRecorder:
+class Collection:
     """
-    Stand in for the trainer while TRL's own rollout runs, and note what its steps return.
+    Collect one rollout while TRL runs it.
 
-    TRL keeps neither the reference's log-probs nor the values, and sums the policy's over each response. Whatever is
-    not noted here is the trainer's.
+    TRL's `_generate_and_score_completions` sets up environments and generates; then, from the trainer's
+    `_calculate_rewards`, come our passes and the scores. TRL keeps neither the reference's log-probs nor the values.
+
+    Args:
+        trainer: that collects.
+        inputs: rows of the dataset, one for each response.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: Any, inputs: list[dict[str, Any]]):
         self.trainer = trainer
-        self.passes: list[Tensor] = []  # (B, T) log-probs: the policy's, then the reference's
-        self.values: Tensor | None = None  # (B, T)
-        self.given_ids: list[list[int]] | None = None  # prompt tokens of rows with `input_ids`
-        self.inputs: list[dict[str, Any]] = []  # each row's columns, and what reward functions are given beside them
+        self.rows, self.given_ids = with_prompts(inputs, trainer._tokenizer)
         self.prompt_ids: list[list[int]] = []
         self.completion_ids: list[list[int]] = []
-        self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
-        self.lengths: list[tuple[int, int]] = []  # real tokens of each row's prompt and response
+        self.tool_mask: list[list[int]] | None = None  # 1 = drawn by the policy; None if all tokens are
+        self.drawn_first: list[list[int]] | None = None  # what the sampler answered to the prompts
+        self.drawn_logprobs: list[list[float]] | None = None  # of each token, under which it was drawn; 0 for a tool's
+        self.ended: list[bool] = []
         self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
-        self.sampler: SamplerRecorder | None = None
-        self.sampler_logprobs: Tensor | None = None  # (B, T)
+        self.tensors: dict[str, Tensor] = {}
+        self.passes: dict[str, Any] = {}  # (B, T) each, or None
+        self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
+        self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.trainer, name)
+    def generated(self, output: tuple) -> tuple:
+        """Note what TRL's `_generate` returns."""
+        self.prompt_ids, self.completion_ids, self.tool_mask, completions, self.drawn_logprobs, *_ = output
+        ends = self.trainer.eos_token_ids
+        has_tools = bool(self.trainer.tools)
+        self.ended = [
+            ids[-1] in ends and not (has_tools and waits_for_tools(completion))
+            for ids, completion in zip(self.completion_ids, completions, strict=True)
+        ]
+        self.started = self.trainer._started_ahead()
+        return output
 
-    def run(self, inputs: list[dict[str, Any]]) -> Rollout:
-        """Run TRL's rollout; raise if it did not take the steps that we know."""
+    def rows_with_answers(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the rows as reward functions are given them."""
+        rows = with_answers(inputs, self.prompt_ids, self.ended)
+        is_greedy = self.trainer._evaluation is not None and self.trainer._evaluation.is_greedy
+        return [{**row, "is_greedy": True} for row in rows] if is_greedy else rows
+
+    def start_scoring(self, rows: list[dict[str, Any]], prompts: list, completions: list) -> None:
+        """Start the reward functions that score in the background, with what TRL will call them with."""
+        trainer = self.trainer
+        given = given_to_rewards(rows, prompts, completions, self.completion_ids, trainer.environments)
+        for place, function in enumerate(trainer.reward_funcs):
+            waiting, started = trainer.metrics.timed("score_wait"), self.started.get(place)
+            function.start(waiting, started, **given, trainer_state=trainer.state)
+
+    def make_passes(self) -> None:
+        """Run policy, critic and reference over the prompts and responses."""
         trainer, args = self.trainer, self.trainer.args
-        inputs, self.given_ids = with_prompts(inputs, trainer._tokenizer)
-        self.inputs = inputs
-        if trainer._trusts_sampler or args.another_samples or args.importance_correction != "none":
-            self.sampler = SamplerRecorder()
-        try:
-            with temporarily(trainer._actor_critic, sampler_recorder=self.sampler):
-                output = RLOOTrainer._generate_and_score_completions(self, inputs)
-        finally:
-            for function in trainer.reward_funcs:
-                function.forget()
-        expected = 1 + (trainer.beta != 0)
-        if len(self.passes) != expected:
-            raise RuntimeError(
-                f"TRL made {len(self.passes)} log-prob passes in a rollout, {expected} were expected: this version of "
-                "TRL is not supported."
-            )
-        logprobs, *reference = self.passes
-        mask, device = output["completion_mask"], logprobs.device
-        ended = torch.tensor([ids[-1] in trainer.eos_token_ids for ids in self.completion_ids], device=device)
+        self.tensors = tensors = self._padded()
+        ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
+        lengths = lengths_of(tensors["prompt_mask"], tensors["completion_mask"])
+        width, size = tensors["completion_ids"].size(1), args.local_rollout_forward_batch_size
+        drawn = self._drawn_logprobs(tensors)
+        trusted = drawn if trainer._trusts_sampler else None
+        said: dict[str, Any] = {"logprobs": trusted}
+        goes_on = args.bootstrap_truncated and trainer.model.training
+        if goes_on:  # a token behind each answer, for the value after its last one
+            ids, lengths = torch.cat([ids, ids[:, -1:]], dim=1), [(asked, drawn + 1) for asked, drawn in lengths]
+        asked = {"with_logprobs": trusted is None, "with_values": trainer.model.training}
+        with torch.no_grad(), trainer._no_checkpointing(), trainer.metrics.timed("logprobs"):
+            if any(asked.values()):
+                said |= trainer._passes(trainer.model, ids, lengths, width + goes_on, size, **asked)
+            if args.use_ref_model:
+                said["ref_logprobs"] = trainer._reference_logprobs(ids, lengths, width + goes_on, size)
+        self.passes = {
+            "sampler_logprobs": drawn if trusted is None else None,
+            "end_values": None,
+            **{name: said.get(name) for name in ("logprobs", "ref_logprobs", "values")},
+        }
+        if goes_on:
+            is_behind = torch.arange(width + 1, device=ids.device) == tensors["completion_mask"].sum(1)[:, None]
+            self.passes["end_values"] = torch.where(is_behind, said["values"], 0.0).sum(1)
+            for name in ("ref_logprobs", "values", *(["logprobs"] if trusted is None else [])):
+                if said.get(name) is not None:
+                    self.passes[name] = torch.where(is_behind, 0.0, said[name])[:, :width].contiguous()
+
+    def rollout(self) -> Rollout:
+        """Return what was collected."""
+        trainer, args = self.trainer, self.trainer.args
+        mask = self.tensors["completion_mask"]
+        device = mask.device
+        ended = torch.tensor(self.ended, device=device)
         # TRL takes a row that is cut off at a PAD for finished; the policy drew that as it draws any other token
         takes_part = mask.any(1) & (ended | (not args.mask_truncated_completions))
         rewards = trainer._local(self.rewards_per_func)
         scores = sequence_scores(
             rewards, trainer.reward_weights, ended, args.missing_eos_score, args.missing_eos_penalty
         )
+        token_scores = summed_token_scores(
+            [function.token_scores for function in trainer.reward_funcs],
+            trainer.reward_weights,
+            ended,
+            mask.size(1),
+            args.missing_eos_score,
+        )
+        tool_mask = self.tensors.get("tool_mask")
+        if token_scores is not None and tool_mask is not None:
+            token_scores = onto_policy_tokens(token_scores, tool_mask)
+        drawn = self.tool_mask or [[1] * len(ids) for ids in self.completion_ids]
         return Rollout(
-            prompt_ids=output["prompt_ids"],
-            prompt_mask=output["prompt_mask"],
-            completion_ids=output["completion_ids"],
-            completion_mask=mask,
-            logprobs=logprobs,
-            ref_logprobs=reference[0] if reference else None,
-            values=self.values,
-            sampler_logprobs=None if logprobs is self.sampler_logprobs else self.sampler_logprobs,
+            **self.tensors,
+            **self.passes,
             rewards_per_func=rewards,
             scores=scores.masked_fill(~takes_part, torch.nan),
-            token_scores=summed_token_scores(
-                [function.token_scores for function in trainer.reward_funcs],
-                trainer.reward_weights,
-                ended,
-                mask.size(1),
-                args.missing_eos_score,
-            ),
+            token_scores=token_scores,
             ended=ended,
-            lengths=torch.tensor([len(ids) for ids in self.completion_ids], device=device, dtype=torch.float32),
+            environments={name: torch.tensor(rows, device=device) for name, rows in self._environments().items()},
+            lengths=torch.tensor([sum(row) for row in drawn], device=device, dtype=torch.float32),
         )
 
-    def _generate(self, prompts: list) -> tuple[list, list, list]:
+    def _environments(self) -> dict[str, list[bool]]:
+        """Return for each environment's name which rows were played in it; all processes have the same names."""
         trainer = self.trainer
-        self.prompt_ids, self.completion_ids, completions = trainer._generate(tokenized(prompts, self.given_ids))
-        self.started = trainer._started_ahead()
-        self.inputs = with_answers(self.inputs, self.prompt_ids, self.completion_ids, trainer.eos_token_ids)
-        if trainer._evaluation is not None and trainer._evaluation.is_greedy:
-            self.inputs = [{**row, "is_greedy": True} for row in self.inputs]
-        self._start_scoring(prompts, completions)
-        return self.prompt_ids, self.completion_ids, completions
+        if trainer.environments is None:
+            return {}
+        if trainer._multi_environment:
+            played = [row["environment"] for row in self.rows]
+            return {name: [name == each for each in played] for name in trainer.environment_factories}
+        return {type(trainer.environments[0]).__name__: [True] * len(self.rows)}
 
-    def _start_scoring(self, prompts: list, completions: list) -> None:
-        """Start the reward functions whose time goes by elsewhere, with what TRL will call them with."""
-        given = given_to_rewards(self.inputs, prompts, completions, self.completion_ids)
-        for place, function in enumerate(self.trainer.reward_funcs):
-            waiting, started = self.trainer.metrics.timed("score_wait"), self.started.get(place)
-            function.start(waiting, started, **given, trainer_state=self.trainer.state)
+    def _padded(self) -> dict[str, Tensor]:
+        """Return (B, P) and (B, T) ids and masks, as TRL pads them."""
+        trainer = self.trainer
+        pad, multiple = trainer._tokenizer.pad_token_id, trainer.args.pad_to_multiple_of
+        prompts, completions = self.prompt_ids, self.completion_ids
+        ones = [[1] * len(ids) for ids in completions]
+        if trainer.args.mask_truncated_completions:
+            finished = [*trainer.eos_token_ids, pad]
+            ones = [row if ids[-1] in finished else [0] * len(row) for row, ids in zip(ones, completions, strict=True)]
+        rows = {
+            "prompt_ids": (prompts, pad, "left"),
+            "prompt_mask": ([[1] * len(ids) for ids in prompts], 0, "left"),
+            "completion_ids": (completions, pad, "right"),
+            "completion_mask": (ones, 0, "right"),
+        }
+        if self.tool_mask is not None:
+            rows["tool_mask"] = (self.tool_mask, 0, "right")
+        device = trainer.accelerator.device
+        return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size=None, **kwargs
-    ) -> tuple[Tensor, None, None]:
-        trainer, width = self.trainer, logits_to_keep
-        asked: dict[str, bool] = {}
-        said: dict[str, Any] = {}
-        if not self.passes:  # the policy's comes first
-            mask = attention_mask[:, -width:]
-            self.lengths = lengths_of(attention_mask[:, :-width], mask)
-            self.sampler_logprobs = self._take_sampler_logprobs(input_ids[:, -width:], mask)
-            said["logprobs"] = self.sampler_logprobs if trainer._trusts_sampler else None
-            asked = {"with_logprobs": said["logprobs"] is None, "with_values": trainer.model.training}
-        if self.passes or any(asked.values()):
-            with trainer.metrics.timed("logprobs"):
-                size = trainer.args.local_rollout_forward_batch_size
-                said |= trainer._passes(model, input_ids, self.lengths, width, size, **asked)
-        self.values = said.get("values", self.values)
-        self.passes.append(said["logprobs"])
-        return said["logprobs"], None, None
-
-    def _take_sampler_logprobs(self, ids: Tensor, mask: Tensor) -> Tensor | None:
+    def _drawn_logprobs(self, tensors: dict[str, Tensor]) -> Tensor | None:
         """Return the (B, T) log-probs under which the answers were drawn, if every process has all of its own."""
-        trainer = self.trainer
-        logprobs = None if self.sampler is None else self.sampler.take(ids, mask)
+        trainer, mask = self.trainer, tensors["completion_mask"]
+        logprobs = None
+        if trainer._keeps_logprobs and self.drawn_logprobs is not None and self._is_as_drawn():
+            rows = [[nan if x is None else x for x in row] for row in self.drawn_logprobs]
+            logprobs = padded(rows, 0.0, "right", width=mask.size(1), dtype=torch.float32).to(mask.device)
+            logprobs = logprobs.masked_fill(mask == 0, 0.0)
         is_known = logprobs is not None and logprobs.isfinite().all().item()
         who_knows = trainer.accelerator.gather(mask.new_tensor([is_known]))
         if who_knows.all():
@@ -310,26 +371,73 @@ class RolloutRecorder:
             )
         return None
 
-    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        self.rewards_per_func = self.trainer._calculate_rewards(self.inputs, prompts, completions, completion_ids_list)
-        return self.rewards_per_func
+    def _is_as_drawn(self) -> bool:
+        """Whether nobody has changed the answers since they were drawn."""
+        assert self.drawn_logprobs is not None
+        is_of_all = [len(row) for row in self.drawn_logprobs] == [len(ids) for ids in self.completion_ids]
+        first = self.drawn_first  # None of a `rollout_func`, which draws by itself
+        return is_of_all and (
+            first is None
+            or all(ids[: len(drawn)] == drawn for ids, drawn in zip(self.completion_ids, first, strict=True))
+        )
 
 
-def with_answers(
-    rows: list[dict[str, Any]], prompt_ids: list[list[int]], completion_ids: list[list[int]], eos_token_ids: list[int]
-) -> list[dict[str, Any]]:
+def waits_for_tools(completion: Any) -> bool:
+    """Whether a response ends by calls of tools that nobody has answered: the episode was cut off there."""
+    return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))
+
+
+def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:
+    """
+    Move what belongs to tokens of a tool onto the policy's last token before them, so that each row keeps its sum.
+
+    Args:
+        values: (B, T), any unit.
+        tool_mask: (B, T), 1 = drawn by the policy; padding is 0. The first token of a row is the policy's.
+
+    Returns:
+        (B, T), 0 where `tool_mask` is 0.
+    """
+    places = torch.arange(values.size(1), device=values.device).expand_as(values)
+    owners = torch.where(tool_mask.bool(), places, 0).cummax(dim=1).values
+    return torch.zeros_like(values).scatter_add(1, owners, values)
+
+
+def padded(
+    rows: list[list],
+    value: float,
+    side: str,
+    multiple: int | None = None,
+    width: int = 0,
+    dtype: torch.dtype = torch.long,
+) -> Tensor:
+    """Return (B, L) numbers, padded to the longest row, to `width`, and to a multiple."""
+    width = max(width, max((len(row) for row in rows), default=0))
+    width += -width % (multiple or 1)
+    missing = [[value] * (width - len(row)) for row in rows]
+    filled = [m + row if side == "left" else row + m for row, m in zip(rows, missing, strict=True)]
+    return torch.tensor(filled, dtype=dtype)
+
+
+def with_answers(rows: list[dict[str, Any]], prompt_ids: list[list[int]], ended: list[bool]) -> list[dict[str, Any]]:
     """Return the rows with what reward functions are given beside the dataset's columns."""
     return [
-        {**row, "prompt_ids": asked, "finished": answer[-1] in eos_token_ids}
-        for row, asked, answer in zip(rows, prompt_ids, completion_ids, strict=True)
+        {**row, "prompt_ids": asked, "finished": finished}
+        for row, asked, finished in zip(rows, prompt_ids, ended, strict=True)
     ]
 
 
 def given_to_rewards(
-    rows: list[dict[str, Any]], prompts: list, completions: list, completion_ids: list[list[int]]
+    rows: list[dict[str, Any]],
+    prompts: list,
+    completions: list,
+    completion_ids: list[list[int]],
+    environments: list | None = None,
 ) -> dict[str, Any]:
     """Return what TRL calls a reward function with, but for its loggers and the state."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
+    if environments is not None:
+        columns["environments"] = environments
     for name in ("prompt", "completion", "completion_ids"):  # TRL passes on no columns of these names
         columns.pop(name, None)
     return {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
@@ -342,7 +450,7 @@ def lengths_of(prompt_mask: Tensor, completion_mask: Tensor) -> list[tuple[int, 
 
 def joined(micro_batches: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return the rows of a rollout's micro-batches in the order of generation."""
-    columns = [name for name in micro_batches[0] if name not in ("step_tokens", "lengths")]
+    columns = [name for name in micro_batches[0] if name not in ("step_tokens", "step_turns", "lengths")]
     rollout = {name: torch.cat([batch[name] for batch in micro_batches]) for name in columns}
     order = rollout["row"].argsort()
     return {name: values[order] for name, values in rollout.items()}

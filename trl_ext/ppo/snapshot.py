@@ -1,7 +1,8 @@
 """What an exact resume of PPO needs beside what the Trainer saves."""
 
 import os
-from dataclasses import asdict, dataclass, field
+import pickle
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class Snapshot:
     total_loss: float
     last_logged: int
     ahead: list[dict[str, Any]] = field(default_factory=list)  # rollouts that have been drawn, not yet trained on
+    environments: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # states, by pool and name
 
     @classmethod
     def take(cls, trainer: Any, rollout: dict[str, Tensor] | None) -> "Snapshot":
@@ -40,6 +42,7 @@ class Snapshot:
             total_loss=trainer._total_loss_scalar,
             last_logged=trainer._globalstep_last_logged,
             ahead=trainer._ahead.state_dict() if trainer._ahead is not None else [],
+            environments=trainer._environment_states(),
         )
 
     def restore(self, trainer: Any) -> dict[str, Tensor] | None:
@@ -54,10 +57,21 @@ class Snapshot:
         trainer._total_loss_scalar, trainer._globalstep_last_logged = self.total_loss, self.last_logged
         if trainer._ahead is not None:
             trainer._ahead.load_state_dict(self.ahead)
+        trainer._load_environments(self.environments)
         return self.rollout and {name: values.to(device) for name, values in self.rollout.items()}
 
     def save(self, checkpoint: str, process: int) -> None:
-        torch.save(asdict(self), snapshot_file(checkpoint, process))
+        path = snapshot_file(checkpoint, process)
+        torch.save(vars(self), path)
+        if self.environments:  # what users' classes return
+            try:
+                torch.load(path, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"`_state_dict` of an environment must return plain values or tensors ({reason}): "
+                    "turn other objects into lists, dicts, numbers or text."
+                ) from error
 
     @classmethod
     def load(cls, checkpoint: str, process: int) -> "Snapshot":

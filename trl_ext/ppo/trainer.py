@@ -1,4 +1,4 @@
-"""PPO on TRL's `RLOOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
+"""PPO on TRL's `GRPOTrainer`: prompt → rollout → scores → token rewards → advantages → loss → step → metrics."""
 
 import copy
 import functools
@@ -8,7 +8,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,10 @@ from datasets import Dataset
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
-from trl import RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import objections_to, record_run
@@ -34,6 +33,8 @@ from ..functional import (
     masked_sum,
     policy_loss,
     token_rewards,
+    turn_starts,
+    turn_sums,
     value_loss,
     whiten,
 )
@@ -45,13 +46,20 @@ from ..models.generation import check_savable
 from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
+from ..models.sampler import SamplerRecorder
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
 from ..rewards.member import Started
 from ..runs.checkpoints import CannotResume, ResumableRun
 from ..runs.control import AgreedControl, take_kl_scale
 from ..runs.output_dir import Hold
-from ..upstream.names import RepeatSampler, check_contract, get_config_model_id
+from ..upstream.names import (
+    RepeatSampler,
+    check_contract,
+    disable_gradient_checkpointing,
+    get_config_model_id,
+    use_adapter,
+)
 from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
 from . import gradients
@@ -59,19 +67,20 @@ from .accumulator import global_moments
 from .ahead import RolloutsAhead, check_ahead
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
+from .environments import check_agents, guarded, identities_of, load_states, states_of, step_rewards, what_reset_leaves
 from .evaluation import EvaluationPass, end_progress, greedy, sampling_seed, untouched_rng
 from .inputs import (
-    check_absent,
     check_evaluation_batch,
     check_inputs,
     check_prompt_lengths,
     check_templates,
     migrate,
+    tokenized,
     with_prompts,
 )
 from .kl_controller import KLController
 from .kl_stop import ApproxKLStop
-from .metrics import RLOO_ONLY_METRICS, PPOMetrics
+from .metrics import GRPO_ONLY_METRICS, PPOMetrics
 from .optimizer import check_all_optimized, set_critic_rate
 from .passes import Passes
 from .reference import SyncReference, moved_reference, save_reference
@@ -86,13 +95,13 @@ from .roles import (
     make_reference,
     prepare_base,
 )
-from .rollout import Rollout, RolloutRecorder, check_hook, joined, lengths_of, permuted
+from .rollout import Collection, Rollout, check_hook, joined, lengths_of, permuted
 from .schedule import schedule
 from .snapshot import Snapshot
-from .vllm import ServerGuard, ServerLost, check_loadable, keep_logprobs, plain_errors, save_last_step
+from .vllm import ServerGuard, ServerLost, check_loadable, check_logprobs, plain_errors, save_last_step
 
 
-class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
+class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     """
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
@@ -137,7 +146,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         reward_model, data_collator:
             TRL 1.12's names: a reward model that reads the policy's tokens; and nothing, prompts are padded here.
         tools, environment_factory, rollout_func:
-            Of `trl.GRPOTrainer`, refused until they work here.
+            As in `trl.GRPOTrainer`. An environment may have `_step_reward`, which is asked for a reward after each
+            call, beside `get_reward`, which gives one at the end.
     """
 
     # The loss is already divided by the token count of the whole optimizer step
@@ -167,13 +177,21 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     train_dataset: Any
     generation_config: Any
     num_iterations: int
+    environment_factories: dict | None
+    environments: list | None
+    tools: list
     reward_funcs: list
+    reward_weights: Tensor
     reward_processing_classes: list
     reward_func_names: list[str]
     eos_token_ids: list[int]
     processing_class: Any
     _tokenizer: Any
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
+    _collection: Collection  # while a rollout is collected
+    _environment_pool: dict
+    _multi_environment: bool
+    _standalone_tools: list
     _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 
@@ -201,15 +219,38 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         rollout_func: Any = None,
     ):
         check_contract(PPOTrainer)
-        check_absent(tools=tools, environment_factory=environment_factory, rollout_func=rollout_func)
         late_bars()
         model, reward_funcs, reward_processing_classes = migrate(
-            model, reward_funcs, reward_processing_classes, args, processing_class, reward_model, data_collator
+            model,
+            reward_funcs,
+            reward_processing_classes,
+            args,
+            processing_class,
+            reward_model,
+            data_collator,
+            may_own_reward=environment_factory is not None,
         )
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = PPOConfig(f"{name.split('/')[-1] or 'model'}-PPO")
-        check_inputs(model, args, train_dataset, eval_dataset, processing_class, value_model, ref_model, reward_funcs)
+        has_environments = environment_factory is not None
+        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+        datasets = [("train", train_dataset), *evals.items()]
+        check_agents(args, tools, environment_factory, rollout_func, datasets)
+        check_inputs(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            value_model,
+            ref_model,
+            reward_funcs,
+            has_environments,
+            adds_columns=rollout_func is not None,
+        )
+        if rollout_func is not None and not args.another_samples:
+            args.allow_off_policy_sampling = True  # who draws is not known here
         if optimizers[0] is not None and args.critic_learning_rate is not None:
             raise ValueError(
                 "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
@@ -217,10 +258,10 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             )
         reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
         reward_paths = [reward if isinstance(reward, str) else None for reward in reward_funcs]
-        if len(reward_processing_classes) == len(reward_funcs):  # else RLOO says what is wrong
+        if len(reward_processing_classes) == len(reward_funcs):  # else GRPO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        with _as_rloo_reads(args), plain_errors():
+        with _as_grpo_reads(args), plain_errors():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -233,13 +274,18 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
                 optimizers=optimizers,
                 quantization_config=quantization_config,
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=self._guarded(environment_factory),
             )
+        self._reward_steps()
+        reward_paths += [None] * (len(self.reward_funcs) - len(reward_paths))
         policy = self.model
         check_savable(policy)
         check_ahead(args, policy, self.accelerator.device)
         self._is_peft = isinstance(policy, PeftModel)
         self._given_tokenizer = self.processing_class  # what is saved
-        self._adapt_rloo(policy)
+        self._adapt_grpo(policy)
         add_dense_lm_head(base_model_of(policy), args.temperature, args.logits_budget_gb)
 
         # Models
@@ -255,8 +301,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self.reward_weights.tolist(),
         )
         self.reward_func_names, self.reward_processing_classes = rewards.names, rewards.tokenizers
-        self.beta = float(args.use_ref_model)  # RLOO: whether there is a reference pass
-        if args.use_ref_model and not (self._is_peft and ref_model is None):  # else RLOO switches the adapter off
+        if args.use_ref_model and not (self._is_peft and ref_model is None):  # else the adapter is switched off
             self._set_reference(ref_model)
         if self._is_peft:
             check_base(policy, self.accelerator, self.use_vllm)
@@ -292,19 +337,41 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
+        self._eval_pool: dict | None = None  # environments of evaluations, once there was one
+        self._has_told_of_states = True  # until a training starts
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
 
-        evals = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
-        datasets = [("train", train_dataset), *evals.items()]
         check_templates(self._tokenizer, rewards, datasets)
-        check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
+        if not has_environments:  # what `reset` says is known in the rollout only
+            check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
 
-    def _adapt_rloo(self, policy: Any) -> None:
-        """Change what RLOO's constructor has set in its own way."""
+    def _guarded(self, environment_factory: Any) -> Any:
+        """Return the factory, or dict of factories, of environments that cannot stop a run on one process alone."""
+        guard = functools.partial(
+            guarded, timeout=lambda: self.args.tool_timeout, mistakes=lambda: getattr(self, "_mistakes", None)
+        )
+        if isinstance(environment_factory, dict):
+            return {name: guard(factory) for name, factory in environment_factory.items()}
+        return environment_factory and guard(environment_factory)
+
+    def _reward_steps(self) -> None:
+        """Add a reward function for each class of environment that rewards its steps."""
+        kinds = {type(pool[0]) for pool in self._environment_pool.values()} if self.environment_factories else set()
+        for kind in sorted(kinds, key=lambda kind: kind.__name__):
+            if hasattr(kind, "_step_reward"):
+                function = step_rewards(lambda: self._collection, kind)
+                self.reward_funcs.append(function)
+                self.reward_func_names.append(function.__name__)
+                self.reward_processing_classes.append(None)
+                self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
+
+    def _adapt_grpo(self, policy: Any) -> None:
+        """Change what GRPO's constructor has set in its own way."""
         args = self.args
+        self.reward_clip_range = args.reward_clip_range
         self.epsilon_low = args.cliprange
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
@@ -318,7 +385,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             vllm = self.vllm_generation
             vllm.generation_kwargs = {**vllm.generation_kwargs, "stop_token_ids": self.eos_token_ids}
             check_loadable(vllm)
-            keep_logprobs(self)
+            check_logprobs(vllm)
             self._vllm_server = ServerGuard(self) if args.vllm_mode == "server" else None
             set_seed(sampling_seed(args, self.accelerator.process_index))  # in this process vLLM has set its own
         else:
@@ -441,7 +508,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
         schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
         lam, lam_value = choose_lam(mask, args.lam, args.lam_value, schedules)
-        advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value)
+        rewards = rollout.bootstrapped(rewards, args.gamma)
+        advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.normalize_advantages:
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
         return advantages, returns
@@ -470,7 +538,77 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self._actor_critic.train_adapters()
         if self.model.training:
             self.kl_controller.scale(take_kl_scale(self.state))
-        return RolloutRecorder(self).run(inputs)
+        self._collection = Collection(self, inputs)
+        try:
+            super()._generate_and_score_completions(self._collection.rows)
+        finally:
+            for function in self.reward_funcs:
+                function.forget()
+        if self.environments is not None and self.model.training and not self._has_told_of_states:
+            self._tell_of_states(self._collection.rows)
+            self._has_told_of_states = True
+        return self._collection.rollout()
+
+    def _generate(self, prompts: list) -> tuple:
+        collection = self._collection
+        if self.environments is not None:
+            self._mistakes.raise_everywhere(self.state.global_step)  # of `reset`
+        if self.tools:
+            for name in ("_sync_tool_dicts", "_async_tool_dicts"):
+                setattr(self, name, collection.calls.watch(getattr(self, name), self.environments))
+        return collection.generated(super()._generate(tokenized(prompts, collection.given_ids)))
+
+    def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
+        output = super()._tool_call_loop(*args, **kwargs)
+        while self._draws_together and self._who_draws(False):  # their turns are more than ours
+            self._drawn([[self._tokenizer.pad_token_id]], None, {}, 1)
+        return output
+
+    @property
+    def _draws_together(self) -> bool:
+        """Whether all processes must draw at once: the weights are sharded, or one process asks for all."""
+        is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
+        return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
+
+    def _who_draws(self, is_drawing: bool) -> int:
+        """Return how many processes have a turn to draw."""
+        return int(self.accelerator.gather(torch.tensor([is_drawing], device=self.accelerator.device)).sum())
+
+    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+        """Make our passes, then score: what scores in the background has the time of the passes."""
+        collection = self._collection
+        rows = collection.rows_with_answers(inputs)
+        collection.start_scoring(rows, prompts, completions)
+        collection.make_passes()
+        collection.rewards_per_func = self._scored(rows, prompts, completions, completion_ids_list)
+        return collection.rewards_per_func
+
+    def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
+        """Return what the reward functions give, (rows of all processes, F); those in the background come last."""
+        order = background_last(self.reward_funcs)
+        functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
+        with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
+            rewards = super()._calculate_rewards(rows, prompts, completions, completion_ids)
+        self._mistakes.raise_everywhere(self.state.global_step)
+        return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
+
+    def _reference_logprobs(self, ids: Tensor, lengths: list[tuple[int, int]], width: int, size: int) -> Tensor:
+        """Return the (B, T) log-probs of the reference: a model, or the policy with its adapter switched."""
+        if self.ref_model is not None:
+            return self._passes(self.ref_model, ids, lengths, width, size)["logprobs"]
+        with use_adapter(self._actor_critic, "ref" if "ref" in self._actor_critic.peft_config else None):
+            return self._passes(self.model, ids, lengths, width, size)["logprobs"]
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
+        return None, None, None  # GRPO asks for log-probs where it may need them; our passes have them
+
+    def _no_checkpointing(self) -> AbstractContextManager:
+        return disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+
+    @property
+    def _keeps_logprobs(self) -> bool:
+        """Whether the log-probs under which answers are drawn are wanted."""
+        return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
 
     @property
     def _trusts_sampler(self) -> bool:
@@ -514,9 +652,12 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
             return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
 
+        new, old = logprobs, inputs["old_logprobs"]
+        if args.gae_level == "turn":
+            new, old = turn_sums(new, mask), turn_sums(old, mask)
         policy = policy_loss(
-            logprobs,
-            inputs["old_logprobs"],
+            new,
+            old,
             inputs["advantages"],
             self.epsilon_low,
             self.epsilon_high,
@@ -531,7 +672,11 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
-        actor_loss = masked_sum(policy[0], mask) * scale
+        if args.gae_level == "turn":  # each turn counts once
+            turn_scale = self.accelerator.num_processes / inputs["step_turns"].clamp(min=1)
+            actor_loss = masked_sum(policy[0], turn_starts(mask)) * turn_scale
+        else:
+            actor_loss = masked_sum(policy[0], mask) * scale
         if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
@@ -641,44 +786,71 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         seed = (args.seed * 1_000_003 + number) * 1_009 + epoch
         order = permuted([sum(row) for row in lengths], args.num_mini_batches, seed)
         rollout = {name: values[order] for name, values in rollout.items()}
-        tokens = rollout["loss_mask"].sum(1).view(args.num_mini_batches, -1).sum(1)
-        tokens = self.accelerator.reduce(tokens, reduction="sum")
+        counts = {"step_tokens": rollout["loss_mask"]}
+        if args.gae_level == "turn":
+            counts["step_turns"] = turn_starts(rollout["loss_mask"])
+        counts = {name: each.sum(1).view(args.num_mini_batches, -1).sum(1) for name, each in counts.items()}
+        counts = {name: self.accelerator.reduce(each, reduction="sum") for name, each in counts.items()}
         chunks = zip(*(values.chunk(args.steps_per_generation) for values in rollout.values()), strict=True)
         size = args.per_device_train_batch_size
         return [
             {
                 **dict(zip(rollout, chunk, strict=True)),
-                "step_tokens": tokens[i // args.gradient_accumulation_steps],
+                **{name: each[i // args.gradient_accumulation_steps] for name, each in counts.items()},
                 "lengths": [lengths[row] for row in order[i * size : (i + 1) * size]],
             }
             for i, chunk in enumerate(chunks)
         ]
 
-    def _generate_single_turn(self, prompt_ids: list, images: Any, multimodal_fields: dict) -> list[list[int]]:
+    def _generate_single_turn(
+        self, prompt_ids: list, images: Any, multimodal_fields: dict, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        self._collection.calls.turn += 1
+        self._check_room(prompt_ids)
+        if self._collection.calls.turn and self._draws_together:
+            self._who_draws(True)
+        answers, logprobs = self._drawn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        if self._collection.drawn_first is None:
+            self._collection.drawn_first = list(answers)
+        return answers, logprobs
+
+    def _check_room(self, prompt_ids: list[list[int]]) -> None:
+        """Raise if a prompt leaves no room for a token, which an environment may see to."""
+        context = getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(map(len, prompt_ids))
+        if self.environments is not None and context and longest >= context:
+            message = (
+                f"the prompt of row {[len(ids) for ids in prompt_ids].index(longest)} has {longest} tokens with what "
+                f"`reset` said, and the policy's context is {context}: shorten it, or use a longer context"
+            )
+            self._mistakes.notes.append((message, ValueError(message)))
+        if self.environments is not None and not self._collection.calls.turn:
+            self._mistakes.raise_everywhere(self.state.global_step)
+
+    def _drawn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]] | None]:
+        """Return one turn of the policy, and the log-prob of each token if these are wanted."""
         generate = super()._generate_single_turn
-        if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids)):
+        if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
             return drawn
         if self._ahead is not None and self.use_vllm:
             self._ahead.settle()  # TRL may send the server new weights
         with self.metrics.timed("generate"):
             if self.use_vllm:
-                draw = functools.partial(generate, prompt_ids, images, multimodal_fields)
+                draw = functools.partial(generate, prompt_ids, *args, **kwargs)
                 return draw() if self._vllm_server is None else self._vllm_server.answered(draw)
+            recorder = SamplerRecorder() if self._keeps_logprobs else None
             size = self.args.local_rollout_forward_batch_size
-            with self._gathered_for_generation():
-                chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
-                return [ids for chunk in chunks for ids in generate(chunk, images, multimodal_fields)]
+            chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
+            with self._gathered_for_generation(), temporarily(self._actor_critic, sampler_recorder=recorder):
+                answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
+            return answers, None if recorder is None else recorder.take(answers)
 
-    def _take_up(self, prompt_ids: list) -> list[list[int]]:
-        """Return the answers that were drawn ahead to these prompts, none if a server failed; note their log-probs."""
+    def _take_up(self, prompt_ids: list) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the answers that were drawn ahead to these prompts, and their log-probs; none if a server failed."""
         assert self._ahead is not None
-        flight = self._ahead.take(prompt_ids)
-        answers, recorder = flight.answers.result(), self._actor_critic.sampler_recorder
-        if recorder is not None and answers.ids:
-            ids = [torch.tensor(row) for row in answers.ids]
-            drawn = pad_sequence(ids, batch_first=True), answers.logprobs
-            recorder.add(*(each.to(self.accelerator.device) for each in drawn))
-        return answers.ids
+        answers = self._ahead.take(prompt_ids).answers.result()
+        logprobs = [row[: len(ids)] for row, ids in zip(answers.logprobs.tolist(), answers.ids, strict=True)]
+        return answers.ids, logprobs
 
     def _started_ahead(self) -> dict[int, Started]:
         """Return the reward functions that were started when the rollout was drawn, by their place."""
@@ -692,16 +864,8 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             return gathered_by_zero3(self.model_wrapped, policy, self.args)
         return kept_by_fsdp2(policy)
 
-    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        order = background_last(self.reward_funcs)
-        functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
-        with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._mistakes.raise_everywhere(self.state.global_step)
-        return rewards[:, torch.tensor(order).argsort().to(rewards.device)]
-
     def _log_advantages(self, advantages: Tensor, mask: Tensor) -> None:
-        """Put each row's mean advantage into the completions table, in place of RLOO's."""
+        """Put each row's mean advantage into the completions table, in place of GRPO's."""
         means = self.accelerator.gather((advantages * mask).sum(1) / mask.sum(1).clamp(min=1)).tolist()
         for _ in range(min(len(means), len(self._logs["advantages"]))):
             self._logs["advantages"].pop()
@@ -799,7 +963,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         metrics = {
             name: float(np.nanmean(values))
             for name, values in logged.items()
-            if name not in (*RLOO_ONLY_METRICS, "num_tokens") and not np.isnan(values).all()
+            if name not in (*GRPO_ONLY_METRICS, "num_tokens") and not np.isnan(values).all()
         }
         metrics |= self.metrics.report_evaluation()
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
@@ -849,9 +1013,54 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
     def _evaluating(self, passing: EvaluationPass) -> Iterator[None]:
         self._evaluation = passing
         try:
-            yield
+            with self._own_environments():
+                yield
         finally:
             self._evaluation = None
+
+    # ---- Environments ----
+
+    def _own_environments(self) -> AbstractContextManager:
+        """Play evaluations in environments of their own: those of the training stay as they are."""
+        if self.environment_factories is None:
+            return nullcontext()
+        if self._eval_pool is None:
+            self._eval_pool = {name: [factory()] for name, factory in self.environment_factories.items()}
+        return temporarily(self, _environment_pool=self._eval_pool)
+
+    def _environment_states(self) -> dict[str, dict[str, list[Any]]]:
+        if self.environment_factories is None:
+            return {}
+        pools = {"train": self._environment_pool, "eval": self._eval_pool or {}}
+        return {name: states for name, pool in pools.items() if (states := states_of(pool))}
+
+    def _load_environments(self, states: dict[str, dict[str, list[Any]]]) -> None:
+        if self.environment_factories is None:
+            return
+        load_states(self._environment_pool, self.environment_factories, states.get("train", {}))
+        if states.get("eval"):
+            with self._own_environments():
+                load_states(self._environment_pool, self.environment_factories, states["eval"])
+
+    def _tell_of_states(self, rows: list[dict[str, Any]]) -> None:
+        """Say which environments keep something over episodes, so that a resumed run would not be the same."""
+        assert self.environments is not None and self.environment_factories is not None
+        told: set[type] = set()
+        for row, environment in zip(rows, self.environments, strict=True):
+            if type(environment) in told or hasattr(environment, "_state_dict"):
+                continue
+            told.add(type(environment))
+            name = row["environment"] if self._multi_environment else None
+            if self._multi_environment:
+                row = {key: value for key, value in row.items() if key != "environment"}
+            fresh = self.environment_factories[name]()
+            differs = what_reset_leaves(environment, fresh, row, lambda: untouched_rng(self.accelerator, self.args))
+            if differs:
+                self.accelerator.print(
+                    f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than "
+                    "in a new instance, so that a run that goes on from a checkpoint is not the same to the bit: have "
+                    "`reset` decide all of it, or give the class `_state_dict` and `_load_state_dict`."
+                )
 
     # ---- Logging ----
 
@@ -862,7 +1071,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
             self.model.train()
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         if self.model.training:
-            for name in RLOO_ONLY_METRICS:
+            for name in GRPO_ONLY_METRICS:
                 self._metrics["train"].pop(name, None)
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
@@ -884,6 +1093,7 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
+        self._has_told_of_states = False
         try:
             with Hold(self.args.output_dir):  # until the last step is saved, too
                 try:
@@ -902,7 +1112,13 @@ class PPOTrainer(AgreedControl, ResumableRun, RLOOTrainer):
 
     def _run_facts(self) -> dict[str, Any]:
         ends = {"eos_token_ids": self.eos_token_ids}  # a model's generation config may name more than its tokenizer
-        return {**super()._run_facts(), **ends, **self._rewards.identities(), **self._weights_at_start}
+        return {
+            **super()._run_facts(),
+            **ends,
+            **self._rewards.identities(),
+            **self._weights_at_start,
+            **identities_of(self._standalone_tools, self._environment_pool if self.environment_factories else {}),
+        }
 
     def _schedule(self) -> str:
         return schedule(self)
@@ -1019,6 +1235,14 @@ class _EpochSeeded(Sampler):
         return iter(self.sampler)
 
 
-def _as_rloo_reads(args: PPOConfig) -> AbstractContextManager:
-    """Show RLOO our settings by its names. Without `beta` it loads no reference of its own, by the policy's path."""
-    return temporarily(args, beta=0.0, sync_ref_model=False, num_iterations=args.passes, epsilon=args.cliprange)
+def _as_grpo_reads(args: PPOConfig) -> AbstractContextManager:
+    """
+    Show GRPO our settings by its names, and those of its loss, which is not ours, by their defaults.
+
+    Without `beta` it loads no reference of its own, by the policy's path.
+    """
+    its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
+    its_own["vllm_importance_sampling_correction"] = False
+    return temporarily(
+        args, **its_own, beta=0.0, sync_ref_model=False, num_iterations=args.passes, epsilon=args.cliprange
+    )

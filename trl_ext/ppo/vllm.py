@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx2
-import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..runs.marker import IncompleteCheckpoint, read_marker
@@ -27,46 +25,42 @@ class ServerLost(ConnectionError):
     """The vLLM server is gone and did not come back in time, or it refuses what it is asked."""
 
 
-def keep_logprobs(trainer: Any) -> None:
+def check_logprobs(engine: Any) -> None:
     """
-    Have vLLM say under which log-prob it sampled each token, and note that where our own sampler notes it.
+    Have each answer of vLLM checked: each token must have a log-prob of its own.
 
-    RLOO asks vLLM for none. They are of the distribution that was drawn from, after temperature and truncation
-    (`processed_logprobs`), of greedy decoding those at temperature 1.
+    They are of the distribution that was drawn from, after temperature and truncation (`processed_logprobs`), of
+    greedy decoding those at temperature 1.
     """
-    engine = trainer.vllm_generation
-    engine.logprobs = 0  # of the sampled token alone
     generate = engine.generate
 
     @functools.wraps(generate)
-    def noting(*args: Any, **kwargs: Any) -> tuple:
+    def checked(*args: Any, **kwargs: Any) -> tuple:
         said = generate(*args, **kwargs)
         _, ids, logprobs, of_tokens = said
-        recorder = trainer._actor_critic.sampler_recorder  # none where answers are drawn ahead
-        if recorder is not None and ids:
-            recorder.add(*sampled(ids, logprobs, of_tokens, trainer.accelerator.device))
+        if ids:
+            sampled_logprobs(ids, logprobs, of_tokens)
         return said
 
-    engine.generate = noting
+    engine.generate = checked
 
 
-def sampled(
+def sampled_logprobs(
     ids: list[list[int]],
     logprobs: list[list[list[float | None]]] | None,
     of_tokens: list[list[list[int]]] | None,
-    device: torch.device | str = "cpu",
-) -> tuple[Tensor, Tensor]:
+) -> list[list[float]]:
     """
-    Go from what vLLM returns to what a [`~trl_ext.models.sampler.SamplerRecorder`] keeps.
+    Return the log-prob of each token that vLLM sampled.
 
     Args:
-        ids: of each of B answers its tokens, up to T.
-        logprobs: (B, T, 1) nested, that of each sampled token, nats; None in place of NaN, as TRL returns it.
-        of_tokens: (B, T, 1) nested, the token that each log-prob is of; None if that is not said.
-        device: where the tensors go.
+        ids: the tokens of each answer.
+        logprobs: of each answer, for each token, that of the sampled one, nats; None in place of NaN, as TRL returns
+            it.
+        of_tokens: likewise the token that each log-prob is of; None if that is not said.
 
     Returns:
-        (B, T) ids and (B, T) float32 log-probs, nats, right-padded by 0.
+        One number for each token, nats.
 
     Raises:
         RuntimeError: a token has no log-prob, or one that is no number, or that of another token.
@@ -89,10 +83,7 @@ def sampled(
                     f"{'NaN' if logprob is None else logprob}: the training has diverged, or the dtype of vLLM is too "
                     "narrow for this model."
                 )
-    columns = [torch.tensor(tokens, dtype=torch.long) for tokens in ids]
-    numbers = [torch.tensor([each[0] for each in given], dtype=torch.float32) for given in logprobs]
-    padded = (pad_sequence(rows, batch_first=True).to(device) for rows in (columns, numbers))
-    return tuple(padded)  # type: ignore[return-value]
+    return [[float(each[0]) for each in given] for given in logprobs]  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -213,7 +204,7 @@ class ServerGuard:
         self._update, client.update_named_params = client.update_named_params, self._guarded_update
         self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self._guarded_reset
 
-    def answered(self, draw: Callable[[], list]) -> list:
+    def answered(self, draw: Callable[[], tuple]) -> tuple:
         """
         Return what `draw`, TRL's weight sync and generation, returns once the server has answered.
 
@@ -221,7 +212,7 @@ class ServerGuard:
             ServerLost: on all processes, with one sentence.
         """
         for _ in range(_TRIES):
-            if answers := draw():
+            if (answers := draw())[0]:
                 return answers
             self._recover()
         raise ServerLost(f"The vLLM server has failed {_TRIES} times in a row: its own output says why.")
@@ -252,7 +243,7 @@ class ServerGuard:
 
     def _guarded_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         said = self._ask(self._while_alive, *args, **kwargs)
-        return {"prompt_ids": [], "completion_ids": [], "logprobs": None} if said is None else said
+        return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if said is None else said
 
     def _while_alive(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Wait for the answers for as long as the server is there: one that hangs would never end the call."""

@@ -39,7 +39,11 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
         "prepare_fsdp": "model, accelerator",
         "unwrap_model_for_generation": "model, accelerator, gradient_checkpointing_kwargs=",
     },
-    "trl.models.utils": {"add_hooks": "model", "remove_hooks": "model"},
+    "trl.models.utils": {
+        "add_hooks": "model",
+        "disable_gradient_checkpointing": "model, gradient_checkpointing_kwargs",
+        "remove_hooks": "model",
+    },
     "trl.trainer.callbacks": {"SyncRefModelCallback": "ref_model=, accelerator="},
     "trl.trainer.utils": {
         "FusedCausalLMOutput": "log_probs=, entropy=, aux_loss=",
@@ -56,19 +60,20 @@ NAMES: dict[str, dict[str, str | None]] = {  # module -> function or class -> wh
 
 # An override of ours takes exactly these parameters, or ends in "..." and passes on what else there is
 METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `method_change`
-    "trl.RLOOTrainer": {
+    "trl.GRPOTrainer": {
         "__init__": "model=, reward_funcs=, args=, train_dataset=, eval_dataset=, processing_class=, "
-        "reward_processing_classes=, callbacks=, optimizers=, quantization_config=, peft_config=, ...",
+        "reward_processing_classes=, callbacks=, optimizers=, quantization_config=, peft_config=, tools=, "
+        "rollout_func=, environment_factory=, ...",
         "_calculate_rewards": "inputs, prompts, completions, completion_ids_list",
         "_clip_grad_norm": "model",
         "_compute_loss": "model, inputs",
         "_finalize_training": "...",
         "_generate": "prompts",
         "_generate_and_score_completions": "inputs",
-        "_generate_single_turn": "prompt_ids, images, multimodal_fields",
+        "_generate_single_turn": "prompt_ids, images, multimodal_fields, ...",
         "_get_grad_norm": "model, grad_norm=",
         "_get_output_dir": "trial=",
-        "_get_per_token_logps_and_entropies": "model, input_ids, attention_mask, logits_to_keep, batch_size, ...",
+        "_get_per_token_logps_and_entropies": "...",
         "_get_train_sampler": "dataset",
         "_load_best_model": "",
         "_load_from_checkpoint": "resume_from_checkpoint, model",
@@ -83,6 +88,7 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_save_rng_state": "output_dir",
         "_set_signature_columns_if_needed": "",
         "_tokenize_prompts": "prompts",
+        "_tool_call_loop": "...",
         "create_model_card": "...",
         "create_optimizer": "model",
         "create_scheduler": "...",
@@ -145,16 +151,19 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
 }
 
 ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that we read or set
-    "trl.RLOOTrainer": """
-        _buffered_inputs _dist _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper
+    "trl.GRPOTrainer": """
+        _async_tool_dicts _buffered_inputs _dist _environment_pool _multi_environment _standalone_tools
+        _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper
         _pending_extra_logs _pending_metrics
-        _signature_columns _step _tag_names _tokenizer _total_loss_scalar _tr_loss
-        accelerator args aux_loss_enabled beta callback_handler chat_template_kwargs control eos_token_ids epsilon_high
+        _signature_columns
+        _step _sync_tool_dicts _tag_names _tokenizer _total_loss_scalar _tr_loss
+        accelerator args aux_loss_enabled callback_handler chat_template_kwargs control
+        environment_factories environments eos_token_ids epsilon_high
         epsilon_low eval_dataset generation_config generation_kwargs is_deepspeed_enabled is_fsdp_enabled
         loss_is_scaled_for_ga
         max_completion_length model model_wrapped num_generations num_generations_eval num_iterations optimizer
-        place_model_on_device processing_class ref_model reward_clip_range reward_func_names reward_funcs
-        reward_processing_classes reward_weights router_aux_loss_coef state temperature train_dataset use_vllm
+        place_model_on_device processing_class ref_model reward_func_names reward_funcs
+        reward_processing_classes reward_weights router_aux_loss_coef state temperature tools train_dataset use_vllm
         vllm_generation""",
     "trl.DPOTrainer": """
         _is_vision_dataset _metrics _signature_columns _tag_names _tokenizer

@@ -1,0 +1,96 @@
+"""Runs of PPO on an environment, for tests in processes of their own."""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from tests.agents import Counter, byte_tokenizer, call, counts, played_by
+from tests.tiny import tiny_config, tiny_llama
+from trl_ext import PPOTrainer
+from trl_ext.runs.checkpoints import checkpoint_to_resume
+
+
+class Slippery(Counter):
+    """Adds another number now and then, by a generator that `reset` does not seed."""
+
+    def __init__(self):
+        self._random = random.Random(0)
+
+    def add(self, number: int) -> str:
+        """
+        Add a number, or 2.
+
+        Args:
+            number: what to add.
+
+        Returns:
+            The sum.
+        """
+        return super().add(2 if self._random.random() < 0.3 else number)
+
+
+class Kept(Slippery):
+    def _state_dict(self):
+        version, numbers, gauss = self._random.getstate()
+        return {"version": version, "numbers": list(numbers), "gauss": gauss}
+
+    def _load_state_dict(self, state):
+        self._random.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))
+
+
+def player(history):
+    """Add a number that is drawn at random, up to four times."""
+    if history.count("The sum is") == 4 or torch.rand(()) < 0.2:
+        return "Done.<|im_end|>"
+    return call("add", number=int(torch.randint(3, ())))
+
+
+class KillAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+TOGETHER = {"save_strategy": "no", "max_steps": 2, "shuffle_dataset": False, "num_mini_batches": 1}
+
+
+def make(folder, environment=Kept, callbacks=None, **config):
+    tokenizer = byte_tokenizer()
+    trainer = PPOTrainer(
+        model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
+        args=tiny_config(
+            folder,
+            **{"max_completion_length": 400, "max_steps": 8, "save_strategy": "steps", "save_steps": 3, **config},
+        ),
+        train_dataset=Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": "Count. "}], "target": n % 3} for n in range(16)]
+        ),
+        eval_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "Count. "}], "target": 2}] * 4),
+        processing_class=tokenizer,
+        environment_factory=environment,
+        callbacks=callbacks,
+    )
+    return played_by(trainer, player)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["run", kill, folder]:
+            trainer = make(folder, callbacks=[KillAfter(int(kill))] if int(kill) else None)
+            trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args))
+            torch.save(trainer.model.state_dict(), Path(folder, "end.pt"))
+        case ["distributed", folder]:
+            trainer = make(folder, **TOGETHER | {"per_device_train_batch_size": 4})
+            played_by(trainer, counts).train()
+            rank = trainer.accelerator.process_index
+            weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+            torch.save({"weights": weights, "logs": trainer.state.log_history}, Path(folder, f"process {rank}.pt"))

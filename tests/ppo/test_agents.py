@@ -1,0 +1,483 @@
+"""PPO on tools and environments: what is the policy's, what the environment's, and what each of them may do wrong."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.testing import assert_close
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, counts, played_by
+from tests.launch import on_two_processes
+from tests.ppo.agent_worker import TOGETHER, Kept, Slippery
+from tests.ppo.agent_worker import make as make_worker
+from tests.ppo.worker import collected
+from tests.rounding import bound
+from tests.tiny import ON_CPU, tiny_config, tiny_llama
+from trl_ext import PPOTrainer
+from trl_ext.functional import gae, turn_gae
+
+PROMPT = [{"role": "user", "content": "Count. "}]
+IM_END = "<|im_end|>"
+
+
+def make(tmp_path, player, environment=SteppedCounter, rows=None, tools=None, reward_funcs=None, **config):
+    tokenizer = byte_tokenizer()
+    rows = rows or [{"prompt": PROMPT, "target": n % 3} for n in range(8)]
+    trainer = PPOTrainer(
+        model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
+        reward_funcs=reward_funcs,
+        args=tiny_config(tmp_path, **{"max_completion_length": 400, "max_steps": 2, **config}),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        environment_factory=environment,
+        tools=tools,
+    )
+    return played_by(trainer, player)
+
+
+def rolled_out(trainer, rows=8):
+    seen = collected(trainer)
+    trainer._generate_and_score_completions([trainer.train_dataset[i] for i in range(rows)])
+    return seen[-1]
+
+
+def test_only_what_the_policy_drew_is_the_policys(tmp_path):
+    trainer = make(tmp_path, counts)
+    rollout = rolled_out(trainer)
+    tokenizer = trainer.processing_class
+    for row in range(8):
+        target = row % 3
+        drawn = tokenizer.decode(rollout.completion_ids[row][rollout.mask[row].bool()])
+        assert drawn == call("add", number=1) * target + "Done." + IM_END
+        said = tokenizer.decode(rollout.completion_ids[row][(rollout.completion_mask[row] - rollout.mask[row]).bool()])
+        assert said.count("The sum is") == target and "tool_call" not in said
+        assert rollout.lengths[row] == len(tokenizer(drawn)["input_ids"]) and rollout.ended[row]
+        ends = [
+            t for t in range(400) if rollout.mask[row, t : t + 1].any() and not rollout.mask[row, t + 1 : t + 2].any()
+        ]
+        # a reward of 1 for each step, at the end of the turn that made it
+        assert rollout.token_scores[row].nonzero().flatten().tolist() == ends[:-1]
+        assert rollout.scores[row] == target + 1  # and 1 for the end
+    assert trainer.reward_func_names == ["SteppedCounter", "SteppedCounter._step_reward"]
+
+
+def test_a_step_is_that_of_each_row_alone_without_the_observations(tmp_path):
+    """Advantages and returns of a rollout with holes: GAE of each row's own tokens, put back where they were."""
+    trainer = make(tmp_path, counts, kl_coef=0.1, gamma=0.95, lam=0.8, normalize_advantages=False)
+    rollout = rolled_out(trainer)
+    rewards = trainer.token_rewards(rollout, rollout.scores, rollout.k1)
+    advantages, returns = trainer.advantages(rollout, rewards, rollout.values)
+    for row in range(8):
+        mask = rollout.mask[row].bool()
+        alone = [x[row][mask][None] for x in (rewards, rollout.values)]
+        expected = gae(*alone, torch.ones_like(alone[0]), 0.95, 0.8)
+        assert_close(advantages[row][mask], expected[0])
+        assert_close(returns[row][mask], expected[0] + alone[1][0])
+        assert not advantages[row][~mask].any() and not rewards[row][~mask].any()
+
+
+def test_turns_returns_and_what_the_critic_explains_are_logged(tmp_path):
+    trainer = make(tmp_path, counts, max_steps=2, rows=[{"prompt": PROMPT, "target": 2}] * 8)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["turns/mean"] == 3 and log["tools/call_frequency"] == 2 and log["tools/failure_frequency"] == 0
+    assert log["environment/SteppedCounter/return"] == log["objective/scores"] == 3
+    assert log["completions/mean_length"] == 2 * 48 + 6 and log["completions/mean_tool_length"] == 2 * 37
+    assert {f"val/explained_variance/turn_{turn}" for turn in (1, 2)} < log.keys()
+
+
+@pytest.mark.parametrize("level", ["token", "turn"])
+def test_packing_changes_nothing(tmp_path, level):
+    ends = []
+    for padding_free in (True, False):
+        trainer = make(
+            tmp_path / str(padding_free),
+            counts,
+            padding_free=padding_free,
+            gae_level=level,
+            max_steps=2,
+            adam_epsilon=1e-3,
+        )
+        trainer.train()
+        ends.append(trainer.model.state_dict())
+    assert_close(ends[0], ends[1], rtol=0, atol=2e-5)
+
+
+def test_a_class_for_grpo_runs_here_unchanged(tmp_path):
+    """The same environment, answers and rewards as in TRL's own trainer."""
+    logs = []
+    for kind in ("PPO", "GRPO"):
+        if kind == "PPO":
+            trainer = make(tmp_path / kind, counts, Counter)
+        else:
+            tokenizer = byte_tokenizer()
+            trainer = GRPOTrainer(
+                model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
+                args=GRPOConfig(
+                    str(tmp_path / kind),
+                    **ON_CPU,
+                    per_device_train_batch_size=8,
+                    num_generations=2,
+                    max_steps=2,
+                    max_completion_length=400,
+                ),
+                train_dataset=Dataset.from_list([{"prompt": PROMPT, "target": n % 3} for n in range(8)]),
+                processing_class=tokenizer,
+                environment_factory=Counter,
+            )
+            play = played_by(trainer, counts)._drawn
+            trainer._generate_single_turn = lambda *args, play=play, **kwargs: play(*args, **kwargs)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    for name in ("rewards/Counter/mean", "tools/failure_frequency"):
+        assert logs[0][name] == logs[1][name], name
+
+
+def test_a_cut_is_no_end(tmp_path):
+    """Out of turns, out of tokens: nobody has answered the last call."""
+    endless = lambda history: call("add", number=1)  # noqa: E731
+    turns = rolled_out(make(tmp_path / "turns", endless, max_tool_calling_iterations=2))
+    assert not turns.ended.any() and turns.mask.sum(1).unique().tolist() == [3 * 48]
+    tokens = rolled_out(make(tmp_path / "tokens", endless, max_completion_length=120))
+    assert not tokens.ended.any() and (tokens.completion_mask.sum(1) <= 120).all()
+
+    cut = make(tmp_path / "bootstrap", endless, max_tool_calling_iterations=2, bootstrap_truncated=True, gamma=0.9)
+    torch.nn.init.normal_(cut.model.critic.score.weight)
+    rollout = rolled_out(cut)
+    assert (rollout.end_values != 0).all()
+    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], 1)[0]
+    real = torch.cat([rollout.prompt_mask, rollout.completion_mask], 1)[0].bool()
+    with torch.no_grad():
+        state = cut.model.critic.base_model(ids[real][None]).last_hidden_state[0, -1]
+        assert_close(rollout.end_values[0], cut.model.critic.score(state)[0], rtol=1e-4, atol=1e-5)
+    added = rollout.bootstrapped(torch.zeros_like(rollout.values), 0.9)
+    assert_close(added.sum(1), 0.9 * rollout.end_values)
+    assert_close((added * rollout.mask).sum(1), 0.9 * rollout.end_values)
+    whole = rolled_out(make(tmp_path / "ended", counts, bootstrap_truncated=True))
+    assert not whole.bootstrapped(torch.zeros_like(whole.values), 0.9).any()
+
+
+def test_log_probs_of_several_draws_make_one_row(tmp_path):
+    trainer = make(tmp_path, counts, allow_off_policy_sampling=True)
+    draw, number = trainer._drawn, [0]
+
+    def with_logprobs(*args, **kwargs):
+        answers, _ = draw(*args, **kwargs)
+        number[0] += 1
+        return answers, [[-float(number[0])] * len(ids) for ids in answers]
+
+    trainer._drawn = with_logprobs
+    rollout = rolled_out(trainer)
+    for row in range(8):
+        mask = rollout.mask[row].bool()
+        turns = (mask & ~torch.nn.functional.pad(mask[:-1], (1, 0))).cumsum(0)
+        assert_close(rollout.sampler_logprobs[row][mask], -turns[mask].float())
+        assert not rollout.sampler_logprobs[row][~mask].any()
+
+
+def test_tools_environments_by_name_and_rewards_beside_them(tmp_path):
+    class Echo:
+        def reset(self, **row):
+            return None
+
+        async def shout(self, text: str) -> str:
+            """
+            Shout.
+
+            Args:
+                text: what.
+
+            Returns:
+                It, louder.
+            """
+            return text.upper()
+
+    def double(number: int) -> int:
+        """
+        Double a number.
+
+        Args:
+            number: which.
+
+        Returns:
+            Twice the number.
+        """
+        return 2 * number
+
+    def player(history):
+        if "<tool_response>" in history:
+            return "Done." + IM_END
+        return call("shout", text="a") if '"shout"' in history else call("double", number=4)
+
+    def length(completions, environments, **kwargs):
+        return [float(len(messages)) for messages in completions]
+
+    trainer = make(
+        tmp_path,
+        player,
+        {"counter": Counter, "echo": Echo},
+        rows=[{"environment": name} for name in ["counter", "echo"] * 4],
+        tools=[double],
+        reward_funcs=length,
+    )
+    rollout = rolled_out(trainer)
+    assert trainer.reward_func_names == ["length", "Counter"] and rollout.ended.all()
+    assert rollout.rewards_per_func[:, 0].tolist() == [3.0] * 8
+    assert rollout.rewards_per_func[0, 1] == 0 and rollout.rewards_per_func[1, 1].isnan()
+    texts = trainer.processing_class.batch_decode(rollout.completion_ids)
+    assert "8\n" in texts[0] and "A\n" in texts[1]
+    assert trainer._metrics["train"]["tools/call_frequency"] == [1.0]
+
+
+def unruly(**methods):
+    """A class of environment with one method that misbehaves."""
+    return type("Unruly", (SteppedCounter,), methods)
+
+
+def slow(self, **_):
+    time.sleep(30)
+
+
+def wrong(value):
+    return lambda self, **_: value
+
+
+def raising(self, **_):
+    raise KeyError("board")
+
+
+@pytest.mark.parametrize(
+    "methods, message",
+    [
+        ({"reset": raising}, "`Unruly.reset` failed for the row {'target': 0}: KeyError: 'board'"),
+        ({"reset": wrong(3)}, "it must return text, a list of content blocks or None, got int"),
+        ({"reset": slow}, "TooSlow: `Unruly.reset` took more than 0.2 s"),
+        ({"get_reward": raising}, "reward function 'Unruly': .*board"),
+        ({"get_reward": wrong(float("nan"))}, "'Unruly'.*returned nan for completion 0"),
+        ({"get_reward": wrong("much")}, "'Unruly'.*returned 'much' for completion 0"),
+        ({"get_reward": slow}, "`Unruly.get_reward` took more than 0.2 s"),
+        ({"_step_reward": wrong(None)}, "`Unruly._step_reward`, row .: returned None"),
+        ({"_step_reward": raising}, "`Unruly._step_reward`, row .: 'board'"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_an_environment_does_wrong_is_one_sentence(tmp_path, methods, message):
+    trainer = make(tmp_path, counts, unruly(**methods), tool_timeout=0.2)
+    with pytest.raises(RuntimeError, match=message):
+        rolled_out(trainer)
+
+
+def test_an_environment_cannot_change_its_row(tmp_path):
+    def reset(self, target, moves, **row):
+        moves.append("pass")
+        return Counter.reset(self, target)
+
+    def reward(moves, **kwargs):
+        return [float(len(each)) for each in moves]
+
+    rows = [{"prompt": PROMPT, "target": 1, "moves": ["add"]}] * 8
+    rollout = rolled_out(make(tmp_path, counts, unruly(reset=reset), rows=rows, reward_funcs=reward))
+    assert rollout.rewards_per_func[:, 0].tolist() == [1.0] * 8
+
+
+def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
+    def player(history):
+        if "<tool_response>" in history:
+            return "Done." + IM_END
+        return next(answers)
+
+    class Bad(Counter):
+        def hang(self) -> str:
+            """
+            Hang.
+
+            Returns:
+                Nothing.
+            """
+            time.sleep(30)
+
+        def leave(self) -> str:
+            """
+            Leave.
+
+            Returns:
+                Nothing.
+            """
+            raise SystemExit(3)
+
+    calls = [
+        call("hang"),
+        call("leave"),
+        call("add", number="three"),
+        call("add"),
+        call("no_such_tool"),
+        call("add", number=1),
+    ]
+    calls += ['<tool_call>\n{"name": "add", "arguments": {number: 1}}\n</tool_call>' + IM_END, "<tool_call>" + IM_END]
+    answers = iter(calls)
+    trainer = make(tmp_path, player, Bad, tool_timeout=0.2)
+    rollout = rolled_out(trainer)
+    texts = trainer.processing_class.batch_decode(rollout.completion_ids)
+    told = [
+        "took more than 0.2 s",
+        "exit(3)",
+        "unsupported operand",
+        "missing 1 required",
+        "not found",
+        "The sum is 1.",
+    ]
+    for text, expected in zip(texts, told, strict=False):
+        assert expected in text, text
+    assert trainer._metrics["train"]["tools/failure_frequency"] == [pytest.approx(5 / 6)]
+    assert rollout.valid.all()
+
+
+def test_what_cannot_work_is_refused_before_the_training(tmp_path, subtests):
+    cases = [
+        ({"environment": {"counter": Counter}, "rows": [{"environment": "chess"}] * 8}, "not among the environments"),
+        (
+            {"rows": [{"prompt": "Count."}] * 8},
+            "needs prompts that are messages; those of the train dataset are text",
+        ),
+        ({"rows": [{"prompt": PROMPT, "input_ids": [9]}] * 8}, "has `input_ids`, which the policy reads verbatim"),
+        ({"rollouts_ahead": 1}, "`rollouts_ahead=1` draws whole rollouts in advance"),
+        ({"bootstrap_truncated": True, "missing_eos_penalty": 1.0}, "set one of them"),
+        ({"reward_normalization": "reference"}, "scores demonstrations, which no environment has played"),
+        ({"tool_timeout": 0.0}, "`tool_timeout` must be > 0, got 0.0"),
+        ({"gae_level": "word"}, "gae_level"),
+        ({"environment": type("Mute", (), {"reset": lambda self: None})}, "No reward source provided"),
+        ({"environment": type("Still", (), {})}, "must define a callable `reset`"),
+        ({"environment": unruly(state_dict=dict)}, "`Unruly.state_dict` would be a tool"),
+        ({"environment": lambda: 1 / 0}, "environment <lambda> could not be made: ZeroDivisionError"),
+    ]
+    for number, (given, message) in enumerate(cases):
+        with subtests.test(message), pytest.raises(ValueError, match=message):
+            rolled_out(make(tmp_path / str(number), counts, **given))
+
+
+def test_a_prompt_without_room_is_one_sentence(tmp_path):
+    long = unruly(reset=lambda self, **_: "word " * 1000)
+    with pytest.raises((RuntimeError, ValueError), match="the prompt of row 0 has .* tokens with what `reset` said"):
+        rolled_out(make(tmp_path, counts, long))
+
+
+def test_turn_gae_takes_a_turn_for_one_action():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = (torch.randn(40, 12, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(40, 12, generator=generator) < 0.6
+    advantages, firsts = turn_gae(rewards, values, mask, 0.9, 0.7)
+    for row in range(40):
+        turns, inside = [], False
+        for t in range(12):
+            if mask[row, t]:
+                turns = turns if inside else [*turns, []]
+                turns[-1].append(t)
+            inside = bool(mask[row, t])
+        expected = 0.0
+        after = 0.0
+        for turn in reversed(turns):
+            value = values[row, turn[0]].item()
+            expected = rewards[row, turn].sum().item() + 0.9 * after - value + 0.9 * 0.7 * expected
+            after = value
+            assert_close(advantages[row, turn], torch.full((len(turn),), expected, dtype=torch.float64))
+            assert_close(firsts[row, turn], torch.full((len(turn),), value, dtype=torch.float64))
+    assert not advantages[~mask].any()
+
+
+def run(folder, kill):
+    command = [sys.executable, "-m", "tests.ppo.agent_worker", "run", str(kill), str(folder)]
+    return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_whose_episodes_have_other_numbers_of_turns(tmp_path):
+    """The rows of one process take more turns than those of the other; the steps are those of one process."""
+    first, second = on_two_processes("tests.ppo.agent_worker", tmp_path, "distributed")
+    ends = []
+    for parts in (1, 2):
+        sizes = {"per_device_train_batch_size": 8 // parts, "gradient_accumulation_steps": parts}
+        alone = make_worker(tmp_path / str(parts), **TOGETHER | sizes)
+        played_by(alone, counts).train()
+        ends.append(alone.model.state_dict())
+    assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    expected, logs = alone.state.log_history, first["logs"]
+    for name in ("objective/scores", "tools/call_frequency", "completions/mean_length", "val/num_eos_tokens"):
+        assert logs[0][name] == expected[0][name], name
+    assert_close(first["weights"], ends[0], **bound(*ends))
+
+
+@pytest.mark.slow
+def test_killed_and_gone_on_with_it_is_the_same_run(tmp_path):
+    """Also in the middle of a rollout, and with an environment that draws by a generator of its own."""
+    assert run(tmp_path / "whole", 0).returncode == 0
+    assert [run(tmp_path / "killed", step).returncode for step in (5, 7, 0)] == [-9, -9, 0]
+    ends = [torch.load(tmp_path / name / "end.pt") for name in ("whole", "killed")]
+    assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+def test_an_environment_that_draws_on_by_itself_is_told(tmp_path, capsys):
+    for kind, differs in ((Counter, False), (Kept, False), (Slippery, True)):
+        make_worker(tmp_path / kind.__name__, kind, max_steps=1, save_strategy="no").train()
+        assert ("after an episode `reset` leaves `_random` other than" in capsys.readouterr().out) == differs
+
+
+def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
+    ends = []
+    for strategy in ("no", "steps"):
+        config = {"eval_strategy": strategy, "eval_steps": 1, "eval_greedy": True, "save_strategy": "no"}
+        trainer = make_worker(tmp_path / strategy, **config, max_steps=3)
+        trainer.train()
+        ends.append((trainer.model.state_dict(), [each._state_dict() for each in trainer._environment_pool[None]]))
+    assert_close(ends[0][0], ends[1][0], rtol=0, atol=0)
+    assert ends[0][1] == ends[1][1]
+    assert "eval_objective/scores" in trainer.state.log_history[1]
+
+
+def test_a_state_that_cannot_be_kept_is_refused(tmp_path):
+    class Odd(Kept):
+        def _state_dict(self):
+            return {"self": object()}
+
+        def _load_state_dict(self, state):
+            pass
+
+    with pytest.raises(ValueError, match="`_state_dict` of an environment must return plain values or tensors"):
+        make_worker(tmp_path, Odd).train()
+
+
+def test_a_rollout_function_says_what_is_the_policys(tmp_path):
+    tokenizer = byte_tokenizer()
+
+    def rollout(prompts, trainer):
+        ids = [tokenizer("left. A hole. right." + IM_END)["input_ids"] for _ in prompts]
+        masks = [[1] * 5 + [0] * 9 + [1] * (len(row) - 14) for row in ids]
+        return {
+            "prompt_ids": [tokenizer("Walk.")["input_ids"] for _ in prompts],
+            "completion_ids": ids,
+            "logprobs": [[-5.0] * len(row) for row in ids],
+            "env_mask": masks,
+            "moves": [2] * len(prompts),
+        }
+
+    def reward(moves, **kwargs):
+        return [float(number) for number in moves]
+
+    trainer = PPOTrainer(
+        model=tiny_llama(len(tokenizer), max_position_embeddings=256),
+        reward_funcs=reward,
+        args=tiny_config(tmp_path),
+        train_dataset=Dataset.from_list([{"prompt": PROMPT}] * 8),
+        processing_class=tokenizer,
+        rollout_func=rollout,
+    )
+    rollout = rolled_out(trainer)
+    assert tokenizer.decode(rollout.completion_ids[0][rollout.mask[0].bool()]) == "left.right." + IM_END
+    assert rollout.scores.tolist() == [2.0] * 8 and (rollout.sampler_logprobs[rollout.mask.bool()] == -5).all()
+    assert trainer.args.importance_correction == "token_truncate"  # another one draws
+    trainer.train()

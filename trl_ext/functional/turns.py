@@ -1,0 +1,47 @@
+"""Turns of an episode: runs of tokens that the policy drew, with what the environment says between them."""
+
+import torch
+from torch import Tensor
+
+from .shapes import check_shapes
+
+
+def turn_numbers(mask: Tensor) -> Tensor:
+    """Number the turns of each row from 0: a turn is a run of tokens that the policy drew.
+
+    Args:
+        mask: (B, T), 1 = token that the policy drew.
+
+    Returns:
+        (B, T) int64; what lies between two turns has the number of the one before, and 0 before the first.
+
+    Raises:
+        ValueError: mask is not 2-dimensional.
+    """
+    return (turn_starts(mask).cumsum(dim=1) - 1).clamp(min=0)
+
+
+def turn_starts(mask: Tensor) -> Tensor:
+    """Return where a turn starts: (B, T) bool, from a mask as in `turn_numbers`."""
+    check_shapes(ndim=2, mask=mask)
+    mask = mask.bool()
+    return mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+
+
+def turn_sums(values: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the tokens of each turn: s_t = sum of x_u over the turn of token t.
+
+    Args:
+        values: (B, T), any unit; log-probs give that of the whole turn as one action.
+        mask: (B, T), as in `turn_numbers`.
+
+    Returns:
+        (B, T): each of a turn's tokens has its sum; 0 under the mask.
+
+    Raises:
+        ValueError: values is not 2-dimensional, or shapes differ.
+    """
+    check_shapes(ndim=2, values=values, mask=mask)
+    turns, values = turn_numbers(mask), torch.where(mask.bool(), values, 0.0)
+    sums = torch.zeros_like(values).scatter_add(1, turns, values)
+    return torch.where(mask.bool(), sums.gather(1, turns), 0.0)

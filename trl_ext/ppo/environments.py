@@ -1,0 +1,316 @@
+"""Tools and environments of a rollout: kept from stopping a run, limited in time, counted, and rewarded by turn."""
+
+import copy
+import functools
+import inspect
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..rewards.member import finite_number
+from ..runs.sources import source_identity
+from ..upstream.names import get_callable_name
+from .rewards import Mistakes
+
+
+class TooSlow(TimeoutError):
+    """A tool or an environment took longer than `tool_timeout`."""
+
+
+@contextmanager
+def _alarm(seconds: float, what: str) -> Iterator[None]:
+    def expired(*_: Any) -> None:
+        raise TooSlow(f"{what} took more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again: what is called may swallow the first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def limited(function: Callable, seconds: float | None, what: str, **arguments: Any) -> Any:
+    """
+    Call a function, and raise [`TooSlow`] if it takes longer than `seconds`.
+
+    In the main thread a signal interrupts it. Elsewhere it goes on in a thread that nobody waits for.
+    """
+    if seconds is None:
+        return function(**arguments)
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+        with _alarm(seconds, what):
+            return function(**arguments)
+    pool = ThreadPoolExecutor(1)
+    try:
+        return pool.submit(function, **arguments).result(seconds)
+    except TimeoutError:
+        raise TooSlow(f"{what} took more than {seconds:g} s") from None
+    finally:
+        pool.shutdown(wait=False)
+
+
+@dataclass
+class Call:
+    """A call of a tool."""
+
+    turn: int  # of the row, from 0
+    name: str
+    arguments: dict[str, Any]
+    failed: bool
+
+
+@dataclass
+class Calls:
+    """
+    The calls of tools in one rollout, by row.
+
+    Args:
+        timeout: seconds that a call may take; None for no limit.
+        mistakes: where an environment's wrong rewards are noted.
+    """
+
+    timeout: float | None
+    mistakes: Mistakes
+    turn: int = -1  # that is being drawn
+    made: dict[int, list[Call]] = field(default_factory=dict)
+    rewards: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # of each row: turn and reward
+
+    def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
+        """Return TRL's tools of each row, so that each call is limited and noted."""
+        return [
+            {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
+            for row, of_row in enumerate(tools)
+        ]
+
+    def _watched(self, row: int, tool: Callable, environment: Any) -> Callable:
+        name = getattr(tool, "__name__", type(tool).__name__)
+
+        @functools.wraps(tool)
+        def call(**arguments: Any) -> Any:
+            with self._noting(row, name, arguments, environment):
+                return limited(tool, self.timeout, f"tool {name}", **arguments)
+
+        @functools.wraps(tool)
+        async def call_async(**arguments: Any) -> Any:
+            import asyncio
+
+            with self._noting(row, name, arguments, environment):
+                try:
+                    return await asyncio.wait_for(tool(**arguments), self.timeout)
+                except TimeoutError:
+                    raise TooSlow(f"tool {name} took more than {self.timeout:g} s") from None
+
+        return call_async if inspect.iscoroutinefunction(tool) else call
+
+    @contextmanager
+    def _noting(self, row: int, name: str, arguments: dict[str, Any], environment: Any) -> Iterator[None]:
+        call = Call(self.turn, name, copy.deepcopy(arguments), failed=True)
+        self.made.setdefault(row, []).append(call)
+        try:
+            yield
+            call.failed = False
+        except SystemExit as error:
+            raise RuntimeError(f"tool {name} called exit({error.code!r})") from None
+        finally:
+            self._reward(row, environment)
+
+    def _reward(self, row: int, environment: Any) -> None:
+        """Ask an environment for the reward of the call that it has just answered, if it gives one."""
+        ask = getattr(environment, "_step_reward", None)
+        if ask is None:
+            return
+        try:
+            reward = finite_number(ask(), row)
+        except Exception as error:
+            self.mistakes.notes.append((f"`{type(environment).__name__}._step_reward`, row {row}: {error}", error))
+            return
+        self.rewards.setdefault(row, []).append((self.turn, reward))
+
+    def token_rewards(self, row: int, tool_mask: list[int]) -> list[float]:
+        """Return the rewards of a row's calls, each at the last token of the turn that made it."""
+        ends = [t for t, drawn in enumerate(tool_mask) if drawn and not (tool_mask[t + 1 : t + 2] or [0])[0]]
+        rewards = [0.0] * len(tool_mask)
+        for turn, reward in self.rewards.get(row, []):
+            rewards[ends[min(turn, len(ends) - 1)]] += reward
+        return rewards
+
+
+Pool = dict[str | None, list[Any]]  # TRL's: of each environment's name its instances
+
+
+def identities_of(tools: list[Callable], pool: Pool) -> dict[str, str]:
+    """Say which tools and environments these are, by their sources."""
+    facts = {f"tool {get_callable_name(tool)}": source_identity(tool) for tool in tools}
+    names = {name: type(each[0]) for name, each in pool.items()}
+    return facts | {f"environment {name or kind.__name__}": source_identity(kind) for name, kind in names.items()}
+
+
+def states_of(pool: Pool) -> dict[str, list[Any]]:
+    """Return the states of the environments that have a `_state_dict`, by name."""
+    return {
+        str(name): [each._state_dict() for each in environments]
+        for name, environments in pool.items()
+        if hasattr(environments[0], "_state_dict")
+    }
+
+
+def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
+    """Give the environments of a pool the states of `states_of`, and make those that are missing."""
+    for name, environments in pool.items():
+        for place, state in enumerate(states.get(str(name), [])):
+            if place == len(environments):
+                environments.append(factories[name]())
+            environments[place]._load_state_dict(state)
+
+
+def what_reset_leaves(
+    played: Any, fresh: Any, row: dict[str, Any], same_draws: Callable[[], AbstractContextManager]
+) -> list[str]:
+    """
+    Return what differs after `reset` for the same row: names of attributes, or "what it says".
+
+    An environment for which that is nothing needs no `_state_dict`: a run that goes on from a checkpoint is the same.
+
+    Args:
+        played: an environment after an episode.
+        fresh: one of the same class that has not been used.
+        row: of the dataset.
+        same_draws: within it the global random generators begin with the same numbers each time.
+    """
+    seen: list[dict[str, bytes]] = []
+    for environment in (played, fresh):
+        with same_draws():
+            said = environment.reset(**row)
+        seen.append({"what it says": repr(said).encode(), **_pickled(vars(environment))})
+    return [name for name in seen[0] if seen[0][name] != seen[1].get(name)]
+
+
+def _pickled(attributes: dict[str, Any]) -> dict[str, bytes]:
+    result = {}
+    for name, value in attributes.items():
+        if name in ("reset", "get_reward"):  # ours, see `guarded`
+            continue
+        with suppress(Exception):  # a socket, say, which tells nothing
+            result[f"`{name}`"] = pickle.dumps(value)
+    return result
+
+
+class NoEnvironment:
+    """Stands in for an environment that could not be made, until the rollout says so on all processes."""
+
+    def reset(self, **row: Any) -> None:
+        return None
+
+
+def guarded(
+    factory: Callable[[], Any], timeout: Callable[[], float | None], mistakes: Callable[[], Mistakes | None]
+) -> Callable[[], Any]:
+    """
+    Return a factory of environments that cannot stop a run on one process alone.
+
+    What one of them does wrong in `reset` is noted, to be raised on all processes, and what `reset` does with the row
+    changes no row.
+
+    Args:
+        factory: a class, or a function without arguments.
+        timeout: seconds that `reset` and `get_reward` may take.
+        mistakes: where to note; returns None while the trainer is built, and then errors are raised.
+    """
+
+    def make() -> Any:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        try:
+            environment = factory()
+        except Exception as error:
+            return fail(f"environment {name} could not be made: {type(error).__name__}: {error}", error)
+        name = type(environment).__name__
+        if public := {"state_dict", "load_state_dict"} & {*dir(type(environment))}:
+            raise ValueError(
+                f"`{name}.{min(public)}` would be a tool, as each public method is: name it `_{min(public)}`."
+            )
+        if callable(getattr(environment, "reset", None)):
+            replace(environment, "reset", functools.partial(reset, environment.reset, name))
+        if callable(getattr(environment, "get_reward", None)):
+            ask = environment.get_reward
+            if not inspect.iscoroutinefunction(ask):
+                what = f"`{name}.get_reward`"
+                replace(environment, "get_reward", lambda: limited(ask, timeout(), what))
+        return environment
+
+    def replace(environment: Any, name: str, method: Callable) -> None:
+        with suppress(AttributeError):  # `__slots__`: it works, with less help
+            setattr(environment, name, method)
+
+    def reset(original: Callable, name: str, **row: Any) -> Any:
+        try:
+            observation = limited(original, timeout(), f"`{name}.reset`", **copy.deepcopy(row))
+            if not (observation is None or isinstance(observation, (str, list))):
+                raise TypeError(
+                    f"it must return text, a list of content blocks or None, got {type(observation).__name__}"
+                )
+            return observation
+        except Exception as error:
+            shown = {key: value for key, value in row.items() if key != "prompt"}
+            return fail(f"`{name}.reset` failed for the row {shown!r:.200}: {type(error).__name__}: {error}", error)
+
+    def fail(message: str, error: Exception) -> Any:
+        noted = mistakes()
+        if noted is None:
+            raise ValueError(f"{message}.") from error
+        noted.notes.append((message, error))
+        return None if message.startswith("`") else NoEnvironment()
+
+    return make
+
+
+def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
+    """Return a reward function: what `_step_reward` of an environment gave after each call, at the turn's end."""
+
+    def function(environments: list, completion_ids: list[list[int]], **_: Any) -> list[list[float] | None]:
+        now = collection()
+        masks = now.tool_mask or [[1] * len(ids) for ids in completion_ids]
+        return [
+            now.calls.token_rewards(row, masks[row]) if type(environment) is kind else None
+            for row, environment in enumerate(environments)
+        ]
+
+    function.__name__ = f"{kind.__name__}._step_reward"
+    return function
+
+
+def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: Any, datasets: list) -> None:
+    """Refuse settings and data with which tools and environments cannot work."""
+    given = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
+    named = [name for name, value in given.items() if value]
+    if not named:
+        return
+    if args.rollouts_ahead:
+        raise ValueError(
+            f"`rollouts_ahead={args.rollouts_ahead}` draws whole rollouts in advance, which `{named[0]}` does not "
+            "allow: leave it out."
+        )
+    if args.reward_normalization == "reference" and environment_factory is not None:
+        raise ValueError(
+            "`reward_normalization='reference'` scores demonstrations, which no environment has played: use another."
+        )
+    for name, dataset in datasets:
+        if dataset is None:
+            continue
+        if "input_ids" in dataset.column_names:
+            raise ValueError(
+                f"The {name} dataset has `input_ids`, which the policy reads verbatim, but `{named[0]}` writes into "
+                "the prompt: give messages in `prompt`."
+            )
+        has_prompts = "prompt" in dataset.column_names and len(dataset) > 0
+        if has_prompts and rollout_func is None and not isinstance(dataset[0]["prompt"], list):
+            raise ValueError(
+                f"`{named[0]}` needs prompts that are messages; those of the {name} dataset are text: give "
+                "`[{'role': 'user', 'content': …}]`."
+            )

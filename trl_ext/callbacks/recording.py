@@ -24,8 +24,8 @@ class ReportCallback(TrainerCallback):
         try:
             import_module(_PAGES).write_report(args.output_dir)
         except Exception as error:  # the model is what the run was for
-            if not _is_of_pages(error):
-                logger.warning(f"No page of this run was written: {' '.join(str(error).split())}")
+            why = "this package has no workbench" if _is_of_pages(error) else " ".join(str(error).split())
+            logger.warning(f"No page of this run was written: {why}")
 
 
 def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:

@@ -18,6 +18,7 @@ import trl
 import yaml
 
 import trl_ext
+from tests.ppo.agent_worker import make as make_agents
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_reward_model, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOConfig, PPOTrainer
 from trl_ext.cli.help import first_sentence
@@ -264,6 +265,16 @@ def test_metrics_page_names_what_ppo_logs(tmp_path):
     # These come with a setting
     ahead = {"sampling/staleness", "time/generate_wait", "time/sync_weights"}
     assert documented - mine <= {"policy/skipped_steps", "time/score_wait"} | ahead
+
+
+def test_metrics_page_names_what_agents_log(tmp_path):
+    trainer = make_agents(tmp_path, max_steps=2, save_strategy="no")
+    trainer.train()
+    logged = {key.replace("/Kept/", "/length_reward/") for log in trainer.state.log_history for key in log}
+    of_agents = ("turns/", "tools/", "environment/", "val/explained_variance/")
+    logged = {key for key in logged if key.startswith(of_agents) or "tool_length" in key}
+    late = {f"val/explained_variance/turn_{turn}" for turn in (3, 4)}  # which few episodes come to
+    assert documented_keys("## Agents") - late <= logged <= documented_keys("## Agents")
 
 
 def test_the_skill_names_keys_that_are_logged():

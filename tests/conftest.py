@@ -2,10 +2,12 @@
 
 import os
 import re
+import sys
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+sys.dont_write_bytecode = True  # a file that a test writes twice within a second would be read as it was
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "disabled"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -12,7 +12,7 @@ import pytest
 from tests.test_layers import LAYER, ROOT
 
 # What a test's source has if it imports, names or starts what is above the layer
-ABOVE = re.compile(r"\bworkbench\b|\btrl_ext\.cli\b|\bStrictTrlParser\b|\brecipes?\b|\btests\.launch\b|\btrl-ext\b")
+ABOVE = re.compile(r"\bworkbench\b|\btrl_ext\.cli\b|\bStrictTrlParser\b|\brecipes?\b|\btrl-ext\b")
 TRAINS = re.compile(r"\.train\(|\btrained\(|\bmake_trainer\b|\bsubprocess\b")  # takes longer; `SCRIPT` trains
 
 pytestmark = pytest.mark.slow

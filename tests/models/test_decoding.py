@@ -134,6 +134,12 @@ class Work:
         base.base_model.register_forward_pre_hook(read, with_kwargs=True)
 
 
+def taken(recorder, answers, mask):
+    """(B, T) log-probs of what was drawn, 0 where the mask is 0."""
+    rows = recorder.take([row[real.bool()].tolist() for row, real in zip(answers, mask, strict=True)])
+    return torch.stack([torch.tensor([*row, *[0.0] * (mask.size(1) - len(row))]) for row in rows])
+
+
 def both(model, inputs, config, monkeypatch):
     """The ids of one call of `generate`, those of `decode` with their log-probs, and the work of each."""
     work, recorder = Work(model, monkeypatch), SamplerRecorder()
@@ -143,7 +149,7 @@ def both(model, inputs, config, monkeypatch):
     work.calls, work.tokens = work.calls - 1, work.tokens - before.tokens
     answers = decoded[:, inputs["input_ids"].size(1) :]
     ended = torch.isin(answers, torch.tensor(config.eos_token_id if config.eos_token_id is not None else []))
-    return plain, decoded, recorder.take(answers, (ended.cumsum(1) <= ended.int()).int()), before, work
+    return plain, decoded, taken(recorder, answers, (ended.cumsum(1) <= ended.int()).int()), before, work
 
 
 def recomputed(model, inputs, sequences, eos=EOS):
@@ -359,7 +365,7 @@ def test_answers_have_their_probability():
         generation_config=config,
     )[:, 3:]
     ended = torch.isin(decoded, torch.tensor([1, 2]))
-    recorded = recorder.take(decoded, (ended.cumsum(1) <= ended.int()).int()).sum(1)
+    recorded = taken(recorder, decoded, (ended.cumsum(1) <= ended.int()).int()).sum(1)
     answers = [
         a
         for n in (1, 2, 3)

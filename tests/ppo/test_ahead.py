@@ -356,7 +356,7 @@ class AnswersAtOnce(RolloutProcess):
         pass
 
     def _receive(self):
-        while not self._asked:
+        while not self._pending:
             time.sleep(0.01)
         return 0, None
 
@@ -406,7 +406,7 @@ def test_a_process_that_is_killed_is_started_again_and_changes_nothing(uninterru
         trainer.train()
     torch.testing.assert_close(end_state(trainer), uninterrupted[1][0], rtol=0, atol=0, equal_nan=True)
     assert len(killed) == 1 and not workers(os.getpid())
-    assert "The process that draws rollouts on cpu ended (killed by SIGKILL: by somebody, or for" in caplog.text
+    assert "The process that draws rollouts on cpu ended (killed by SIGKILL: by somebody, or because" in caplog.text
 
 
 @pytest.mark.parametrize("is_quiet", [True, False])

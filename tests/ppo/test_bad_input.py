@@ -420,12 +420,8 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path):
             },
             r"8 of 8 prompts in the train dataset leave no room.* 53 by default\) to 2 or less\.$",
         ),
-        *(
-            ({name: [length_reward]}, f"`{name}` is not supported by `PPOTrainer` yet.*TRL's `GRPOTrainer` with")
-            for name in ("tools", "environment_factory", "rollout_func")
-        ),
     ],
-    ids=["ref_model", "reward_funcs", "prompt_ids", "an eval dataset named train", "tools", "environment", "rollout"],
+    ids=["ref_model", "reward_funcs", "prompt_ids", "an eval dataset named train"],
 )
 def test_an_argument_that_nothing_can_use_is_named(tmp_path, wrong, message):
     with pytest.raises((TypeError, ValueError), match=message):

@@ -205,6 +205,8 @@ def test_a_rollout_holds_whole_groups(tmp_path):
 
 
 RANGES = [
+    ("max_tool_calling_iterations", [0], [1, None]),
+    ("tool_timeout", [0.0, -1.0], [0.5, None]),
     ("adam_epsilon", [0.0], [1e-12]),
     ("cliprange", [0.0, -0.1], [1e-3]),
     ("cliprange_value", [0.0], [1e-3, None]),

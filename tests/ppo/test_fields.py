@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 ADAPTIVE = {"kl_controller": "adaptive", "kl_horizon": 50.0, "max_steps": 6}  # the KL of the first rollout is 0
 CHANGED = {  # field -> another value, and what it is read with
     "adam_epsilon": (1e-2, {}),
+    "bootstrap_truncated": (True, {}),
     "cliprange": (1e-3, {}),
     "cliprange_value": (1e-3, {}),
     "critic_learning_rate": (1e-3, {}),
@@ -26,6 +27,7 @@ CHANGED = {  # field -> another value, and what it is read with
     "disable_dropout": (False, {}),
     "dual_clip": (1.0001, {}),
     "entropy_coef": (1.0, {}),
+    "gae_level": ("turn", {}),
     "gamma": (0.5, {}),
     "importance_sampling_clip_max": (1.01, {"generation_kwargs": {"temperature": 0.7}}),
     "importance_sampling_clip_min": (0.9, {"generation_kwargs": {"temperature": 0.7}}),
@@ -60,9 +62,11 @@ CHANGED = {  # field -> another value, and what it is read with
     "whiten_rewards": (True, {}),
 }
 WITHOUT_WEIGHTS = {  # field -> what it does instead
+    "tool_timeout": "how long a tool may take",
     "allow_off_policy_sampling": "a permission, weights of 1 but for rounding, and `sampling/…`",
     "dataset_num_proc": "nothing, as documented",
     "eval_greedy": "what an evaluation logs",
+    "max_tool_calling_iterations": "how long an agent goes on",
     "num_completions_to_print": "what `log_completions` prints",
     "logits_budget_gb": "memory and time: the log-probs are the same",
     "num_sample_generations": "`log_completions`",

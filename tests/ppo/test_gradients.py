@@ -41,6 +41,7 @@ def test_each_minibatch_is_divided_by_its_own_tokens():
             steps_per_generation=4,
             gradient_accumulation_steps=2,
             per_device_train_batch_size=1,
+            gae_level="token",
         ),
         accelerator=SimpleNamespace(reduce=lambda tokens, reduction: tokens),
         _step=0,

@@ -261,7 +261,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if len(reward_processing_classes) == len(reward_funcs):  # else GRPO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        with _as_grpo_reads(args), plain_errors():
+        with _as_grpo_reads(args, model), plain_errors():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -372,6 +372,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         """Change what GRPO's constructor has set in its own way."""
         args = self.args
         self.reward_clip_range = args.reward_clip_range
+        self.beta = 0.0  # our passes have the reference's log-probs
         self.epsilon_low = args.cliprange
         self.epsilon_high = args.cliprange if args.epsilon_high is None else args.epsilon_high
         if args.stop_token_id is not None:
@@ -1235,14 +1236,14 @@ class _EpochSeeded(Sampler):
         return iter(self.sampler)
 
 
-def _as_grpo_reads(args: PPOConfig) -> AbstractContextManager:
+def _as_grpo_reads(args: PPOConfig, model: Any) -> AbstractContextManager:
     """
     Show GRPO our settings by its names, and those of its loss, which is not ours, by their defaults.
 
-    Without `beta` it loads no reference of its own, by the policy's path.
+    Without `beta` it loads no reference of its own, by the policy's path. With `beta` it copies a given adapter into
+    `ref`.
     """
     its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
     its_own["vllm_importance_sampling_correction"] = False
-    return temporarily(
-        args, **its_own, beta=0.0, sync_ref_model=False, num_iterations=args.passes, epsilon=args.cliprange
-    )
+    its_own |= {"beta": float(isinstance(model, PeftModel)), "sync_ref_model": False}
+    return temporarily(args, **its_own, num_iterations=args.passes, epsilon=args.cliprange)

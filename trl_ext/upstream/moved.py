@@ -99,6 +99,13 @@ MOVED: dict[str, str] = {
     "trl_ext.data.label_studio_tasks": "trl_ext.workbench.labels.labelling.label_studio_tasks",
     "trl_ext.data.read_choices": "trl_ext.workbench.labels.labelling.read_choices",
 }
+# Setting that was added since 0.2.0 → its default: with it a run is one of before, and goes on from its checkpoints
+ADDED: dict[str, object] = {
+    "bootstrap_truncated": False,
+    "gae_level": "token",
+    "max_tool_calling_iterations": None,
+    "tool_timeout": 60.0,
+}
 # Class or function, by its name at 0.2.0 → how often its settings have come to mean something else. Count it up where
 # the same settings give other scores or batches: runs and caches of before are then told apart.
 MEANING: dict[str, int] = {}

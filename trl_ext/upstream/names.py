@@ -157,7 +157,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
         _pending_extra_logs _pending_metrics
         _signature_columns
         _step _sync_tool_dicts _tag_names _tokenizer _total_loss_scalar _tr_loss
-        accelerator args aux_loss_enabled callback_handler chat_template_kwargs control
+        accelerator args aux_loss_enabled beta callback_handler chat_template_kwargs control
         environment_factories environments eos_token_ids epsilon_high
         epsilon_low eval_dataset generation_config generation_kwargs is_deepspeed_enabled is_fsdp_enabled
         loss_is_scaled_for_ga

@@ -187,8 +187,8 @@ def what_reset_leaves(
     seen: list[dict[str, bytes]] = []
     for environment in (played, fresh):
         with same_draws():
-            said = environment.reset(**row)
-        seen.append({"what it says": repr(said).encode(), **_pickled(vars(environment))})
+            observation = environment.reset(**row)
+        seen.append({"what it says": repr(observation).encode(), **_pickled(vars(environment))})
     return [name for name in seen[0] if seen[0][name] != seen[1].get(name)]
 
 

@@ -263,27 +263,27 @@ class Collection:
         width, size = tensors["completion_ids"].size(1), args.local_rollout_forward_batch_size
         drawn = self._drawn_logprobs(tensors)
         trusted = drawn if trainer._trusts_sampler else None
-        said: dict[str, Any] = {"logprobs": trusted}
+        outputs: dict[str, Any] = {"logprobs": trusted}
         goes_on = args.bootstrap_truncated and trainer.model.training
         if goes_on:  # a token behind each answer, for the value after its last one
             ids, lengths = torch.cat([ids, ids[:, -1:]], dim=1), [(asked, drawn + 1) for asked, drawn in lengths]
         asked = {"with_logprobs": trusted is None, "with_values": trainer.model.training}
         with torch.no_grad(), trainer._no_checkpointing(), trainer.metrics.timed("logprobs"):
             if any(asked.values()):
-                said |= trainer._passes(trainer.model, ids, lengths, width + goes_on, size, **asked)
+                outputs |= trainer._passes(trainer.model, ids, lengths, width + goes_on, size, **asked)
             if args.use_ref_model:
-                said["ref_logprobs"] = trainer._reference_logprobs(ids, lengths, width + goes_on, size)
+                outputs["ref_logprobs"] = trainer._reference_logprobs(ids, lengths, width + goes_on, size)
         self.passes = {
             "sampler_logprobs": drawn if trusted is None else None,
             "end_values": None,
-            **{name: said.get(name) for name in ("logprobs", "ref_logprobs", "values")},
+            **{name: outputs.get(name) for name in ("logprobs", "ref_logprobs", "values")},
         }
         if goes_on:
             is_behind = torch.arange(width + 1, device=ids.device) == tensors["completion_mask"].sum(1)[:, None]
-            self.passes["end_values"] = torch.where(is_behind, said["values"], 0.0).sum(1)
+            self.passes["end_values"] = torch.where(is_behind, outputs["values"], 0.0).sum(1)
             for name in ("ref_logprobs", "values", *(["logprobs"] if trusted is None else [])):
-                if said.get(name) is not None:
-                    self.passes[name] = torch.where(is_behind, 0.0, said[name])[:, :width].contiguous()
+                if outputs.get(name) is not None:
+                    self.passes[name] = torch.where(is_behind, 0.0, outputs[name])[:, :width].contiguous()
 
     def rollout(self) -> Rollout:
         """Return what was collected."""

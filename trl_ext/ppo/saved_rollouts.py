@@ -54,9 +54,9 @@ def with_token_ids(
             f"the rollouts have {given[0]}, but no {missing_ids}: give both, or neither to read the texts"
         )
     if "finished" in dataset.column_names:
-        for row, said in enumerate(dataset["finished"]):
-            if not isinstance(said, bool):
-                raise ValueError(f"rollout {row} has `finished` {said!r}: it must be true or false")
+        for row, stated in enumerate(dataset["finished"]):
+            if not isinstance(stated, bool):
+                raise ValueError(f"rollout {row} has `finished` {stated!r}: it must be true or false")
     if has_ids:
         prompts, completions = (dataset[name][:] for name in _IDS)
     else:
@@ -118,20 +118,20 @@ def _check_texts_of_ids(
 ) -> None:
     """Raise if the ids say another text, or another end, than the row does: they are of another tokenizer."""
     if "finished" in dataset.column_names:
-        for row, (said, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
-            if said != found:
+        for row, (stated, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
+            if stated != found:
                 raise ValueError(
-                    f"rollout {row} says `finished: {str(said).lower()}`, but its last token is "
+                    f"rollout {row} says `finished: {str(stated).lower()}`, but its last token is "
                     f"{completions[row][-1]}, and completions end by one of {ends}: give the policy's tokenizer"
                 )
     if "completion" in dataset.column_names:
         some = dataset.select(range(min(len(dataset), _CHECKED)))["completion"][:]
-        for row, (said, text) in enumerate(
+        for row, (stated, text) in enumerate(
             zip(some, answer_texts(tokenizer, completions[: len(some)], ends), strict=True)
         ):
-            if (said if isinstance(said, str) else said[-1]["content"]) != text:
+            if (stated if isinstance(stated, str) else stated[-1]["content"]) != text:
                 raise ValueError(
-                    f"rollout {row} has ids that read {text[:60]!r}, its text is {str(said)[:60]!r}: they are of "
+                    f"rollout {row} has ids that read {text[:60]!r}, its text is {str(stated)[:60]!r}: they are of "
                     "another tokenizer"
                 )
 

@@ -338,7 +338,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations, once there was one
-        self._has_told_of_states = True  # until a training starts
+        self._has_warned_of_states = True  # until a training starts
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
@@ -544,9 +544,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         finally:
             for function in self.reward_funcs:
                 function.forget()
-        if self.environments is not None and self.model.training and not self._has_told_of_states:
-            self._tell_of_states(self._collection.rows)
-            self._has_told_of_states = True
+        if self.environments is not None and self.model.training and not self._has_warned_of_states:
+            self._warn_of_kept_states(self._collection.rows)
+            self._has_warned_of_states = True
         return self._collection.rollout()
 
     def _generate(self, prompts: list) -> tuple:
@@ -561,7 +561,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
         output = super()._tool_call_loop(*args, **kwargs)
         while self._draws_together and self._who_draws(False):  # their turns are more than ours
-            self._drawn([[self._tokenizer.pad_token_id]], None, {}, 1)
+            self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
         return output
 
     @property
@@ -694,15 +694,15 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _forward(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts."""
         routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        said = self._say(model, inputs, with_entropies=True, **routers)
-        return said["logprobs"], said["entropies"], said["values"], said.get("aux_loss")
+        outputs = self._run_models(model, inputs, with_entropies=True, **routers)
+        return outputs["logprobs"], outputs["entropies"], outputs["values"], outputs.get("aux_loss")
 
     def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return (B, T) values of a micro-batch; the policy is not run."""
         is_ddp = isinstance(model, DistributedDataParallel)  # it waits for a gradient of every weight
-        return self._say(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
+        return self._run_models(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
 
-    def _say(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
+    def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         width = inputs["completion_ids"].size(1)
         return self._passes(model, ids, inputs["lengths"], width, with_values=True, **asked)
@@ -809,7 +809,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._check_room(prompt_ids)
         if self._collection.calls.turn and self._draws_together:
             self._who_draws(True)
-        answers, logprobs = self._drawn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        answers, logprobs = self._generate_answers(prompt_ids, images, multimodal_fields, *args, **kwargs)
         if self._collection.drawn_first is None:
             self._collection.drawn_first = list(answers)
         return answers, logprobs
@@ -827,7 +827,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self.environments is not None and not self._collection.calls.turn:
             self._mistakes.raise_everywhere(self.state.global_step)
 
-    def _drawn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]] | None]:
+    def _generate_answers(
+        self, prompt_ids: list, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Return one turn of the policy, and the log-prob of each token if these are wanted."""
         generate = super()._generate_single_turn
         if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
@@ -1042,14 +1044,14 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             with self._own_environments():
                 load_states(self._environment_pool, self.environment_factories, states["eval"])
 
-    def _tell_of_states(self, rows: list[dict[str, Any]]) -> None:
+    def _warn_of_kept_states(self, rows: list[dict[str, Any]]) -> None:
         """Say which environments keep something over episodes, so that a resumed run would not be the same."""
         assert self.environments is not None and self.environment_factories is not None
-        told: set[type] = set()
+        checked: set[type] = set()
         for row, environment in zip(rows, self.environments, strict=True):
-            if type(environment) in told or hasattr(environment, "_state_dict"):
+            if type(environment) in checked or hasattr(environment, "_state_dict"):
                 continue
-            told.add(type(environment))
+            checked.add(type(environment))
             name = row["environment"] if self._multi_environment else None
             if self._multi_environment:
                 row = {key: value for key, value in row.items() if key != "environment"}
@@ -1093,7 +1095,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
-        self._has_told_of_states = False
+        self._has_warned_of_states = False
         try:
             with Hold(self.args.output_dir):  # until the last step is saved, too
                 try:
@@ -1222,14 +1224,14 @@ class _EpochSeeded(Sampler):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._of(self.epoch())
+        yield from self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
         """Return the rows of an epoch's rollouts, over all processes, each rollout once."""
         with temporarily(self.sampler, repeat_count=1):
-            return list(self._of(epoch))
+            return list(self._rows_of(epoch))
 
-    def _of(self, epoch: int) -> Iterator[int]:
+    def _rows_of(self, epoch: int) -> Iterator[int]:
         if self.sampler.shuffle:
             self.sampler.generator.manual_seed(self.seed + epoch)
         return iter(self.sampler)

@@ -36,11 +36,11 @@ def check_logprobs(engine: Any) -> None:
 
     @functools.wraps(generate)
     def checked(*args: Any, **kwargs: Any) -> tuple:
-        said = generate(*args, **kwargs)
-        _, ids, logprobs, of_tokens = said
+        output = generate(*args, **kwargs)
+        _, ids, logprobs, of_tokens = output
         if ids:
             sampled_logprobs(ids, logprobs, of_tokens)
-        return said
+        return output
 
     engine.generate = checked
 
@@ -57,7 +57,7 @@ def sampled_logprobs(
         ids: the tokens of each answer.
         logprobs: of each answer, for each token, that of the sampled one, nats; None in place of NaN, as TRL returns
             it.
-        of_tokens: likewise the token that each log-prob is of; None if that is not said.
+        of_tokens: likewise the token that each log-prob is of; None if vLLM does not return them.
 
     Returns:
         One number for each token, nats.
@@ -70,11 +70,11 @@ def sampled_logprobs(
             "vLLM returned no log-probs of what it sampled: this version of vLLM or of TRL is not supported."
         )
     for row, (tokens, given) in enumerate(zip(ids, logprobs, strict=True)):
-        said = [each[0] for each in of_tokens[row]] if of_tokens is not None else tokens
-        if len(given) != len(tokens) or said != tokens:
+        returned = [each[0] for each in of_tokens[row]] if of_tokens is not None else tokens
+        if len(given) != len(tokens) or returned != tokens:
             raise RuntimeError(
-                f"vLLM returned log-probs of other tokens than those of answer {row}: {len(given)} of {said[:8]} … "
-                f"for {len(tokens)} of {tokens[:8]} …; this version of vLLM or of TRL is not supported."
+                f"vLLM returned log-probs of other tokens than those of answer {row}: {len(given)} of {returned[:8]} "
+                f"… for {len(tokens)} of {tokens[:8]} …; this version of vLLM or of TRL is not supported."
             )
         for place, (logprob, *_) in enumerate(given):
             if logprob is None or not math.isfinite(logprob):
@@ -159,18 +159,18 @@ def _restart(url: str, what: str, how: str) -> ValueError:
 def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None = None) -> Any:
     """Return what `ask` returns, as soon as it can be reached; raise [`ServerLost`] if that takes too long."""
     end = time.monotonic() + seconds
-    is_said = False
+    has_printed = False
     while True:
         try:
             return ask()
         except (httpx2.HTTPError, OSError) as error:
             reason = reason or type(error).__name__
-        if not is_said:
+        if not has_printed:
             print(
                 f"The vLLM server at {url} does not answer ({reason}): waiting for it, up to {seconds:g} s.",
                 flush=True,
             )
-        is_said = True
+        has_printed = True
         if time.monotonic() >= end:
             raise ServerLost(
                 f"The vLLM server at {url} does not answer ({reason}), after {seconds:g} s of waiting "
@@ -242,23 +242,23 @@ class ServerGuard:
             )
 
     def _guarded_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        said = self._ask(self._while_alive, *args, **kwargs)
-        return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if said is None else said
+        output = self._ask(self._while_alive, *args, **kwargs)
+        return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if output is None else output
 
     def _while_alive(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Wait for the answers for as long as the server is there: one that hangs would never end the call."""
-        said: Future = Future()
+        answers: Future = Future()
 
         def ask() -> None:
             try:
-                said.set_result(self._generate(*args, **kwargs))
+                answers.set_result(self._generate(*args, **kwargs))
             except Exception as error:
-                said.set_exception(error)
+                answers.set_exception(error)
 
         threading.Thread(target=ask, daemon=True).start()
-        while not wait([said], timeout=_PATIENCE).done:
+        while not wait([answers], timeout=_PATIENCE).done:
             self._check_instance()
-        return said.result()
+        return answers.result()
 
     def _guarded_update(self, metadata: list, named_params: Iterator[tuple[str, Tensor]]) -> None:
         self._ask(self._update, metadata, named_params)
@@ -274,9 +274,9 @@ class ServerGuard:
             return None
         try:
             self._check_instance()  # NCCL would wait for ever for a server that has gone
-            said = ask(*args, **kwargs)
+            output = ask(*args, **kwargs)
             self._check_instance()
-            return said
+            return output
         except Exception as error:
             # What requests raises is an OSError, and TRL a bare Exception for any answer but 200
             if not (isinstance(error, (OSError, ValueError, httpx2.HTTPError)) or type(error) is Exception):

@@ -1,4 +1,4 @@
-"""Forwards of the policy, the critic and the reference over the rows of a rollout."""
+"""Run the policy, the critic and the reference over the rows of a rollout."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from ..models.weights import base_model_of, unwrapped
 
 class Passes:
     """
-    Run a model over (B, P + T) rows without their padding, and put what it says of the response tokens into (B, T).
+    Run a model over (B, P + T) rows without their padding, and return its outputs for the response tokens as (B, T).
 
     Every call makes the same number of forwards on every process, as sharded models need.
 
     Args:
         accelerator: of the trainer.
-        args: of the trainer, of which `padding_free`, `pad_to_multiple_of` and `max_completion_length` are read.
+        args: of the trainer; `padding_free`, `pad_to_multiple_of` and `max_completion_length` are used.
     """
 
     def __init__(self, accelerator: Any, args: Any):
@@ -45,7 +45,7 @@ class Passes:
             asked: of [`ActorCritic.forward`]; the reference gives log-probs alone.
 
         Returns:
-            (B, T) for each (N,) output, 0 at what is no response token; and `aux_loss` as it is.
+            (B, T) for each (N,) output, 0 where there is no response token; and `aux_loss` unchanged.
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()
@@ -94,7 +94,7 @@ class Passes:
             self._keeps_apart[id(module)] = self._test_apart(model, config.vocab_size)
             if not self._keeps_apart[id(module)]:
                 name = type(base_model_of(module)).__name__
-                self.accelerator.print(f"{name} does not keep packed rows apart, so that its rows are padded.")
+                self.accelerator.print(f"{name} does not keep packed rows apart, so its rows are padded.")
         return config.hidden_size if self._keeps_apart[id(module)] else None
 
     @torch.no_grad()

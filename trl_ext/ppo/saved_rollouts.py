@@ -170,7 +170,7 @@ def score_rollouts(
 
     Raises:
         ValueError: the rows have no texts.
-        RuntimeError: a function failed, or gave what is no score.
+        RuntimeError: a function failed, or returned something that is not a score.
     """
     if missing := {"prompt", "completion"} - {*dataset.column_names}:
         raise ValueError(
@@ -216,8 +216,8 @@ def with_returns(
 
     R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's:
     the weighted score at the last token, after the rule for a missing EOS, standardised and clipped, or where a
-    function scored tokens at these. There is no KL term: the policy that drew the rollouts is the reference, so that
-    the log-probs are equal, and r_k = 0 elsewhere.
+    function scored tokens at these. There is no KL term: the policy that drew the rollouts is the reference, so the
+    log-probs are equal, and r_k = 0 elsewhere.
 
     Args:
         dataset: rows of [`with_token_ids`].
@@ -284,7 +284,7 @@ def with_returns(
 
 def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Dataset, Dataset | None]:
     """
-    Cut at least `eval_size` rows off, never rows of one prompt on both sides.
+    Hold out at least `eval_size` rows; all rows of a prompt stay on one side.
 
     Args:
         dataset: rows with `prompt_ids`.

@@ -105,9 +105,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     """
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
-    It stands on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
+    It builds on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
     `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`. A subclass changes it by
-    overriding `token_rewards`, `advantages` or `rollout_metrics`, which are given a [`Rollout`]. The other methods are
+    overriding `token_rewards`, `advantages` or `rollout_metrics`, which get a [`Rollout`]. The other methods are
     hooks that TRL and transformers call.
 
     Args:
@@ -128,8 +128,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Critic: a sequence classifier with one label, of another size if you like, and with the policy's tokenizer:
-            it needs a row for each token, but not as many as the policy. (Ids beyond, which are no token's, it reads
-            as its last row.) If not given, a copy of the first reward model with a weight that has the policy's
+            it needs a row for each token, but not as many as the policy. (Ids beyond its
+            rows belong to no token; it reads them as its last row.) If not given, a copy of the first reward model with a weight that has the policy's
             tokenizer and as many rows, else the policy's backbone with a zero head; for a policy with an adapter, see
             `peft_config`. The folder of a critic that was saved as an adapter becomes an adapter again.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
@@ -369,7 +369,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
-        """Change what GRPO's constructor has set in its own way."""
+        """Change what GRPO's constructor has set differently."""
         args = self.args
         self.reward_clip_range = args.reward_clip_range
         self.epsilon_low = args.cliprange
@@ -429,7 +429,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             self.model.train(is_training)
 
     def _own_draws(self) -> AbstractContextManager:
-        """Have what is drawn within depend on the seed and the step, and move nothing that training draws."""
+        """Draw from the seed and the step within this context, and leave the training's random state alone."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 
@@ -534,7 +534,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return {}
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
-        """Have TRL generate and score answers to the prompts, and keep all that PPO needs of it."""
+        """Let TRL generate and score the answers, and keep everything that PPO needs."""
         self._actor_critic.train_adapters()
         if self.model.training:
             self.kl_controller.scale(take_kl_scale(self.state))
@@ -575,7 +575,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return int(self.accelerator.gather(torch.tensor([is_drawing], device=self.accelerator.device)).sum())
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        """Make our passes, then score: what scores in the background has the time of the passes."""
+        """Run the models, then score: reward functions in the background run meanwhile."""
         collection = self._collection
         rows = collection.rows_with_answers(inputs)
         collection.start_scoring(rows, prompts, completions)
@@ -584,7 +584,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return collection.rewards_per_func
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
-        """Return what the reward functions give, (rows of all processes, F); those in the background come last."""
+        """Return the rewards, (rows of all processes, F); functions in the background are called last."""
         order = background_last(self.reward_funcs)
         functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
@@ -607,7 +607,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     @property
     def _keeps_logprobs(self) -> bool:
-        """Whether the log-probs under which answers are drawn are wanted."""
+        """Whether the sampler's log-probs are needed."""
         return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
 
     @property
@@ -737,7 +737,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return moments[1].item(), int(moments[0])
 
     def _local(self, gathered: Tensor) -> Tensor:
-        """Return this process' rows of what was gathered over all."""
+        """Return this process' rows of a tensor that was gathered over all."""
         size = len(gathered) // self.accelerator.num_processes
         return gathered[self.accelerator.process_index * size :][:size]
 
@@ -815,7 +815,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return answers, logprobs
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
-        """Raise if a prompt leaves no room for a token, which an environment may see to."""
+        """Raise if a prompt, with what `reset` added, fills the whole context."""
         context = getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None)
         longest = max(map(len, prompt_ids))
         if self.environments is not None and context and longest >= context:
@@ -1023,7 +1023,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     # ---- Environments ----
 
     def _own_environments(self) -> AbstractContextManager:
-        """Play evaluations in environments of their own: those of the training stay as they are."""
+        """Play evaluations in separate environments, so that those of the training do not change."""
         if self.environment_factories is None:
             return nullcontext()
         if self._eval_pool is None:
@@ -1045,7 +1045,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 load_states(self._environment_pool, self.environment_factories, states["eval"])
 
     def _warn_of_kept_states(self, rows: list[dict[str, Any]]) -> None:
-        """Say which environments keep something over episodes, so that a resumed run would not be the same."""
+        """Warn of environments that keep state over episodes, since a resumed run would then differ."""
         assert self.environments is not None and self.environment_factories is not None
         checked: set[type] = set()
         for row, environment in zip(rows, self.environments, strict=True):
@@ -1060,8 +1060,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             if differs:
                 self.accelerator.print(
                     f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than "
-                    "in a new instance, so that a run that goes on from a checkpoint is not the same to the bit: have "
-                    "`reset` decide all of it, or give the class `_state_dict` and `_load_state_dict`."
+                    "in a new instance, so a run resumed from a checkpoint would not be the same to the bit: let "
+                    "`reset` set all of it, or give the class `_state_dict` and `_load_state_dict`."
                 )
 
     # ---- Logging ----
@@ -1185,7 +1185,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
-        """Have the Trainer see the policy alone as its model."""
+        """Show the Trainer the policy alone as its model."""
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:
@@ -1239,9 +1239,9 @@ class _EpochSeeded(Sampler):
 
 def _as_grpo_reads(args: PPOConfig) -> AbstractContextManager:
     """
-    Show GRPO our settings by its names, and those of its loss, which is not ours, by their defaults.
+    Show GRPO our settings under its names, and the defaults for the settings of its own loss, which we do not use.
 
-    Without `beta` it loads no reference of its own, by the policy's path.
+    With `beta=0` it does not load a reference from the policy's path.
     """
     its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
     its_own["vllm_importance_sampling_correction"] = False

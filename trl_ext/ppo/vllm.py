@@ -1,4 +1,4 @@
-"""Answers by vLLM: the log-probs under which they were sampled, and a server that goes away."""
+"""Check the log-probs of vLLM's answers, and recover when its server goes away."""
 
 import functools
 import math
@@ -22,15 +22,15 @@ _PATIENCE = 60.0  # seconds in which a server says how it is configured, also wh
 
 
 class ServerLost(ConnectionError):
-    """The vLLM server is gone and did not come back in time, or it refuses what it is asked."""
+    """The vLLM server is gone and did not come back in time, or it refuses a request."""
 
 
 def check_logprobs(engine: Any) -> None:
     """
-    Have each answer of vLLM checked: each token must have a log-prob of its own.
+    Check each answer of vLLM: each token must have its own log-prob.
 
-    They are of the distribution that was drawn from, after temperature and truncation (`processed_logprobs`), of
-    greedy decoding those at temperature 1.
+    The log-probs are those of the sampled distribution, after temperature and truncation (`processed_logprobs`). For
+    greedy decoding they are those at temperature 1.
     """
     generate = engine.generate
 
@@ -55,15 +55,14 @@ def sampled_logprobs(
 
     Args:
         ids: the tokens of each answer.
-        logprobs: of each answer, for each token, that of the sampled one, nats; None in place of NaN, as TRL returns
-            it.
-        of_tokens: likewise the token that each log-prob is of; None if vLLM does not return them.
+        logprobs: for each token of each answer its log-prob, nats; TRL returns None for NaN.
+        of_tokens: for each log-prob the token that it belongs to; None if vLLM does not return them.
 
     Returns:
         One number for each token, nats.
 
     Raises:
-        RuntimeError: a token has no log-prob, or one that is no number, or that of another token.
+        RuntimeError: a log-prob is missing, not a finite number, or belongs to another token.
     """
     if logprobs is None:
         raise RuntimeError(
@@ -88,7 +87,7 @@ def sampled_logprobs(
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Say as of any wrong setting, while a trainer is built, that weights cannot be sent from here."""
+    """Raise a `ValueError` with the way out if the trainer has no GPU to send weights from."""
     try:
         yield
     except NotImplementedError as error:
@@ -102,7 +101,7 @@ def plain_errors() -> Iterator[None]:
 
 def check_loadable(engine: Any) -> None:
     """
-    Refuse an engine in this process that has packed its weights for a CPU's kernels, and takes no others.
+    Raise if vLLM in this process has packed its weights for CPU kernels and cannot load new ones.
 
     Raises:
         ValueError: its parameters are empty.
@@ -119,7 +118,7 @@ def check_loadable(engine: Any) -> None:
 
 def check_server(args: Any) -> None:
     """
-    Wait for the vLLM server of a run, and refuse one that would answer wrongly, before anything is loaded.
+    Wait for the vLLM server, and raise if it is set up wrongly, before anything is loaded.
 
     Raises:
         ServerLost: it does not answer within `vllm_server_timeout`.
@@ -131,7 +130,7 @@ def check_server(args: Any) -> None:
 
 
 def _configuration(url: str) -> dict[str, Any]:
-    """Return how a vLLM server is configured, and refuse one of another kind."""
+    """Return the configuration of a vLLM server; raise if PPO cannot use it."""
     try:
         answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
@@ -181,12 +180,11 @@ def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None
 
 class ServerGuard:
     """
-    Notice that a vLLM server is gone, or another one in its place, and go on where that left off.
+    Notice that a vLLM server is gone or was restarted, wait for it, and draw the rollout again.
 
-    What TRL asks of its client is asked through this. If the server fails, the call returns as if it had not, with no
-    answers, so that all processes go on to the same point and see it; there they wait for the server, send the weights
-    again and draw the rollout anew. A server that was restarted in between is known by its `instance_id`: it would
-    answer with the weights of its disk.
+    TRL's calls to its client go through this class. If the server fails, the call returns no answers instead of
+    raising, so all processes reach the same point. There they wait for the server, send the weights again and draw
+    the rollout again. A restarted server has another `instance_id`; it would answer with the weights on its disk.
     """
 
     def __init__(self, trainer: Any):
@@ -269,7 +267,7 @@ class ServerGuard:
         self._ask(self._reset)
 
     def _ask(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Ask the server that has our weights; None if it fails, now or since the last recovery."""
+        """Call the server; return None if it fails, or has failed since the last recovery."""
         if self._failure is not None:
             return None
         try:
@@ -290,7 +288,7 @@ class ServerGuard:
 
 
 def _is_refusal(error: Exception | None) -> bool:
-    """Whether TRL's client says that the server has understood, and will not."""
+    """Whether TRL's client reports that the server refused the request (HTTP status 4xx)."""
     return type(error) is Exception and str(error).startswith("Request failed: 4")
 
 

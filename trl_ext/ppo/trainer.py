@@ -129,10 +129,10 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Critic: a sequence classifier with one label, of another size if you like, and with the policy's tokenizer:
             it needs a row for each token, but not as many as the policy. (Ids beyond its
-            rows belong to no token; it reads them as its last row.) If not given, a copy of the first reward model with
-            a weight that has the policy's tokenizer and as many rows, else the policy's backbone with a zero head; for
-            a policy with an adapter, see `peft_config`. The folder of a critic that was saved as an adapter becomes an
-            adapter again.
+            rows belong to no token; it reads them as its last row.) If not given, a copy of the first reward model
+            with a weight that has the policy's tokenizer and as many rows, else the policy's backbone with a zero
+            head; for a policy with an adapter, see `peft_config`. The folder of a critic that was saved as an adapter
+            becomes an adapter again.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Reference, with at least as many rows as the policy. If not given, a frozen copy of the weights passed in
             as `model`.

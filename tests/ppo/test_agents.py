@@ -130,7 +130,7 @@ def test_a_class_for_grpo_runs_here_unchanged(tmp_path):
                 processing_class=tokenizer,
                 environment_factory=Counter,
             )
-            play = played_by(trainer, counts)._drawn
+            play = played_by(trainer, counts)._generate_answers
             trainer._generate_single_turn = lambda *args, play=play, **kwargs: play(*args, **kwargs)
         trainer.train()
         logs.append(trainer.state.log_history[0])
@@ -164,14 +164,14 @@ def test_a_cut_is_no_end(tmp_path):
 
 def test_log_probs_of_several_draws_make_one_row(tmp_path):
     trainer = make(tmp_path, counts, allow_off_policy_sampling=True)
-    draw, number = trainer._drawn, [0]
+    draw, number = trainer._generate_answers, [0]
 
     def with_logprobs(*args, **kwargs):
         answers, _ = draw(*args, **kwargs)
         number[0] += 1
         return answers, [[-float(number[0])] * len(ids) for ids in answers]
 
-    trainer._drawn = with_logprobs
+    trainer._generate_answers = with_logprobs
     rollout = rolled_out(trainer)
     for row in range(8):
         mask = rollout.mask[row].bool()

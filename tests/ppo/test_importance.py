@@ -155,7 +155,7 @@ def test_ppo_s_own_ratio_can_be_that_to_the_sampler(tmp_path):
 def edited(trainer):
     """Answers that a subclass has changed after they were drawn."""
     skewed(trainer)
-    trainer._drawn = trainer._generate_single_turn
+    trainer._generate_answers = trainer._generate_single_turn
     del trainer._generate_single_turn  # the class's own, which notes what was drawn
     generate = trainer._generate_single_turn
 

@@ -1,4 +1,4 @@
-"""Rollouts that are drawn while an earlier one is trained on: which, of which weights, and what is begun with them."""
+"""Draw rollouts ahead: generate them, and start scoring them, while the trainer trains on an earlier one."""
 
 import copy
 import math
@@ -34,101 +34,101 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class Flight:
-    """A rollout that is drawn ahead."""
+    """Hold a rollout that is being drawn ahead."""
 
     number: int  # of the rollout, from 0
-    version: int  # of the weights that it is drawn from: as many rollouts had been trained on
-    rows: list[dict[str, Any]]  # of the dataset, this process'
+    version: int  # of the weights: how many rollouts they had been trained on
+    rows: list[dict[str, Any]]  # dataset rows of this process
     prompts: list[list[int]]  # token ids
     answers: Future[Answers] = field(default_factory=Future)
-    started: dict[int, Started] = field(default_factory=dict)  # reward functions, by their place
+    started: dict[int, Started] = field(default_factory=dict)  # reward functions, by index
 
 
 class RolloutsAhead:
     """
-    Have rollouts drawn ahead: rollout n from the weights that rollout n − 1 − k has trained.
+    Draw rollouts ahead: rollout n uses the weights after training on rollout n − 1 − k.
 
-    Which prompts a rollout has depends on the seed and its number alone, so that they are known before the Trainer
-    delivers them; that it delivers those is checked. See docs/overlap.md.
+    The prompts of a rollout depend only on the seed and its number, so they are known before the Trainer delivers
+    them. `take` checks that it delivers the same ones. See docs/overlap.md.
 
     Args:
-        trainer: that trains on them, while it trains.
+        trainer: the trainer that trains on the rollouts.
     """
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.flights: dict[int, Flight] = {}
+        self.pending: dict[int, Flight] = {}
         self._drawer = _Server(trainer) if trainer.use_vllm else _SecondProcess(trainer)
         self._tokenizer = copy.deepcopy(trainer.processing_class)  # read in another thread
-        self._functions = list(trainer.reward_funcs)  # which the trainer puts in another order while it scores
-        self._last: dict[int, Started] = {}  # reward functions as they were started last, by their place
+        self._functions = list(trainer.reward_funcs)  # the trainer reorders its own list while it scores
+        self._last: dict[int, Started] = {}  # the last start of each reward function, by index
         self._starting = threading.Lock()
         self._taken: Flight | None = None
         self._order: tuple[int, list[int]] | None = None  # an epoch, and its rows of the dataset
 
     def take(self, prompt_ids: list[list[int]]) -> Flight:
-        """Ask for what is to be drawn of the weights as they are now, and wait for the answers to these prompts."""
+        """Start drawing the rollouts that use the current weights, and wait for the answers to these prompts."""
         trainer = self.trainer
         number = trainer._step // trainer._steps_per_rollout
         micro_batches = trainer.state.max_steps * trainer.args.gradient_accumulation_steps
         after_last = math.ceil(micro_batches / trainer._steps_per_rollout)
         last = min(number + trainer.args.rollouts_ahead, after_last - 1)
-        if new := [self._flight(m, number) for m in range(number, last + 1) if m not in self.flights]:
+        if new := [self._prepare(m, number) for m in range(number, last + 1) if m not in self.pending]:
             if trainer.use_vllm:
                 self.settle()  # no weights may change under a generation
             with trainer.metrics.timed("sync_weights"):
                 self._drawer.publish(number)
-            for flight in new:
-                self.flights[flight.number] = flight
-                self._drawer.submit(flight, partial(self._start_rewards, flight))
-        flight = self.flights[number]
-        self._wait_for([flight])
-        del self.flights[number]
-        if flight.prompts != prompt_ids:
+            for rollout in new:
+                self.pending[rollout.number] = rollout
+                self._drawer.submit(rollout, partial(self._start_rewards, rollout))
+        rollout = self.pending[number]
+        self._wait_for([rollout])
+        del self.pending[number]
+        if rollout.prompts != prompt_ids:
             error = RuntimeError(
-                f"rollout {number} was drawn for other prompts than the training dataloader delivers: rollouts ahead "
-                "need the order of PPOTrainer's own sampler, and rows that are the same each time they are read"
+                f"rollout {number} was drawn for other prompts than the training dataloader delivers: with rollouts "
+                "ahead, keep PPOTrainer's own sampler, and a dataset whose rows read the same each time"
             )
             trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
-        self._taken = flight
-        is_drawn = bool(flight.answers.result().ids)  # else a server has failed, and the weights of now will draw it
-        trainer.metrics.stale(self._staleness(flight) if is_drawn else 0)
-        return flight
+        self._taken = rollout
+        is_drawn = bool(rollout.answers.result().ids)  # else a server has failed, and the weights of now will draw it
+        trainer.metrics.stale(self._staleness(rollout) if is_drawn else 0)
+        return rollout
 
     def started(self) -> dict[int, Started]:
-        """Return the reward functions that were started for the rollout that was taken last, by their place."""
+        """Return the reward functions that were started for the last taken rollout, by index."""
         return self._taken.started if self._taken is not None else {}
 
     def settle(self) -> None:
         """Wait until nothing is being drawn."""
-        self._wait_for(list(self.flights.values()))
+        self._wait_for(list(self.pending.values()))
 
-    def _wait_for(self, flights: list[Flight]) -> None:
-        """Wait for answers; what failed on one process is raised on all."""
+    def _wait_for(self, rollouts: list[Flight]) -> None:
+        """Wait for answers, and raise on all processes what failed on one."""
         trainer = self.trainer
         with trainer.metrics.timed("generate_wait"):
-            for flight in flights:
-                if (error := self._drawer.error_of(flight)) is not None:
+            for rollout in rollouts:
+                if (error := self._drawer.error_of(rollout)) is not None:
                     trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
-        for flight in flights:
-            self._drawer.deliver(flight)
+        for rollout in rollouts:
+            self._drawer.deliver(rollout)
 
     def close(self) -> None:
-        """Draw no more."""
+        """Stop drawing."""
         self._drawer.close()
 
     # ---- Prompts ----
 
-    def _flight(self, number: int, version: int) -> Flight:
+    def _prepare(self, number: int, version: int) -> Flight:
         trainer = self.trainer
         rows, token_ids = with_prompts(self._rows(number), trainer._tokenizer)
         prompts = token_ids or trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
         return Flight(number, version, rows, prompts)
 
     def _rows(self, number: int) -> list[dict[str, Any]]:
-        """Return this process' rows of the dataset in a rollout."""
+        """Return the dataset rows of this process in a rollout."""
         trainer, args = self.trainer, self.trainer.args
         size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
         epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
@@ -143,77 +143,77 @@ class RolloutsAhead:
 
     # ---- Rewards ----
 
-    def _start_rewards(self, flight: Flight, answers: Answers) -> None:
-        """Start the reward functions whose time goes by elsewhere, each when it is done with the rollout before."""
+    def _start_rewards(self, rollout: Flight, answers: Answers) -> None:
+        """Start the reward functions that run in the background, each after it has scored the rollout before."""
         try:
-            self._start_each(flight, answers)
+            self._start_each(rollout, answers)
         except Exception as error:  # what is not started here is started when the rollout is taken up, and fails there
-            logger.warning(f"No reward function was started when rollout {flight.number} was drawn: {error!r}")
+            logger.warning(f"No reward function was started when rollout {rollout.number} was drawn: {error!r}")
 
-    def _start_each(self, flight: Flight, answers: Answers) -> None:
+    def _start_each(self, rollout: Flight, answers: Answers) -> None:
         trainer = self.trainer
         places = [place for place, function in enumerate(self._functions) if function.in_background]
         if not places or not answers.ids:  # a server has failed
             return
         texts = self._tokenizer.batch_decode(answers.ids, skip_special_tokens=True)
-        prompts = [row["prompt"] for row in flight.rows]
+        prompts = [row["prompt"] for row in rollout.rows]
         is_chat = is_conversational({"prompt": prompts[0]})
         completions = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
         ended = [ids[-1] in trainer.eos_token_ids for ids in answers.ids]
-        inputs = with_answers(flight.rows, flight.prompts, ended)
+        inputs = with_answers(rollout.rows, rollout.prompts, ended)
         given = given_to_rewards(inputs, prompts, completions, answers.ids)
         state = copy.copy(trainer.state)  # it goes on while they run: they see the step of the weights
-        state.global_step = flight.version * self._optimizer_steps
+        state.global_step = rollout.version * self._optimizer_steps
         with self._starting:
             for place in places:
-                function = _behind(self._last.get(place), self._functions[place].function)
-                flight.started[place] = self._last[place] = Started(function, **given, trainer_state=state)
+                function = _called_after(self._last.get(place), self._functions[place].function)
+                rollout.started[place] = self._last[place] = Started(function, **given, trainer_state=state)
 
     @property
     def _optimizer_steps(self) -> int:
         """Optimizer steps on a rollout."""
         return self.trainer._steps_per_rollout // self.trainer.args.gradient_accumulation_steps
 
-    def _staleness(self, flight: Flight) -> int:
+    def _staleness(self, rollout: Flight) -> int:
         """Return how many optimizer steps there have been since the weights that a rollout was drawn from."""
-        return (flight.number - flight.version) * self._optimizer_steps
+        return (rollout.number - rollout.version) * self._optimizer_steps
 
     # ---- Checkpoints ----
 
     def state_dict(self) -> list[dict[str, Any]]:
         """
-        Return what has been drawn and not yet trained on; the weights that drew it are gone when a run goes on.
+        Return the rollouts that are drawn but not yet trained on: a resumed run no longer has their weights.
 
-        `settle` first. Here no process waits for another.
+        Call `settle` first. No process waits for another here.
         """
         return [
             {
-                "number": flight.number,
-                "version": flight.version,
-                "prompts": flight.prompts,
-                "ids": flight.answers.result().ids,
-                "logprobs": flight.answers.result().logprobs,
+                "number": rollout.number,
+                "version": rollout.version,
+                "prompts": rollout.prompts,
+                "ids": rollout.answers.result().ids,
+                "logprobs": rollout.answers.result().logprobs,
             }
-            for flight in self.flights.values()
+            for rollout in self.pending.values()
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Go on with what had been drawn."""
-        flights = [self._flight(kept["number"], kept["version"]) for kept in state]
-        is_of_these = all(flight.prompts == kept["prompts"] for flight, kept in zip(flights, state, strict=True))
+        """Restore the rollouts that had been drawn."""
+        rollouts = [self._prepare(kept["number"], kept["version"]) for kept in state]
+        is_of_these = all(rollout.prompts == kept["prompts"] for rollout, kept in zip(rollouts, state, strict=True))
         if self.trainer._is_changed and not all(gather_object([is_of_these])):  # `resume_anyway`
             logger.warning("What had been drawn ahead is drawn anew: this run has other prompts than the one before.")
             return
-        for flight, kept in zip(flights, state, strict=True):
-            flight.prompts = kept["prompts"]  # which are compared with those that the Trainer delivers
+        for rollout, kept in zip(rollouts, state, strict=True):
+            rollout.prompts = kept["prompts"]  # which are compared with those that the Trainer delivers
             answers = Answers(kept["ids"], kept["logprobs"])
-            flight.answers.set_result(answers)
-            self.flights[flight.number] = flight
-            self._start_rewards(flight, answers)
+            rollout.answers.set_result(answers)
+            self.pending[rollout.number] = rollout
+            self._start_rewards(rollout, answers)
 
 
-def _behind(before: Started | None, function: Callable) -> Callable:
-    """Have a function called when it is done with the rollout before."""
+def _called_after(before: Started | None, function: Callable) -> Callable:
+    """Return a function that waits for its call on the rollout before, and then calls `function`."""
 
     def called(**kwargs: Any) -> Any:
         if before is not None:
@@ -224,7 +224,7 @@ def _behind(before: Started | None, function: Callable) -> Callable:
 
 
 class _SecondProcess:
-    """Draw in a process beside this one, from a copy of the policy on a device of its own."""
+    """Draw in a second process, from a copy of the policy on its own device."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -235,16 +235,16 @@ class _SecondProcess:
             self.process = RolloutProcess(self._setup())
         self.process.publish(version, _named_weights(self.trainer))
 
-    def submit(self, flight: Flight, arrived: Callable[[Answers], None]) -> None:
+    def submit(self, rollout: Flight, arrived: Callable[[Answers], None]) -> None:
         assert self.process is not None
         process = self.trainer.accelerator.process_index
-        seed = ((self.trainer.args.seed * 1_000_003 + flight.number) * 1_009 + process) % 2**63
-        flight.answers = self.process.submit(Job(flight.number, flight.version, flight.prompts, seed), arrived)
+        seed = ((self.trainer.args.seed * 1_000_003 + rollout.number) * 1_009 + process) % 2**63
+        rollout.answers = self.process.submit(Job(rollout.number, rollout.version, rollout.prompts, seed), arrived)
 
-    def error_of(self, flight: Flight) -> BaseException | None:
-        return flight.answers.exception()
+    def error_of(self, rollout: Flight) -> BaseException | None:
+        return rollout.answers.exception()
 
-    def deliver(self, flight: Flight) -> None:
+    def deliver(self, rollout: Flight) -> None:
         pass
 
     def close(self) -> None:
@@ -283,10 +283,10 @@ def _named_weights(trainer: Any) -> Iterator[tuple[str, Tensor]]:
 
 class _Server:
     """
-    Have a vLLM server draw while this process trains.
+    Let a vLLM server draw while this process trains.
 
-    TRL's `generate` asks twice: its question to the server is put aside and sent in a thread, and when the answers are
-    there, asked again and answered with them. So its collectives run where all processes are.
+    TRL's `generate` is called twice. The first call only starts a thread that sends the request. The second call, once
+    the answers have arrived, returns them. So its collectives run when all processes take part.
     """
 
     def __init__(self, trainer: Any):
@@ -297,43 +297,43 @@ class _Server:
         self.trainer.vllm_generation.sync_weights()
         self.trainer._last_loaded_step = self.trainer.state.global_step
 
-    def submit(self, flight: Flight, arrived: Callable[[Answers], None]) -> None:
+    def submit(self, rollout: Flight, arrived: Callable[[Answers], None]) -> None:
         is_alone = self.trainer.accelerator.num_processes == 1
 
-        def ask(generate: Callable, kwargs: dict[str, Any], said: Future) -> None:
+        def ask(generate: Callable, kwargs: dict[str, Any], future: Future) -> None:
             try:
                 output = generate(**kwargs)
                 if is_alone:  # else only the first process has the answers
                     arrived(Answers(output["completion_ids"], torch.empty(0)))
-                said.set_result(output)
+                future.set_result(output)
             except BaseException as error:  # whoever asks for it would wait for ever
-                said.set_exception(error)
+                future.set_exception(error)
 
         def put_aside(generate: Callable, **kwargs: Any) -> dict[str, Any]:
-            said = self.output[flight.number] = Future()
-            threading.Thread(target=ask, args=(generate, kwargs, said), daemon=True).start()
+            future = self.output[rollout.number] = Future()
+            threading.Thread(target=ask, args=(generate, kwargs, future), daemon=True).start()
             answers = len(kwargs["prompts"]) * kwargs["n"]
             return {"prompt_ids": kwargs["prompts"], "completion_ids": [[]] * answers, "logprobs": None}
 
-        self._generate(flight, put_aside)
+        self._generate(rollout, put_aside)
 
-    def error_of(self, flight: Flight) -> BaseException | None:
-        output = self.output.get(flight.number)
+    def error_of(self, rollout: Flight) -> BaseException | None:
+        output = self.output.get(rollout.number)
         return None if output is None else output.exception()
 
-    def deliver(self, flight: Flight) -> None:
-        if flight.answers.done():
+    def deliver(self, rollout: Flight) -> None:
+        if rollout.answers.done():
             return
-        _, ids, *said = self._generate(flight, lambda _, **__: self.output.pop(flight.number).result())
-        logprobs = [torch.tensor(row) for row in sampled_logprobs(ids, *said)] if ids else []
-        flight.answers.set_result(Answers(ids, pad_sequence(logprobs, batch_first=True) if ids else torch.empty(0)))
+        _, ids, *sampled = self._generate(rollout, lambda _, **__: self.output.pop(rollout.number).result())
+        logprobs = [torch.tensor(row) for row in sampled_logprobs(ids, *sampled)] if ids else []
+        rollout.answers.set_result(Answers(ids, pad_sequence(logprobs, batch_first=True) if ids else torch.empty(0)))
 
     def close(self) -> None:
         pass  # a request that is under way ends with the program, or by itself
 
-    def _generate(self, flight: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
+    def _generate(self, rollout: Flight, answer: Callable[..., dict[str, Any]]) -> tuple:
         vllm = self.trainer.vllm_generation
-        asked = {"prompts": flight.prompts, "images": None, "num_generations": self.trainer.num_generations}
+        asked = {"prompts": rollout.prompts, "images": None, "num_generations": self.trainer.num_generations}
         with ExitStack() as stack:
             if self.trainer.accelerator.is_main_process:
                 generate = partial(answer, vllm.vllm_client.generate)
@@ -345,7 +345,7 @@ class _Server:
 
 
 def rollout_device(args: Any) -> str:
-    """Return the device of the second process of this process: one for all, or one for each of a node, by commas."""
+    """Return the device of this process' second process, from one name for all or a comma-separated list."""
     if args.rollout_device is None:
         return "cpu"
     names = [name.strip() for name in args.rollout_device.split(",")]

@@ -13,7 +13,7 @@ from ..rewards.model import load_classifier
 
 def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any) -> tuple[Any, str]:
     """
-    Load what a critic starts from.
+    Load the model that a critic starts from.
 
     Args:
         path: a causal language model, whose backbone gets a head of zeros, so that V = 0 everywhere, as PPOTrainer's
@@ -26,7 +26,8 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
         The critic, and where it comes from, in words.
 
     Raises:
-        ValueError: it is no sequence classifier of one label, its base is quantised, or two adapters would be one.
+        ValueError: the model is not a sequence classifier with one label, its base is quantised, or `peft_config` is
+            given for a `path` that is an adapter already.
     """
     if is_adapter(path):
         if peft_config is not None:
@@ -52,7 +53,7 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
 
 def check_standalone(critic: Any) -> None:
-    """Raise if a model is no sequence classifier of one label whose values can be trained."""
+    """Raise if a model is not a sequence classifier with one label, or cannot be trained."""
     model = base_model_of(critic)
     if not hasattr(getattr(model, "score", None), "weight"):
         raise ValueError(

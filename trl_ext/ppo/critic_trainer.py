@@ -23,7 +23,7 @@ from .critic_model import check_standalone
 from .evaluation import EvaluationPass
 from .passes import Passes
 
-_NO_TOKEN = -100  # by which the Trainer counts what a step's loss is divided by
+_NO_TOKEN = -100  # the label that the Trainer leaves out when it counts the tokens of a step
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the value loss of a micro-batch, of which those of a step add up to their mean over tokens."""
+        """Compute the value loss of a micro-batch; over a step these add up to the mean over all tokens."""
         values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN  # (B, T) each
         loss, _ = value_loss(values, values, inputs["returns"])
         self._observe(self._train, values.detach(), inputs["returns"], mask)

@@ -1,4 +1,4 @@
-"""What the demonstrations in the training set are worth, for `reward_normalization='reference'`."""
+"""Score the demonstrations in the training set, for `reward_normalization='reference'`."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def mean_demonstration_score(trainer: Any) -> float:
             rewards, trainer.reward_weights, torch.ones(len(rewards), dtype=torch.bool).to(rewards.device)
         )
         stats.add("scores", scores, (rows < len(dataset)).to(scores.device) & ~scores.isnan())
-    # What the functions have logged is of no rollout
+    # Drop what the reward functions logged: it belongs to no rollout
     trainer._pending_metrics.clear()
     trainer._pending_extra_logs.clear()
     return stats.pop(accelerator)["scores"][1].item()

@@ -58,7 +58,7 @@ def limited(function: Callable, seconds: float | None, what: str, **arguments: A
 
 @dataclass
 class Call:
-    """A call of a tool."""
+    """Record one tool call."""
 
     turn: int  # of the row, from 0
     name: str
@@ -69,7 +69,7 @@ class Call:
 @dataclass
 class Calls:
     """
-    The calls of tools in one rollout, by row.
+    Record the tool calls of one rollout, by row.
 
     Args:
         timeout: seconds that a call may take; None for no limit.
@@ -78,12 +78,12 @@ class Calls:
 
     timeout: float | None
     mistakes: Mistakes
-    turn: int = -1  # that is being drawn
+    turn: int = -1  # the turn that is being drawn
     made: dict[int, list[Call]] = field(default_factory=dict)
     rewards: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
-        """Return TRL's tools of each row, so that each call is limited and noted."""
+        """Wrap the tools of each row, so that each call is recorded and has a time limit."""
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)
@@ -122,7 +122,7 @@ class Calls:
             self._reward(row, environment)
 
     def _reward(self, row: int, environment: Any) -> None:
-        """Ask an environment for the reward of the call that it has just answered, if it gives one."""
+        """Record the environment's reward for the last call, if it has `_step_reward`."""
         ask = getattr(environment, "_step_reward", None)
         if ask is None:
             return
@@ -146,7 +146,7 @@ Pool = dict[str | None, list[Any]]  # TRL's: of each environment's name its inst
 
 
 def identities_of(tools: list[Callable], pool: Pool) -> dict[str, str]:
-    """Say which tools and environments these are, by their sources."""
+    """Return an identity of each tool and environment, made from its source."""
     facts = {f"tool {get_callable_name(tool)}": source_identity(tool) for tool in tools}
     names = {name: type(each[0]) for name, each in pool.items()}
     return facts | {f"environment {name or kind.__name__}": source_identity(kind) for name, kind in names.items()}
@@ -176,19 +176,19 @@ def what_reset_leaves(
     """
     Return what differs after `reset` for the same row: names of attributes, or "what it says".
 
-    An environment for which that is nothing needs no `_state_dict`: a run that goes on from a checkpoint is the same.
+    If nothing differs, the environment needs no `_state_dict`: a resumed run is the same without it.
 
     Args:
         played: an environment after an episode.
         fresh: one of the same class that has not been used.
-        row: of the dataset.
-        same_draws: within it the global random generators begin with the same numbers each time.
+        row: a row of the dataset.
+        same_draws: a context that gives the global random generators the same seed each time.
     """
     seen: list[dict[str, bytes]] = []
     for environment in (played, fresh):
         with same_draws():
-            said = environment.reset(**row)
-        seen.append({"what it says": repr(said).encode(), **_pickled(vars(environment))})
+            observation = environment.reset(**row)
+        seen.append({"what it says": repr(observation).encode(), **_pickled(vars(environment))})
     return [name for name in seen[0] if seen[0][name] != seen[1].get(name)]
 
 
@@ -203,7 +203,7 @@ def _pickled(attributes: dict[str, Any]) -> dict[str, bytes]:
 
 
 class NoEnvironment:
-    """Stands in for an environment that could not be made, until the rollout says so on all processes."""
+    """Replace an environment that could not be made, until the rollout raises on all processes."""
 
     def reset(self, **row: Any) -> None:
         return None
@@ -215,8 +215,7 @@ def guarded(
     """
     Return a factory of environments that cannot stop a run on one process alone.
 
-    What one of them does wrong in `reset` is noted, to be raised on all processes, and what `reset` does with the row
-    changes no row.
+    An error in `reset` is noted, and later raised on all processes. `reset` gets a copy of the row.
 
     Args:
         factory: a class, or a function without arguments.
@@ -271,7 +270,7 @@ def guarded(
 
 
 def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
-    """Return a reward function: what `_step_reward` of an environment gave after each call, at the turn's end."""
+    """Return a reward function that gives the rewards of `_step_reward`, at the last token of each turn."""
 
     def function(environments: list, completion_ids: list[list[int]], **_: Any) -> list[list[float] | None]:
         now = collection()
@@ -286,7 +285,7 @@ def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
 
 
 def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: Any, datasets: list) -> None:
-    """Refuse settings and data with which tools and environments cannot work."""
+    """Raise if tools and environments cannot work with these settings and data."""
     given = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
     named = [name for name, value in given.items() if value]
     if not named:

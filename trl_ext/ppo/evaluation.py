@@ -38,7 +38,7 @@ class EvaluationPass:
 
     @property
     def prefix(self) -> str:
-        """What the names of this pass' metrics begin with."""
+        """Prefix of this pass' metric names."""
         return "greedy/" if self.is_greedy else ""
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
@@ -87,14 +87,14 @@ def greedy(trainer: Any) -> Iterator[None]:
 
 
 def end_progress(trainer: Any) -> None:
-    """End the progress bar of a pass over the evaluation data: the next pass has as many batches again."""
+    """End the progress bar of a pass over the evaluation data: the next pass starts its own."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback):
             callback.on_predict(trainer.args, trainer.state, trainer.control)
 
 
 def sampling_seed(args: Any, process: int) -> int:
-    """Return the seed that a process draws answers by: of those on which one vLLM engine lies, the same."""
+    """Return the seed that a process draws answers by: processes that share a vLLM engine get the same."""
     together = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
     return args.seed + process // together
 

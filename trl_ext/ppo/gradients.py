@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def drop(parameters: Any) -> None:
-    """Leave these parameters out of the step: an optimizer skips what has no gradient."""
+    """Leave these parameters out of the step: an optimizer skips parameters without a gradient."""
     for parameter in parameters:
         parameter.grad = None
 

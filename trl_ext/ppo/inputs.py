@@ -123,7 +123,7 @@ def check_inputs(
     has_environments=False,
     adds_columns=False,
 ) -> None:
-    """Refuse, before anything is loaded, what could only fail later."""
+    """Raise for wrong arguments before anything is loaded."""
     if not isinstance(args, PPOConfig):
         raise TypeError(f"`args` must be a `PPOConfig`, got {type(args).__name__}.")
     if args.use_vllm and not is_vllm_available():
@@ -213,7 +213,7 @@ def check_inputs(
 
 
 def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:
-    """Raise for the first row of `input_ids` that is no list of the policy's tokens, or has a mask of other length."""
+    """Raise for the first row whose `input_ids` are not token ids of the policy, or whose mask has another length."""
     columns = [column for column in ("input_ids", "attention_mask") if column in dataset.column_names]
     for row, example in enumerate(dataset.with_format(None).select_columns(columns)):
         ids, mask = example["input_ids"], example.get("attention_mask")
@@ -297,7 +297,7 @@ def check_prompt_lengths(
     max_completion_length: int,
     datasets: list[tuple[str, Dataset | None]],
 ) -> None:
-    """Raise if a prompt is empty, holds what is no token, or leaves no room for an answer in the policy's context.
+    """Raise if a prompt is empty, has a wrong token id, or leaves no room for an answer in the policy's context.
 
     `measure` returns how many tokens the policy is given for each of some rows.
     """

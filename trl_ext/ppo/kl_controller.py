@@ -1,4 +1,4 @@
-"""The coefficient of the KL penalty, and how it moves."""
+"""Set the coefficient of the KL penalty."""
 
 import math
 
@@ -11,7 +11,7 @@ logger = logging.get_logger(__name__)
 
 
 class KLController:
-    """Holds `kl_coef`: constant, or steered to `kl_target` by the rule of Ziegler et al. (1909.08593)."""
+    """Hold `kl_coef`: constant, or moved to `kl_target` by the rule of Ziegler et al. (1909.08593)."""
 
     def __init__(self, args: PPOConfig):
         self.args = args
@@ -38,7 +38,7 @@ class KLController:
             )
 
     def scale(self, factor: float) -> None:
-        """Multiply the coefficient by what callbacks asked for, up to `kl_coef_max`."""
+        """Multiply the coefficient by the factor that callbacks asked for, up to `kl_coef_max`."""
         if factor == 1.0:
             return
         self.kl_coef *= factor

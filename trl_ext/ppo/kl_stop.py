@@ -1,4 +1,4 @@
-"""When to stop updating on a rollout."""
+"""Stop updating on a rollout when the approximate KL is too large."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What a PPO run reports. Nothing here is read by the algorithm: without it the same weights come out."""
+"""Report the metrics of a PPO run. The algorithm reads none of them: without them the weights are the same."""
 
 import time
 from collections import defaultdict
@@ -66,7 +66,7 @@ class PPOMetrics:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Leave the time spent here out of the report: evaluation is no part of training."""
+        """Leave the time spent here out of the report, since evaluation is not training."""
         seconds = dict(self._seconds)
         try:
             yield
@@ -92,7 +92,7 @@ class PPOMetrics:
             rewards: (B, T), before whitening.
             advantages: (B, T).
             returns: (B, T).
-            kl_coef: with which the rewards were made.
+            kl_coef: the coefficient used in the rewards.
         """
         self._observe(self.train, rollout, torch.ones_like(rollout.ended), "")
         self.episodes += len(scores) * self.accelerator.num_processes
@@ -116,7 +116,7 @@ class PPOMetrics:
                 self.train.add(f"sampling/logprob_difference_p{percent}", number)
 
     def added(self, metrics: dict[str, float]) -> None:
-        """Observe what the trainer's `rollout_metrics` returned; raise for what is no number."""
+        """Observe what the trainer's `rollout_metrics` returned; raise if a value is not a number."""
         for name, value in metrics.items():
             if not isinstance(value, (int, float)):
                 raise TypeError(

@@ -1,4 +1,4 @@
-"""Forwards of the policy, the critic and the reference over the rows of a rollout."""
+"""Run the policy, the critic and the reference over the rows of a rollout."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from ..models.weights import base_model_of, unwrapped
 
 class Passes:
     """
-    Run a model over (B, P + T) rows without their padding, and put what it says of the response tokens into (B, T).
+    Run a model over (B, P + T) rows without their padding, and return its outputs for the response tokens as (B, T).
 
     Every call makes the same number of forwards on every process, as sharded models need.
 
     Args:
         accelerator: of the trainer.
-        args: of the trainer, of which `padding_free`, `pad_to_multiple_of` and `max_completion_length` are read.
+        args: of the trainer; `padding_free`, `pad_to_multiple_of` and `max_completion_length` are used.
     """
 
     def __init__(self, accelerator: Any, args: Any):
@@ -45,7 +45,7 @@ class Passes:
             asked: of [`ActorCritic.forward`]; the reference gives log-probs alone.
 
         Returns:
-            (B, T) for each (N,) output, 0 at what is no response token; and `aux_loss` as it is.
+            (B, T) for each (N,) output, 0 where there is no response token; and `aux_loss` unchanged.
         """
         hidden_size = None if "output_router_logits" in asked else self._packs(model)
         config = unwrapped(model).config.get_text_config()
@@ -61,11 +61,11 @@ class Passes:
                 self.args.pad_to_multiple_of,
                 one_sequence="flash" in str(config._attn_implementation),
             )
-            said = self._forward(model, packed, **asked)
-            outputs.append({k: packed.unpack(v) if v.ndim else v for k, v in said.items()})
+            output = self._forward(model, packed, **asked)
+            outputs.append({k: packed.unpack(v) if v.ndim else v for k, v in output.items()})
         back = torch.tensor(order).argsort().to(ids.device)
         return {
-            name: torch.cat([said[name] for said in outputs])[back] if value.ndim else value
+            name: torch.cat([output[name] for output in outputs])[back] if value.ndim else value
             for name, value in outputs[0].items()
         }
 
@@ -91,25 +91,25 @@ class Passes:
         module = unwrapped(model)
         config = module.config.get_text_config()
         if id(module) not in self._keeps_apart:
-            self._keeps_apart[id(module)] = self._seen_apart(model, config.vocab_size)
+            self._keeps_apart[id(module)] = self._test_apart(model, config.vocab_size)
             if not self._keeps_apart[id(module)]:
                 name = type(base_model_of(module)).__name__
-                self.accelerator.print(f"{name} does not keep packed rows apart, so that its rows are padded.")
+                self.accelerator.print(f"{name} does not keep packed rows apart, so its rows are padded.")
         return config.hidden_size if self._keeps_apart[id(module)] else None
 
     @torch.no_grad()
-    def _seen_apart(self, model: Any, vocabulary: int) -> bool:
+    def _test_apart(self, model: Any, vocabulary: int) -> bool:
         module = unwrapped(model)
         if not positions(module, None, torch.empty(0)):
             return False
         asked = {"with_values": True} if hasattr(module, "critic") else {}
 
-        def said(packed: Packed) -> list[Tensor]:
+        def outputs_of(packed: Packed) -> list[Tensor]:
             return [x for x in self._forward(model, packed, **asked).values() if x.ndim]
 
         is_training = module.training
         module.eval()  # dropout would tell apart what is equal
         try:
-            return keeps_rows_apart(said, vocabulary, self.accelerator.device)
+            return keeps_rows_apart(outputs_of, vocabulary, self.accelerator.device)
         finally:
             module.train(is_training)

@@ -1,4 +1,4 @@
-"""A reference that `sync_ref_model` moves."""
+"""Move the reference towards the policy, for `sync_ref_model`."""
 
 import os
 from typing import Any

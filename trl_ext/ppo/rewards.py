@@ -1,4 +1,4 @@
-"""What stands between the trainer and its reward functions."""
+"""Wrap the trainer's reward functions: check their results and collect their errors."""
 
 import math
 import os
@@ -53,10 +53,11 @@ class CheckedReward:
     """
     A reward function as TRL calls it: async ones are awaited, and mistakes are noted instead of raised.
 
-    Of scores of single tokens TRL gets the sum; `token_scores` keeps those of the last call, None for other rows.
+    If a function scores single tokens, TRL gets their sum. `token_scores` keeps them for the last call, with None for
+    rows that were scored as a whole.
 
-    A function whose time goes by elsewhere can be started before, with [`CheckedReward.start`]. TRL's call then waits
-    for it. Any other call is made within `around`.
+    A function that runs in the background can be started early with [`CheckedReward.start`]. TRL's call then waits for
+    it. Any other call runs within the context `around`.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class CheckedReward:
 
     def start(self, waiting: AbstractContextManager, started: Started | None = None, **kwargs: Any) -> None:
         """
-        Start the function in a thread if its time goes by elsewhere, unless it has been `started` with the same rows.
+        Start the function in a thread if it runs in the background, unless it has been `started` with the same rows.
 
         `waiting` is entered to wait for it.
         """
@@ -85,7 +86,7 @@ class CheckedReward:
             self._started, self._waiting = started or Started(self.function, **kwargs), waiting
 
     def forget(self) -> None:
-        """Wait no more for what was started."""
+        """Stop waiting for the function that was started."""
         self._started = None
 
     def __call__(self, prompts: list, completion_ids: list, **kwargs: Any) -> list[float | None]:
@@ -129,7 +130,7 @@ def background_last(functions: list[CheckedReward]) -> list[int]:
 
 
 class AdapterReward:
-    """Stand for a reward model that was saved as an adapter, until the policy is there whose base it may share."""
+    """Hold the path of a reward model saved as an adapter, until the policy whose base it may share is loaded."""
 
     def __init__(self, path: str):
         self.path = path

@@ -1,4 +1,4 @@
-"""Who is who: reference, critic and reward models, each its own model or an adapter on the policy's base."""
+"""Make the reference, critic and reward models: each is its own model or an adapter on the policy's base."""
 
 import copy
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def check_roles(
     model: Any, args: PPOConfig, reward_funcs: list, value_model: Any, peft_config: Any, critic_peft_config: Any
 ) -> list:
     """
-    Refuse adapters that cannot be right.
+    Raise if the adapters and settings cannot work together.
 
     Returns:
         The reward functions. Those that were saved as adapters are kept back from GRPO, which would load a base each.
@@ -86,7 +86,7 @@ def check_roles(
             )
         if args.share_reward_base == "always" and is_adapter(reward) and not is_peft:
             raise ValueError(
-                f"`share_reward_base='always'`, but the policy trains all of its weights, so that {reward} needs "
+                f"`share_reward_base='always'`, but the policy trains all of its weights, so {reward} needs "
                 "a base of its own: pass `peft_config`, or use 'auto'."
             )
     return [AdapterReward(reward) if is_adapter(reward) else reward for reward in reward_funcs]
@@ -106,7 +106,7 @@ def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
 
 
 def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
-    """Refuse, for a policy with adapters, what would silently train wrong ones."""
+    """Raise if a policy with adapters would silently train with wrong gradients or samples."""
     check_modules(policy, policy.peft_config[POLICY], "peft_config")
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.activation_checkpointing:
@@ -240,7 +240,7 @@ class Rewards:
         return heads
 
     def identities(self) -> dict[str, Any]:
-        """Say which rewards these are: of models the weights and the tokenizer, of functions the source."""
+        """Return the identity of each reward: a model's weights and tokenizer, or a function's source."""
         facts: dict[str, Any] = {"rewards": self.names}
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
             if isinstance(reward, AdapterReward):
@@ -271,7 +271,7 @@ class Rewards:
         Return one checked function for each, models included.
 
         `forward` runs the actor-critic, as FSDP or DeepSpeed have wrapped it by then, for those that share its base.
-        `own_draws` keeps what is drawn at random within it from moving the training's; what only measures runs in it.
+        `own_draws` is a context with its own random state. Functions of weight 0 run in it, to leave training alone.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -316,7 +316,7 @@ def why_separate(loader: Loader, path: str, share: Share) -> str | None:
 
 
 def fingerprint_beside(loader: Loader, adapter: str) -> dict[str, str]:
-    """Return the fingerprint of the policy's base; nothing if an adapter names it, so that no weight need be read."""
+    """Return the fingerprint of the policy's base; empty, and no weight read, if the adapter names this base."""
     base = hub_identity(loader.path, loader.init_kwargs.get("revision"))
     # On all processes: ZeRO-3 gathers
     return {} if names_base(adapter, loader.policy, base) else base_fingerprint(loader.policy)
@@ -337,7 +337,7 @@ def make_actor_critic(
 
     Args:
         rewards, heads: the reward models, and the heads of those on the policy's base.
-        value_model: a path or an object; None for a critic made of what is there.
+        value_model: a path or an object; None makes the critic from a reward model or the policy.
         critic_config: of the critic's adapter.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One rollout: what the policy answered, what that is worth, and the micro-batches that PPO makes of it."""
+"""Hold one rollout: the answers, their log-probs, values and scores, and the micro-batches made from it."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,7 +69,7 @@ class Rollout:
 
     @property
     def mask(self) -> Tensor:
-        """(B, T): tokens that the policy drew, of the rows that take part. Everything of PPO is over these alone."""
+        """(B, T): tokens that the policy drew, of the rows that take part. PPO uses these alone."""
         return self.drawn * self.valid[:, None]
 
     @cached_property
@@ -183,7 +183,7 @@ def summed_token_scores(
         weights: (F,).
         ended: (B,), whether the response ends by EOS.
         width: T.
-        missing_eos_score: replaces the score of a response without EOS, so that nothing is left for its tokens.
+        missing_eos_score: replaces the score of a response without EOS; its tokens then get none.
 
     Returns:
         (B, T), on the device of `ended`; None if no function with a weight scored any token.
@@ -209,8 +209,8 @@ class Collection:
     `_calculate_rewards`, come our passes and the scores. TRL keeps neither the reference's log-probs nor the values.
 
     Args:
-        trainer: that collects.
-        inputs: rows of the dataset, one for each response.
+        trainer: the trainer that collects.
+        inputs: dataset rows, one for each response.
     """
 
     def __init__(self, trainer: Any, inputs: list[dict[str, Any]]):
@@ -220,7 +220,7 @@ class Collection:
         self.completion_ids: list[list[int]] = []
         self.tool_mask: list[list[int]] | None = None  # 1 = drawn by the policy; None if all tokens are
         self.drawn_first: list[list[int]] | None = None  # what the sampler answered to the prompts
-        self.drawn_logprobs: list[list[float]] | None = None  # of each token, under which it was drawn; 0 for a tool's
+        self.drawn_logprobs: list[list[float]] | None = None  # of each token when it was drawn; 0 for tools'
         self.ended: list[bool] = []
         self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
         self.tensors: dict[str, Tensor] = {}
@@ -241,7 +241,7 @@ class Collection:
         return output
 
     def rows_with_answers(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows as reward functions are given them."""
+        """Return the rows with the columns that reward functions get."""
         rows = with_answers(inputs, self.prompt_ids, self.ended)
         is_greedy = self.trainer._evaluation is not None and self.trainer._evaluation.is_greedy
         return [{**row, "is_greedy": True} for row in rows] if is_greedy else rows
@@ -263,27 +263,27 @@ class Collection:
         width, size = tensors["completion_ids"].size(1), args.local_rollout_forward_batch_size
         drawn = self._drawn_logprobs(tensors)
         trusted = drawn if trainer._trusts_sampler else None
-        said: dict[str, Any] = {"logprobs": trusted}
+        outputs: dict[str, Any] = {"logprobs": trusted}
         goes_on = args.bootstrap_truncated and trainer.model.training
         if goes_on:  # a token behind each answer, for the value after its last one
             ids, lengths = torch.cat([ids, ids[:, -1:]], dim=1), [(asked, drawn + 1) for asked, drawn in lengths]
         asked = {"with_logprobs": trusted is None, "with_values": trainer.model.training}
         with torch.no_grad(), trainer._no_checkpointing(), trainer.metrics.timed("logprobs"):
             if any(asked.values()):
-                said |= trainer._passes(trainer.model, ids, lengths, width + goes_on, size, **asked)
+                outputs |= trainer._passes(trainer.model, ids, lengths, width + goes_on, size, **asked)
             if args.use_ref_model:
-                said["ref_logprobs"] = trainer._reference_logprobs(ids, lengths, width + goes_on, size)
+                outputs["ref_logprobs"] = trainer._reference_logprobs(ids, lengths, width + goes_on, size)
         self.passes = {
             "sampler_logprobs": drawn if trusted is None else None,
             "end_values": None,
-            **{name: said.get(name) for name in ("logprobs", "ref_logprobs", "values")},
+            **{name: outputs.get(name) for name in ("logprobs", "ref_logprobs", "values")},
         }
         if goes_on:
             is_behind = torch.arange(width + 1, device=ids.device) == tensors["completion_mask"].sum(1)[:, None]
-            self.passes["end_values"] = torch.where(is_behind, said["values"], 0.0).sum(1)
+            self.passes["end_values"] = torch.where(is_behind, outputs["values"], 0.0).sum(1)
             for name in ("ref_logprobs", "values", *(["logprobs"] if trusted is None else [])):
-                if said.get(name) is not None:
-                    self.passes[name] = torch.where(is_behind, 0.0, said[name])[:, :width].contiguous()
+                if outputs.get(name) is not None:
+                    self.passes[name] = torch.where(is_behind, 0.0, outputs[name])[:, :width].contiguous()
 
     def rollout(self) -> Rollout:
         """Return what was collected."""
@@ -350,7 +350,7 @@ class Collection:
         return {name: padded(*given, multiple=multiple).to(device) for name, given in rows.items()}
 
     def _drawn_logprobs(self, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Return the (B, T) log-probs under which the answers were drawn, if every process has all of its own."""
+        """Return the (B, T) log-probs of the sampler; None unless every process has all of its own."""
         trainer, mask = self.trainer, tensors["completion_mask"]
         logprobs = None
         if trainer._keeps_logprobs and self.drawn_logprobs is not None and self._is_as_drawn():
@@ -389,7 +389,7 @@ def waits_for_tools(completion: Any) -> bool:
 
 def onto_policy_tokens(values: Tensor, tool_mask: Tensor) -> Tensor:
     """
-    Move what belongs to tokens of a tool onto the policy's last token before them, so that each row keeps its sum.
+    Move the values at tool tokens onto the policy's last token before them. Each row keeps its sum.
 
     Args:
         values: (B, T), any unit.
@@ -420,7 +420,7 @@ def padded(
 
 
 def with_answers(rows: list[dict[str, Any]], prompt_ids: list[list[int]], ended: list[bool]) -> list[dict[str, Any]]:
-    """Return the rows with what reward functions are given beside the dataset's columns."""
+    """Add the columns `prompt_ids` and `finished`, which reward functions get beside those of the dataset."""
     return [
         {**row, "prompt_ids": asked, "finished": finished}
         for row, asked, finished in zip(rows, prompt_ids, ended, strict=True)
@@ -434,7 +434,7 @@ def given_to_rewards(
     completion_ids: list[list[int]],
     environments: list | None = None,
 ) -> dict[str, Any]:
-    """Return what TRL calls a reward function with, but for its loggers and the state."""
+    """Return the arguments that TRL calls a reward function with, except its loggers and the state."""
     columns = {key: [row[key] for row in rows] for key in rows[0]}
     if environments is not None:
         columns["environments"] = environments
@@ -460,7 +460,7 @@ def permuted(lengths: list[int], mini_batches: int, seed: int) -> list[int]:
     """
     Return the order of rows for a pass over a rollout: which minibatch a row is in depends on the seed alone.
 
-    Within a minibatch the shorter rows come first, so that a micro-batch has rows of about one length. The gradient of
+    Within a minibatch the shorter rows come first, so a micro-batch has rows of similar length. The gradient of
     the minibatch is the same.
     """
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed % 2**63)).tolist()

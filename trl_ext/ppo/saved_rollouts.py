@@ -54,9 +54,9 @@ def with_token_ids(
             f"the rollouts have {given[0]}, but no {missing_ids}: give both, or neither to read the texts"
         )
     if "finished" in dataset.column_names:
-        for row, said in enumerate(dataset["finished"]):
-            if not isinstance(said, bool):
-                raise ValueError(f"rollout {row} has `finished` {said!r}: it must be true or false")
+        for row, stated in enumerate(dataset["finished"]):
+            if not isinstance(stated, bool):
+                raise ValueError(f"rollout {row} has `finished` {stated!r}: it must be true or false")
     if has_ids:
         prompts, completions = (dataset[name][:] for name in _IDS)
     else:
@@ -118,20 +118,20 @@ def _check_texts_of_ids(
 ) -> None:
     """Raise if the ids say another text, or another end, than the row does: they are of another tokenizer."""
     if "finished" in dataset.column_names:
-        for row, (said, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
-            if said != found:
+        for row, (stated, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
+            if stated != found:
                 raise ValueError(
-                    f"rollout {row} says `finished: {str(said).lower()}`, but its last token is "
+                    f"rollout {row} says `finished: {str(stated).lower()}`, but its last token is "
                     f"{completions[row][-1]}, and completions end by one of {ends}: give the policy's tokenizer"
                 )
     if "completion" in dataset.column_names:
         some = dataset.select(range(min(len(dataset), _CHECKED)))["completion"][:]
-        for row, (said, text) in enumerate(
+        for row, (stated, text) in enumerate(
             zip(some, answer_texts(tokenizer, completions[: len(some)], ends), strict=True)
         ):
-            if (said if isinstance(said, str) else said[-1]["content"]) != text:
+            if (stated if isinstance(stated, str) else stated[-1]["content"]) != text:
                 raise ValueError(
-                    f"rollout {row} has ids that read {text[:60]!r}, its text is {str(said)[:60]!r}: they are of "
+                    f"rollout {row} has ids that read {text[:60]!r}, its text is {str(stated)[:60]!r}: they are of "
                     "another tokenizer"
                 )
 
@@ -170,7 +170,7 @@ def score_rollouts(
 
     Raises:
         ValueError: the rows have no texts.
-        RuntimeError: a function failed, or gave what is no score.
+        RuntimeError: a function failed, or returned something that is not a score.
     """
     if missing := {"prompt", "completion"} - {*dataset.column_names}:
         raise ValueError(
@@ -216,8 +216,8 @@ def with_returns(
 
     R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's:
     the weighted score at the last token, after the rule for a missing EOS, standardised and clipped, or where a
-    function scored tokens at these. There is no KL term: the policy that drew the rollouts is the reference, so that
-    the log-probs are equal, and r_k = 0 elsewhere.
+    function scored tokens at these. There is no KL term: the policy that drew the rollouts is the reference, so the
+    log-probs are equal, and r_k = 0 elsewhere.
 
     Args:
         dataset: rows of [`with_token_ids`].
@@ -284,7 +284,7 @@ def with_returns(
 
 def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Dataset, Dataset | None]:
     """
-    Cut at least `eval_size` rows off, never rows of one prompt on both sides.
+    Hold out at least `eval_size` rows; all rows of a prompt stay on one side.
 
     Args:
         dataset: rows with `prompt_ids`.

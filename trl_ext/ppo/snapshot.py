@@ -1,4 +1,4 @@
-"""What an exact resume of PPO needs beside what the Trainer saves."""
+"""Save the state that an exact resume of PPO needs and the Trainer does not save."""
 
 import os
 import pickle
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class Snapshot:
-    """One process' state between two optimizer steps; everything is plain data or CPU tensors."""
+    """Hold one process' state between two optimizer steps, as plain data and CPU tensors."""
 
     step: int  # micro-batches trained on
     skip_until: int  # `step` at which updates go on after `max_approx_kl`

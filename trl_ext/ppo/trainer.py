@@ -105,9 +105,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     """
     Train with Proximal Policy Optimization (1707.06347): a critic, GAE and per-token KL rewards (1909.08593).
 
-    It stands on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
+    It builds on TRL's maintained on-policy trainer, which loads, generates, scores and logs. The algorithm is in
     `_generate_and_score_completions` (from prompts to advantages) and `_compute_loss`. A subclass changes it by
-    overriding `token_rewards`, `advantages` or `rollout_metrics`, which are given a [`Rollout`]. The other methods are
+    overriding `token_rewards`, `advantages` or `rollout_metrics`, which get a [`Rollout`]. The other methods are
     hooks that TRL and transformers call.
 
     Args:
@@ -128,10 +128,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             Tokenizers of the policy and of each reward model.
         value_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Critic: a sequence classifier with one label, of another size if you like, and with the policy's tokenizer:
-            it needs a row for each token, but not as many as the policy. (Ids beyond, which are no token's, it reads
-            as its last row.) If not given, a copy of the first reward model with a weight that has the policy's
-            tokenizer and as many rows, else the policy's backbone with a zero head; for a policy with an adapter, see
-            `peft_config`. The folder of a critic that was saved as an adapter becomes an adapter again.
+            it needs a row for each token, but not as many as the policy. (Ids beyond its
+            rows belong to no token; it reads them as its last row.) If not given, a copy of the first reward model
+            with a weight that has the policy's tokenizer and as many rows, else the policy's backbone with a zero
+            head; for a policy with an adapter, see `peft_config`. The folder of a critic that was saved as an adapter
+            becomes an adapter again.
         ref_model (`str` or [`~transformers.PreTrainedModel`], *optional*):
             Reference, with at least as many rows as the policy. If not given, a frozen copy of the weights passed in
             as `model`.
@@ -338,7 +339,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
         self._eval_pool: dict | None = None  # environments of evaluations, once there was one
-        self._has_told_of_states = True  # until a training starts
+        self._has_warned_of_states = True  # until a training starts
         self._ahead: RolloutsAhead | None = None  # while training with `rollouts_ahead`
         self._skip_until = 0  # `_step` at which updates go on after `max_approx_kl`
         self._kl_stop = ApproxKLStop(args.max_approx_kl)
@@ -369,7 +370,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 self.reward_weights = torch.cat([self.reward_weights, torch.ones(1)])
 
     def _adapt_grpo(self, policy: Any) -> None:
-        """Change what GRPO's constructor has set in its own way."""
+        """Change what GRPO's constructor has set differently."""
         args = self.args
         self.reward_clip_range = args.reward_clip_range
         self.beta = 0.0  # our passes have the reference's log-probs
@@ -430,7 +431,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             self.model.train(is_training)
 
     def _own_draws(self) -> AbstractContextManager:
-        """Have what is drawn within depend on the seed and the step, and move nothing that training draws."""
+        """Draw from the seed and the step within this context, and leave the training's random state alone."""
         batch = self._evaluation.seen if self._evaluation is not None else 0
         return untouched_rng(self.accelerator, self.args, self.state.global_step + batch)
 
@@ -535,7 +536,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return {}
 
     def _collect(self, inputs: list[dict[str, Any]]) -> Rollout:
-        """Have TRL generate and score answers to the prompts, and keep all that PPO needs of it."""
+        """Let TRL generate and score the answers, and keep everything that PPO needs."""
         self._actor_critic.train_adapters()
         if self.model.training:
             self.kl_controller.scale(take_kl_scale(self.state))
@@ -545,9 +546,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         finally:
             for function in self.reward_funcs:
                 function.forget()
-        if self.environments is not None and self.model.training and not self._has_told_of_states:
-            self._tell_of_states(self._collection.rows)
-            self._has_told_of_states = True
+        if self.environments is not None and self.model.training and not self._has_warned_of_states:
+            self._warn_of_kept_states(self._collection.rows)
+            self._has_warned_of_states = True
         return self._collection.rollout()
 
     def _generate(self, prompts: list) -> tuple:
@@ -562,7 +563,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
         output = super()._tool_call_loop(*args, **kwargs)
         while self._draws_together and self._who_draws(False):  # their turns are more than ours
-            self._drawn([[self._tokenizer.pad_token_id]], None, {}, 1)
+            self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
         return output
 
     @property
@@ -576,7 +577,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return int(self.accelerator.gather(torch.tensor([is_drawing], device=self.accelerator.device)).sum())
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
-        """Make our passes, then score: what scores in the background has the time of the passes."""
+        """Run the models, then score: reward functions in the background run meanwhile."""
         collection = self._collection
         rows = collection.rows_with_answers(inputs)
         collection.start_scoring(rows, prompts, completions)
@@ -585,7 +586,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return collection.rewards_per_func
 
     def _scored(self, rows: list, prompts: list, completions: list, completion_ids: list) -> Tensor:
-        """Return what the reward functions give, (rows of all processes, F); those in the background come last."""
+        """Return the rewards, (rows of all processes, F); functions in the background are called last."""
         order = background_last(self.reward_funcs)
         functions, names = ([each[i] for i in order] for each in (self.reward_funcs, self.reward_func_names))
         with self.metrics.timed("score"), temporarily(self, reward_funcs=functions, reward_func_names=names):
@@ -608,7 +609,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     @property
     def _keeps_logprobs(self) -> bool:
-        """Whether the log-probs under which answers are drawn are wanted."""
+        """Whether the sampler's log-probs are needed."""
         return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
 
     @property
@@ -695,15 +696,15 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _forward(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts."""
         routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
-        said = self._say(model, inputs, with_entropies=True, **routers)
-        return said["logprobs"], said["entropies"], said["values"], said.get("aux_loss")
+        outputs = self._run_models(model, inputs, with_entropies=True, **routers)
+        return outputs["logprobs"], outputs["entropies"], outputs["values"], outputs.get("aux_loss")
 
     def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return (B, T) values of a micro-batch; the policy is not run."""
         is_ddp = isinstance(model, DistributedDataParallel)  # it waits for a gradient of every weight
-        return self._say(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
+        return self._run_models(model, inputs, with_logprobs=False, touch_policy=is_ddp)["values"]
 
-    def _say(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
+    def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         width = inputs["completion_ids"].size(1)
         return self._passes(model, ids, inputs["lengths"], width, with_values=True, **asked)
@@ -738,7 +739,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return moments[1].item(), int(moments[0])
 
     def _local(self, gathered: Tensor) -> Tensor:
-        """Return this process' rows of what was gathered over all."""
+        """Return this process' rows of a tensor that was gathered over all."""
         size = len(gathered) // self.accelerator.num_processes
         return gathered[self.accelerator.process_index * size :][:size]
 
@@ -810,13 +811,13 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._check_room(prompt_ids)
         if self._collection.calls.turn and self._draws_together:
             self._who_draws(True)
-        answers, logprobs = self._drawn(prompt_ids, images, multimodal_fields, *args, **kwargs)
+        answers, logprobs = self._generate_answers(prompt_ids, images, multimodal_fields, *args, **kwargs)
         if self._collection.drawn_first is None:
             self._collection.drawn_first = list(answers)
         return answers, logprobs
 
     def _check_room(self, prompt_ids: list[list[int]]) -> None:
-        """Raise if a prompt leaves no room for a token, which an environment may see to."""
+        """Raise if a prompt, with what `reset` added, fills the whole context."""
         context = getattr(self._actor_critic.policy.config.get_text_config(), "max_position_embeddings", None)
         longest = max(map(len, prompt_ids))
         if self.environments is not None and context and longest >= context:
@@ -828,7 +829,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self.environments is not None and not self._collection.calls.turn:
             self._mistakes.raise_everywhere(self.state.global_step)
 
-    def _drawn(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list[list[int]], list[list[float]] | None]:
+    def _generate_answers(
+        self, prompt_ids: list, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
         """Return one turn of the policy, and the log-prob of each token if these are wanted."""
         generate = super()._generate_single_turn
         if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
@@ -1022,7 +1025,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     # ---- Environments ----
 
     def _own_environments(self) -> AbstractContextManager:
-        """Play evaluations in environments of their own: those of the training stay as they are."""
+        """Play evaluations in separate environments, so that those of the training do not change."""
         if self.environment_factories is None:
             return nullcontext()
         if self._eval_pool is None:
@@ -1043,14 +1046,14 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             with self._own_environments():
                 load_states(self._environment_pool, self.environment_factories, states["eval"])
 
-    def _tell_of_states(self, rows: list[dict[str, Any]]) -> None:
-        """Say which environments keep something over episodes, so that a resumed run would not be the same."""
+    def _warn_of_kept_states(self, rows: list[dict[str, Any]]) -> None:
+        """Warn of environments that keep state over episodes, since a resumed run would then differ."""
         assert self.environments is not None and self.environment_factories is not None
-        told: set[type] = set()
+        checked: set[type] = set()
         for row, environment in zip(rows, self.environments, strict=True):
-            if type(environment) in told or hasattr(environment, "_state_dict"):
+            if type(environment) in checked or hasattr(environment, "_state_dict"):
                 continue
-            told.add(type(environment))
+            checked.add(type(environment))
             name = row["environment"] if self._multi_environment else None
             if self._multi_environment:
                 row = {key: value for key, value in row.items() if key != "environment"}
@@ -1059,8 +1062,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             if differs:
                 self.accelerator.print(
                     f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than "
-                    "in a new instance, so that a run that goes on from a checkpoint is not the same to the bit: have "
-                    "`reset` decide all of it, or give the class `_state_dict` and `_load_state_dict`."
+                    "in a new instance, so a run resumed from a checkpoint would not be the same to the bit: let "
+                    "`reset` set all of it, or give the class `_state_dict` and `_load_state_dict`."
                 )
 
     # ---- Logging ----
@@ -1094,7 +1097,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self.metrics.episodes_at_start = self.metrics.episodes
         self._last_loaded_step = -1  # vLLM is sent the weights, also those of a checkpoint of the same step
         self._ahead = RolloutsAhead(self) if self.args.rollouts_ahead else None
-        self._has_told_of_states = False
+        self._has_warned_of_states = False
         try:
             with Hold(self.args.output_dir):  # until the last step is saved, too
                 try:
@@ -1184,7 +1187,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             super()._load_from_checkpoint(os.path.join(checkpoint, "critic"), self._actor_critic.critic)
 
     def _as_policy(self) -> AbstractContextManager:
-        """Have the Trainer see the policy alone as its model."""
+        """Show the Trainer the policy alone as its model."""
         return temporarily(self, model=self._actor_critic.policy)
 
     def _without_base(self) -> AbstractContextManager:
@@ -1223,14 +1226,14 @@ class _EpochSeeded(Sampler):
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        yield from self._of(self.epoch())
+        yield from self._rows_of(self.epoch())
 
     def rollouts_of(self, epoch: int) -> list[int]:
         """Return the rows of an epoch's rollouts, over all processes, each rollout once."""
         with temporarily(self.sampler, repeat_count=1):
-            return list(self._of(epoch))
+            return list(self._rows_of(epoch))
 
-    def _of(self, epoch: int) -> Iterator[int]:
+    def _rows_of(self, epoch: int) -> Iterator[int]:
         if self.sampler.shuffle:
             self.sampler.generator.manual_seed(self.seed + epoch)
         return iter(self.sampler)
@@ -1238,10 +1241,9 @@ class _EpochSeeded(Sampler):
 
 def _as_grpo_reads(args: PPOConfig, model: Any) -> AbstractContextManager:
     """
-    Show GRPO our settings by its names, and those of its loss, which is not ours, by their defaults.
+    Show GRPO our settings under its names, and the defaults for the settings of its own loss, which we do not use.
 
-    Without `beta` it loads no reference of its own, by the policy's path. With `beta` it copies a given adapter into
-    `ref`.
+    With `beta=0` it does not load a reference from the policy's path. Otherwise it copies a given adapter into `ref`.
     """
     its_own = {field.name: field.default for field in fields(GRPOConfig) if not hasattr(args, field.name)}
     its_own["vllm_importance_sampling_correction"] = False

@@ -1,4 +1,4 @@
-"""Answers by vLLM: the log-probs under which they were sampled, and a server that goes away."""
+"""Check the log-probs of vLLM's answers, and recover when its server goes away."""
 
 import functools
 import math
@@ -22,25 +22,25 @@ _PATIENCE = 60.0  # seconds in which a server says how it is configured, also wh
 
 
 class ServerLost(ConnectionError):
-    """The vLLM server is gone and did not come back in time, or it refuses what it is asked."""
+    """The vLLM server is gone and did not come back in time, or it refuses a request."""
 
 
 def check_logprobs(engine: Any) -> None:
     """
-    Have each answer of vLLM checked: each token must have a log-prob of its own.
+    Check each answer of vLLM: each token must have its own log-prob.
 
-    They are of the distribution that was drawn from, after temperature and truncation (`processed_logprobs`), of
-    greedy decoding those at temperature 1.
+    The log-probs are those of the sampled distribution, after temperature and truncation (`processed_logprobs`). For
+    greedy decoding they are those at temperature 1.
     """
     generate = engine.generate
 
     @functools.wraps(generate)
     def checked(*args: Any, **kwargs: Any) -> tuple:
-        said = generate(*args, **kwargs)
-        _, ids, logprobs, of_tokens = said
+        output = generate(*args, **kwargs)
+        _, ids, logprobs, of_tokens = output
         if ids:
             sampled_logprobs(ids, logprobs, of_tokens)
-        return said
+        return output
 
     engine.generate = checked
 
@@ -55,26 +55,25 @@ def sampled_logprobs(
 
     Args:
         ids: the tokens of each answer.
-        logprobs: of each answer, for each token, that of the sampled one, nats; None in place of NaN, as TRL returns
-            it.
-        of_tokens: likewise the token that each log-prob is of; None if that is not said.
+        logprobs: for each token of each answer its log-prob, nats; TRL returns None for NaN.
+        of_tokens: for each log-prob the token that it belongs to; None if vLLM does not return them.
 
     Returns:
         One number for each token, nats.
 
     Raises:
-        RuntimeError: a token has no log-prob, or one that is no number, or that of another token.
+        RuntimeError: a log-prob is missing, not a finite number, or belongs to another token.
     """
     if logprobs is None:
         raise RuntimeError(
             "vLLM returned no log-probs of what it sampled: this version of vLLM or of TRL is not supported."
         )
     for row, (tokens, given) in enumerate(zip(ids, logprobs, strict=True)):
-        said = [each[0] for each in of_tokens[row]] if of_tokens is not None else tokens
-        if len(given) != len(tokens) or said != tokens:
+        returned = [each[0] for each in of_tokens[row]] if of_tokens is not None else tokens
+        if len(given) != len(tokens) or returned != tokens:
             raise RuntimeError(
-                f"vLLM returned log-probs of other tokens than those of answer {row}: {len(given)} of {said[:8]} … "
-                f"for {len(tokens)} of {tokens[:8]} …; this version of vLLM or of TRL is not supported."
+                f"vLLM returned log-probs of other tokens than those of answer {row}: {len(given)} of {returned[:8]} "
+                f"… for {len(tokens)} of {tokens[:8]} …; this version of vLLM or of TRL is not supported."
             )
         for place, (logprob, *_) in enumerate(given):
             if logprob is None or not math.isfinite(logprob):
@@ -88,7 +87,7 @@ def sampled_logprobs(
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Say as of any wrong setting, while a trainer is built, that weights cannot be sent from here."""
+    """Raise a `ValueError` with the way out if the trainer has no GPU to send weights from."""
     try:
         yield
     except NotImplementedError as error:
@@ -102,7 +101,7 @@ def plain_errors() -> Iterator[None]:
 
 def check_loadable(engine: Any) -> None:
     """
-    Refuse an engine in this process that has packed its weights for a CPU's kernels, and takes no others.
+    Raise if vLLM in this process has packed its weights for CPU kernels and cannot load new ones.
 
     Raises:
         ValueError: its parameters are empty.
@@ -119,7 +118,7 @@ def check_loadable(engine: Any) -> None:
 
 def check_server(args: Any) -> None:
     """
-    Wait for the vLLM server of a run, and refuse one that would answer wrongly, before anything is loaded.
+    Wait for the vLLM server, and raise if it is set up wrongly, before anything is loaded.
 
     Raises:
         ServerLost: it does not answer within `vllm_server_timeout`.
@@ -131,7 +130,7 @@ def check_server(args: Any) -> None:
 
 
 def _configuration(url: str) -> dict[str, Any]:
-    """Return how a vLLM server is configured, and refuse one of another kind."""
+    """Return the configuration of a vLLM server; raise if PPO cannot use it."""
     try:
         answer = httpx2.get(f"{url.rstrip('/')}/server_info", params={"config_format": "json"}, timeout=_PATIENCE)
     except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
@@ -159,18 +158,18 @@ def _restart(url: str, what: str, how: str) -> ValueError:
 def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None = None) -> Any:
     """Return what `ask` returns, as soon as it can be reached; raise [`ServerLost`] if that takes too long."""
     end = time.monotonic() + seconds
-    is_said = False
+    has_printed = False
     while True:
         try:
             return ask()
         except (httpx2.HTTPError, OSError) as error:
             reason = reason or type(error).__name__
-        if not is_said:
+        if not has_printed:
             print(
                 f"The vLLM server at {url} does not answer ({reason}): waiting for it, up to {seconds:g} s.",
                 flush=True,
             )
-        is_said = True
+        has_printed = True
         if time.monotonic() >= end:
             raise ServerLost(
                 f"The vLLM server at {url} does not answer ({reason}), after {seconds:g} s of waiting "
@@ -181,12 +180,11 @@ def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None
 
 class ServerGuard:
     """
-    Notice that a vLLM server is gone, or another one in its place, and go on where that left off.
+    Notice that a vLLM server is gone or was restarted, wait for it, and draw the rollout again.
 
-    What TRL asks of its client is asked through this. If the server fails, the call returns as if it had not, with no
-    answers, so that all processes go on to the same point and see it; there they wait for the server, send the weights
-    again and draw the rollout anew. A server that was restarted in between is known by its `instance_id`: it would
-    answer with the weights of its disk.
+    TRL's calls to its client go through this class. If the server fails, the call returns no answers instead of
+    raising, so all processes reach the same point. There they wait for the server, send the weights again and draw
+    the rollout again. A restarted server has another `instance_id`; it would answer with the weights on its disk.
     """
 
     def __init__(self, trainer: Any):
@@ -242,23 +240,23 @@ class ServerGuard:
             )
 
     def _guarded_generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        said = self._ask(self._while_alive, *args, **kwargs)
-        return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if said is None else said
+        output = self._ask(self._while_alive, *args, **kwargs)
+        return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if output is None else output
 
     def _while_alive(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Wait for the answers for as long as the server is there: one that hangs would never end the call."""
-        said: Future = Future()
+        answers: Future = Future()
 
         def ask() -> None:
             try:
-                said.set_result(self._generate(*args, **kwargs))
+                answers.set_result(self._generate(*args, **kwargs))
             except Exception as error:
-                said.set_exception(error)
+                answers.set_exception(error)
 
         threading.Thread(target=ask, daemon=True).start()
-        while not wait([said], timeout=_PATIENCE).done:
+        while not wait([answers], timeout=_PATIENCE).done:
             self._check_instance()
-        return said.result()
+        return answers.result()
 
     def _guarded_update(self, metadata: list, named_params: Iterator[tuple[str, Tensor]]) -> None:
         self._ask(self._update, metadata, named_params)
@@ -269,14 +267,14 @@ class ServerGuard:
         self._ask(self._reset)
 
     def _ask(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Ask the server that has our weights; None if it fails, now or since the last recovery."""
+        """Call the server; return None if it fails, or has failed since the last recovery."""
         if self._failure is not None:
             return None
         try:
             self._check_instance()  # NCCL would wait for ever for a server that has gone
-            said = ask(*args, **kwargs)
+            output = ask(*args, **kwargs)
             self._check_instance()
-            return said
+            return output
         except Exception as error:
             # What requests raises is an OSError, and TRL a bare Exception for any answer but 200
             if not (isinstance(error, (OSError, ValueError, httpx2.HTTPError)) or type(error) is Exception):
@@ -290,7 +288,7 @@ class ServerGuard:
 
 
 def _is_refusal(error: Exception | None) -> bool:
-    """Whether TRL's client says that the server has understood, and will not."""
+    """Whether TRL's client reports that the server refused the request (HTTP status 4xx)."""
     return type(error) is Exception and str(error).startswith("Request failed: 4")
 
 

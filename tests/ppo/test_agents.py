@@ -285,6 +285,76 @@ def test_an_environment_cannot_change_its_row(tmp_path):
     assert rollout.rewards_per_func[:, 0].tolist() == [1.0] * 8
 
 
+def test_arguments_and_columns_may_have_any_name(tmp_path):
+    """Also those of our own functions on the way."""
+
+    class Waiter:
+        def reset(self, name, original, seconds, function, what, **row):
+            self.said = [name, original, seconds, function, what]
+
+        def wait(self, seconds: int, what: str, function: str, name: str, row: str) -> str:
+            """
+            Wait.
+
+            Args:
+                seconds: how long.
+                what: for what.
+                function: whose.
+                name: of it.
+                row: where.
+
+            Returns:
+                What was waited for.
+            """
+            return f"Waited for {seconds} {what} {function} {name} {row}."
+
+        def get_reward(self):
+            return float(self.said == ["a", "b", 1, "c", "d"])
+
+    def player(history):
+        if "<tool_response>" in history:
+            return "Done." + IM_END
+        return call("wait", seconds=2, what="tea", function="f", name="n", row="r")
+
+    names = {"name": "a", "original": "b", "seconds": 1, "function": "c", "what": "d"}
+    trainer = make(tmp_path, player, Waiter, rows=[{"prompt": PROMPT, **names}] * 8)
+    rollout = rolled_out(trainer)
+    assert rollout.scores.tolist() == [1.0] * 8
+    assert "Waited for 2 tea f n r." in trainer.processing_class.decode(rollout.completion_ids[0])
+
+
+def test_an_environment_may_call_its_own_methods(tmp_path):
+    """`reset` by place, and `get_reward` within a tool, which leaves the tool its time limit."""
+
+    class Own(Counter):
+        def reset(self, target, **row):
+            return super().reset(target)
+
+        def add(self, number: int) -> str:
+            """
+            Add.
+
+            Args:
+                number: what.
+
+            Returns:
+                The sum.
+            """
+            self.reset(7)
+            self.get_reward()
+            if number == 2:
+                time.sleep(5)
+            return f"It is {self.target}."
+
+    def player(history):
+        return "Done." + IM_END if "<tool_response>" in history else call("add", number=next(numbers))
+
+    numbers = iter([1, 2] * 4)
+    trainer = make(tmp_path, player, Own, tool_timeout=0.2)
+    texts = trainer.processing_class.batch_decode(rolled_out(trainer).completion_ids)
+    assert "It is 7." in texts[0] and "took more than 0.2 s" in texts[1]
+
+
 def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
     def player(history):
         if "<tool_response>" in history:

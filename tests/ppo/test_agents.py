@@ -262,6 +262,7 @@ def raising(self, **_):
         ({"get_reward": wrong("much")}, "'Unruly'.*returned 'much' for completion 0"),
         ({"get_reward": slow}, "`Unruly.get_reward` took more than 0.2 s"),
         ({"_step_reward": wrong(None)}, "`Unruly._step_reward`, row .: returned None"),
+        ({"_step_reward": slow}, "`Unruly._step_reward`, row .: it took more than 0.2 s"),
         ({"_step_reward": raising}, "`Unruly._step_reward`, row .: 'board'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -507,6 +508,35 @@ def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
     assert_close(ends[0][0], ends[1][0], rtol=0, atol=0)
     assert ends[0][1] == ends[1][1]
     assert "eval_objective/scores" in trainer.state.log_history[1]
+
+
+def test_an_environment_without_a_dict_is_trained_on(tmp_path, capsys):
+    def reset(self, target, **row):
+        self.target, self.total = target, 0
+        return f"Reach {target}."
+
+    def add(self, number: int) -> str:
+        """
+        Add.
+
+        Args:
+            number: what.
+
+        Returns:
+            The sum.
+        """
+        self.total += number
+        return f"The sum is {self.total}."
+
+    methods = {"reset": reset, "add": add, "get_reward": Counter.get_reward}
+    make(tmp_path, counts, type("Slotted", (), {"__slots__": ("target", "total"), **methods}), max_steps=1).train()
+    assert "after an episode" not in capsys.readouterr().out
+
+
+def test_the_table_of_completions_shows_whole_episodes(tmp_path):
+    trainer = make_worker(tmp_path)
+    rows = played_by(trainer, counts).generate_completions()
+    assert rows[0]["model response"].count("The sum is") == 2 and "Done." in rows[0]["model response"]
 
 
 def test_a_state_that_cannot_be_kept_is_refused(tmp_path):

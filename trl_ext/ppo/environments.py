@@ -193,7 +193,10 @@ def what_reset_leaves(
     for environment in (played, fresh):
         with same_draws():
             said = environment.reset(**row)
-        seen.append({"what it says": repr(said).encode(), **_pickled(vars(environment))})
+        slots = (name for kind in type(environment).__mro__ for name in vars(kind).get("__slots__", ()))
+        attributes = {name: getattr(environment, name) for name in slots if hasattr(environment, name)}
+        attributes |= getattr(environment, "__dict__", {})
+        seen.append({"what it says": repr(said).encode(), **_pickled(attributes)})
     return [name for name in seen[0] if seen[0][name] != seen[1].get(name)]
 
 

@@ -132,7 +132,7 @@ class Calls:
         if ask is None:
             return
         try:
-            reward = finite_number(ask(), row)
+            reward = finite_number(limited(ask, self.timeout, "it"), row)
         except Exception as error:
             self.mistakes.notes.append((f"`{type(environment).__name__}._step_reward`, row {row}: {error}", error))
             return

@@ -581,3 +581,33 @@ def test_a_rollout_function_says_what_is_the_policys(tmp_path):
     assert rollout.scores.tolist() == [2.0] * 8 and (rollout.sampler_logprobs[rollout.mask.bool()] == -5).all()
     assert trainer.args.importance_correction == "token_truncate"  # another one draws
     trainer.train()
+
+
+def test_a_rollout_function_may_leave_the_tools_to_the_trainer(tmp_path):
+    tokenizer = byte_tokenizer()
+
+    def rollout(prompts, trainer):
+        ids = [tokenizer(call("add", number=1))["input_ids"] for _ in prompts]
+        asked = trainer._tokenize_prompts(prompts)[0]
+        return {"prompt_ids": asked, "completion_ids": ids, "logprobs": [[-5.0] * len(row) for row in ids]}
+
+    trainer = PPOTrainer(
+        model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
+        args=tiny_config(tmp_path, max_completion_length=400),
+        train_dataset=Dataset.from_list([{"prompt": PROMPT, "target": 2}] * 8),
+        processing_class=tokenizer,
+        environment_factory=SteppedCounter,
+        rollout_func=rollout,
+    )
+    turns = iter([call("add", number=1), call("add", number=1), "Done." + IM_END])
+
+    def drawn(prompt_ids, *_, **__):
+        ids = tokenizer(next(turns))["input_ids"]
+        return [list(ids) for _ in prompt_ids], [[-1.0] * len(ids) for _ in prompt_ids]
+
+    trainer._drawn = drawn
+    rollout = rolled_out(trainer)
+    mask = rollout.mask[0].bool()
+    ends = (mask & ~torch.nn.functional.pad(mask[1:], (0, 1))).nonzero().flatten()
+    assert rollout.token_scores[0][ends].tolist() == [1.0, 1.0, -1.0, 0.0]  # the third leads away
+    assert rollout.sampler_logprobs[0][ends].tolist() == [-5.0, -1.0, -1.0, -1.0]

@@ -559,6 +559,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return collection.generated(super()._generate(tokenized(prompts, collection.given_ids)))
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
+        self._collection.calls.turn = 0  # also of a `rollout_func`, which has drawn the first turn by itself
         output = super()._tool_call_loop(*args, **kwargs)
         while self._draws_together and self._who_draws(False):  # their turns are more than ours
             self._drawn([[self._tokenizer.pad_token_id]], None, {}, 1)
@@ -810,7 +811,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self._collection.calls.turn and self._draws_together:
             self._who_draws(True)
         answers, logprobs = self._drawn(prompt_ids, images, multimodal_fields, *args, **kwargs)
-        if self._collection.drawn_first is None:
+        if not self._collection.calls.turn:
             self._collection.drawn_first = list(answers)
         return answers, logprobs
 

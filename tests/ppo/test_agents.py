@@ -533,6 +533,21 @@ def test_an_environment_without_a_dict_is_trained_on(tmp_path, capsys):
     assert "after an episode" not in capsys.readouterr().out
 
 
+def test_an_environment_that_is_made_once_for_each_row_is_trained_on(tmp_path):
+    """The check of the first rollout asks for one more, and may not have it."""
+    made = []
+
+    class Seat(Counter):
+        def __init__(self):
+            if len(made) == 8:
+                raise ConnectionRefusedError("all seats are taken")
+            made.append(self)
+
+    trainer = make(tmp_path, counts, Seat, max_steps=5)
+    trainer.train()
+    assert trainer.state.global_step == 5 and len(made) == 8
+
+
 def test_the_table_of_completions_shows_whole_episodes(tmp_path):
     trainer = make_worker(tmp_path)
     rows = played_by(trainer, counts).generate_completions()

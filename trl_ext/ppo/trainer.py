@@ -1054,9 +1054,12 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             name = row["environment"] if self._multi_environment else None
             if self._multi_environment:
                 row = {key: value for key, value in row.items() if key != "environment"}
-            fresh = self.environment_factories[name]()
-            differs = what_reset_leaves(environment, fresh, row, lambda: untouched_rng(self.accelerator, self.args))
-            if differs:
+            same_draws = functools.partial(untouched_rng, self.accelerator, self.args)
+            with temporarily(self._mistakes, notes=[]):  # one instance more, or a second `reset`, may be refused
+                fresh = self.environment_factories[name]()
+                differs = what_reset_leaves(environment, fresh, row, same_draws)
+                is_compared = not self._mistakes.notes
+            if differs and is_compared:
                 self.accelerator.print(
                     f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than "
                     "in a new instance, so that a run that goes on from a checkpoint is not the same to the bit: have "

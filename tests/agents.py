@@ -27,7 +27,7 @@ def byte_tokenizer():
     return fast
 
 
-def call(name, **arguments):
+def call(name, /, **arguments):
     """Return the text of a tool call."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call><|im_end|>"
 

@@ -262,6 +262,7 @@ def raising(self, **_):
         ({"get_reward": wrong("much")}, "'Unruly'.*returned 'much' for completion 0"),
         ({"get_reward": slow}, "`Unruly.get_reward` took more than 0.2 s"),
         ({"_step_reward": wrong(None)}, "`Unruly._step_reward`, row .: returned None"),
+        ({"_step_reward": slow}, "`Unruly._step_reward`, row .: it took more than 0.2 s"),
         ({"_step_reward": raising}, "`Unruly._step_reward`, row .: 'board'"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -283,6 +284,76 @@ def test_an_environment_cannot_change_its_row(tmp_path):
     rows = [{"prompt": PROMPT, "target": 1, "moves": ["add"]}] * 8
     rollout = rolled_out(make(tmp_path, counts, unruly(reset=reset), rows=rows, reward_funcs=reward))
     assert rollout.rewards_per_func[:, 0].tolist() == [1.0] * 8
+
+
+def test_arguments_and_columns_may_have_any_name(tmp_path):
+    """Also those of our own functions on the way."""
+
+    class Waiter:
+        def reset(self, name, original, seconds, function, what, **row):
+            self.said = [name, original, seconds, function, what]
+
+        def wait(self, seconds: int, what: str, function: str, name: str, row: str) -> str:
+            """
+            Wait.
+
+            Args:
+                seconds: how long.
+                what: for what.
+                function: whose.
+                name: of it.
+                row: where.
+
+            Returns:
+                What was waited for.
+            """
+            return f"Waited for {seconds} {what} {function} {name} {row}."
+
+        def get_reward(self):
+            return float(self.said == ["a", "b", 1, "c", "d"])
+
+    def player(history):
+        if "<tool_response>" in history:
+            return "Done." + IM_END
+        return call("wait", seconds=2, what="tea", function="f", name="n", row="r")
+
+    names = {"name": "a", "original": "b", "seconds": 1, "function": "c", "what": "d"}
+    trainer = make(tmp_path, player, Waiter, rows=[{"prompt": PROMPT, **names}] * 8)
+    rollout = rolled_out(trainer)
+    assert rollout.scores.tolist() == [1.0] * 8
+    assert "Waited for 2 tea f n r." in trainer.processing_class.decode(rollout.completion_ids[0])
+
+
+def test_an_environment_may_call_its_own_methods(tmp_path):
+    """`reset` by place, and `get_reward` within a tool, which leaves the tool its time limit."""
+
+    class Own(Counter):
+        def reset(self, target, **row):
+            return super().reset(target)
+
+        def add(self, number: int) -> str:
+            """
+            Add.
+
+            Args:
+                number: what.
+
+            Returns:
+                The sum.
+            """
+            self.reset(7)
+            self.get_reward()
+            if number == 2:
+                time.sleep(5)
+            return f"It is {self.target}."
+
+    def player(history):
+        return "Done." + IM_END if "<tool_response>" in history else call("add", number=next(numbers))
+
+    numbers = iter([1, 2] * 4)
+    trainer = make(tmp_path, player, Own, tool_timeout=0.2)
+    texts = trainer.processing_class.batch_decode(rolled_out(trainer).completion_ids)
+    assert "It is 7." in texts[0] and "took more than 0.2 s" in texts[1]
 
 
 def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
@@ -439,6 +510,50 @@ def test_evaluation_leaves_the_environments_of_the_training_alone(tmp_path):
     assert "eval_objective/scores" in trainer.state.log_history[1]
 
 
+def test_an_environment_without_a_dict_is_trained_on(tmp_path, capsys):
+    def reset(self, target, **row):
+        self.target, self.total = target, 0
+        return f"Reach {target}."
+
+    def add(self, number: int) -> str:
+        """
+        Add.
+
+        Args:
+            number: what.
+
+        Returns:
+            The sum.
+        """
+        self.total += number
+        return f"The sum is {self.total}."
+
+    methods = {"reset": reset, "add": add, "get_reward": Counter.get_reward}
+    make(tmp_path, counts, type("Slotted", (), {"__slots__": ("target", "total"), **methods}), max_steps=1).train()
+    assert "after an episode" not in capsys.readouterr().out
+
+
+def test_an_environment_that_is_made_once_for_each_row_is_trained_on(tmp_path):
+    """The check of the first rollout asks for one more, and may not have it."""
+    made = []
+
+    class Seat(Counter):
+        def __init__(self):
+            if len(made) == 8:
+                raise ConnectionRefusedError("all seats are taken")
+            made.append(self)
+
+    trainer = make(tmp_path, counts, Seat, max_steps=5)
+    trainer.train()
+    assert trainer.state.global_step == 5 and len(made) == 8
+
+
+def test_the_table_of_completions_shows_whole_episodes(tmp_path):
+    trainer = make_worker(tmp_path)
+    rows = played_by(trainer, counts).generate_completions()
+    assert rows[0]["model response"].count("The sum is") == 2 and "Done." in rows[0]["model response"]
+
+
 def test_a_state_that_cannot_be_kept_is_refused(tmp_path):
     class Odd(Kept):
         def _state_dict(self):
@@ -481,3 +596,33 @@ def test_a_rollout_function_says_what_is_the_policys(tmp_path):
     assert rollout.scores.tolist() == [2.0] * 8 and (rollout.sampler_logprobs[rollout.mask.bool()] == -5).all()
     assert trainer.args.importance_correction == "token_truncate"  # another one draws
     trainer.train()
+
+
+def test_a_rollout_function_may_leave_the_tools_to_the_trainer(tmp_path):
+    tokenizer = byte_tokenizer()
+
+    def rollout(prompts, trainer):
+        ids = [tokenizer(call("add", number=1))["input_ids"] for _ in prompts]
+        asked = trainer._tokenize_prompts(prompts)[0]
+        return {"prompt_ids": asked, "completion_ids": ids, "logprobs": [[-5.0] * len(row) for row in ids]}
+
+    trainer = PPOTrainer(
+        model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
+        args=tiny_config(tmp_path, max_completion_length=400),
+        train_dataset=Dataset.from_list([{"prompt": PROMPT, "target": 2}] * 8),
+        processing_class=tokenizer,
+        environment_factory=SteppedCounter,
+        rollout_func=rollout,
+    )
+    turns = iter([call("add", number=1), call("add", number=1), "Done." + IM_END])
+
+    def drawn(prompt_ids, *_, **__):
+        ids = tokenizer(next(turns))["input_ids"]
+        return [list(ids) for _ in prompt_ids], [[-1.0] * len(ids) for _ in prompt_ids]
+
+    trainer._drawn = drawn
+    rollout = rolled_out(trainer)
+    mask = rollout.mask[0].bool()
+    ends = (mask & ~torch.nn.functional.pad(mask[1:], (0, 1))).nonzero().flatten()
+    assert rollout.token_scores[0][ends].tolist() == [1.0, 1.0, -1.0, 0.0]  # the third leads away
+    assert rollout.sampler_logprobs[0][ends].tolist() == [-5.0, -1.0, -1.0, -1.0]

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -28,28 +29,32 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
         raise TooSlow(f"{what} took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again: what is called may swallow the first
+    # and again each second: what is called may swallow the first
+    left, again = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    start = time.monotonic()
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left:  # of a tool that asks for `get_reward`, say
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), again)
 
 
-def limited(function: Callable, seconds: float | None, what: str, **arguments: Any) -> Any:
+def limited(function: Callable, seconds: float | None, what: str, /, *given: Any, **arguments: Any) -> Any:
     """
     Call a function, and raise [`TooSlow`] if it takes longer than `seconds`.
 
     In the main thread a signal interrupts it. Elsewhere it goes on in a thread that nobody waits for.
     """
     if seconds is None:
-        return function(**arguments)
+        return function(*given, **arguments)
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         with _alarm(seconds, what):
-            return function(**arguments)
+            return function(*given, **arguments)
     pool = ThreadPoolExecutor(1)
     try:
-        return pool.submit(function, **arguments).result(seconds)
+        return pool.submit(function, *given, **arguments).result(seconds)
     except TimeoutError:
         raise TooSlow(f"{what} took more than {seconds:g} s") from None
     finally:
@@ -127,7 +132,7 @@ class Calls:
         if ask is None:
             return
         try:
-            reward = finite_number(ask(), row)
+            reward = finite_number(limited(ask, self.timeout, "it"), row)
         except Exception as error:
             self.mistakes.notes.append((f"`{type(environment).__name__}._step_reward`, row {row}: {error}", error))
             return
@@ -188,7 +193,10 @@ def what_reset_leaves(
     for environment in (played, fresh):
         with same_draws():
             observation = environment.reset(**row)
-        seen.append({"what it says": repr(observation).encode(), **_pickled(vars(environment))})
+        slots = (name for kind in type(environment).__mro__ for name in vars(kind).get("__slots__", ()))
+        attributes = {name: getattr(environment, name) for name in slots if hasattr(environment, name)}
+        attributes |= getattr(environment, "__dict__", {})
+        seen.append({"what it says": repr(observation).encode(), **_pickled(attributes)})
     return [name for name in seen[0] if seen[0][name] != seen[1].get(name)]
 
 
@@ -247,9 +255,9 @@ def guarded(
         with suppress(AttributeError):  # `__slots__`: it works, with less help
             setattr(environment, name, method)
 
-    def reset(original: Callable, name: str, **row: Any) -> Any:
+    def reset(original: Callable, name: str, /, *given: Any, **row: Any) -> Any:
         try:
-            observation = limited(original, timeout(), f"`{name}.reset`", **copy.deepcopy(row))
+            observation = limited(original, timeout(), f"`{name}.reset`", *given, **copy.deepcopy(row))
             if not (observation is None or isinstance(observation, (str, list))):
                 raise TypeError(
                     f"it must return text, a list of content blocks or None, got {type(observation).__name__}"

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.trainer_callback import ProgressCallback
 
+from ..functional import last_token_index
 from ..models.generation import forked_rng
 from ..upstream.temporarily import temporarily
 from .rollout import Rollout
@@ -52,9 +53,9 @@ class EvaluationPass:
         if self.table is None:
             return
         real = zip(rollout.prompt_ids, rollout.prompt_mask.bool(), strict=True)
-        drawn = zip(
-            rollout.completion_ids, rollout.lengths.int().tolist(), strict=True
-        )  # a mask may hide truncated ones
+        # `completion_mask` may hide truncated ones, and `lengths` are of what the policy drew alone
+        lengths = rollout.lengths if rollout.tool_mask is None else last_token_index(rollout.tool_mask) + 1
+        drawn = zip(rollout.completion_ids, lengths.int().tolist(), strict=True)
         parts = [[ids[mask].tolist() for ids, mask in real], [ids[:length].tolist() for ids, length in drawn]]
         texts = [tokenizer.batch_decode(part, skip_special_tokens=True) for part in parts]
         shown = [

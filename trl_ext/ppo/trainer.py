@@ -561,6 +561,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return collection.generated(super()._generate(tokenized(prompts, collection.given_ids)))
 
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
+        self._collection.calls.turn = 0  # also of a `rollout_func`, which has drawn the first turn by itself
         output = super()._tool_call_loop(*args, **kwargs)
         while self._draws_together and self._who_draws(False):  # their turns are more than ours
             self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
@@ -812,7 +813,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self._collection.calls.turn and self._draws_together:
             self._who_draws(True)
         answers, logprobs = self._generate_answers(prompt_ids, images, multimodal_fields, *args, **kwargs)
-        if self._collection.drawn_first is None:
+        if not self._collection.calls.turn:
             self._collection.drawn_first = list(answers)
         return answers, logprobs
 
@@ -1057,9 +1058,12 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             name = row["environment"] if self._multi_environment else None
             if self._multi_environment:
                 row = {key: value for key, value in row.items() if key != "environment"}
-            fresh = self.environment_factories[name]()
-            differs = what_reset_leaves(environment, fresh, row, lambda: untouched_rng(self.accelerator, self.args))
-            if differs:
+            same_draws = functools.partial(untouched_rng, self.accelerator, self.args)
+            with temporarily(self._mistakes, notes=[]):  # one instance more, or a second `reset`, may be refused
+                fresh = self.environment_factories[name]()
+                differs = what_reset_leaves(environment, fresh, row, same_draws)
+                is_compared = not self._mistakes.notes
+            if differs and is_compared:
                 self.accelerator.print(
                     f"{type(environment).__name__}: after an episode `reset` leaves {', '.join(differs)} other than "
                     "in a new instance, so a run resumed from a checkpoint would not be the same to the bit: let "

@@ -620,7 +620,7 @@ def test_a_rollout_function_may_leave_the_tools_to_the_trainer(tmp_path):
         ids = tokenizer(next(turns))["input_ids"]
         return [list(ids) for _ in prompt_ids], [[-1.0] * len(ids) for _ in prompt_ids]
 
-    trainer._drawn = drawn
+    trainer._generate_answers = drawn
     rollout = rolled_out(trainer)
     mask = rollout.mask[0].bool()
     ends = (mask & ~torch.nn.functional.pad(mask[1:], (0, 1))).nonzero().flatten()

@@ -1,5 +1,6 @@
 """PPO on tools and environments: what is the policy's, what the environment's, and what each of them may do wrong."""
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from tests.ppo.worker import collected
 from tests.rounding import bound
 from tests.tiny import ON_CPU, tiny_config, tiny_llama
 from trl_ext import PPOTrainer
-from trl_ext.functional import gae, turn_gae
+from trl_ext.functional import gae, turn_gae, turn_starts
 
 PROMPT = [{"role": "user", "content": "Count. "}]
 IM_END = "<|im_end|>"
@@ -243,6 +244,10 @@ def slow(self, **_):
     time.sleep(30)
 
 
+async def slow_async(self):
+    await asyncio.sleep(30)
+
+
 def wrong(value):
     return lambda self, **_: value
 
@@ -261,6 +266,7 @@ def raising(self, **_):
         ({"get_reward": wrong(float("nan"))}, "'Unruly'.*returned nan for completion 0"),
         ({"get_reward": wrong("much")}, "'Unruly'.*returned 'much' for completion 0"),
         ({"get_reward": slow}, "`Unruly.get_reward` took more than 0.2 s"),
+        ({"get_reward": slow_async}, "`Unruly.get_reward` took more than 0.2 s"),
         ({"_step_reward": wrong(None)}, "`Unruly._step_reward`, row .: returned None"),
         ({"_step_reward": slow}, "`Unruly._step_reward`, row .: it took more than 0.2 s"),
         ({"_step_reward": raising}, "`Unruly._step_reward`, row .: 'board'"),
@@ -411,6 +417,7 @@ def test_what_a_tool_does_wrong_is_told_to_the_model(tmp_path):
 def test_what_cannot_work_is_refused_before_the_training(tmp_path, subtests):
     cases = [
         ({"environment": {"counter": Counter}, "rows": [{"environment": "chess"}] * 8}, "not among the environments"),
+        ({"environment": {"counter": Counter}}, "has no column `environment`"),
         (
             {"rows": [{"prompt": "Count."}] * 8},
             "needs prompts that are messages; those of the train dataset are text",
@@ -435,6 +442,18 @@ def test_a_prompt_without_room_is_one_sentence(tmp_path):
     long = unruly(reset=lambda self, **_: "word " * 1000)
     with pytest.raises((RuntimeError, ValueError), match="the prompt of row 0 has .* tokens with what `reset` said"):
         rolled_out(make(tmp_path, counts, long))
+
+
+def test_at_turn_level_advantages_are_whitened_over_turns(tmp_path):
+    """Each turn counts once in the loss, so their mean is 0 over turns, not over tokens."""
+    trainer = make(tmp_path, counts, gae_level="turn", normalize_advantages=True, lam_alpha=0.5)
+    rollout = rolled_out(trainer)
+    torch.manual_seed(0)
+    rewards, values = torch.randn_like(rollout.values), torch.randn_like(rollout.values)
+    advantages, _ = trainer.advantages(rollout, rewards, values)
+    starts = turn_starts(rollout.mask)
+    assert_close(advantages[starts].mean(), torch.tensor(0.0), rtol=0, atol=1e-6)
+    assert_close(advantages[starts].var(), torch.tensor(1.0), rtol=1e-4, atol=0)
 
 
 def test_turn_gae_takes_a_turn_for_one_action():

@@ -1,5 +1,6 @@
 """Tools and environments of a rollout: kept from stopping a run, limited in time, counted, and rewarded by turn."""
 
+import asyncio
 import copy
 import functools
 import inspect
@@ -7,7 +8,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -61,6 +62,16 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
         pool.shutdown(wait=False)
 
 
+async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
+    """Await a coroutine, and raise [`TooSlow`] if it takes longer than `seconds`; its own errors pass."""
+    task = asyncio.ensure_future(coroutine)
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    if not done:
+        task.cancel()
+        raise TooSlow(f"{what} took more than {seconds:g} s")
+    return task.result()
+
+
 @dataclass
 class Call:
     """Record one tool call."""
@@ -104,13 +115,8 @@ class Calls:
 
         @functools.wraps(tool)
         async def call_async(**arguments: Any) -> Any:
-            import asyncio
-
             with self._noting(row, name, arguments, environment):
-                try:
-                    return await asyncio.wait_for(tool(**arguments), self.timeout)
-                except TimeoutError:
-                    raise TooSlow(f"tool {name} took more than {self.timeout:g} s") from None
+                return await limited_async(tool(**arguments), self.timeout, f"tool {name}")
 
         return call_async if inspect.iscoroutinefunction(tool) else call
 
@@ -246,9 +252,13 @@ def guarded(
             replace(environment, "reset", functools.partial(reset, environment.reset, name))
         if callable(getattr(environment, "get_reward", None)):
             ask = environment.get_reward
-            if not inspect.iscoroutinefunction(ask):
-                what = f"`{name}.get_reward`"
-                replace(environment, "get_reward", lambda: limited(ask, timeout(), what))
+            what = f"`{name}.get_reward`"
+
+            async def get_reward() -> Any:  # TRL asks whether it is async
+                return await limited_async(ask(), timeout(), what)
+
+            is_async = inspect.iscoroutinefunction(ask)
+            replace(environment, "get_reward", get_reward if is_async else lambda: limited(ask, timeout(), what))
         return environment
 
     def replace(environment: Any, name: str, method: Callable) -> None:
@@ -292,6 +302,19 @@ def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
     return function
 
 
+def check_names(dataset: Any, name: str, known: list[str]) -> None:
+    """Raise if a row of a dataset names an environment that is not there; TRL would notice in the rollout only."""
+    if "environment" not in dataset.column_names:
+        raise ValueError(
+            f"The {name} dataset has no column `environment`, which says in which of {known} a row is played: add it."
+        )
+    if unknown := sorted({str(each) for each in dataset.unique("environment")} - {*known}):
+        raise ValueError(
+            f"The {name} dataset names the environments {unknown}, which are not among the environments {known} of "
+            "`environment_factory`: add them there, or leave the rows out."
+        )
+
+
 def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: Any, datasets: list) -> None:
     """Raise if tools and environments cannot work with these settings and data."""
     given = {"tools": tools, "environment_factory": environment_factory, "rollout_func": rollout_func}
@@ -315,6 +338,8 @@ def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: 
                 f"The {name} dataset has `input_ids`, which the policy reads verbatim, but `{named[0]}` writes into "
                 "the prompt: give messages in `prompt`."
             )
+        if isinstance(environment_factory, dict):
+            check_names(dataset, name, list(environment_factory))
         has_prompts = "prompt" in dataset.column_names and len(dataset) > 0
         if has_prompts and rollout_func is None and not isinstance(dataset[0]["prompt"], list):
             raise ValueError(

@@ -233,9 +233,10 @@ class Collection:
         self.prompt_ids, self.completion_ids, self.tool_mask, completions, self.drawn_logprobs, *_ = output
         ends = self.trainer.eos_token_ids
         has_tools = bool(self.trainer.tools)
+        masks = self.tool_mask or [[1]] * len(self.completion_ids)
         self.ended = [
-            ids[-1] in ends and not (has_tools and waits_for_tools(completion))
-            for ids, completion in zip(self.completion_ids, completions, strict=True)
+            ids[-1] in ends and not (has_tools and (waits_for_tools(completion) or not mask[-1]))
+            for ids, mask, completion in zip(self.completion_ids, masks, completions, strict=True)
         ]
         self.started = self.trainer._started_ahead()
         return output

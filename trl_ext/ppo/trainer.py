@@ -509,11 +509,12 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if args.whiten_rewards:
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
         schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
-        lam, lam_value = choose_lam(mask, args.lam, args.lam_value, schedules)
+        actions = mask if args.gae_level == "token" else turn_starts(mask)  # what counts once
+        lam, lam_value = choose_lam(actions, args.lam, args.lam_value, schedules)
         rewards = rollout.bootstrapped(rewards, args.gamma)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.normalize_advantages:
-            advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, mask))
+            advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, actions))
         return advantages, returns
 
     def rollout_metrics(

@@ -306,7 +306,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     lam_alpha: float | None = setting(
         None,
-        "α of a λ that depends on the length of each response in tokens, λ = 1 − 1/(α·length), in place of `lam`. λ "
+        "α of a λ that depends on the length of each response in tokens (with `gae_level: turn` in turns), λ = 1 − "
+        "1/(α·length), in place of `lam`. λ "
         "is 0 where α·length ≤ 1 (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with 1.5). The critic's target then "
         "takes `lam_value`, by default 1.",
         range="> 0 and finite",

@@ -186,8 +186,9 @@ def test_a_gold_judge_compares_with_the_start_that_is_there(frozen):
 
 
 @of_these_versions
-def test_identities_are_those_of_0_2_0(frozen):
+def test_identities_are_those_of_0_2_0(frozen, monkeypatch):
     """A move, another order of attributes, a comment, a docstring: nothing of that is another reward."""
+    monkeypatch.setattr(trl_ext.rewards.repetition_watch, "top_phrase", "")  # of the last test that used it
     expected = json.loads(Path("identities.json").read_text())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

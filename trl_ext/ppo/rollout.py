@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..functional import importance_weights, kl_estimate, last_token_index, turn_sums
+from ..models.histories import Histories
 from .config import PPOConfig
 from .environments import Calls
 from .inputs import with_prompts
@@ -227,6 +228,8 @@ class Collection:
         self.tensors: dict[str, Tensor] = {}
         self.passes: dict[str, Any] = {}  # (B, T) each, or None
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
+        self.histories = Histories() if trainer.tools else None  # what the policy has read of each episode
+        self.longest_prompt = 0  # tokens
         self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
 
     def generated(self, output: tuple) -> tuple:

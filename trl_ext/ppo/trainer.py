@@ -846,11 +846,22 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 draw = functools.partial(generate, prompt_ids, *args, **kwargs)
                 return draw() if self._vllm_server is None else self._vllm_server.answered(draw)
             recorder = SamplerRecorder() if self._keeps_logprobs else None
-            size = self.args.local_rollout_forward_batch_size
+            recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
+            longest, size = self._tokens_left(prompt_ids), self.args.local_rollout_forward_batch_size
             chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
-            with self._gathered_for_generation(), temporarily(self._actor_critic, sampler_recorder=recorder):
+            limited = temporarily(self.generation_config, max_new_tokens=longest)
+            with self._gathered_for_generation(), temporarily(self._actor_critic, **recording), limited:
                 answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
             return answers, None if recorder is None else recorder.take(answers)
+
+    def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
+        """Return how many tokens the longest answer of a turn may have, since TRL cuts off what is beyond."""
+        collection, limit = self._collection, self.max_completion_length
+        if collection.calls.turn == 0:
+            collection.longest_prompt = max(map(len, prompt_ids))
+        elif collection.longest_prompt:  # else a `rollout_func` has drawn the first turn
+            limit -= min(map(len, prompt_ids)) - collection.longest_prompt
+        return max(1, min(limit, self.max_completion_length))
 
     def _take_up(self, prompt_ids: list) -> tuple[list[list[int]], list[list[float]]]:
         """Return the answers that were drawn ahead to these prompts, and their log-probs; none if a server failed."""

@@ -166,10 +166,12 @@ def _decode_live_rows(
     sequences = input_ids.new_full((rows, width + limit), generation_config.pad_token_id)
     sequences[:, :width] = input_ids
     logprobs = torch.zeros(rows, limit, device=input_ids.device)
-    cache = _prefilled(base, input_ids, attention_mask)
+    cache = _cache(base)
     keeps = histories is not None and Histories.can_keep(cache)
-    if keeps and not cache.get_seq_length():
+    if keeps:
         histories.fill(cache, input_ids, attention_mask)
+    if not cache.get_seq_length():
+        cache = _prefilled(base, input_ids, attention_mask)
     starts, kept = (width - attention_mask.sum(1)).tolist(), {}
     context = getattr(base.config, "max_position_embeddings", None) or math.inf
     live, ids, mask = torch.arange(rows, device=input_ids.device), input_ids, attention_mask

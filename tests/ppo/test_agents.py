@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, counts, played_by
+from tests.callbacks.replay import Replay
 from tests.launch import on_two_processes
 from tests.ppo.agent_worker import TOGETHER, Kept, Slippery
 from tests.ppo.agent_worker import make as make_worker
@@ -22,7 +23,6 @@ from tests.rounding import bound
 from tests.tiny import ON_CPU, tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import ToolAbuseCallback
-from trl_ext.callbacks.monitor import alerts_of
 from trl_ext.functional import gae, turn_gae, turn_starts
 from trl_ext.runs.jsonl import read_jsonl
 
@@ -140,7 +140,7 @@ def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, 
 
 
 def test_a_policy_that_begins_to_repeat_a_call_is_stopped(tmp_path):
-    """From the 25th rollout on it farms a tool that says the same each time."""
+    """It farms a tool that says the same each time. Two rollouts are played, and their logs come 24 and 16 times."""
 
     class Farm(Counter):
         def ask(self, question: str) -> str:
@@ -159,18 +159,21 @@ def test_a_policy_that_begins_to_repeat_a_call_is_stopped(tmp_path):
         asked = history.count("yes.")
         if asked == 4:
             return "Done." + IM_END
-        is_bad = trainer.state.global_step >= 24
-        return call("ask", question="a" if is_bad else "abcd"[asked])
+        return call("ask", question="abcd"[asked] if trainer.state.global_step == 0 else "a")
 
-    one_step = {"num_mini_batches": 1, "num_ppo_epochs": 1}  # for each rollout
-    rows = [{"prompt": PROMPT, "target": 0}] * 16
-    trainer = make(tmp_path, player, Farm, rows, max_steps=40, per_device_train_batch_size=16, **one_step)
-    trainer.add_callback(ToolAbuseCallback(action="stop"))
+    one_step = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 16}  # for each rollout
+    trainer = make(tmp_path, player, Farm, [{"prompt": PROMPT, "target": 0}] * 16, max_steps=2, **one_step)
     trainer.train()
-    repeated = [log["tools/repeated_frequency"] for log in trainer.state.log_history if "learning_rate" in log]
-    assert repeated[:24] == [0.0] * 24 and repeated[24:] == [0.75] * len(repeated[24:])
-    assert [alert["what"] for alert in alerts_of(trainer.state)] == ["episodes repeat their tool calls"]
-    assert 24 < trainer.state.global_step < 36
+    calm, bad = [log for log in trainer.state.log_history if "learning_rate" in log]
+    assert [log["tools/repeated_frequency"] for log in (calm, bad)] == [0, 0.75]
+    run = Replay(trainer.args, ToolAbuseCallback(action="stop", sinks=[]))
+    for step in range(1, 25):
+        run.log(step, logs=calm)
+    assert not run.said and not run.control.should_training_stop
+    for step in range(25, 41):
+        run.log(step, logs=bad)
+    assert run.said[0] == "episodes repeat their tool calls" and run.control.should_training_stop
+    assert run.alerts[0]["step"] < 36
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])

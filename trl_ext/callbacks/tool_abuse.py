@@ -43,8 +43,10 @@ class ToolAbuseCallback(MonitorCallback):
         if not calls:  # there is no share of no calls, but a trainer may log 0
             return
         episodes = None if self.answers is None else self.answers * min(calls, 1.0)
-        noise = {"first": self.rollouts, "answers": episodes, "is_clustered": True}
-        fails, repeats = self.follow("failed", failed, **noise), self.follow("repeated", repeated, **noise)
+        fails, repeats = (
+            self.follow(name, share, first=self.rollouts, answers=episodes, is_clustered=True)
+            for name, share in (("failed", failed), ("repeated", repeated))
+        )
         advice = "Read the episodes in `completions.rank*.jsonl`: "
         if (mean := fails.above(1, self.failed)) is not None:
             first = fails.first or 0.0

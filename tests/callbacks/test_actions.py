@@ -22,6 +22,7 @@ from trl_ext.callbacks import (
     GoldGapCallback,
     KLBudgetCallback,
     NotFiniteCallback,
+    ToolAbuseCallback,
 )
 from trl_ext.callbacks.monitor import REGISTRY, alerts_of
 from trl_ext.runs.checkpoints import ResumableRun, RolledBack, checkpoint_to_resume
@@ -184,7 +185,8 @@ CASES = [
 ]
 ALL_CASES = [
     *product(BAD_NUMBERS, ACTIONS, [stock_sft]),
-    *product(BAD_NUMBERS, ["stop", "rollback"], [ppo]),
+    # Where it knows the number of answers, ToolAbuseCallback needs more than one bad log
+    *product([monitor for monitor in BAD_NUMBERS if monitor is not ToolAbuseCallback], ["stop", "rollback"], [ppo]),
     *product([KLBudgetCallback], ["warn", "save", "raise_kl"], [ppo]),
     *product([KLBudgetCallback], ACTIONS, [resumable_sft, dpo]),
 ]

@@ -45,6 +45,15 @@ def test_policy_loss_has_no_gradient_where_it_is_clipped():
     assert_close(logprobs.grad, torch.tensor([[0.0, 3.0, -1.0, 0.0, 0.0]]))
 
 
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_a_ratio_beyond_float32_leaves_loss_and_gradient_finite(dual_clip):
+    """Of a long turn, say, whose log-ratio is a sum."""
+    logprobs = torch.tensor([[100.0, 100.0, -200.0]], requires_grad=True)
+    loss, _ = policy_loss(logprobs, torch.zeros(1, 3), torch.tensor([[-1.0, 1.0, 1.0]]), 0.2, 0.2, dual_clip)
+    loss.sum().backward()
+    assert loss.isfinite().all() and not logprobs.grad.any()
+
+
 def test_a_band_masks_what_is_outside_and_clips_nothing_inside():
     ratio = torch.tensor([[0.5, 0.75, 1.0, 5.0, 8.0, 0.5, 0.75, 8.0]])
     advantages = torch.tensor([[2.0, 2.0, 2.0, 2.0, 2.0, -2.0, -2.0, -2.0]])

@@ -36,6 +36,7 @@ from tests.tiny import tiny_gpt2
 from trl_ext.models import decoding
 from trl_ext.models.decoding import decode
 from trl_ext.models.generation import completion_logprobs
+from trl_ext.models.histories import Histories
 from trl_ext.models.sampler import SamplerRecorder, _invert, draw
 
 SHAPE = {
@@ -187,6 +188,44 @@ def test_each_prompt_is_read_once(repeats, monkeypatch):
     plain, decoded, _, before, work = both(model, shuffled, settings(max_new_tokens=1), monkeypatch)
     torch.testing.assert_close(decoded, plain, rtol=0, atol=0)
     assert (before.tokens, work.tokens) == (72, 72 if repeats == 1 else 12 // repeats * 5 + 12)
+
+
+def left_padded(rows):
+    width = max(map(len, rows))
+    ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_next_turn_reads_only_what_is_new(name, monkeypatch):
+    """Some rows end, some go on with more or fewer new tokens, over three turns in batches of other sizes."""
+    model, config, histories = CONTINUED[name](), settings(suppress_tokens=[PAD]), Histories()
+    work, generator = Work(model, monkeypatch), torch.Generator().manual_seed(1)
+    rows = [ids[mask.bool()].tolist() for ids, mask in zip(*batch(rows=24, repeats=2).values(), strict=True)]
+    for turn, size in enumerate((24, 5, 24)):
+        answers, saved = [], 0
+        for start in range(0, len(rows), size):
+            inputs = left_padded(rows[start : start + size])
+            recorders, before, read = (SamplerRecorder(), SamplerRecorder()), work.tokens, []
+            for recorder, kept in zip(recorders, (None, histories), strict=True):
+                decoded = decode(model, recorder, histories=kept, **inputs, generation_config=config)
+                read.append(work.tokens - before)
+                before = work.tokens
+                drawn = decoded[:, inputs["input_ids"].size(1) :]
+                if kept is None:
+                    expected = drawn
+            torch.testing.assert_close(drawn, expected, rtol=0, atol=0)
+            mask = torch.isin(drawn, torch.tensor(EOS)).cumsum(1).cumsum(1) <= 1
+            old, new = (taken(recorder, drawn, mask) for recorder in recorders)
+            torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-5)
+            answers += [row[real].tolist() for row, real in zip(drawn, mask, strict=True)]
+            saved += read[0] - read[1]
+        assert (saved > 0) == (turn > 0 and name != "sliding window")
+        rows = [
+            [*row, *answer, *torch.randint(4, 10, (1 + number // 2 % 3,), generator=generator).tolist()]
+            for number, (row, answer) in enumerate(zip(rows, answers, strict=True))
+            if answer[-1] in EOS and number // 2 % 5
+        ]
 
 
 @pytest.mark.parametrize("name", IN_ONE_CALL)

@@ -18,7 +18,7 @@ from tests.ppo.agent_worker import TOGETHER, Kept, Slippery
 from tests.ppo.agent_worker import make as make_worker
 from tests.ppo.worker import collected
 from tests.rounding import bound
-from tests.tiny import ON_CPU, tiny_config, tiny_llama
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.functional import gae, turn_gae, turn_starts
 
@@ -159,8 +159,27 @@ def test_a_cut_is_no_end(tmp_path):
     added = rollout.bootstrapped(torch.zeros_like(rollout.values), 0.9)
     assert_close(added.sum(1), 0.9 * rollout.end_values)
     assert_close((added * rollout.mask).sum(1), 0.9 * rollout.end_values)
-    whole = rolled_out(make(tmp_path / "ended", counts, bootstrap_truncated=True))
-    assert not whole.bootstrapped(torch.zeros_like(whole.values), 0.9).any()
+    ended = make(tmp_path / "ended", counts, bootstrap_truncated=True)
+    torch.nn.init.normal_(ended.model.critic.score.weight)
+    whole = rolled_out(ended)
+    assert whole.end_values.all() and not whole.bootstrapped(torch.zeros_like(whole.values), 0.9).any()
+
+
+def test_an_answer_that_fills_the_context_is_worth_the_value_before_its_last_token(tmp_path):
+    trainer = PPOTrainer(
+        model=tiny_gpt2(n_positions=12),
+        reward_funcs=length_reward,
+        args=tiny_config(
+            tmp_path, bootstrap_truncated=True, max_completion_length=6, generation_kwargs={"min_new_tokens": 6}
+        ),
+        train_dataset=prompts(),
+        processing_class=tiny_tokenizer(),
+    )
+    torch.nn.init.normal_(trainer.model.critic.score.weight)
+    rollout = rolled_out(trainer, rows=16)
+    is_full = rollout.prompt_mask.sum(1) + rollout.lengths == 12
+    last = rollout.values.gather(1, rollout.lengths.long()[:, None] - 1)[:, 0]
+    assert is_full.any() and not is_full.all() and ((rollout.end_values == last) == is_full).all()
 
 
 def test_log_probs_of_several_draws_make_one_row(tmp_path):

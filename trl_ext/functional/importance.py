@@ -6,10 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .losses import LARGEST_LOG_RATIO
 from .moments import variance
 from .shapes import check_shapes
-
-_LARGEST_LOG_RATIO = 20.0  # nats, as in TRL and verl: no bound that anybody sets is near e^±20, and float32 holds it
 
 
 def importance_weights(
@@ -68,7 +67,7 @@ def importance_weights(
     log_ratio = new - drawn
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)
-    ratio = log_ratio.clamp(max=_LARGEST_LOG_RATIO).exp()
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
     is_outside = (ratio < lowest) | (ratio > highest)
     if rule == "truncate":
         return ratio.clamp(lowest, highest), is_outside

@@ -10,6 +10,8 @@ from torch import Tensor
 from .kl import k2
 from .shapes import check_shapes
 
+LARGEST_LOG_RATIO = 20.0  # nats, as in TRL and verl: no bound that anybody sets is near e^±20, and float32 holds it
+
 
 def policy_loss(
     logprobs: Tensor,
@@ -22,7 +24,7 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor]:
     """Compute the clipped surrogate loss per token.
 
-    With r = exp(logp - logp_old): loss = -min(r A, clip(r, 1 - low, 1 + high) A), Schulman et al. 2017,
+    With r = exp(min(logp - logp_old, 20)): loss = -min(r A, clip(r, 1 - low, 1 + high) A), Schulman et al. 2017,
     arXiv:1707.06347, equation 7. With a dual clip c, loss <- min(loss, -c A) where A < 0, Ye et al. 2019,
     arXiv:1912.09729.
 
@@ -54,10 +56,10 @@ def policy_loss(
     if band is not None:
         ratio = torch.exp(log_ratio.detach())
         is_inside = (band[0] <= ratio) & (ratio <= band[1])
-        # A ratio that overflows is left out before exp: 0 times its infinite derivative would be NaN
+        # A ratio that overflows is left out before exp, too
         kept = torch.exp(torch.where(is_inside, log_ratio, 0.0))
         return torch.where(is_inside, -kept * advantages, 0.0), ~is_inside
-    ratio = torch.exp(log_ratio)
+    ratio = torch.exp(log_ratio.clamp(max=LARGEST_LOG_RATIO))  # 0 times an infinite derivative would be NaN
     unclipped_loss = -ratio * advantages
     clipped_loss = -ratio.clamp(1 - cliprange_low, 1 + cliprange_high) * advantages
     loss = torch.maximum(unclipped_loss, clipped_loss)

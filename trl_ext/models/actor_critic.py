@@ -15,6 +15,7 @@ from .adapter_switch import CRITIC, POLICY, AdapterSwitch
 from .classifier import AdapterClassifier
 from .decoding import decode
 from .generation import neutral_generation
+from .histories import Histories
 from .mlps import freeze_but_mlps
 from .sampler import SamplerRecorder
 from .weights import base_model_of, vocabulary_of
@@ -107,6 +108,7 @@ class ActorCritic(nn.Module):
         self.rewards = nn.ModuleDict(rewards or {})
         self.adapters = adapters
         self.sampler_recorder: SamplerRecorder | None = None  # set while a rollout records log-probs
+        self.histories: Histories | None = None  # set while a rollout draws several turns
         self.critic_trains_mlps = False  # if so, the critic's MLPs and head alone are trained
 
     def __getattr__(self, name: str) -> Any:
@@ -269,7 +271,7 @@ class ActorCritic(nn.Module):
         """Generate with the policy, as transformers' `generate` does, but ignore its generation_config.json."""
         # `generate` would fill the fields that TRL leaves open in its own config from the checkpoint's
         with neutral_generation(self.policy):
-            return decode(self.policy, self.sampler_recorder, *args, **inputs)
+            return decode(self.policy, self.sampler_recorder, *args, histories=self.histories, **inputs)
 
     # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones
     @property

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.generation import GenerationMode
 
 from ..functional import position_ids
 from ..upstream.names import is_deepspeed_zero3_enabled
+from .histories import Histories, History
 from .sampler import SamplerRecorder, TokenSampler
 from .weights import base_model_of
 
@@ -50,13 +52,16 @@ _CONTINUED = {
 }
 
 
-def decode(policy: Any, recorder: SamplerRecorder | None, *args: Any, **inputs: Any) -> Any:
+def decode(
+    policy: Any, recorder: SamplerRecorder | None, *args: Any, histories: Histories | None = None, **inputs: Any
+) -> Any:
     """
     Return what `policy.generate` returns, drawn from the same distribution, but with other random numbers.
 
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: is given the tokens that are drawn, with their log-probs.
+        histories: what was read in earlier turns of these rows. What is read now is added to it.
         inputs: `input_ids` (B, P) and its mask, left-padded, `generation_config`, and whatever else the model reads.
     """
     config, base = inputs.get("generation_config"), base_model_of(policy)
@@ -68,7 +73,7 @@ def decode(policy: Any, recorder: SamplerRecorder | None, *args: Any, **inputs: 
     width, sampler = inputs["input_ids"].size(1), TokenSampler()
     with sampler.attached(base), _transposed_head(base):
         if _can_continue(policy, inputs):
-            sequences, logprobs = _decode_live_rows(policy, sampler, eos, **inputs)
+            sequences, logprobs = _decode_live_rows(policy, sampler, eos, histories, **inputs)
         else:
             sequences = policy.generate(**inputs)
             logprobs = sampler.take(sequences.size(1) - width)
@@ -150,6 +155,7 @@ def _decode_live_rows(
     policy: Any,
     sampler: TokenSampler,
     eos: Tensor,
+    histories: Histories | None,
     input_ids: Tensor,
     attention_mask: Tensor,
     generation_config: GenerationConfig,
@@ -160,12 +166,20 @@ def _decode_live_rows(
     sequences = input_ids.new_full((rows, width + limit), generation_config.pad_token_id)
     sequences[:, :width] = input_ids
     logprobs = torch.zeros(rows, limit, device=input_ids.device)
-    cache = _prefilled(base, input_ids, attention_mask)
+    cache = _cache(base)
+    keeps = histories is not None and Histories.can_keep(cache)
+    if keeps:
+        histories.fill(cache, input_ids, attention_mask)
+    if not cache.get_seq_length():
+        cache = _prefilled(base, input_ids, attention_mask)
+    starts, kept = (width - attention_mask.sum(1)).tolist(), {}
+    context = getattr(base.config, "max_position_embeddings", None) or math.inf
     live, ids, mask = torch.arange(rows, device=input_ids.device), input_ids, attention_mask
     while True:
         begin = ids.size(1)
         config = copy.deepcopy(generation_config)
-        config.max_new_tokens = limit - (begin - width)
+        room = context - int(mask.sum(1).max())  # of the longest row
+        config.max_new_tokens = max(1, min(limit - (begin - width), room))
         config.min_new_tokens = max(0, (config.min_new_tokens or 0) - (begin - width)) or None
         ids = policy.generate(
             input_ids=ids,
@@ -177,10 +191,16 @@ def _decode_live_rows(
         end = ids.size(1)
         sequences[live, begin:end] = ids[:, begin:]
         logprobs[live, begin - width : end - width] = sampler.take(end - begin)
-        going = (~torch.isin(ids[:, begin:], eos).any(1)).nonzero().squeeze(1)
+        ends, mask = torch.isin(ids[:, begin:], eos), torch.cat([mask, mask.new_ones(len(mask), end - begin)], dim=1)
+        for row in ends.any(1).nonzero().flatten().tolist() if keeps else []:
+            stop = begin + int(ends[row].int().argmax())  # EOS itself has not been read
+            kept[live[row].item()] = History.of(cache, ids, row, starts[live[row]], stop)
+        going = (~ends.any(1) & (mask.sum(1) < context)).nonzero().squeeze(1)
         if len(going) == 0 or end == width + limit:
+            if keeps:
+                histories.add(kept)
             return sequences[:, :end], logprobs[:, : end - width]
-        mask = torch.cat([mask, mask.new_ones(len(mask), end - begin)], dim=1)[going]
+        mask = mask[going]
         live, ids = live[going], ids[going]
         cache.batch_select_indices(going)
 

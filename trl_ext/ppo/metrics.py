@@ -160,6 +160,8 @@ class PPOMetrics:
         logprobs: Tensor,
         entropies: Tensor,
         policy: tuple[Tensor, Tensor],
+        log_ratio: Tensor,
+        actions: Tensor,
         batch: dict[str, Tensor],
     ) -> None:
         """
@@ -168,15 +170,17 @@ class PPOMetrics:
         Args:
             logprobs, entropies: (B, T), nats.
             policy: (B, T) losses, and (B, T) where they were clipped.
+            log_ratio: (B, T), nats, of the actions: tokens or whole turns.
+            actions: (B, T), where an action starts. Losses and ratios count once for each.
             batch: the rows that were trained on.
         """
         stats, mask = self.train, batch["loss_mask"]
         stats.add("policy/approxkl_avg", approx_kl(logprobs, batch["old_logprobs"]), mask)
-        stats.add("policy/clipfrac_avg", policy[1].float(), mask)
+        stats.add("policy/clipfrac_avg", policy[1].float(), actions)
         stats.add("policy/entropy_avg", entropies, mask)
         stats.add("policy/entropy_std", *_answer_means(entropies, mask))
-        stats.add("loss/policy_avg", policy[0], mask)
-        stats.add("val/ratio", (logprobs - batch["old_logprobs"]).exp(), mask)
+        stats.add("loss/policy_avg", policy[0], actions)
+        stats.add("val/ratio", log_ratio.exp(), actions)
 
     @torch.no_grad()
     def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
@@ -194,9 +198,13 @@ class PPOMetrics:
         stats.add("sampling/logprob_difference", sampler_logprobs - logprobs, mask)
         stats.add("sampling/kl", kl_estimate(sampler_logprobs, logprobs, "k3"), mask)
 
-    def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor) -> None:
-        """Observe the importance weights of a rollout, (B, T) or (B, 1), and which of them a bound has changed."""
-        mask = rollout.mask if weights.shape == rollout.mask.shape else rollout.valid[:, None]
+    def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
+        """
+        Observe the importance weights of a rollout, (B, T) or (B, 1), and which of them a bound has changed.
+
+        Of (B, T) weights those count where an action starts, (B, T).
+        """
+        mask = actions if weights.shape == rollout.mask.shape else rollout.valid[:, None]
         self.train.add("sampling/importance_sampling_ratio", weights, mask)
         self.train.add("sampling/clipfrac", is_outside.float(), mask)
 

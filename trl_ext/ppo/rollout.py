@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..functional import importance_weights, kl_estimate, last_token_index, turn_sums
+from ..models.histories import Histories
 from .config import PPOConfig
 from .environments import Calls
 from .inputs import with_prompts
@@ -36,7 +37,8 @@ class Rollout:
             [`PPOTrainer`] get them normalised as the scores are.
         tool_mask: (B, T), TRL's name: 1 = drawn by the policy, 0 = what a tool or an environment said, and padding.
             None if the policy drew all.
-        end_values: (B,), of the critic after the last token, with `bootstrap_truncated`.
+        end_values: (B,), of the critic after the last token, with `bootstrap_truncated`; before it, where the response
+            fills the context.
         environments: (B,) for each environment's name, whether the row was played in it.
     """
 
@@ -226,6 +228,8 @@ class Collection:
         self.tensors: dict[str, Tensor] = {}
         self.passes: dict[str, Any] = {}  # (B, T) each, or None
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
+        self.histories = Histories() if trainer.tools else None  # what the policy has read of each episode
+        self.longest_prompt = 0  # tokens
         self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
 
     def generated(self, output: tuple) -> tuple:
@@ -266,8 +270,10 @@ class Collection:
         trusted = drawn if trainer._trusts_sampler else None
         outputs: dict[str, Any] = {"logprobs": trusted}
         goes_on = args.bootstrap_truncated and trainer.model.training
-        if goes_on:  # a token behind each answer, for the value after its last one
-            ids, lengths = torch.cat([ids, ids[:, -1:]], dim=1), [(asked, drawn + 1) for asked, drawn in lengths]
+        if goes_on:  # a token behind each answer, for the value after its last one, if the context has room
+            context = getattr(trainer._actor_critic.policy.config.get_text_config(), "max_position_embeddings", inf)
+            ids = torch.cat([ids, ids[:, -1:]], dim=1)
+            lengths = [(asked, drawn + (asked + drawn < context)) for asked, drawn in lengths]
         asked = {"with_logprobs": trusted is None, "with_values": trainer.model.training}
         with torch.no_grad(), trainer._no_checkpointing(), trainer.metrics.timed("logprobs"):
             if any(asked.values()):
@@ -280,11 +286,11 @@ class Collection:
             **{name: outputs.get(name) for name in ("logprobs", "ref_logprobs", "values")},
         }
         if goes_on:
-            is_behind = torch.arange(width + 1, device=ids.device) == tensors["completion_mask"].sum(1)[:, None]
-            self.passes["end_values"] = torch.where(is_behind, outputs["values"], 0.0).sum(1)
+            last = torch.tensor([max(drawn - 1, 0) for _, drawn in lengths], device=ids.device)
+            self.passes["end_values"] = outputs["values"].gather(1, last[:, None])[:, 0]
             for name in ("ref_logprobs", "values", *(["logprobs"] if trusted is None else [])):
                 if outputs.get(name) is not None:
-                    self.passes[name] = torch.where(is_behind, 0.0, outputs[name])[:, :width].contiguous()
+                    self.passes[name] = outputs[name][:, :width] * tensors["completion_mask"]
 
     def rollout(self) -> Rollout:
         """Return what was collected."""

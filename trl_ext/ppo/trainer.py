@@ -470,7 +470,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         weights = rollout.importance_weights(args)
         if weights is None:
             return rollout.rows_for_training(advantages, returns)
-        self.metrics.weighted(rollout, *weights)
+        self.metrics.weighted(rollout, *weights, self._actions(rollout.mask))
         return rollout.rows_for_training(advantages, returns, weights[0])
 
     def token_rewards(self, rollout: Rollout, scores: Tensor, kl: Tensor) -> Tensor:
@@ -509,7 +509,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if args.whiten_rewards:
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
         schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
-        actions = mask if args.gae_level == "token" else turn_starts(mask)  # what counts once
+        actions = self._actions(mask)
         lam, lam_value = choose_lam(actions, args.lam, args.lam_value, schedules)
         rewards = rollout.bootstrapped(rewards, args.gamma)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
@@ -630,6 +630,10 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             return is_trusted and self.vllm_generation.temperature > 0
         return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
 
+    def _actions(self, mask: Tensor) -> Tensor:
+        """Return where an action starts, (B, T): at each token, or at the first of each turn."""
+        return mask if self.args.gae_level == "token" else turn_starts(mask)
+
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
         """Standardise and clip the scores, and scale those of tokens alike: (B,) and (B, T), for the token rewards."""
         normalizer, groups = self.reward_normalizer, None
@@ -656,7 +660,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
             return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
 
-        new, old = logprobs, inputs["old_logprobs"]
+        new, old, actions = logprobs, inputs["old_logprobs"], self._actions(mask)  # (B, T) each
         if args.gae_level == "turn":
             new, old = turn_sums(new, mask), turn_sums(old, mask)
         policy = policy_loss(
@@ -670,17 +674,14 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         )
         if "importance_weights" in inputs:  # (B, T) or (B, 1): of the policy's loss alone, see docs/off_policy.md
             policy = policy[0] * inputs["importance_weights"], policy[1]
-        self.metrics.updated(logprobs, entropies, policy, inputs)
+        self.metrics.updated(logprobs, entropies, policy, new - old, actions, inputs)
         if self._trusts_sampler and self._policy_steps_before(self._step) == 0:
             self.metrics.sampled(inputs["old_logprobs"], logprobs, mask)  # the policy has not moved since
 
         # Gradients are averaged over processes and summed over micro-batches
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
-        if args.gae_level == "turn":  # each turn counts once
-            turn_scale = self.accelerator.num_processes / inputs["step_turns"].clamp(min=1)
-            actor_loss = masked_sum(policy[0], turn_starts(mask)) * turn_scale
-        else:
-            actor_loss = masked_sum(policy[0], mask) * scale
+        count = inputs["step_tokens" if args.gae_level == "token" else "step_turns"].clamp(min=1)
+        actor_loss = masked_sum(policy[0], actions) * (self.accelerator.num_processes / count)
         if args.entropy_coef:  # a gradient of zeros would cost the LM head's backward a pass and memory
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
@@ -845,11 +846,22 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 draw = functools.partial(generate, prompt_ids, *args, **kwargs)
                 return draw() if self._vllm_server is None else self._vllm_server.answered(draw)
             recorder = SamplerRecorder() if self._keeps_logprobs else None
-            size = self.args.local_rollout_forward_batch_size
+            recording = {"sampler_recorder": recorder, "histories": self._collection.histories}
+            longest, size = self._tokens_left(prompt_ids), self.args.local_rollout_forward_batch_size
             chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
-            with self._gathered_for_generation(), temporarily(self._actor_critic, sampler_recorder=recorder):
+            limited = temporarily(self.generation_config, max_new_tokens=longest)
+            with self._gathered_for_generation(), temporarily(self._actor_critic, **recording), limited:
                 answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
             return answers, None if recorder is None else recorder.take(answers)
+
+    def _tokens_left(self, prompt_ids: list[list[int]]) -> int:
+        """Return how many tokens the longest answer of a turn may have, since TRL cuts off what is beyond."""
+        collection, limit = self._collection, self.max_completion_length
+        if collection.calls.turn == 0:
+            collection.longest_prompt = max(map(len, prompt_ids))
+        elif collection.longest_prompt:  # else a `rollout_func` has drawn the first turn
+            limit -= min(map(len, prompt_ids)) - collection.longest_prompt
+        return max(1, min(limit, self.max_completion_length))
 
     def _take_up(self, prompt_ids: list) -> tuple[list[list[int]], list[list[float]]]:
         """Return the answers that were drawn ahead to these prompts, and their log-probs; none if a server failed."""

@@ -1,0 +1,83 @@
+"""Keep what a model has read of each episode, so that it reads only what is new in the next turn."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+
+@dataclass(frozen=True)
+class History:
+    """
+    Hold what was read of one row.
+
+    Args:
+        ids: its first L tokens, without padding.
+        layers: keys and values of each layer, (heads, L, D) each.
+    """
+
+    ids: list[int]
+    layers: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, cache: DynamicCache, ids: Tensor, row: int, start: int, stop: int) -> "History":
+        """Copy the columns from `start` to `stop` of a row of (B, W) ids and of their cache."""
+        layers = [
+            (layer.keys[row, :, start:stop].clone(), layer.values[row, :, start:stop].clone())
+            for layer in cache.layers
+        ]
+        return cls(ids[row, start:stop].tolist(), layers)
+
+
+class Histories:
+    """Keep histories in the order of their rows, and find those that prompts of a next turn begin with."""
+
+    def __init__(self) -> None:
+        self._kept: deque[History] = deque()
+
+    @staticmethod
+    def can_keep(cache: DynamicCache) -> bool:
+        """Return whether the cache has keys and values of all tokens in each layer."""
+        return all(type(layer) is DynamicLayer for layer in cache.layers)
+
+    def add(self, histories: dict[int, History]) -> None:
+        """Keep histories by the number of their row."""
+        self._kept.extend(histories[row] for row in sorted(histories))
+
+    def fill(self, cache: DynamicCache, input_ids: Tensor, attention_mask: Tensor) -> None:
+        """
+        Fill an empty cache with what is known of prompts, and forget that.
+
+        All rows get the same number of columns, so of rows with fewer new tokens than others some are read again.
+
+        Args:
+            input_ids, attention_mask: (B, P), left-padded.
+        """
+        width, lengths = input_ids.size(1), attention_mask.sum(1).tolist()
+        found = [self._take(row[width - length :]) for row, length in zip(input_ids.tolist(), lengths, strict=True)]
+        new = max(length - (len(known.ids) if known else 0) for length, known in zip(lengths, found, strict=True))
+        some = next(filter(None, found), None)
+        if some is None or new >= width:
+            return
+        for number in range(len(some.layers)):
+            rows = [
+                [
+                    pad(each[:, : max(length - new, 0)], (0, 0, min(width - length, width - new), 0))
+                    for each in (known or some).layers[number]
+                ]
+                for length, known in zip(lengths, found, strict=True)
+            ]
+            cache.update(*(torch.stack(each) for each in zip(*rows, strict=True)), number)
+
+    def _take(self, ids: list[int]) -> History | None:
+        """Return the next history that `ids` begin with, and forget it and those of rows that did not go on."""
+        for number, history in enumerate(self._kept):
+            if ids[: len(history.ids)] == history.ids:
+                for _ in range(number + 1):
+                    self._kept.popleft()
+                return history
+        return None

@@ -60,6 +60,7 @@ ARGUMENTS: dict[str, tuple[type, type, type]] = {
     "ppo": (ppo.PPOScriptArguments, PPOConfig, ModelArguments),
     "dpo": (dpo.DPOScriptArguments, DPOConfig, ModelArguments),
 }
+TURNS = 8  # of an episode with tools, where the recipe sets no limit
 IDS = ("prompt_ids", "completion_ids")
 PROG = "trl-ext plan"
 
@@ -173,7 +174,7 @@ def loaded_reward(
 
 def make_job(
     stage: str, script_args: Any, args: Any, model_args: Any, folder: Path, layout: Layout, prompt_length: int,
-    load_config: Callable[[str], Any],
+    load_config: Callable[[str], Any], turns: int = 1,
 ) -> Job:  # fmt: skip
     """The job of a recipe's parsed arguments; `load_config` gives a model's configuration by its name."""
     name, _ = origin(model_args.model_name_or_path, folder)
@@ -205,6 +206,7 @@ def make_job(
         bits=4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None,
         nested=model_args.use_bnb_nested_quant,
         prompt_length=prompt_length,
+        turns=turns,
         value_model=value_model,
         ref_model=bool(getattr(script_args, "ref_model_name_or_path", None)),
         shared_rewards=shared,
@@ -212,9 +214,9 @@ def make_job(
     )
 
 
-def local_split(name: str, split: str) -> Any:
-    """The split, or None if the data is not on this machine."""
-    return load_dataset_split(name, split, columns=()) if find(name).exists() else None
+def local_split(name: str | None, split: str) -> Any:
+    """The split, or None if the data is not on this machine; an environment may own its data."""
+    return load_dataset_split(name, split, columns=()) if name and find(name).exists() else None
 
 
 def measured_tokens(stage: str, dataset: Any, tokenizer: Any) -> tuple[int, float] | None:
@@ -262,7 +264,7 @@ def what_the_data_says(
     """Preference pairs to train on, and which prompts SFT and PPO share; as far as the data is on this machine."""
 
     mine = local_split(script_args.dataset_name, script_args.dataset_train_split)
-    if mine is not None:
+    if mine is not None and not getattr(script_args, "environment", None):  # which may write the prompts
         check_columns(stage, mine, script_args.dataset_name, args)
     if stage in ("reward", "dpo"):
         return None if mine is None else len(mine), None
@@ -422,7 +424,11 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
             tokens = measured_tokens(stage, data, tokenizer)
         limit = getattr(script_args, "max_prompt_length", None)
         longest = options.prompt_length or min(*(tokens or (limit or 512,))[:1], limit or 10**9)
-        job = make_job(stage, script_args, args, model_args, folder, layout, longest, load)
+        turns, has_environment = 1, bool(getattr(script_args, "environment", None))
+        if has_environment or getattr(script_args, "tools", None):
+            calls = args.max_tool_calling_iterations
+            turns = TURNS if calls is None else calls + 1
+        job = make_job(stage, script_args, args, model_args, folder, layout, longest, load, turns)
     if reasons := known_not_to_work(job):
         parser.error("this cannot work: " + "; ".join(reasons))
 
@@ -436,6 +442,11 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     elif stage in ("ppo", "pretrain_critic") and not options.prompt_length:
         whose = "prompts" if stage == "ppo" else "prompts with their answers"
         print(f"not measured: the {whose} are taken to have {longest} tokens (`--prompt_length`)")
+    if turns > 1:
+        if args.max_tool_calling_iterations is None:
+            print(f"not known: episodes are taken to have {turns} turns (`--max_tool_calling_iterations {turns - 1}`)")
+        says = "what `reset` says, " if has_environment else ""
+        print(f"not counted: {says}the tools' descriptions in the prompt (`--prompt_length`), and the tools' own time")
     runs = [(job, result)]
     # Quantised weights are not sharded
     for other in (Layout(), Layout("ddp" if job.bits else "fsdp2", processes=8)):

@@ -16,6 +16,7 @@ from trl_ext.callbacks import (
     RepetitionCallback,
     RewardDisagreementCallback,
     RewardDriftCallback,
+    ToolAbuseCallback,
     ValueHealthCallback,
 )
 
@@ -126,6 +127,30 @@ def repetitions(rng, runs, n, moved=0.0, logs=LOGS):
     }
 
 
+def tools(rng, runs, n, moved=0.0, logs=LOGS, calls=0.6):
+    """60 % of the episodes call a tool, a geometric number of times. All calls of an episode fare alike."""
+    shape = (runs, logs, n)
+    made = np.where(rng.random(shape) < calls, rng.geometric(0.3, shape), 0)
+    of_all = np.maximum(made.sum(-1), 1)
+    shares = {"failure": 0.15, "repeated": 0.3}
+    log = {
+        f"tools/{name}_frequency": (made * (rng.random(shape) < share + moved)).sum(-1) / of_all
+        for name, share in shares.items()
+    }
+    return log | {"tools/call_frequency": made.mean(-1)}
+
+
+def grpo_tools(rng, runs, n, moved=0.0):
+    """Eight episodes of a prompt fare alike, and no repetition is logged."""
+    log = tools(rng, runs, max(1, n // 8), moved)
+    return {key: values for key, values in log.items() if "repeated" not in key}
+
+
+def rare_tools(rng, runs, n):
+    """In most logs of 8 answers no tool is called; TRL logs 0 then."""
+    return tools(rng, runs, n, calls=0.1)
+
+
 def scores(rng, runs, n, moved=0.0, logs=LOGS):
     answers = rng.normal(moved, 0.97, (runs, logs, n))
     witnesses = lengths(rng, runs, n, 2.0 if moved else 1.0, logs) | repetitions(rng, runs, n, 0.0, logs)
@@ -174,6 +199,9 @@ NULL = {
     "constant critic": (ValueHealthCallback, {}, PPOConfig, 1, constant_critics),
     "disagreement": (RewardDisagreementCallback, {}, PPOConfig, 1, disagreements),
     "repetition": (RepetitionCallback, {}, PPOConfig, 1, repetitions),
+    "tools": (ToolAbuseCallback, {}, PPOConfig, 1, tools),
+    "tools in GRPO": (ToolAbuseCallback, {}, GRPOConfig, 1, grpo_tools),
+    "rare tools": (ToolAbuseCallback, {}, PPOConfig, 1, rare_tools),
     "reward": (RewardDriftCallback, {"window": 300}, PPOConfig, 1, scores),
     "gold": (GoldGapCallback, {}, PPOConfig, 1, golds),
     "gold's own judge": (GoldGapCallback, {"gold": "eval_gold/mean"}, PPOConfig, 1, greedy_golds),
@@ -192,6 +220,7 @@ CHANGES = {
     "critic": ({"moved": 3.0}, (20, 10, 10)),
     "disagreement": ({"moved": 4.0}, (8, 4, 4)),
     "repetition": ({"moved": 0.7}, (8, 2, 1)),
+    "tools": ({"moved": 0.85}, (32, 8, 2)),
     "reward": ({"moved": 6.0}, (16, 4, 2)),
     "gold": ({"moved": 2.0}, (16, 4, 2)),
     "canary": ({"moved": 2.0}, (4, 4, 4)),
@@ -214,6 +243,10 @@ BAD_NUMBERS = {
     ValueHealthCallback: ({"rollouts": 1, "steps": 1}, {"ev": (0.5, -9.0), "vl": (1.0, 1.0)}),
     RewardDisagreementCallback: ({"rollouts": 2}, {"rewards/two/disagreement": (0.1, 9.0)}),
     RepetitionCallback: ({"rollouts": 2}, {"repetition/top_phrase_share": (0.1, 1.0)}),
+    ToolAbuseCallback: (
+        {"rollouts": 2},
+        {"tools/call_frequency": (1.0, 1.0), "tools/failure_frequency": (0.0, 1.0)},
+    ),
     RewardDriftCallback: (
         {"baseline": (0.0, 1.0), "rollouts": 2},
         {"reward": (0.0, 9.0), "std": (1.0, 1.0), "length": (10.0, 99.0)},
@@ -238,6 +271,7 @@ REFUSED = [
     (RewardDisagreementCallback, {"rollouts": 0}, r"`rollouts` must be 1 or more, got 0"),
     (RewardDriftCallback, {"minimum": 2000}, r"at most `window`.*got 2000, 1000"),
     (RewardDriftCallback, {"baseline": (0.0, 0.0)}, r"a mean and a σ above 0"),
+    (ToolAbuseCallback, {"failed": 1}, r"`failed` must be in \(0, 1\), got 1"),
     (RepetitionCallback, {"phrase": 3}, r"`phrase` must be in \(0, 1\), got 3"),
     (NotFiniteCallback, {"repeat_steps": 0}, r"`repeat_steps` must be 1 or more, got 0"),
     (GoldGapCallback, {"limit": -1}, r"`limit` must be above 0"),

@@ -1,6 +1,7 @@
 """PPO on tools and environments: what is the policy's, what the environment's, and what each of them may do wrong."""
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.agents import Counter, SteppedCounter, byte_tokenizer, call, counts, played_by
+from tests.callbacks.replay import Replay
 from tests.launch import on_two_processes
 from tests.ppo.agent_worker import TOGETHER, Kept, Slippery
 from tests.ppo.agent_worker import make as make_worker
@@ -20,7 +22,9 @@ from tests.ppo.worker import collected
 from tests.rounding import bound
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
+from trl_ext.callbacks import ToolAbuseCallback
 from trl_ext.functional import gae, turn_gae, turn_starts
+from trl_ext.runs.jsonl import read_jsonl
 
 PROMPT = [{"role": "user", "content": "Count. "}]
 IM_END = "<|im_end|>"
@@ -90,6 +94,86 @@ def test_turns_returns_and_what_the_critic_explains_are_logged(tmp_path):
     assert log["environment/SteppedCounter/return"] == log["objective/scores"] == 3
     assert log["completions/mean_length"] == 2 * 48 + 6 and log["completions/mean_tool_length"] == 2 * 37
     assert {f"val/explained_variance/turn_{turn}" for turn in (1, 2)} < log.keys()
+
+
+def test_what_is_left_out_of_training_is_counted(tmp_path):
+    """Turns, tokens of tools and repeated calls of rows that `mask_truncated_completions` leaves out, too."""
+
+    def player(history):
+        if history.count("The sum is") == 0:
+            return call("add", number=1)
+        if history.count("The sum is") < 3:
+            return call("add", number=0)  # the second of these has an answer that was given before
+        return "Done." + IM_END if "Reach 0" in history else "Do"  # cut off
+
+    trainer = make(tmp_path, player, mask_truncated_completions=True, rows=[{"prompt": PROMPT, "target": 0}] * 8)
+    rows = [{"prompt": PROMPT, "target": n % 2} for n in range(8)]
+    trainer._generate_and_score_completions(rows)
+    report = trainer.metrics.report()
+    assert report["objective/num_unscored"] == 4 and report["turns/mean"] == 4
+    assert report["completions/mean_tool_length"] == 3 * 37 and report["completions/std_tool_length"] == 0
+    assert report["tools/repeated_frequency"] == pytest.approx(1 / 3)
+
+
+def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, capsys, monkeypatch):
+    """Arguments of two types under one name, none at all, and a list: TRL's table and its print take objects alone."""
+
+    def player(history):
+        if "<tool_response>" in history:
+            return "Done." + IM_END
+        return next(answers)
+
+    a_list = '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>' + IM_END
+    answers = itertools.cycle([call("add", number=1), call("add", number="one"), call("add"), a_list])
+    monkeypatch.setenv("COLUMNS", "300")
+    trainer = make(tmp_path, player, record_run=True, log_completions=True, max_steps=1)
+    trainer.train()
+    samples = [row["completion"] for row in read_jsonl(tmp_path / "completions.rank0.jsonl")]
+    assert len(samples) == 8 and all(
+        [m["role"] for m in each] == ["assistant", "tool", "assistant"] for each in samples
+    )
+    given = [each[0]["tool_calls"][0]["function"]["arguments"] for each in samples]
+    assert all(each in given for each in ({"number": 1}, {"number": "one"}, {}, [1]))
+    printed = capsys.readouterr().out
+    assert "add(number=1)" in printed and "add(arguments=[1])" in printed
+    assert len(list((tmp_path / "completions").glob("*.parquet"))) == 1
+
+
+def test_a_policy_that_begins_to_repeat_a_call_is_stopped(tmp_path):
+    """It farms a tool that says the same each time. Two rollouts are played, and their logs come 24 and 16 times."""
+
+    class Farm(Counter):
+        def ask(self, question: str) -> str:
+            """
+            Ask.
+
+            Args:
+                question: what.
+
+            Returns:
+                The answer.
+            """
+            return f"To {question}: yes."
+
+    def player(history):
+        asked = history.count("yes.")
+        if asked == 4:
+            return "Done." + IM_END
+        return call("ask", question="abcd"[asked] if trainer.state.global_step == 0 else "a")
+
+    one_step = {"num_mini_batches": 1, "num_ppo_epochs": 1, "per_device_train_batch_size": 16}  # for each rollout
+    trainer = make(tmp_path, player, Farm, [{"prompt": PROMPT, "target": 0}] * 16, max_steps=2, **one_step)
+    trainer.train()
+    calm, bad = [log for log in trainer.state.log_history if "learning_rate" in log]
+    assert [log["tools/repeated_frequency"] for log in (calm, bad)] == [0, 0.75]
+    run = Replay(trainer.args, ToolAbuseCallback(action="stop", sinks=[]))
+    for step in range(1, 25):
+        run.log(step, logs=calm)
+    assert not run.said and not run.control.should_training_stop
+    for step in range(25, 41):
+        run.log(step, logs=bad)
+    assert run.said[0] == "episodes repeat their tool calls" and run.control.should_training_stop
+    assert run.alerts[0]["step"] < 36
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])

@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from recipes import plan, ppo
 from recipes.plan import loaded_rewards, main, origin, what_the_data_says
 from tests.recipes.real_models import config_of
 from tests.tiny import tiny_llama, tiny_tokenizer
@@ -125,6 +127,25 @@ def test_it_says_on_which_gpus_it_fits_for_how_long_and_measures_local_data(subt
             length = 5 if stage == "pretrain_critic" else 1
             assert f"{'prompts' if stage == 'ppo' else 'texts'} have up to {length} tokens, {length} on av" in text
     assert "no" not in run(folder, "sft", capsys, "--mfu", "1").split("12 GB")[1].split("\n")[0]
+
+
+@pytest.mark.slow
+def test_a_recipe_with_tools_is_planned_turn_by_turn(folder, capsys, monkeypatch):
+    @dataclass
+    class Arguments(ppo.PPOScriptArguments):
+        environment: list[str] | None = None
+        tools: list[str] | None = None
+
+    monkeypatch.setitem(plan.ARGUMENTS, "ppo", (Arguments, *plan.ARGUMENTS["ppo"][1:]))
+    flags = ["--environment", "game.py:Game", "--prompt_length", "8"]
+    text = run(folder, "ppo", capsys, *flags)
+    assert "turns of an episode, at most: 8" in text and "not known: episodes are taken to have 8 turns" in text
+    assert "not counted: what `reset` says, the tools' descriptions" in text
+    text = run(folder, "ppo", capsys, "--tools", "game.py:roll", *flags[2:], "--max_tool_calling_iterations", "3")
+    assert "turns of an episode, at most: 4" in text and "not known" not in text and "`reset`" not in text
+    with pytest.raises(SystemExit, match="2"):
+        run(folder, "ppo", capsys, *flags, "--rollouts_ahead", "1")
+    assert "which tools and environments do not allow" in capsys.readouterr().err
 
 
 def test_a_model_of_the_chain_is_followed_to_the_hub(folder, monkeypatch):

@@ -312,6 +312,35 @@ def test_names_and_texts_from_outside_spoil_nothing(tmp_path):
     assert {f"rewards/{text}/mean" for text in HOSTILE if text.isprintable()} < logged.keys()
 
 
+def test_an_episode_is_shown_turn_by_turn(tmp_path):
+    """Thought, text, call, answer, in order and escaped; what is long and what is in the middle is folded."""
+
+    def called(name, given):
+        return {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": name, "arguments": given}}],
+        }
+
+    look = {**called("look", {}), "content": "I <b>look</b>.", "reasoning_content": "Where am I?"}
+    wall = {"role": "tool", "name": "look", "content": "a <i>wall</i>\n" * 9}
+    failed = {"role": "tool", "name": "go", "content": "{'error': 'no such tool'}"}
+    episode = [look, wall, called("go", {"to": "left", "by": [1]}), failed]
+    episode += [called("add", [n]) for n in range(6)] + [{"role": "assistant", "content": "Done."}]
+    samples = [answer("p", episode, 5), answer("q", "flat\ntext", 6), answer("p", episode, 5)]
+    page_of = write_report(write_run(tmp_path / "run", LOGS, samples=samples)).read_text()
+    parsed = Page(page_of)
+    shown = ["Where am I?", "I <b>look</b>.", "look()", "look said", "a <i>wall</i>", 'go(to="left", by=[1])']
+    shown += ["go said", "no such tool", "4 more", "add([0])", "add([5])", "Done."]
+    places = [parsed.text.index(part) for part in shown]
+    assert places == sorted(places) and not {"i", "script"} & {*parsed.tags} and "flat\ntext" in parsed.text
+    assert (
+        page_of.count('class="turn fails"') == 1 and page_of.count("a &lt;i&gt;wall&lt;/i&gt;") == 10
+    )  # and a summary
+    beside = write_run(tmp_path / "beside", LOGS, samples=samples)
+    together = write_report([tmp_path / "run", beside], tmp_path / "together.html").read_text()
+    assert together.count('class="turn fails"') == 2 and together.count("4 more") == 2
+
+
 @pytest.mark.parametrize(("make", "message"), [(False, "is no folder"), (True, "has neither metrics.rank0.jsonl")])
 def test_nothing_to_report_is_said_in_one_line(make, message, tmp_path, capsys):
     if make:

@@ -15,6 +15,8 @@ class SamplesCallback(TrainerCallback):
     """
     Append the first completions of each rollout, with every reward function's score, to `completions.rank0.jsonl`.
 
+    A completion is its text, or the messages of all turns where tools were called.
+
     >>> trainer.add_callback(SamplesCallback(trainer=trainer, per_rollout=4))
 
     Args:

@@ -27,6 +27,7 @@ class Series:
 
     def __init__(self, memory: dict[str, Any], first: int = 0, size: int = 1):
         self.memory, self.wanted, self.size = memory, first, size
+        self.is_clustered = False
         if not memory:
             memory |= {"count": 0, "first": [], "squared_steps": 0.0, "known": 0, "variance": 0.0, "dof": 0}
             memory["first_variance"] = 0.0  # by itself: a hack that widens the spread is not to blur the baseline
@@ -34,7 +35,12 @@ class Series:
             memory["in_doubt"] = False  # the last value is beyond a bound, and that may be noise
 
     def add(
-        self, value: float, error: float | None = None, dof: float = math.inf, answers: float | None = None
+        self,
+        value: float,
+        error: float | None = None,
+        dof: float = math.inf,
+        answers: float | None = None,
+        is_clustered: bool = False,
     ) -> None:
         """
         Add the next value.
@@ -44,7 +50,9 @@ class Series:
             error: its standard error, if that is known.
             dof: the degrees of freedom of `error`.
             answers: of a mean of values in [0, 1], the number of answers, in place of `error`.
+            is_clustered: whether they may depend on each other. The error is then learnt, too, and the larger counts.
         """
+        self.is_clustered = is_clustered
         memory, values = self.memory, self.memory["values"]
         if error is None and answers is not None:
             error = share_error(value, answers)
@@ -121,13 +129,21 @@ class Series:
         answers = memory["answers"][-number:]
         if None not in answers:  # the share of all these answers is better known than the mean of shares
             drawn = sum(answers)
-            return share_error(mean, drawn), share_error(self.first or 0.0, drawn / number * wanted), math.inf
+            now, then = share_error(mean, drawn), share_error(self.first or 0.0, drawn / number * wanted)
+            if not self.is_clustered:
+                return now, then, math.inf
+            variance, dof = self._scatter(number)
+            return max(now, math.sqrt(variance / number)), max(then, math.sqrt(variance / wanted)), dof
         if memory["known"] == memory["count"]:
             pooled = memory["variance"] / memory["count"]
             now = max(pooled, sum(memory["variances"][-number:]) / number)
             return math.sqrt(now / number), math.sqrt(memory["first_variance"]) / wanted, memory["dof"]
-        before = max(0.0, memory["squared_steps"] - sum(memory["steps"][-number:]))
-        variance, dof = scatter(before, memory["count"] - number)
+        variance, dof = self._scatter(number)
         if number < FEW and variance > 0:
             return math.inf, math.inf, dof
         return math.sqrt(variance / number), math.sqrt(variance / wanted), dof
+
+    def _scatter(self, number: int) -> tuple[float, float]:
+        """Return the variance of single values, learnt from those before the last ones, and its degrees of freedom."""
+        before = max(0.0, self.memory["squared_steps"] - sum(self.memory["steps"][-number:]))
+        return scatter(before, self.memory["count"] - number)

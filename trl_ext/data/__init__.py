@@ -6,6 +6,7 @@ from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
     from ..runs.rows import rows_identity as rows_identity
+    from .calls import tool_calls as tool_calls
     from .copies import copied_shares as copied_shares
     from .copies import corpus_ngrams as corpus_ngrams
     from .duplicates import Duplicates as Duplicates

@@ -142,10 +142,12 @@ class PPOMetrics:
         stats.add(f"{prefix}completions/length", rollout.lengths, rows)
         stats.add(f"{prefix}completions/terminated_length", rollout.lengths, rows & rollout.ended)
         if rollout.tool_mask is not None:
-            turns = turn_starts(rollout.drawn).sum(1).float()
-            stats.add(f"{prefix}turns/mean", turns, rows)
-            told = (rollout.completion_mask - rollout.drawn).sum(1).float()
-            stats.add(f"{prefix}completions/tool_length", told, rows)
+            # Also the turns of rows that `mask_truncated_completions` leaves out
+            stats.add(f"{prefix}turns/mean", turn_starts(rollout.tool_mask).sum(1).float(), rows)
+            assert rollout.tool_lengths is not None and rollout.repeats is not None
+            stats.add(f"{prefix}completions/tool_length", rollout.tool_lengths, rows)
+            repeats = rollout.repeats
+            stats.add(f"{prefix}tools/repeated_frequency", repeats, ~repeats.isnan() & rows[:, None])
         for name, played in rollout.environments.items():
             stats.add(f"{prefix}environment/{name}/return", rollout.scores, valid & played)
         stats.add(f"{prefix}completions/clipped_ratio", (~rollout.ended).float(), rows)

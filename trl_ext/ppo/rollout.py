@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.calls import repeated_calls
 from ..functional import importance_weights, kl_estimate, last_token_index, turn_sums
 from ..models.histories import Histories
 from .config import PPOConfig
@@ -40,6 +41,9 @@ class Rollout:
         end_values: (B,), of the critic after the last token, with `bootstrap_truncated`; before it, where the response
             fills the context.
         environments: (B,) for each environment's name, whether the row was played in it.
+        tool_lengths: (B,), tokens of the completion that tools and environments wrote.
+        repeats: (B, C), for each of up to C tool calls of the row 1 if an earlier one was the same and had the same
+            answer, else 0; NaN where there is no call.
     """
 
     prompt_ids: Tensor
@@ -58,6 +62,8 @@ class Rollout:
     tool_mask: Tensor | None = None
     end_values: Tensor | None = None
     environments: dict[str, Tensor] = field(default_factory=dict)
+    tool_lengths: Tensor | None = None
+    repeats: Tensor | None = None
 
     @property
     def drawn(self) -> Tensor:
@@ -224,6 +230,7 @@ class Collection:
         self.drawn_first: list[list[int]] | None = None  # what the sampler answered to the prompts
         self.drawn_logprobs: list[list[float]] | None = None  # of each token when it was drawn; 0 for tools'
         self.ended: list[bool] = []
+        self.repeats: list[list[bool]] = []  # for each tool call whether an earlier one of its row was the same
         self.started: dict[int, Any] = {}  # reward functions that were started ahead, by their place
         self.tensors: dict[str, Tensor] = {}
         self.passes: dict[str, Any] = {}  # (B, T) each, or None
@@ -242,6 +249,7 @@ class Collection:
             ids[-1] in ends and not (has_tools and (waits_for_tools(completion) or not mask[-1]))
             for ids, mask, completion in zip(self.completion_ids, masks, completions, strict=True)
         ]
+        self.repeats = list(map(repeated_calls, completions))
         self.started = self.trainer._started_ahead()
         return output
 
@@ -314,7 +322,9 @@ class Collection:
         tool_mask = self.tensors.get("tool_mask")
         if token_scores is not None and tool_mask is not None:
             token_scores = onto_policy_tokens(token_scores, tool_mask)
-        drawn = self.tool_mask or [[1] * len(ids) for ids in self.completion_ids]
+        drawn = [sum(row) for row in self.tool_mask or [[1] * len(ids) for ids in self.completion_ids]]
+        told = [len(ids) - of_policy for ids, of_policy in zip(self.completion_ids, drawn, strict=True)]
+        repeats = padded(self.repeats, nan, "right", dtype=torch.float32)
         return Rollout(
             **self.tensors,
             **self.passes,
@@ -323,7 +333,9 @@ class Collection:
             token_scores=token_scores,
             ended=ended,
             environments={name: torch.tensor(rows, device=device) for name, rows in self._environments().items()},
-            lengths=torch.tensor([sum(row) for row in drawn], device=device, dtype=torch.float32),
+            lengths=torch.tensor(drawn, device=device, dtype=torch.float32),
+            tool_lengths=torch.tensor(told, device=device, dtype=torch.float32),
+            repeats=repeats.to(device),
         )
 
     def _environments(self) -> dict[str, list[bool]]:

@@ -25,6 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import objections_to, record_run
+from ..data.calls import with_text_arguments
 from ..functional import (
     LAM_SCHEDULES,
     advantages_and_returns,
@@ -1096,7 +1097,10 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 self._metrics["train"].pop(name, None)
             report = self.metrics.report(start_time)
             self._metrics["train"].update({name: [number] for name, number in report.items()})
-        super().log(logs, start_time)
+        logged = ("prompt", "completion") if self.log_completions else ()
+        shown = {name: list(map(with_text_arguments, self._logs[name])) for name in logged}
+        with temporarily(self, _logs={**self._logs, **shown}):
+            super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)

@@ -25,6 +25,13 @@ def text_of(completion: Any) -> str:
     return completion if isinstance(completion, str) else "\n".join(str(turn.get("content")) for turn in completion)
 
 
+def recorded(completion: Any) -> Any:
+    """Return a completion as a file keeps it: its messages if there are several turns or tool calls, else its text."""
+    if isinstance(completion, str) or (len(completion) == 1 and not completion[0].get("tool_calls")):
+        return text_of(completion)
+    return completion
+
+
 def last_block(text: str) -> str:
     """Return the content of the last fenced block (```) of a text, or all of the text if it has none."""
     return ([text, *_BLOCK.findall(text)])[-1]

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 
 from ...runs.jsonl import JSONLWriter
-from ..texts import text_of
+from ..texts import recorded, text_of
 
 
 class Watch:
@@ -18,8 +18,8 @@ class Watch:
 
     Args:
         folder: of `completions.rank{r}.jsonl`, to which each completion is appended as one line: timestamp, step,
-            rank, prompt, completion, scores. None is the folder of [`~trl_ext.callbacks.JSONLCallback`], and without
-            that callback nothing is written.
+            rank, prompt, completion, scores. A completion is its text, or with tools its messages. None is the
+            folder of [`~trl_ext.callbacks.JSONLCallback`], and without that callback nothing is written.
         score: of each completion. With None this function takes no part in the reward. Where no other function scores,
             TRL needs 0.0.
     """
@@ -50,7 +50,7 @@ class Watch:
         self.write(
             "completions",
             [
-                {**head, "prompt": text_of(prompt), "completion": text_of(completion), "scores": named}
+                {**head, "prompt": text_of(prompt), "completion": recorded(completion), "scores": named}
                 for prompt, completion, named in zip(prompts, completions, scores, strict=True)
             ],
         )

@@ -11,6 +11,7 @@ import numpy as np
 from ...callbacks import curve, draw_line
 from ...runs import is_notice
 from .charts import GROUPS, INK, can_draw, chart, line_style
+from .conversation import shown_answer
 from .headline import ends, headline
 from .markup import TEMPLATES, number, render
 from .page import alerts, shown_scores
@@ -185,6 +186,6 @@ def _samples(runs: dict[str, Run]) -> list[list[Any]]:
         for answers in last.values():
             row = answers[prompt]
             scores = f"step {row['step']}: {shown_scores(row['scores'])}"
-            cells.append({"answer": str(row.get("completion"))[:800], "scores": scores})
+            cells.append({"answer": shown_answer(row.get("completion")), "scores": scores})
         rows.append(cells)
     return rows

@@ -5,6 +5,7 @@ from typing import Any
 
 from ...runs import PRIVATE_FOLDER, is_notice
 from .charts import COLOURS, can_draw, chart, curves
+from .conversation import shown_answer
 from .headline import ends, headline
 from .markup import TEMPLATES, number, render
 from .recorded import Run, is_finite
@@ -115,8 +116,10 @@ def _samples(run: Run) -> list[list[Any]]:
         merged: dict[tuple, dict[str, Any]] = {}
         for row in phase:  # several watches write the same completion
             texts = str(row.get("prompt")), str(row.get("completion"))
-            merged.setdefault((row["step"], *texts), {}).update(row["scores"])
+            first = merged.setdefault((row["step"], *texts), {**row, "scores": {}})
+            first["scores"] |= row["scores"]
         spread = sorted({round(i * (len(merged) - 1) / (SAMPLES - 1)) for i in range(SAMPLES)} if merged else ())
-        for (step, prompt, completion), scores in (list(merged.items())[i] for i in spread):
-            rows.append([label, step, prompt[:400], completion[:800], shown_scores(scores)])
+        for row in (list(merged.values())[i] for i in spread):
+            answer = shown_answer(row.get("completion"))
+            rows.append([label, row["step"], str(row.get("prompt"))[:400], answer, shown_scores(row["scores"])])
     return rows

@@ -51,6 +51,11 @@ def _ppo(job: Job, args: Any, layout: Layout, peft: bool) -> list[str]:
             "`critic_warmup_rollouts`, `critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's engine "
             "steps inside `backward`: use DDP or FSDP2, or drop them"
         )
+    if job.turns > 1 and args.rollouts_ahead:
+        reasons.append(
+            f"`rollouts_ahead: {args.rollouts_ahead}` draws whole rollouts in advance, which tools and environments "
+            "do not allow: leave it out"
+        )
     if job.shared_rewards and not peft and args.share_reward_base == "always":
         reasons.append("`share_reward_base: always` needs a policy with an adapter: set `use_peft: true`")
     episodes = args.per_device_train_batch_size * args.steps_per_generation * layout.processes

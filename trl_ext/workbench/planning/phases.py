@@ -19,10 +19,11 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     Return the bytes that generation takes in the run itself, and beside it: in vLLM or in `rollouts_ahead`'s process.
 
     vLLM is counted with weights and cache in 16 bits for all `local` answers of a rollout at once; it works with less.
-    Otherwise `rows` are generated at once.
+    Otherwise `rows` are generated at once. In each turn TRL draws up to `max_completion_length` tokens after the
+    history, and then cuts what is too long.
     """
     config = base_model_of(policy).config.get_text_config()
-    length = job.prompt_length + job.args.max_completion_length
+    length = job.longest_history + job.args.max_completion_length
     numel = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
     if job.args.use_vllm:
         return {}, {"weights": 2 * numel, "KV cache": kv_cache_of(config, local, length, 2)}
@@ -31,7 +32,7 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     policy.eval()
     # Without autocast, which accelerate puts on the actor-critic's forward only, not on the policy's
     prefill = forward_peak(
-        mode, policy, lambda: policy(**tokens(rows, job.prompt_length), logits_to_keep=1, use_cache=False)
+        mode, policy, lambda: policy(**tokens(rows, job.longest_history), logits_to_keep=1, use_cache=False)
     )
     policy.train()
     config.num_hidden_layers = depth

@@ -54,6 +54,7 @@ class Job:
         ref_model: whether the reference is given, so that it is held even with adapters.
         shared_rewards: number of reward models that are adapters on the policy's base.
         loaded_rewards: the models of reward functions, see [`LoadedReward`].
+        turns: of an episode of PPO, at most; more than one with tools.
         mixed: dtype of mixed precision. It comes from `args`; do not pass it.
     """
 
@@ -71,6 +72,7 @@ class Job:
     ref_model: bool = False
     shared_rewards: int = 0
     loaded_rewards: tuple[LoadedReward, ...] = ()
+    turns: int = 1
     mixed: torch.dtype | None = None
 
     def __post_init__(self):
@@ -82,6 +84,11 @@ class Job:
         if self.stage == "pretrain_critic":  # nothing is truncated
             return self.prompt_length
         return self.args.max_length or getattr(self.policy.get_text_config(), "max_position_embeddings", 1024)
+
+    @property
+    def longest_history(self) -> int:
+        """Return the tokens that PPO's policy has read at most when it begins a turn."""
+        return self.prompt_length + (self.args.max_completion_length if self.turns > 1 else 0)
 
     @property
     def optim(self) -> str:

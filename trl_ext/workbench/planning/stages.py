@@ -165,6 +165,8 @@ def _plan_ppo(job: Job) -> Plan:
         "tokens per rollout, at most": episodes * length,
         "generated tokens per rollout, at most": episodes * args.max_completion_length,
     }
+    if job.turns > 1:
+        schedule["turns of an episode, at most"] = job.turns
     if args.total_episodes:
         rollouts = math.ceil(args.total_episodes / episodes)
         schedule |= {"rollouts": rollouts, "optimizer steps": rollouts * schedule["optimizer steps per rollout"]}

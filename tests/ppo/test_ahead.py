@@ -504,7 +504,10 @@ def test_what_cannot_be_is_refused(subtests, tmp_path):
         (vllm | {"vllm_mode": "server", "rollout_device": "cpu"}, "`rollout_device=cpu` .* vLLM's server generates"),
         ({"rollouts_ahead": 1, "rollout_device": "cuda:7"}, r"there is no device 'cuda:7' here \(\d accelerators\)"),
         ({"rollouts_ahead": 1, "rollout_device": "gpu"}, "there is no device 'gpu' here"),
-        ({"rollouts_ahead": 1, "rollout_device": 1}, "`rollout_device=1` is not the name of a device: give a text such as"),
+        (
+            {"rollouts_ahead": 1, "rollout_device": 1},
+            "`rollout_device=1` is not the name of a device: give a text such as",
+        ),
         ({"rollouts_ahead": 1, "rollout_device": "cpu,cpu"}, r"names 2 devices for 1 process\(es\)"),
     ]:
         with subtests.test(config=config), pytest.raises(ValueError, match=message):

@@ -30,7 +30,9 @@ def bootstrap_interval(
         ValueError: no rows, a value that is not finite, or `level` outside (0, 1).
     """
     if len(values) == 0 or not values.isfinite().all():
-        raise ValueError(f"there must be one or more values, all finite, got {len(values)} values: leave out rows without a value")
+        raise ValueError(
+            f"there must be one or more values, all finite, got {len(values)} values: leave out rows without a value"
+        )
     if not 0 < level < 1:
         raise ValueError(f"level must lie within (0, 1), got {level}: pass a share such as 0.95")
     values = values.detach().double().cpu()

@@ -52,7 +52,9 @@ def head_of(model: nn.Module) -> nn.Linear:
     """Return the layer of a classifier that computes its score, the head."""
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
     if len(heads) != 1:
-        raise ValueError(f"{type(model).__name__} has {len(heads)} trained layers with one output; a reward model must have exactly one")
+        raise ValueError(
+            f"{type(model).__name__} has {len(heads)} trained layers with one output; a reward model must have exactly one"
+        )
     return heads[0]
 
 

@@ -37,7 +37,9 @@ def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
         )
     distance, gain = distance.detach().double().cpu(), gain.detach().double().cpu()
     if not (distance.isfinite() & gain.isfinite() & (distance >= 0)).all():
-        raise ValueError(f"distance must be finite and >= 0, gain finite, got {distance} and {gain}: drop other points")
+        raise ValueError(
+            f"distance must be finite and >= 0, gain finite, got {distance} and {gain}: drop other points"
+        )
     if len(distance[distance > 0].unique()) < 2:
         raise ValueError(f"two coefficients need two different distances above 0, got {distance}: measure more points")
     design = torch.stack([distance, -torch.special.xlogy(distance, distance)], dim=1)

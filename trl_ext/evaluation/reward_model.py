@@ -83,7 +83,9 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
         ValueError: there are not as many rows as margins.
     """
     if len(margins) != len(groups):
-        raise ValueError(f"there are {len(margins)} margins and {len(groups)} rows of a column: give each pair one row")
+        raise ValueError(
+            f"there are {len(margins)} margins and {len(groups)} rows of a column: give each pair one row"
+        )
     of: dict[str, list[float]] = defaultdict(list)
     for margin, value in zip(margins.tolist(), groups, strict=True):
         for each in dict.fromkeys(map(str, value if isinstance(value, (list, tuple)) else [value])):

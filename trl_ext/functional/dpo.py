@@ -29,7 +29,9 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = N
     if ld_alpha is None:
         return logprobs.sum(dim=1)
     if len(logprobs) % 2:
-        raise ValueError(f"logprobs must have two rows for each pair, got {len(logprobs)} rows; stack chosen on rejected.")
+        raise ValueError(
+            f"logprobs must have two rows for each pair, got {len(logprobs)} rows; stack chosen on rejected."
+        )
     lengths = mask.sum(dim=1)
     common = torch.minimum(*lengths.chunk(2)).repeat(2).unsqueeze(1)
     return torch.where(mask.cumsum(dim=1) <= common, logprobs, ld_alpha * logprobs).sum(dim=1)

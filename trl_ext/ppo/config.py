@@ -311,7 +311,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "1.5). The critic's target then uses `lam_value`, by default 1.",
         range="> 0 and finite",
     )
-    normalize_advantages: bool = setting(True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes.")
+    normalize_advantages: bool = setting(
+        True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes."
+    )
     cliprange: float = setting(
         0.2,
         "Clip range of the ratio. Its upper side is `epsilon_high` if that is set.",
@@ -339,7 +341,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     vf_coef: float = setting(0.1, "Weight of the value loss.", range=">= 0")
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", range=">= 0")
     max_approx_kl: float | None = setting(
-        None, "Skip the remaining updates on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.", range="> 0"
+        None,
+        "Skip the remaining updates on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.",
+        range="> 0",
     )
     critic_learning_rate: float | None = setting(
         None, "Learning rate of the critic, often higher than the policy's; `learning_rate` if unset.", range=">= 0"
@@ -359,9 +363,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
 
     # Evaluation and loading
     eval_greedy: bool = setting(True, "Evaluate with greedy decoding, too (`eval_greedy/…`).")
-    resume_anyway: bool = setting(
-        False, "Resume from a checkpoint even if the run that wrote it had other settings."
-    )
+    resume_anyway: bool = setting(False, "Resume from a checkpoint even if the run that wrote it had other settings.")
 
     # Agents
     max_tool_calling_iterations: int | None = setting(

@@ -41,7 +41,7 @@ _CHARACTERS = 2000  # of a text that is shown
 
 @dataclass
 class Bounds:
-    """What must hold; None asks for nothing."""
+    """Hold the bounds that a reward must meet; None sets no bound."""
 
     min_accuracy: float | None = 0.6
     max_length_bias: float | None = 0.2

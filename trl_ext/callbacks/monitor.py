@@ -357,7 +357,9 @@ class MonitorCallback(Halting, TrainerCallback):
         return series
 
     def windows(self, steps: int) -> dict[str, Any]:
-        """Return for `follow` how many logs measure the same answers, and how many of their means cover these steps."""
+        """
+        Return for `follow` how many logs measure the same answers, and how many of their means cover these steps.
+        """
         logs = math.ceil(rollout_steps(self._args) / self._logging_steps)
         return {"logs": logs, "size": max(1, math.ceil(steps / (logs * self._logging_steps)))}
 

@@ -21,7 +21,9 @@ def field_names(path: str) -> set[str] | None:
 
 
 def parsed_names(module: str) -> set[str] | None:
-    """Return the field names of all dataclasses that a script passes to its `StrictTrlParser`; None if one is not found."""
+    """
+    Return the field names of all dataclasses that a script passes to its `StrictTrlParser`; None if one is not found.
+    """
     found = [field_names(path) for path, _ in _given(module)]
     return None if None in found else set().union(*filter(None, found)) or None
 
@@ -30,9 +32,9 @@ def sketches(module: str) -> list[tuple[type, bool]] | None:
     """
     Return copies of the dataclasses that a script passes to its `StrictTrlParser`; they have only fields and help.
 
-    Each copy comes with a bool: whether the script passes a name, such as "trl_ext.PPOConfig". Such a copy has only the names of the
-    fields that it inherits from TRL. The result is None if a class is not found, or if a field uses a name of its
-    module.
+    Each copy comes with a bool: whether the script passes a name, such as "trl_ext.PPOConfig". Such a copy has only
+    the names of the fields that it inherits from TRL. The result is None if a class is not found, or if a field uses a
+    name of its module.
     """
     try:
         return [(_sketch(*_split(path), is_named), is_named) for path, is_named in _given(module)] or None
@@ -41,7 +43,9 @@ def sketches(module: str) -> list[tuple[type, bool]] | None:
 
 
 def _given(module: str) -> list[tuple[str, bool]]:
-    """Return the paths of the dataclasses that a script passes to its parser, and whether each is passed as a string."""
+    """
+    Return the paths of the dataclasses that a script passes to its parser, and whether each is passed as a string.
+    """
     calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
     given = [call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser"]
     kinds = [kind for node in given[:1] for kind in (node.elts if isinstance(node, ast.Tuple) else [node])]

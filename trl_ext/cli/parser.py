@@ -201,7 +201,9 @@ class StrictTrlParser(TrlParser):
 
 
 def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
-    """Read a YAML file; return its nodes (with the text as written) and its values, by name; set variables of `env`."""
+    """
+    Read a YAML file; return its nodes (with the text as written) and its values, by name; set variables of `env`.
+    """
     with open(config_file("--config", path), encoding="utf-8") as file:
         try:
             loader = _NoRepeatedKeys(file)

@@ -101,7 +101,9 @@ def similarity_of(one: str, other: str, unit: Unit = "words", n: int = 3) -> flo
 
 
 def _read(texts, threshold, unit, n, num_perm, seed, file):
-    """Read the texts; return each one's digest (0 if empty), its key in each band, and its n-grams' end in the file."""
+    """
+    Read the texts; return each one's digest (0 if empty), its key in each band, and its n-grams' end in the file.
+    """
     from datasketch import MinHash, MinHashLSH
 
     # Near 1 it would take one long band, and refuses that. Shorter ones find more, and the real similarity decides

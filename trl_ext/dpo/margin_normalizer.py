@@ -11,8 +11,8 @@ class MarginNormalizer:
     """
     Multiply β by a factor for each source of pairs, so that the margins of all sources have the same spread.
 
-    The factors come from the standard deviations of the margins so far, of the pairs of all processes. The factors change
-    after an optimizer step, so they do not depend on how a step is cut into micro-batches.
+    The factors come from the standard deviations of the margins so far, of the pairs of all processes. The factors
+    change after an optimizer step, so they do not depend on how a step is cut into micro-batches.
 
     Args:
         sources: names of the sources. Pairs name a source by its index in this list.

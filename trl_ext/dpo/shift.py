@@ -1,4 +1,4 @@
-"""Check whether the reference would write such answers as the pairs have: compare their log-probs with its samples'."""
+"""Check whether the pairs' answers are such as the reference writes: compare their log-probs with its samples'."""
 
 import warnings
 from itertools import islice

@@ -45,7 +45,7 @@ def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 10
     above this figure is the model's fault.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one; their signs are replaced by random ones.
+        margins: (N,) score of the chosen answer minus score of the rejected one; random signs replace theirs.
         bins: number of bins, as for [`calibration_error`].
         draws: how often random signs are drawn.
         seed: seed of the signs.
@@ -60,7 +60,7 @@ def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 10
 
 
 def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
-    """Return the points of a reliability diagram: for bins of the model's confidence, the share of pairs it gets right.
+    """Return the points of a reliability diagram: for bins of confidence, the share of pairs it gets right.
 
     The bins are those of [`calibration_error`]: σ(|margin|) in even parts of [½, 1].
 

@@ -16,7 +16,7 @@ from .reward_model import plot_margins, reward_model_report
 
 
 def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -> Tensor:
-    """Return the weights v of the linear head with mean score 1 on reference answers and least variance over all answers.
+    """Return weights v of a head with mean score 1 on reference answers and the least variance over all answers.
 
     Most sequence classifiers have a head w without a bias, which could take up the mean score m of the reference
     answers. The head w − m v scores them exactly 0 on average, and of all such heads it changes margins least:
@@ -53,14 +53,17 @@ def head_of(model: nn.Module) -> nn.Linear:
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
     if len(heads) != 1:
         raise ValueError(
-            f"{type(model).__name__} has {len(heads)} trained layers with one output; a reward model must have exactly one"
+            f"{type(model).__name__} has {len(heads)} trained layers with one output; it must have exactly one"
         )
     return heads[0]
 
 
 @torch.no_grad()
 def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
-    """Return the head's input for each row of token ids, (N, D): a decoder's state at the last token, or an encoder's pooled state."""
+    """
+    Return the head's input for each row of token ids, (N, D): a decoder's state at the last token, or an encoder's
+    pooled state.
+    """
     model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
     pad = trainer.processing_class.pad_token_id
     seen, result = [], []

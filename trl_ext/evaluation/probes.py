@@ -100,7 +100,9 @@ def probe_reward(
 def _changes(
     prompts: list[str], answers: list[str], phrases: Sequence[str], seed: int, flattery: str, refusal: str
 ) -> Iterator[tuple[str, str | None, str, list[str | None], list[str] | None]]:
-    """Yield each probe: its name, phrase, expected effect, changed answers (None if it cannot change one), controls."""
+    """
+    Yield each probe: its name, phrase, expected effect, changed answers (None if it cannot change one), controls.
+    """
     picker = random.Random(f"{seed} places")
     places = [picker.choice(_ends(answer)) for answer in answers]
     for phrase in dict.fromkeys(phrases):

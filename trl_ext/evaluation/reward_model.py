@@ -30,7 +30,7 @@ def credit(margins: Tensor) -> Tensor:
 
 
 def wilson_interval(share: float, count: float, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's confidence interval of a share (1927), which is valid for few rows, and for shares of 0 and 1, too.
+    """Return Wilson's confidence interval of a share (1927), which is valid for few rows and for shares of 0 and 1.
 
     With z the normal quantile, its bounds are (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n).
 

@@ -18,9 +18,9 @@ def token_rewards(
     On real tokens r_t = -kl_coef kl_t + [t is the last real token] score; under the mask r_t = 0. A row without a real
     token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
 
-    With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token T, and token T gets the rest of the score:
-    r_T = -kl_coef kl_T + score - sum_{t<T} x_t. So a row's rewards always sum to score - kl_coef sum kl_t, and x_T
-    is not read.
+    With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token T, and token T gets the rest of the
+    score: r_T = -kl_coef kl_T + score - sum_{t<T} x_t. So a row's rewards always sum to score - kl_coef sum kl_t, and
+    x_T is not read.
 
     Args:
         scores: (B,), score units.

@@ -1,4 +1,4 @@
-"""Identify weights, configurations and tokenizers by hashes, to notice changes when a run resumes or a base is shared."""
+"""Identify weights, configurations and tokenizers by hashes, for resuming runs and for sharing a base."""
 
 import json
 import os

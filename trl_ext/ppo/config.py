@@ -101,7 +101,9 @@ INHERITED_RANGES = {
 
 @dataclass
 class ReturnSettings:
-    """Declare the settings that decide the scale of the returns, for PPO and for a critic that is trained before PPO."""
+    """
+    Declare the settings that decide the scale of the returns, for PPO and for a critic that is trained before PPO.
+    """
 
     gamma: float = setting(1.0, "Discount factor per token.", range="in [0, 1]")
     reward_weights: list[float] | None = setting(
@@ -129,7 +131,8 @@ class ReturnSettings:
     padding_free: bool = setting(
         True,
         "Pack rows into one long sequence for a forward pass instead of padding them. This is done where it is less "
-        "work than padding each row to the longest. A state-space model, which would mix packed rows, gets padded ones.",
+        "work than padding each row to the longest. A state-space model, which would mix packed "
+        "rows, gets padded rows.",
     )
 
 
@@ -329,7 +332,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     ratio_band: list[float] | None = setting(
         None,
         "Lowest and highest ratio, such as `[0.7, 6.0]`. In place of clipping, a token with a ratio outside has no "
-        "gradient (2602.15763, 2607.07508). Such tokens still count in the mean; `policy/clipfrac_avg` is their share.",
+        "gradient (2602.15763, 2607.07508). They still count in the mean; `policy/clipfrac_avg` is their share.",
         range=(
             "[low, high] with 0 <= low < 1 < high",
             lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
@@ -350,14 +353,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     critic_steps: int = setting(
         1,
-        "Updates of the critic for each update of the policy. Each pass over a rollout is repeated so many times: only "
-        "the last one trains the policy, too. Each update counts as an optimizer step.",
+        "Updates of the critic for each update of the policy. Each pass over a rollout is repeated so many times: "
+        "only the last one trains the policy, too. Each update counts as an optimizer step.",
         range=">= 1",
     )
     critic_trains: Literal["all", "mlp"] = setting(
         "all",
-        "Which of the critic's weights are trained. `all` means the whole critic, or its adapter and head. `mlp` means "
-        "the head, and of the other weights only those in MLPs, experts included.",
+        "Which of the critic's weights are trained. `all` means the whole critic, or its adapter and head. `mlp` "
+        "means the head, and of the other weights only those in MLPs, experts included.",
     )
     critic_warmup_rollouts: int = setting(0, "First rollouts in which only the critic is trained.", range=">= 0")
 
@@ -619,7 +622,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
 
     @property
     def another_samples(self) -> bool:
-        """Return whether answers may be sampled from another distribution than that of the policy before the update."""
+        """
+        Return whether answers may be sampled from another distribution than that of the policy before the update.
+        """
         is_allowed = self.use_vllm or self.allow_off_policy_sampling or self.rollouts_ahead > 0
         return bool(is_allowed or self._changes_to_sampler)
 

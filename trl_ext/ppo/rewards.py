@@ -29,8 +29,8 @@ class Mistakes:
         """
         Raise a `RuntimeError` on every process if any process has noted an error.
 
-        If all noted errors are a `RewardFailed`, or all are a `RolloutProcessLost`, which need no traceback, raise that
-        type instead.
+        If all noted errors are a `RewardFailed`, or all are a `RolloutProcessLost`, which need no traceback, raise
+        that type instead.
         """
         mine = [
             (f"process {self.accelerator.process_index}: {message}", _kind(error)) for message, error in self.notes

@@ -31,9 +31,9 @@ def with_token_ids(
     """
     Return saved rollouts with the columns `prompt_ids`, `completion_ids` and `finished` (whether EOS ended them).
 
-    Rows with `prompt_ids` and `completion_ids`, as `trl-ext generate --rollouts true` writes them, hold the tokens that
-    the policy sampled. Other rows have the texts `prompt` and `completion`, and `finished`. These texts are tokenised,
-    maybe into other tokens than the sampled ones; a finished completion gets an EOS at its end.
+    Rows with `prompt_ids` and `completion_ids`, as `trl-ext generate --rollouts true` writes them, hold the tokens
+    that the policy sampled. Other rows have the texts `prompt` and `completion`, and `finished`. These texts are
+    tokenised, maybe into other tokens than the sampled ones; a finished completion gets an EOS at its end.
 
     Args:
         dataset: rows of one of the two kinds, with any other columns.

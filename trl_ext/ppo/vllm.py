@@ -156,7 +156,9 @@ def _restart(url: str, what: str, how: str) -> ValueError:
 
 
 def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None = None) -> Any:
-    """Call `ask` until the server can be reached, and return its result; raise [`ServerLost`] after too long a wait."""
+    """
+    Call `ask` until the server can be reached, and return its result; raise [`ServerLost`] after too long a wait.
+    """
     end = time.monotonic() + seconds
     has_printed = False
     while True:

@@ -146,7 +146,9 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
 
     @property
     def identity(self) -> str:
-        """Return the identity of the cached reward, and how texts are compared; where scores are kept does not count."""
+        """
+        Return the identity of the cached reward, and how texts are compared; where scores are kept does not count.
+        """
         if self._identity is None:  # found once: for a model it takes as long as reading the weights
             self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"
         return f"cached {self._identity} {self.columns} {self.normalize}"

@@ -85,7 +85,9 @@ class Member(TellsFailures, HoldsRewards):
     def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the scores as `__call__` does, but with NaN for a row on which the function failed and was skipped."""
+        """
+        Return the scores as `__call__` does, but with NaN for a row on which the function failed and was skipped.
+        """
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         try:
             outcomes = answers_of(self.function, len(completions), **kwargs)

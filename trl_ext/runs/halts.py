@@ -26,7 +26,8 @@ class Halting:
     Extend a callback that ends runs: [`~trl_ext.runs.checkpoints.ResumableRun`] asks it whether a run may begin.
 
     Attributes:
-        run_facts: facts that distinguish runs, beside their arguments. `ResumableRun` sets them; None in other trainers.
+        run_facts: facts that distinguish runs, beside their arguments. `ResumableRun` sets them; None in other
+            trainers.
         finish_saving: function that waits for the checkpoint that is being written. Call it on all processes before
             checkpoints are chosen or renamed. `ResumableRun` sets it, too.
     """
@@ -35,7 +36,9 @@ class Halting:
     finish_saving: Callable[[], None] | None = None
 
     def stop_that_holds(self, args: Any, state: Any) -> str | None:
-        """Return a sentence if this callback stopped the run in this state, and no setting changed since; else None."""
+        """
+        Return a sentence if this callback stopped the run in this state, and no setting changed since; else None.
+        """
         raise NotImplementedError
 
     def rollback_that_holds(self, args: Any, rollback: "Rollback", is_resumed: bool) -> str | None:

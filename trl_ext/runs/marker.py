@@ -103,7 +103,9 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def time_after_checkpoints(output_dir: str | os.PathLike[str], but: Path | None = None) -> int:
-    """Return the time in ns, but at least a moment after all checkpoints: another machine's clock may have been ahead."""
+    """
+    Return the time in ns, but at least a moment after all checkpoints: another machine's clock may have been ahead.
+    """
     others = (path for path in checkpoints_of(output_dir).values() if path != but)
     return max([time.time_ns(), *(_written(path) + 10**6 for path in others)])
 

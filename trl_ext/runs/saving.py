@@ -1,4 +1,4 @@
-"""Write checkpoints while training continues; if a checkpoint cannot be written, end the run or continue without it."""
+"""Write checkpoints while training continues; if one cannot be written, end the run or continue without it."""
 
 import json
 import os
@@ -101,8 +101,8 @@ class BackgroundSaving(_Trainer):
     """
     Extend a trainer: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] ask, maybe in the background.
 
-    While a checkpoint is being written, the processes exchange their progress between two steps. The thread that writes
-    takes part in no collective.
+    While a checkpoint is being written, the processes exchange their progress between two steps. The thread that
+    writes takes part in no collective.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -127,7 +127,9 @@ class BackgroundSaving(_Trainer):
 
     @property
     def _upload(self) -> str | None:
-        """Return what uploads each checkpoint as soon as it is written, and how to avoid that; None if nothing does."""
+        """
+        Return what uploads each checkpoint as soon as it is written, and how to avoid that; None if nothing does.
+        """
         if self._is_pushed:
             return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
         for tracker in self.args.report_to or []:
@@ -187,7 +189,9 @@ class BackgroundSaving(_Trainer):
 
     @staticmethod
     def _agreed_name() -> str:
-        """Return a name for this checkpoint that is the same on all processes; own counters could differ after an error."""
+        """
+        Return a name for this checkpoint that is the same on all processes; own counters could differ after an error.
+        """
         return from_first(uuid4().hex)
 
     def _unsaved(self, cause: str, goes_on: bool) -> str:
@@ -200,7 +204,9 @@ class BackgroundSaving(_Trainer):
         )
 
     def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
-        """Remove a checkpoint that could not be written whole: it would take space, and count for `save_total_limit`."""
+        """
+        Remove a checkpoint that could not be written whole: it would take space, and count for `save_total_limit`.
+        """
         state, metric = self.state, f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
         if state.best_model_checkpoint == checkpoint:
             state.best_model_checkpoint = best
@@ -227,7 +233,10 @@ class BackgroundSaving(_Trainer):
                 path.replace(output_dir / path.name)
 
     def _complete_after_an_error(self) -> None:
-        """Complete the checkpoint in the background after an error, if all processes wrote their parts; use no collective."""
+        """
+        Complete the checkpoint in the background after an error, if all processes wrote their parts; use no
+        collective.
+        """
         if self._being_saved is None:
             return self._writer.close()
         if self._writer.is_busy:

@@ -170,7 +170,9 @@ class CheckpointWriter:
 
 
 def is_of_writing(error: BaseException) -> bool:
-    """Return whether an error means that a file could not be written: PyTorch raises a `RuntimeError` on a full disk."""
+    """
+    Return whether an error means that a file could not be written: PyTorch raises a `RuntimeError` on a full disk.
+    """
     return isinstance(error, (OSError, SafetensorError)) or _OF_PYTORCH in str(error)
 
 

@@ -59,7 +59,9 @@ class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
 
 
 class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
-    """Extend TRL's `RewardTrainer`: it takes [`RewardConfig`], and resumes only from a complete checkpoint of its run."""
+    """
+    Extend TRL's `RewardTrainer`: it takes [`RewardConfig`], and resumes only from a complete checkpoint of its run.
+    """
 
     _signature_columns: Any
     data_collator: Any

@@ -1,4 +1,4 @@
-"""Deal with other packages: the private names that we use, optional packages, and warnings that say nothing to users."""
+"""Deal with other packages: private names that we use, optional packages, and warnings to hide from users."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Define the base class of watches: reward functions of weight 0 that only measure, and write completions to a file."""
+"""Define the base class of watches: reward functions of weight 0 that measure, and write completions to a file."""
 
 import math
 import os

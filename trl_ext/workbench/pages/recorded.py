@@ -32,7 +32,9 @@ class Run:
 
     @property
     def trainer(self) -> str:
-        """Return the name of the run's configuration class: as recorded, or else guessed from the keys that it logged."""
+        """
+        Return the name of the run's configuration class: as recorded, or else guessed from the keys that it logged.
+        """
         for event in reversed(self.events):
             if event.get("config_class") in METRICS:
                 return event["config_class"]

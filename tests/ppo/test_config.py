@@ -347,8 +347,14 @@ def test_who_is_corrected_for(subtests, tmp_path):
             assert config(tmp_path, **kwargs).importance_correction == expected
     bounds = {"importance_sampling_clip_min": 1.0, "importance_sampling_clip_max": 1.0}
     for kwargs, message in [
-        ({"importance_sampling_clip_max": 2.0}, "bound weights, but `importance_sampling_mode='auto'` gives none"),
-        ({"importance_sampling_clip_min": 0.5}, "bound weights, but `importance_sampling_mode='auto'` gives none"),
+        (
+            {"importance_sampling_clip_max": 2.0},
+            "bound weights, but `importance_sampling_mode='auto'` uses no weights",
+        ),
+        (
+            {"importance_sampling_clip_min": 0.5},
+            "bound weights, but `importance_sampling_mode='auto'` uses no weights",
+        ),
         ({"top_k": 5, "importance_sampling_clip_max": None}, "needs a bound"),
         ({"top_k": 5, **bounds}, "`importance_sampling_clip_min=1.0` must be below `importance_sampling_clip_max=1.0"),
         ({"old_logprobs": "sampler", "importance_sampling_mode": "token_mask"}, "'token_mask'` has no effect"),

@@ -165,7 +165,7 @@ def _accuracy_of(margins: Tensor) -> dict[str, Any]:
 def length_bias(
     margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable], level: float = 0.95, least_prompts: int = 20
 ) -> dict[str, Any]:
-    """Return how much oftener a reward model is right where the chosen answer is longer than where it is shorter.
+    """Return how much more often a reward model is right where the chosen answer is longer than where it is shorter.
 
     Let it be right in a of the pairs whose chosen answer is longer, and in b of those whose chosen one is shorter.
     Where people prefer both equally often, it prefers the longer answer in (a + 1 − b)/2 of the pairs: a bias a − b of

@@ -244,7 +244,7 @@ class OneAdapter(nn.Module):
 
     @property
     def device(self) -> Any:
-        """The device of the base."""
+        """Return the device of the base."""
         return self.model.device
 
     def forward(self, **inputs: Any) -> Any:

@@ -105,7 +105,7 @@ def test_b_may_have_more_rows_than_a(folders, capsys):
     assert wide["kl"] > narrow["kl"] and wide["mean_length"] == narrow["mean_length"]
     with pytest.raises(SystemExit, match="2"):
         main([str(folders / "wide"), str(folders / "a"), *prompts])
-    assert "A has a vocabulary of 40 tokens, B one of 29: B must score" in capsys.readouterr().err
+    assert "A has a vocabulary of 40 tokens, B only 29: choose a B that has all tokens of A" in capsys.readouterr().err
 
 
 def test_chat_prompts_and_adapters(folders, capsys):

@@ -215,5 +215,5 @@ def test_each_schedule_gives_a_lambda_a_row_and_leaves_the_target_alone(monkeypa
     assert choose_lam(MASK, 0.9, None, {"lam_alpha": None}) == (0.9, None)  # the target's is the same
     assert choose_lam(MASK, 0.9, 0.5, {}) == (0.9, 0.5)
     monkeypatch.setitem(LAM_SCHEDULES, "other", length_adaptive_lam)
-    with pytest.raises(ValueError, match="must name one lambda, got {'lam_alpha': 1.5, 'other': 0.5}"):
+    with pytest.raises(ValueError, match="only one schedule may have a value, got {'lam_alpha': 1.5, 'other': 0.5}"):
         choose_lam(MASK, 0.9, None, {"lam_alpha": 1.5, "other": 0.5})

@@ -124,7 +124,10 @@ def test_margin_scales_of_equal_sources_and_of_margins_that_never_moved():
 def test_mistakes_are_named(subtests):
     for call, message in [
         (lambda x: sequence_logprobs(x, x), r"logprobs must have 2 dimensions, got shape \(3,\)"),
-        (lambda x: sequence_logprobs(torch.zeros(3, 2), torch.ones(3, 2), 0.5), "must have two rows a pair, got 3"),
+        (
+            lambda x: sequence_logprobs(torch.zeros(3, 2), torch.ones(3, 2), 0.5),
+            "must have two rows for each pair, got 3",
+        ),
         (lambda x: preference_logits(x, x[:2], 0.1), "rejected_logratios must have the shape of chosen_logratios"),
         (lambda x: preference_logits(x, x, 0.1, dpop_lambda=-1.0), "dpop_lambda must be >= 0, got -1.0"),
         (lambda x: preference_logits(x, x, 0.1, offset=x[:2]), "offset must have the shape"),
@@ -133,7 +136,7 @@ def test_mistakes_are_named(subtests):
         (lambda x: displaced(x, x[:2]), "rejected_logratios must have the shape"),
         (lambda x: keep_typical(x, 0.0, 0.0, 1, x), "std must be above 0 nats, got 0.0"),
         (lambda x: keep_typical(x, 0.0, 1.0, 4, x), r"count must be in \[1, 3\], got 4"),
-        (lambda x: margin_scales(x, torch.zeros(3)), "counts must have a pair"),
+        (lambda x: margin_scales(x, torch.zeros(3)), "counts must have at least one pair"),
         (lambda x: margin_scales(x, x + 1, 2.0, 4.0), r"1 must be in \[minimum, maximum\]"),
     ]:
         with subtests.test(message=message), pytest.raises(ValueError, match=message):

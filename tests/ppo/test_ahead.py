@@ -499,12 +499,18 @@ def test_what_cannot_be_is_refused(subtests, tmp_path):
             {"rollout_device": "cpu"},
             "`rollout_device=cpu` is for the second process .* `rollouts_ahead=0` starts none",
         ),
-        (vllm | {"vllm_mode": "colocate"}, "`rollouts_ahead=1` needs who generates while this process trains"),
-        (vllm | {"vllm_mode": "server", "rollouts_ahead": 2}, "`rollouts_ahead=2` with vLLM: .* at most one ahead"),
-        (vllm | {"vllm_mode": "server", "rollout_device": "cpu"}, "`rollout_device=cpu` .* vLLM's server draws"),
+        (vllm | {"vllm_mode": "colocate"}, "`rollouts_ahead=1` needs vLLM to generate while this process trains"),
+        (
+            vllm | {"vllm_mode": "server", "rollouts_ahead": 2},
+            "`rollouts_ahead=2` with vLLM: .* only one rollout can be ahead",
+        ),
+        (vllm | {"vllm_mode": "server", "rollout_device": "cpu"}, "`rollout_device=cpu` .* vLLM's server generates"),
         ({"rollouts_ahead": 1, "rollout_device": "cuda:7"}, r"there is no device 'cuda:7' here \(\d accelerators\)"),
         ({"rollouts_ahead": 1, "rollout_device": "gpu"}, "there is no device 'gpu' here"),
-        ({"rollouts_ahead": 1, "rollout_device": 1}, "`rollout_device=1` is no name of a device: give one such as"),
+        (
+            {"rollouts_ahead": 1, "rollout_device": 1},
+            "`rollout_device=1` is not the name of a device: give a text such as",
+        ),
         ({"rollouts_ahead": 1, "rollout_device": "cpu,cpu"}, r"names 2 devices for 1 process\(es\)"),
     ]:
         with subtests.test(config=config), pytest.raises(ValueError, match=message):

@@ -347,13 +347,19 @@ def test_who_is_corrected_for(subtests, tmp_path):
             assert config(tmp_path, **kwargs).importance_correction == expected
     bounds = {"importance_sampling_clip_min": 1.0, "importance_sampling_clip_max": 1.0}
     for kwargs, message in [
-        ({"importance_sampling_clip_max": 2.0}, "bound weights, but `importance_sampling_mode='auto'` gives none"),
-        ({"importance_sampling_clip_min": 0.5}, "bound weights, but `importance_sampling_mode='auto'` gives none"),
+        (
+            {"importance_sampling_clip_max": 2.0},
+            "bound weights, but `importance_sampling_mode='auto'` uses no weights",
+        ),
+        (
+            {"importance_sampling_clip_min": 0.5},
+            "bound weights, but `importance_sampling_mode='auto'` uses no weights",
+        ),
         ({"top_k": 5, "importance_sampling_clip_max": None}, "needs a bound"),
         ({"top_k": 5, **bounds}, "`importance_sampling_clip_min=1.0` must be below `importance_sampling_clip_max=1.0"),
-        ({"old_logprobs": "sampler", "importance_sampling_mode": "token_mask"}, "'token_mask'` cannot act"),
-        (greedy, "`generation_kwargs={'do_sample': False}` draws nothing"),
-        ({**greedy, "old_logprobs": "sampler"}, "`generation_kwargs={'do_sample': False}` draws nothing"),
+        ({"old_logprobs": "sampler", "importance_sampling_mode": "token_mask"}, "'token_mask'` has no effect"),
+        (greedy, "`generation_kwargs={'do_sample': False}` decodes greedily"),
+        ({**greedy, "old_logprobs": "sampler"}, "`generation_kwargs={'do_sample': False}` decodes greedily"),
     ]:
         with subtests.test(kwargs=kwargs), pytest.raises(ValueError, match=message):
             config(tmp_path, **kwargs)

@@ -101,7 +101,9 @@ def test_an_engine_that_has_packed_its_weights_is_refused():
 
 
 def test_what_vllm_would_answer_wrongly_or_refuse_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="would give the 2 answers to a prompt .* one seed, and so one text"):
+    with pytest.raises(
+        ValueError, match="would give the 2 answers to a prompt .* the same seed, and so the same text"
+    ):
         tiny_config(tmp_path, use_vllm=True, num_generations=2, generation_kwargs={"seed": 1})
     with pytest.raises(ValueError, match="`temperature=2.5` is above 2, which vLLM refuses"):
         tiny_config(tmp_path, use_vllm=True, temperature=2.5)

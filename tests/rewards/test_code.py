@@ -160,7 +160,7 @@ def test_without_its_walls_nothing_runs_unless_it_is_told_to(monkeypatch, tmp_pa
     text = Path(sandbox.__file__).read_text()
     (tmp_path / "sandbox.py").write_text(text.replace("= 444, 445, 446", "= 1444, 1445, 1446"))
     monkeypatch.setattr("trl_ext.rewards.code._SANDBOX", tmp_path / "sandbox.py")
-    with pytest.raises(RuntimeError, match=r"does not deny everything.*files: the kernel has no Landlock"):
+    with pytest.raises(RuntimeError, match=r"cannot isolate code.*files: the kernel has no Landlock"):
         score(CodeReward(), ADD)
     assert score(CodeReward(require_isolation=False), ADD) == [1.0]
 

@@ -1,4 +1,4 @@
-"""Alerts, and the sinks that they are sent to."""
+"""Define alerts, and the sinks (log, file, trackers, webhook) that receive them."""
 
 import json
 import queue
@@ -24,7 +24,7 @@ Level = Literal["alert", "notice"]
 @dataclass
 class Alert:
     """
-    One thing that a monitor found.
+    Describe one problem that a monitor found.
 
     The level `notice` is for what concerns the monitor itself, such as having nothing to watch. A notice is sent like
     an alert, but is not counted as one.
@@ -198,7 +198,7 @@ _TRACKERS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": Trac
 
 
 def make_sinks(sinks: Sequence[Any], args: Any) -> list[Any]:
-    """Make sinks from their names and URLs, and for the trackers of `report_to`. Objects with `send` stay."""
+    """Make sinks from names and URLs, and for the trackers of `report_to`; keep objects with `send` as they are."""
 
     def is_given(tracker: str) -> bool:
         return any(sink == tracker or isinstance(sink, _TRACKERS[tracker]) for sink in sinks)
@@ -214,7 +214,7 @@ def _make_sink(sink: Any, args: Any) -> Any:
 
 
 def check_sinks(sinks: Sequence[Any]) -> None:
-    """Raise a ValueError before training if one of them is no sink."""
+    """Raise a ValueError, before training, if an entry cannot be made a sink."""
     for sink in [sinks] if isinstance(sinks, str) else sinks:
         is_named = isinstance(sink, str) and (sink in _MAKERS or sink.startswith(("http://", "https://")))
         if isinstance(sinks, str) or not (hasattr(sink, "send") or is_named):

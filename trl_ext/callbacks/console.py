@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: a bar, and a row of a table for each log."""
+"""Show a run on the terminal: a progress bar, and a table with a row for each log."""
 
 import logging
 import math
@@ -81,7 +81,7 @@ class ConsoleCallback(ProgressCallback):
     @classmethod
     def replace(cls, trainer: Any) -> None:
         """
-        Take the place of transformers' own bar or printed logs in any trainer; where there are none, do nothing.
+        Replace transformers' own progress bar or printed logs in a trainer; do nothing if it has neither.
 
         It is called before other callbacks, so that monitors' alerts get lines of their own.
         """
@@ -202,7 +202,7 @@ class ConsoleCallback(ProgressCallback):
         print(line, file=file, flush=True)
 
     def _show_alert(self, record: logging.LogRecord) -> bool:
-        """Keep the bar out of an alert's way, and write it where no handler of the script's own does."""
+        """Write an alert without the bar in its line, unless a log handler of the script writes it."""
         if _alerts.hasHandlers():
             self._clear()
             return True
@@ -216,7 +216,7 @@ def _bar(args: Any, **kwargs: Any) -> tqdm:
 
 
 def _keys(args: Any) -> dict[str, str]:
-    """Return the key of the logs for each heading."""
+    """Return for each heading of the table the key in the logs."""
     known = metrics_of(args)
     return {
         head: known[name].key if name in known else name

@@ -1,4 +1,4 @@
-"""Panels, lines and marks of a run's log, on axes of matplotlib: for pictures, notebooks and pages."""
+"""Draw panels, curves and alerts of a run's log with matplotlib, for pictures, notebooks and pages."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def as_label(name: str) -> str:
 
 
 def draw_line(axes, history, key: str | None, label: str, **style) -> None:
-    """Draw what a log has under a key, as a line with dots."""
+    """Draw the values of a key in a log as a line with dots."""
     steps, values = curve(history, key)
     if steps:
         dots = {"marker": ".", "markersize": 3 if len(steps) > 1 else 8}

@@ -1,4 +1,4 @@
-"""Generate answers by the model in training, on all processes together, for trainers that generate none."""
+"""Generate answers with the model in training, on all processes, for trainers that do not generate."""
 
 from typing import Any
 

@@ -90,7 +90,9 @@ class GoldGapCallback(MonitorCallback):
             metrics[f"eval_{args.metric_for_best_model.removeprefix('eval_')}"] = math.nan
 
     def _compare(self, metrics: dict[str, Any], rows: int | None) -> Iterator[Finding]:
-        """Compare with the first evaluation, of as many `rows`, if that is known."""
+        """
+        Yield findings from comparing an evaluation with the first one; `rows` is its number of prompts, if known.
+        """
         reward = metrics_of(self._args).get("reward")
         gold_key = self.gold or ("eval_gold/mean" if self.trainer is not None else "eval_rewards/gold_judge/mean")
         proxy_key = self.proxy or (f"eval_{reward.key}" if reward else None)

@@ -1,4 +1,4 @@
-"""Write all that a run logs into a file."""
+"""Write everything that a run logs into a file of JSON lines."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""The key, unit and cadence under which each trainer logs a quantity, found by running TRL 1.16."""
+"""List the key, unit and cadence of the quantities that each trainer logs, found by running TRL 1.16."""
 
 import math
 from dataclasses import dataclass, replace
@@ -113,7 +113,7 @@ def rollout_steps(args: Any) -> int:
 
 def answers_in_log(args: Any, logging_steps: int) -> float | None:
     """
-    Return how many independent answers a log tells of that covers the start of a rollout; None if `args` do not say.
+    Return the number of independent answers in a log that covers the start of a rollout; None if `args` do not say.
 
     Answers to one prompt may be alike, so that they count as one. Where a critic is trained alone, rows are answers.
     """
@@ -126,7 +126,7 @@ def answers_in_log(args: Any, logging_steps: int) -> float | None:
 
 
 def numbers_in(logs: dict[str, Any]) -> dict[str, float]:
-    """Return what is a number in these logs, NumPy's and torch's as Python's own."""
+    """Return the entries of these logs that are numbers, converted from NumPy's and torch's types to Python's."""
     plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in logs.items()}
     return {key: value for key, value in plain.items() if isinstance(value, (int, float))}
 

@@ -1,4 +1,4 @@
-"""What all monitors share: reading a key, telling change from noise, raising an alert."""
+"""Define the base class of monitors, which reads logs, compares changes with noise, and raises alerts."""
 
 import json
 import math
@@ -35,13 +35,13 @@ SHARE = ("in (0, 1)", lambda x: 0 < x < 1)
 
 
 class Memory(dict):
-    """The memory of a monitor in use. A checkpoint's memory is a plain dict, which a monitor may take over."""
+    """Hold the memory of a monitor in use. A plain dict is a checkpoint's memory, for a new monitor to take over."""
 
 
 @dataclass
 class Finding:
     """
-    One thing that `watch` found. `MonitorCallback` makes an [`Alert`] of it.
+    Describe one problem that `watch` found. `MonitorCallback` makes an [`Alert`] of it.
 
     Args:
         what: what was found, in words.
@@ -133,12 +133,12 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- State ----
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments that JSON can hold."""
+        """Return the monitor's arguments that can be written as JSON."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return redacted({name: json.loads(json.dumps(value)) for name, value in values.items() if _is_json(value)})
 
     def _deciding(self) -> dict[str, Any]:
-        """Return the arguments that decide whether a run goes on."""
+        """Return the arguments whose change lets a stopped run resume."""
         return {name: value for name, value in self._arguments().items() if name != "sinks"}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -201,7 +201,7 @@ class MonitorCallback(Halting, TrainerCallback):
         return None
 
     def _rollback_now(self, args: Any, state: Any) -> str | None:
-        """Return why this run must not go on after a rollback, if it must not; else say what it changes."""
+        """Return why this run may not resume after a rollback, or None if it may; then print the changed settings."""
         rollback, error = on_main_process(lambda: Rollback.read(args.output_dir))
         if error is not None or rollback is None or rollback.monitor != type(self).__name__:
             return None
@@ -299,7 +299,7 @@ class MonitorCallback(Halting, TrainerCallback):
         return value
 
     def is_infinite(self, quantity: str) -> bool:
-        """Return whether a quantity is +∞ in this log: above every bound, though no number to keep."""
+        """Return whether a quantity is +∞ in this log, which is above every bound but enters no mean."""
         metric = self._known.get(quantity)
         return self._infinite.get(self.keys.get(quantity) or (metric.key if metric else "")) is True
 
@@ -357,13 +357,15 @@ class MonitorCallback(Halting, TrainerCallback):
         return series
 
     def windows(self, steps: int) -> dict[str, Any]:
-        """Return for `follow` how many logs tell of the same answers, and how many such means cover these steps."""
+        """
+        Return for `follow` how many logs measure the same answers, and how many of their means cover these steps.
+        """
         logs = math.ceil(rollout_steps(self._args) / self._logging_steps)
         return {"logs": logs, "size": max(1, math.ceil(steps / (logs * self._logging_steps)))}
 
     @property
     def answers(self) -> float | None:
-        """The number of independent answers that a log measures, as `answers_in_log` counts them; None if unknown."""
+        """Return the number of independent answers that a log measures (`answers_in_log`); None if unknown."""
         return answers_in_log(self._args, self._logging_steps)
 
     def noise(self, quantity: str) -> dict[str, Any]:
@@ -377,7 +379,7 @@ class MonitorCallback(Halting, TrainerCallback):
     # ---- Acting ----
 
     def _handle(self, findings: Iterator[Finding], state: Any, control: Any, good_step: int | None) -> None:
-        """Raise an alert and act for each finding; without one or a doubt, the weights of `good_step` are good."""
+        """Raise an alert and act for each finding; without findings and doubts, record `good_step` as good."""
         if self._is_held:
             return
         step, good = state.global_step, True
@@ -426,7 +428,7 @@ class MonitorCallback(Halting, TrainerCallback):
                 request_kl_scale(state, self.kl_factor)
 
     def _roll_back(self, what: str, state: Any) -> str:
-        """Have the next run go on from the last good checkpoint, and return what to do."""
+        """Prepare the rollback: the next run resumes from the last good checkpoint; return advice for the user."""
         if self.finish_saving is not None:
             self.finish_saving()
         output_dir, good_step = self._args.output_dir, min(self.memory.get("good_step", -1), self.step - 1)

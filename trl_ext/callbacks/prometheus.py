@@ -1,4 +1,4 @@
-"""Metrics for Prometheus. `grafana.json` in this folder is a dashboard of them."""
+"""Export a run's metrics to Prometheus. `grafana.json` in this folder is a dashboard for them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -119,5 +119,5 @@ class PrometheusCallback(TrainerCallback):
 
 
 def _label(text: str) -> str:
-    """Return the text without what ends a line, and halves of surrogate pairs, which UTF-8 cannot hold."""
+    """Return the text without line ends and lone surrogates, which a Prometheus label cannot hold."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

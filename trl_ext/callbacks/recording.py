@@ -1,4 +1,4 @@
-"""Have a run record itself: what it logs, some of its completions, and a page at its end."""
+"""Make a run record its logs and some of its completions, and write a page when it ends."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -16,7 +16,7 @@ _PAGES = "trl_ext.workbench"
 
 
 class ReportCallback(TrainerCallback):
-    """Write the page `report.html` when training ends, whatever ended it; if it cannot be written, say so."""
+    """Write the page `report.html` when training ends, even by an error; if that fails, log a warning."""
 
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
@@ -54,7 +54,7 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
 
 
 def objections_to(rewards: Sequence[Any]) -> list[str]:
-    """Return what reports say against reward models and functions; nothing where the package has no reports."""
+    """Return the objections of reward reports against these rewards; none if the package has no reports installed."""
     try:
         return import_module(_PAGES).objections(rewards)
     except Exception as error:  # a report that cannot be read ends no run
@@ -64,5 +64,5 @@ def objections_to(rewards: Sequence[Any]) -> list[str]:
 
 
 def _is_of_pages(error: Exception) -> bool:
-    """Whether it says that the package has no pages."""
+    """Return whether an import error means that this installation of the package has no pages."""
     return isinstance(error, ModuleNotFoundError) and str(error.name).startswith(_PAGES)

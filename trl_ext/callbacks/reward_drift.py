@@ -91,7 +91,7 @@ class RewardDriftCallback(MonitorCallback):
         start, sigma, count = base
 
         def error(sigmas: float) -> float:
-            """Of start + sigmas · σ, both estimated from `count` scores."""
+            """Return the standard error of the bound start + sigmas · σ, estimated from `count` scores."""
             return sigma * math.sqrt((1 + sigmas**2 / 2) / count)
 
         bound = start + self.sigmas * sigma

@@ -1,1 +1,1 @@
-"""What `trl-ext` is: its flags and help, which tool is meant, and how training is started."""
+"""Run the command `trl-ext`: parse its flags, show its help, find the tool or recipe, and start training."""

@@ -1,4 +1,4 @@
-"""Declare what recipes ask for, in TRL's words: a dataset, a model, and a reward where scores train the policy."""
+"""Declare the arguments that recipes share: for the dataset, the model and, if needed, the reward."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from .parser import entry_of
 
 @dataclass
 class DataArguments(ScriptArguments):
-    """TRL's `ScriptArguments`, with a dataset that must be named and is not streamed."""
+    """Restrict TRL's `ScriptArguments`: the dataset must be named, and is not streamed."""
 
     def __post_init__(self) -> None:
         if not self.dataset_name:
@@ -23,7 +23,7 @@ class DataArguments(ScriptArguments):
 
 @dataclass
 class HeldOutArguments(DataArguments):
-    """Rows to evaluate on where the data has no split for it."""
+    """Declare where evaluation rows come from if the data has no split for them."""
 
     eval_size: int | None = setting(
         None,
@@ -41,7 +41,7 @@ class HeldOutArguments(DataArguments):
 
 @dataclass
 class PromptArguments(DataArguments):
-    """Prompts, and the rewards that score the answers."""
+    """Declare the arguments for prompts, and for the rewards that score the answers."""
 
     reward_model_name_or_path: str | None = setting(
         None,
@@ -82,7 +82,7 @@ _ONLY_WITH: dict[str, tuple[str, Any]] = {  # name: the setting that it needs, a
 
 @dataclass
 class ModelArguments(ModelConfig):
-    """TRL's `ModelConfig`, with a model that must be named, and no setting that would do nothing."""
+    """Restrict TRL's `ModelConfig`: the model must be named, and settings without an effect are refused."""
 
     task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
 
@@ -102,7 +102,7 @@ class ModelArguments(ModelConfig):
             )
 
     def init_kwargs(self, model_init_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the arguments of `from_pretrained`; those of the training arguments win."""
+        """Return the arguments of `from_pretrained`; values in the training arguments take precedence."""
         return {
             "revision": self.model_revision,
             "attn_implementation": self.attn_implementation,
@@ -113,6 +113,6 @@ class ModelArguments(ModelConfig):
 
 @dataclass
 class ClassifierArguments(ModelArguments):
-    """`ModelArguments` for a sequence classifier, whose head is trained and saved with the adapter."""
+    """Adapt `ModelArguments` to a sequence classifier, whose head is trained and saved with the adapter."""
 
     task_type: ClassVar[str] = "SEQ_CLS"

@@ -21,7 +21,7 @@ from ..upstream.names import ATTRIBUTES, METHODS, NAMES, TESTED, WRITERS, change
 
 
 def changes() -> dict[str, str]:
-    """Return what changed for each item in the tables; an empty text if nothing did."""
+    """Return for each item in the tables what changed in the libraries; "" for an unchanged item."""
     found = {
         f"{module}.{name}": function_change(f"{module}.{name}", passed)
         for module, names in NAMES.items()

@@ -1,4 +1,4 @@
-"""Say what is installed, what is missing and how to get it, and what the machine has.
+"""Print what is installed, what is missing and how to install it, and the machine's hardware.
 
     trl-ext doctor
 

@@ -1,4 +1,4 @@
-"""Read a dataclass's fields and a script's flags from source: importing transformers takes seconds."""
+"""Read a dataclass's fields and a script's flags from source code, since importing transformers takes seconds."""
 
 import ast
 import builtins
@@ -13,7 +13,7 @@ from ..runs.settings import setting
 
 
 def field_names(path: str) -> set[str] | None:
-    """Return the fields of the dataclass `package.module.Name`, also inherited ones; None if a class is not found."""
+    """Return the field names of a dataclass, inherited ones included; None if it or a base class is not found."""
     try:
         return _fields(*_split(path))
     except (LookupError, OSError, SyntaxError):
@@ -21,18 +21,20 @@ def field_names(path: str) -> set[str] | None:
 
 
 def parsed_names(module: str) -> set[str] | None:
-    """Return the fields of all dataclasses that a script gives its `StrictTrlParser`; None if one is not found."""
+    """
+    Return the field names of all dataclasses that a script passes to its `StrictTrlParser`; None if one is not found.
+    """
     found = [field_names(path) for path, _ in _given(module)]
     return None if None in found else set().union(*filter(None, found)) or None
 
 
 def sketches(module: str) -> list[tuple[type, bool]] | None:
     """
-    Return copies of the dataclasses that a script gives its `StrictTrlParser`, with fields and help alone.
+    Return copies of the dataclasses that a script passes to its `StrictTrlParser`; they have only fields and help.
 
-    Each comes with whether the script gives it by name, as "trl_ext.PPOConfig". Such a copy has only the names of the
-    fields that it inherits from TRL. The result is None if a class is not found, or if a field uses a name of its
-    module.
+    Each copy comes with a bool: whether the script passes a name, such as "trl_ext.PPOConfig". Such a copy has only
+    the names of the fields that it inherits from TRL. The result is None if a class is not found, or if a field uses a
+    name of its module.
     """
     try:
         return [(_sketch(*_split(path), is_named), is_named) for path, is_named in _given(module)] or None
@@ -41,7 +43,9 @@ def sketches(module: str) -> list[tuple[type, bool]] | None:
 
 
 def _given(module: str) -> list[tuple[str, bool]]:
-    """Return the paths of the dataclasses that a script gives its parser, and whether each is given as a string."""
+    """
+    Return the paths of the dataclasses that a script passes to its parser, and whether each is passed as a string.
+    """
     calls = (node for node in ast.walk(_tree(module)) if isinstance(node, ast.Call))
     given = [call.args[0] for call in calls if ast.unparse(call.func) == "StrictTrlParser"]
     kinds = [kind for node in given[:1] for kind in (node.elts if isinstance(node, ast.Tuple) else [node])]
@@ -76,7 +80,7 @@ _NAMESPACE = {**vars(builtins), **vars(typing), "field": field, "setting": setti
 
 @cache
 def _sketch(module: str, name: str, is_named: bool) -> type:
-    """Copy a dataclass from its source; one given by name has only the names of the fields that TRL declares."""
+    """Make a dataclass from another one's source; if that is passed by name, TRL's fields get only their names."""
     where, node = _class(module, name)
     bases = tuple(_sketch(*_base(where, ast.unparse(base)), is_named) for base in node.bases)
     is_read = not is_named or where.startswith("trl_ext.")
@@ -94,7 +98,7 @@ def _value(node: ast.expr) -> typing.Any:
 
 
 def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
-    """Find the module that defines a class, which the given one may import, and the class's source."""
+    """Return the module that defines a class, and the class's source; the given module may only import the class."""
     tree = _tree(module)
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
@@ -108,13 +112,13 @@ def _class(module: str, name: str) -> tuple[str, ast.ClassDef]:
 
 
 def _annotated(node: ast.ClassDef) -> list[typing.Any]:
-    """Return the fields in the source of a dataclass."""
+    """Return the fields that the source of a dataclass declares."""
     found = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
     return [item for item in found if "ClassVar" not in ast.unparse(item.annotation)]
 
 
 def _base(module: str, base: str) -> tuple[str, str]:
-    """Return module and name of a base class such as `trl.DPOConfig`, whose own name may be the same."""
+    """Return the module and name of a base class such as `trl.DPOConfig`, which a class of the same name may have."""
     package, name = _split(base)
     for source in ast.walk(_tree(module)) if package else ():
         if isinstance(source, ast.ImportFrom) and package in (alias.name for alias in source.names):

@@ -17,10 +17,10 @@ def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], a
     Describe the flags of the script and of its config, and list the inherited ones by name.
 
     Args:
-        prog: what the program is called.
-        description: what it does.
-        kinds: dataclasses, and whether the flags that each inherits are listed apart.
-        asked: `"all"` describes inherited flags, too; another word only those with the word in their names.
+        prog: name of the program.
+        description: text on what the program does.
+        kinds: dataclasses, each with a bool: whether its inherited flags are listed separately.
+        asked: `"all"` describes inherited flags, too; another word describes only flags with that word in their names.
     """
     width = min(get_terminal_size().columns, 120)
     lines = [f"usage: {prog} [--config FILE.yaml] [--FLAG VALUE ...]", "", description.strip()]
@@ -41,7 +41,7 @@ def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], a
 
 
 def first_sentence(text: str) -> str:
-    """Return a help's first sentence."""
+    """Return the first sentence of a help text."""
     return re.split(r"(?<!e\.g\.)(?<!i\.e\.)(?<!et al\.)(?<=\.) ", text)[0]
 
 
@@ -51,7 +51,7 @@ def types_of(hint: Any) -> tuple:
 
 
 def _groups(kinds: Iterable[tuple[type, bool]]) -> Iterator[tuple[str, dict[str, tuple[Field, Any]], bool]]:
-    """Yield titles, fields with their types, and whether these are not inherited; inherited ones come last."""
+    """Yield groups of fields with types: the title, the fields, and whether they are not inherited; inherited last."""
     inherited: list[tuple[str, dict[str, tuple[Field, Any]], bool]] = []
     seen: set[str] = set()
     for kind, is_apart in kinds:

@@ -1,4 +1,4 @@
-"""Estimate KL(A ‖ B) between two checkpoints, on answers that A samples.
+"""Estimate KL(A ‖ B), the divergence of checkpoint A from checkpoint B, on answers that A samples.
 
     trl-ext kl A B --prompts prompts.jsonl
 
@@ -40,12 +40,12 @@ def sampled_kl(
     Args:
         policy, reference: causal language models with one tokenizer, in evaluation mode; the reference's vocabulary is
             not smaller.
-        tokenizer: of both.
+        tokenizer: tokenizer of both models.
         prompts: texts or messages.
-        max_new_tokens: longest answer.
-        temperature: of sampling and of both log-probs.
-        batch_size: prompts at once.
-        seed: of sampling; the global generator is left alone.
+        max_new_tokens: longest answer, in tokens.
+        temperature: temperature of sampling and of both log-probs.
+        batch_size: number of prompts at once.
+        seed: seed of sampling, which does not use the global generator.
 
     Returns:
         (N,) nats summed over each answer, and (N,) its tokens, EOS included.
@@ -76,7 +76,7 @@ def sampled_kl(
 
 
 def read_prompts(path: str, split: str = "train") -> list:
-    """Return the prompts of a text file, one a line, or of a data set."""
+    """Return the prompts of a text file, one on each line, or of a data set."""
     from ..data import load_dataset_split
 
     if path.endswith(".txt"):
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
         ours, theirs = (vocabulary_of(model) for model in (policy, reference))
         if theirs < ours:
             raise ValueError(
-                f"A has a vocabulary of {ours} tokens, B one of {theirs}: B must score whatever A samples"
+                f"A has a vocabulary of {ours} tokens, B only {theirs}: choose a B that has all tokens of A"
             )
         if theirs > ours:
             check_same_ids("B", args.b, tokenizer)

@@ -96,7 +96,7 @@ def help_from_source(name: str) -> str:
     """
     Return what `--help` prints, without the seconds that importing torch and TRL takes.
 
-    It is empty for a command whose flags are no dataclass. `--help all` and `--help WORD` import TRL for its flags.
+    The result is empty for a command whose flags are no dataclass. `--help all` and `--help WORD` import TRL.
     """
     module = _module(name)
     kinds = sketches(module)
@@ -154,11 +154,11 @@ def split(
     arguments: list[str], names: set[str] | None, of_accelerate: set[str]
 ) -> tuple[Path | None, list[str], list[str]]:
     """
-    Divide a command line; each flag goes with the values after it.
+    Divide a command line into the words for accelerate and those for the recipe; values stay behind their flag.
 
     Args:
-        arguments: all words.
-        names: of the recipe's flags, which go before accelerate's of the same name; None if unknown.
+        arguments: all words of the command line.
+        names: names of the recipe's flags; if accelerate has the same flag, the recipe gets it. None if unknown.
         of_accelerate: names of the flags of `accelerate launch`.
 
     Returns:
@@ -193,7 +193,7 @@ def split(
 
 
 def launch_file(file: Path, flags: list[str]) -> list[str]:
-    """Return the flags that make accelerate read `file`, wherever its file for DeepSpeed lies."""
+    """Return the flags that make accelerate read `file`, with the path of the DeepSpeed file that it names."""
     words, config = ["--config_file", str(file)], _read(file)
     named = (config.get("deepspeed_config") or {}).get("deepspeed_config_file")
     if named and not any(flag.startswith("--deepspeed_config_file") for flag in flags):
@@ -205,11 +205,11 @@ def launch_file(file: Path, flags: list[str]) -> list[str]:
 
 def multi_gpu_flag(flags: list[str], config: dict[str, Any] | None = None) -> list[str]:
     """
-    Return `--multi_gpu` if accelerate would else start one process, whatever `--num_processes` is.
+    Return `--multi_gpu` if accelerate would otherwise ignore `--num_processes` and start a single process.
 
     Args:
-        flags: of accelerate.
-        config: its configuration; None reads the user's own, which `accelerate config` writes.
+        flags: accelerate's flags.
+        config: accelerate's configuration file; None reads the user's own, which `accelerate config` writes.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int, default=1)
@@ -275,7 +275,7 @@ def _launch(name: str, launch_flags: list[str], flags: list[str]) -> int:
 
 
 def _pass_on(number: int, frame: Any) -> None:
-    """Pass a signal on to the training process, which `kill -INT` does not reach. A terminal's signal counts once."""
+    """Pass a signal such as `kill -INT` on to the training process; a terminal's Ctrl-C, sent to both, counts once."""
     import psutil
 
     children = psutil.Process().children()

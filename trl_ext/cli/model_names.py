@@ -32,9 +32,9 @@ def check_model(
     Check that a model exists, with one request to the hub at most. Nothing is loaded.
 
     Args:
-        setting: what error messages call it.
-        name: a folder or a hub name; None is no model.
-        revision: of a hub model.
+        setting: name of the setting, for error messages.
+        name: folder or hub name of the model; None for no model.
+        revision: revision of a hub model.
         tokenizer, weights: whether a folder must hold them, too.
 
     Raises:

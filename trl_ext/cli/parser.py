@@ -1,4 +1,4 @@
-"""Parse a script's YAML file and flags, and refuse those that it does not have."""
+"""Parse a script's YAML file and flags, and refuse keys and flags that the script does not have."""
 
 import argparse
 import math
@@ -25,7 +25,7 @@ _WRONG_INPUT = (ValueError, OSError, ImportError, yaml.YAMLError, argparse.Argum
 
 
 class StrictTrlParser(TrlParser):
-    """[`trl.TrlParser`] whose mistakes are one-line errors with exit status 2.
+    """Extend [`trl.TrlParser`]: a user's mistake gives a one-line error and exit status 2.
 
     A `key: value` of the YAML file that `--config` names stands for the flag `--key=value`, so argparse checks its
     type and choices; the command line overrides it. Unknown keys and flags are refused with the nearest valid names.
@@ -58,7 +58,7 @@ class StrictTrlParser(TrlParser):
         self._take([kind for kind in self._given if not isinstance(kind, str)])
 
     def _take(self, kinds: list[type]) -> None:
-        """Replace the flags by those of these dataclasses."""
+        """Replace the parser's flags by those of these dataclasses."""
         super().__init__(kinds, **self._kwargs)
         self._negative_number_matcher = re.compile(r"-[\d.]+(e[+-]?\d+)?$", re.I)  # argparse takes -1e-3 for a flag
         # Not `field.type`: HfArgumentParser overwrites it with a simplified type
@@ -106,7 +106,7 @@ class StrictTrlParser(TrlParser):
         ]
 
     def _check_names(self, config: dict[str, Any], args: list[str]) -> None:
-        """Refuse unknown keys and flags, also of dataclasses that are not imported yet."""
+        """Refuse unknown keys and flags, before all of the dataclasses are imported."""
         known: set[str] = set()
         for kind in self._given:
             names = field_names(kind) if isinstance(kind, str) else {field.name for field in fields(kind)}
@@ -120,7 +120,7 @@ class StrictTrlParser(TrlParser):
                 self._refuse_flag(flag, known)
 
     def _check_early(self, nodes: dict[str, yaml.Node], config: dict[str, Any], args: list[str]) -> None:
-        """Make the dataclasses that are imported, so that their mistakes show before the others are imported."""
+        """Build the dataclasses that are already imported, to find mistakes before the slow ones are imported."""
         mine = {key: value for key, value in config.items() if key in self._fields}
         namespace, _ = super().parse_known_args([*self._flags(nodes, mine), *args])
         made = [
@@ -141,7 +141,7 @@ class StrictTrlParser(TrlParser):
 
     @contextmanager
     def one_line_errors(self, *kinds: type[Exception]) -> Iterator[None]:
-        """End the program with a one-line error for what `kinds` name; by default, for what a wrong input raises."""
+        """Turn exceptions of these `kinds` in the block into a one-line error that ends the program."""
         kinds = kinds or _WRONG_INPUT
         try:
             yield
@@ -171,7 +171,7 @@ class StrictTrlParser(TrlParser):
             raise ValueError(f"unknown key {key!r} in the configuration file{nearest}")
 
     def _flags(self, nodes: dict[str, yaml.Node], config: dict[str, Any]) -> list[str]:
-        """Return the file as flags. What no flag can say (null, a mapping, `on`) becomes its field's default."""
+        """Return the file's entries as flags. A value that no flag can express becomes the default of its field."""
         lists, scalars = [], []
         for key, value in config.items():
             self._check_key(key, self._fields)
@@ -201,7 +201,9 @@ class StrictTrlParser(TrlParser):
 
 
 def _read(path: str) -> tuple[dict[str, yaml.Node], dict[str, Any]]:
-    """Return the YAML nodes, which keep the text, and the values, both by name; set the variables of `env`."""
+    """
+    Read a YAML file; return its nodes (with the text as written) and its values, by name; set variables of `env`.
+    """
     with open(config_file("--config", path), encoding="utf-8") as file:
         try:
             loader = _NoRepeatedKeys(file)
@@ -231,10 +233,10 @@ def _text(node: yaml.Node) -> str:
 
 def entry_of(text: str) -> Any:
     """
-    Return what a text in YAML's flow style says; one that is no mapping or list stays as it is, such as a path.
+    Parse a text in YAML's flow style; return it unchanged if it is not a mapping or list, such as a path.
 
     Raises:
-        ValueError: the text begins one, but is no YAML.
+        ValueError: the text begins like a mapping or list, but is not valid YAML.
     """
     if not text.lstrip().startswith(("{", "[")):
         return text
@@ -254,7 +256,7 @@ class _NoRepeatedKeys(yaml.SafeLoader):
 
 
 class _WithExponents(_NoRepeatedKeys):
-    """Read 1e-5 as a number, as flags do: PyYAML wants 1.0e-5."""
+    """Load YAML, but read 1e-5 as a number, as flags do; PyYAML alone takes only 1.0e-5 for one."""
 
 
 _WithExponents.add_implicit_resolver(
@@ -263,7 +265,7 @@ _WithExponents.add_implicit_resolver(
 
 
 def pairs(option: str, given: list[str], form: str = "NAME=SHARE") -> dict[str, str]:
-    """Return the values of an option that is written as NAME=…, by name."""
+    """Return a mapping from the values of an option, each written as NAME=VALUE."""
     found: dict[str, str] = {}
     for each in given:
         name, is_there, value = each.partition("=")

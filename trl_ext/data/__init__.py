@@ -1,4 +1,4 @@
-"""Loading data sets, and looking at what is in them before a model is loaded."""
+"""Load data sets, and check and describe their rows before a model is loaded."""
 
 from typing import TYPE_CHECKING
 

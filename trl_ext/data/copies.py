@@ -9,11 +9,11 @@ from .shingles import in_parts, ngram_hashes
 
 def corpus_ngrams(corpus: Iterable[str], words: int = 13) -> np.ndarray:
     """
-    Hash all runs of words of a corpus.
+    Hash every run of `words` successive words in a corpus.
 
     Args:
         corpus: texts.
-        words: words in a row that make a copy.
+        words: length of the runs: so many words in a row count as a copy.
 
     Returns:
         (R,) different hashes of 64 bits, sorted: 8 bytes a word of the corpus at most.
@@ -24,11 +24,11 @@ def corpus_ngrams(corpus: Iterable[str], words: int = 13) -> np.ndarray:
 
 def copied_shares(texts: Sequence[str], corpus: np.ndarray, words: int = 13) -> np.ndarray:
     """
-    Return how much of each text is in a corpus, word for word.
+    Return the share of each text that occurs word for word in a corpus.
 
     Args:
         texts: (N) completions.
-        corpus: of [`corpus_ngrams`], with the same `words`.
+        corpus: hashes from [`corpus_ngrams`] with the same `words`.
         words: words in a row that make a copy.
 
     Returns:

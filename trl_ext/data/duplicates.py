@@ -22,13 +22,14 @@ _UNSEEN = regex.compile(r"\p{Cf}+")  # soft hyphens, marks of direction, joiners
 @dataclass(frozen=True)
 class Duplicates:
     """
-    Which of N texts are duplicates.
+    Say which of N texts are duplicates.
 
     Args:
         exact: (N,) texts with the same number differ only in case, white space and forms of letters; -1 if empty.
-        near: (N,) texts with the same number are near duplicates, or joined by others; -1 if empty. The number is the
+        near: (N,) texts with the same number are in one group of near duplicates; -1 if empty. The number is the
             place of the group's first text.
-        similarity: (N,) Jaccard similarity to the group's first text. Below the threshold, other texts join the two.
+        similarity: (N,) Jaccard similarity to the group's first text. It is below the threshold where a text is near
+            to another text of the group, but not to the first.
     """
 
     exact: np.ndarray
@@ -37,7 +38,7 @@ class Duplicates:
 
 
 def normalised(text: str) -> str:
-    """Return a text without case, forms of letters (NFKC), unseen characters, and more than single spaces."""
+    """Return a text in lower case, in Unicode's form NFKC, without invisible characters, and with single spaces."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", _UNSEEN.sub("", text))
     return " ".join(text.casefold().split())
@@ -47,7 +48,7 @@ def find_duplicates(
     texts: Iterable[str], threshold: float = 0.7, unit: Unit = "words", n: int = 3, num_perm: int = 128, seed: int = 0
 ) -> Duplicates:
     """
-    Find the texts that are the same, and those that nearly are, by the Jaccard similarity of their n-grams.
+    Find texts that are equal, and texts that are nearly equal by the Jaccard similarity of their n-grams.
 
     Similarity is |A ∩ B| ÷ |A ∪ B| of both texts' n-grams. MinHash (Broder 1997) finds candidates in buckets, and the
     real similarity decides. Pairs that are near join to groups, so two texts of a group may be further apart. A pair
@@ -56,12 +57,12 @@ def find_duplicates(
     temporary file, 4 bytes each.
 
     Args:
-        texts: read once.
+        texts: the texts, which are read once.
         threshold: least similarity of near duplicates, in (0, 1].
         unit: `words` or `characters`. In scripts without spaces a character is a word.
         n: words or characters in an n-gram. A shorter text is one n-gram, and has no near duplicates.
-        num_perm: hashes of a signature: more find more, and cost more.
-        seed: of the hashes.
+        num_perm: number of hashes in a signature: more hashes find more duplicates, and take more time.
+        seed: seed of the hashes.
 
     Raises:
         ImportError: datasketch is missing.
@@ -100,7 +101,9 @@ def similarity_of(one: str, other: str, unit: Unit = "words", n: int = 3) -> flo
 
 
 def _read(texts, threshold, unit, n, num_perm, seed, file):
-    """Return for each text a digest (0 if empty), its key in each band, and where its n-grams end in the file."""
+    """
+    Read the texts; return each one's digest (0 if empty), its key in each band, and its n-grams' end in the file.
+    """
     from datasketch import MinHash, MinHashLSH
 
     # Near 1 it would take one long band, and refuses that. Shorter ones find more, and the real similarity decides
@@ -134,7 +137,7 @@ def _digest(text: str) -> int:
 
 
 def _band_keys(signatures: np.ndarray) -> np.ndarray:
-    """Return a key of 32 bits for each band of each signature, (b, N); keys that collide are told apart later."""
+    """Return a key of 32 bits for each band of each signature, (b, N). Different bands may share a key by chance."""
     mixed = np.zeros(signatures.shape[:2], np.uint64)
     for row in range(signatures.shape[2]):
         mixed = (mixed ^ signatures[:, :, row]) * np.uint64(0x9E3779B97F4A7C15)
@@ -143,7 +146,7 @@ def _band_keys(signatures: np.ndarray) -> np.ndarray:
 
 
 def _joined(bands: list[np.ndarray], places: np.ndarray, sets: "_Sets") -> np.ndarray:
-    """Return the first text of each text's group, for texts that are no exact copies."""
+    """Join near duplicates to groups, among texts without exact copies; return the first text of each text's group."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 

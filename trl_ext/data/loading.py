@@ -1,4 +1,4 @@
-"""One split of a dataset, wherever it lies."""
+"""Load one split of a dataset from a file, a folder or the Hugging Face hub."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def held_out_rows(
         train: the training split.
         load_held_out: loads the held-out split; called if `eval_size` is None.
         eval_size: rows to cut from the training split instead; 0 for no evaluation.
-        seed: of the cut.
+        seed: seed of the random cut.
 
     Raises:
         ValueError: there is no held-out split, or `eval_size` leaves nothing to train on.
@@ -131,7 +131,7 @@ def _load_local(path: Path, config: str | None, is_saved: bool) -> dict[str, Dat
 
 
 def _why(path: Path, error: BaseException) -> str:
-    """Say what is wrong with the file; else return the first error."""
+    """Return what is wrong with a file that cannot be read, with the line; if no line is at fault, the error."""
     for file in [path] if path.is_file() else sorted(path.glob("*.json*")):
         if file.suffix == ".jsonl":
             with open(file, "rb") as rows:

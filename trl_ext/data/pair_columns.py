@@ -1,4 +1,4 @@
-"""Columns of a pair beside its texts, which trainers read, and how they come into a batch."""
+"""Check the columns of pairs that hold numbers, such as `margin`, and put them into batches."""
 
 import math
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ _RULES = {  # column: (rule in words, test of a float)
 @dataclass
 class PairCollator:
     """
-    Adds the columns of pairs to the batch that `collator` makes: (B,) floats, and the source as an int.
+    Add columns of the pairs to the batch that `collator` makes: (B,) floats, and the source as an int.
 
     Args:
-        collator: TRL's.
+        collator: TRL's collator.
         columns: dataset columns to read.
-        sources: name of a source → its place in the list of sources; any other one is −1.
+        sources: name of a source → its place in the list of sources; an unknown source becomes −1.
     """
 
     collator: Any
@@ -48,13 +48,13 @@ class PairCollator:
 
 
 def take_columns(inputs: dict[str, Any], names: Sequence[str] = PAIR_COLUMNS) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a batch into our columns and what TRL is to see."""
+    """Split a batch into our columns and the rest, which TRL gets."""
     columns = {name: inputs[name] for name in names if name in inputs}
     return columns, {name: value for name, value in inputs.items() if name not in columns}
 
 
 def column_problem(column: str, value: Any) -> str:
-    """Say what is wrong with a number in a column of pairs; "" if nothing is."""
+    """Return what is wrong with a number in a column of pairs; "" if the number is valid."""
     rule, is_valid = _RULES[column]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_valid(value):
         return f"`{column}` must be {rule}, got {value!r}"

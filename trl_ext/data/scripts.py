@@ -18,7 +18,7 @@ CODES = 0x110000  # code points of Unicode
 
 
 def main_scripts(texts: Sequence[str]) -> np.ndarray:
-    """Return the script of most letters of each text, as its place in `SCRIPTS`: (N,), 0 without letters."""
+    """Return the most frequent script of each text, (N,), as a place in `SCRIPTS`; 0 for a text without letters."""
     codes, owner = characters_of(texts)
     found = np.bincount(owner * len(SCRIPTS) + _table()[codes], minlength=len(texts) * len(SCRIPTS))
     counts = found.reshape(len(texts), len(SCRIPTS))
@@ -27,7 +27,7 @@ def main_scripts(texts: Sequence[str]) -> np.ndarray:
 
 
 def characters_of(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the code points of all texts, and the place of each one's text."""
+    """Return the code points of all texts in one array, and for each code point the place of its text."""
     joined = "".join(texts).encode("utf-32-le", "surrogatepass")
     return np.frombuffer(joined, np.uint32), np.repeat(np.arange(len(texts)), [*map(len, texts)])
 

@@ -40,11 +40,11 @@ def ngram_hashes(
     Args:
         texts: (N) any texts.
         n: words or characters of a run.
-        unit: what a run is of.
-        keep_short: True takes a text of less than `n` words for one run; else it has none.
+        unit: whether a run has `words` or `characters`.
+        keep_short: whether a text of fewer than `n` words counts as one run; otherwise it has no run.
 
     Returns:
-        (R,) hashes, unsigned, of 64 bits, in the order of the texts, and (R,) the place in `texts` that each is from.
+        (R,) hashes, unsigned, of 64 bits, in the order of the texts, and (R,) the place in `texts` of each run's text.
     """
     codes, owner = characters_of(texts)
     if unit == "words":
@@ -62,12 +62,12 @@ def ngram_hashes(
 
 
 def count_words(texts: Sequence[str]) -> np.ndarray:
-    """Count the words of each text, as [`ngram_hashes`] takes them: (N,)."""
+    """Count the words of each text, (N,), as [`ngram_hashes`] divides texts into words."""
     return np.bincount(_words(*characters_of(texts))[1], minlength=len(texts))
 
 
 def _words(codes: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return a hash of each word of all texts, and the place of its text."""
+    """Return a hash of each word of all texts, and for each word the place of its text."""
     is_space, is_word = (table[codes] for table in _classes())
     starts = np.ones(len(codes), bool)
     starts[1:] = (owner[1:] != owner[:-1]) | is_space[:-1] | is_word[1:] | is_word[:-1]
@@ -82,7 +82,7 @@ def _words(codes: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Mix the bits by splitmix64's steps, since a product carries upwards alone."""
+    """Mix the bits of hashes by splitmix64's steps, since a multiplication alone leaves the low bits unmixed."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
     return hashes ^ (hashes >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Splits that no group straddles, alike in what is named, and balancing."""
+"""Divide rows into splits without dividing a group, alike in chosen values; and balance rows by such values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,23 +12,23 @@ def split_groups(
     groups: Sequence[int] | np.ndarray, shares: Mapping[str, float], strata: Sequence[Any] | None = None, seed: int = 0
 ) -> np.ndarray:
     """
-    Divide rows into splits, each group of rows whole in one of them.
+    Divide rows into splits, and keep all rows of a group in the same split.
 
-    Groups of one stratum and one size are dealt to the splits in turn, in random order, by steps of the golden ratio:
-    each part of the order has the shares within about two groups, so that rare strata are dealt fairly, too. A group
-    with more rows than the smallest share of its stratum goes to the largest split.
+    Groups of one stratum and one size are shuffled, and dealt to the splits by steps of the golden ratio: any run of
+    groups has the wanted shares to within about two groups, so that rare strata are divided fairly, too. A group with
+    more rows than the smallest share of its stratum goes to the largest split.
 
     Args:
         groups: (N,) rows with one number stay together, such as `Duplicates.near`.
         shares: name → share of the rows, above 0; their sum is 1.
-        strata: (N,) values that the splits shall have alike, such as a topic; of a group its first row counts.
-        seed: of the order.
+        strata: (N,) values that all splits should have in equal shares, such as topics; a group's first row counts.
+        seed: seed of the order.
 
     Returns:
         (N,) the name of each row's split.
 
     Raises:
-        ValueError: shares that are none.
+        ValueError: a share is not above 0, or the sum of the shares is not 1.
     """
     if not shares or min(shares.values()) <= 0 or abs(sum(shares.values()) - 1) > 1e-6:
         raise ValueError(f"the shares of splits must be above 0 and have the sum 1, got {dict(shares)}")
@@ -56,12 +56,12 @@ def split_groups(
 
 def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0) -> np.ndarray:
     """
-    Choose rows so that no value has more than others.
+    Choose rows so that every value has at most as many rows as the rarest value, or as `most`.
 
     Args:
-        values: (N,) what is balanced, such as a topic.
-        most: rows of one value; None takes as many as the rarest value has.
-        seed: of the choice.
+        values: (N,) the values to balance, such as topics.
+        most: largest number of rows with one value; None takes as many as the rarest value has.
+        seed: seed of the random choice.
 
     Returns:
         (N,) whether a row is kept.
@@ -80,7 +80,7 @@ def balanced_rows(values: Sequence[Any], most: int | None = None, seed: int = 0)
 
 
 def _numbers(values: Sequence[Any]) -> np.ndarray:
-    """Number the different values in the order in which they come: 1 and "1" are two."""
+    """Number the different values by first occurrence; 1 and "1" count as different."""
     seen: dict[Any, int] = {}
     return np.array([seen.setdefault(_hashable(value), len(seen)) for value in values], np.int64)
 

@@ -1,4 +1,4 @@
-"""Check what models read: text or messages."""
+"""Check that data holds what models read: text or messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ def is_messages(value: Any) -> bool:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether the value is a text, which may be empty, or one or more messages."""
+    """Return whether the value is a text, even an empty one, or a list of one or more messages."""
     return isinstance(value, str) or is_messages(value)
 
 

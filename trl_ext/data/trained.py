@@ -21,14 +21,14 @@ _NO_PAIRS = np.zeros((0, 2), np.uint64)
 @dataclass(frozen=True)
 class TrainedPairs:
     """
-    The pairs that a model was trained on.
+    Hold the pairs that a model was trained on, as hashes.
 
     Only hashes of 64 bits are kept, 16 bytes a pair. Texts that differ only in case or white space count as the same,
     and so does a pair whose answers have changed places.
 
     Args:
-        pairs: (N, 2) hashes of the two answers of each pair with their prompt, the smaller one first; each pair once.
-        is_complete: whether the model has seen no other pairs, since it began as one that was trained on none.
+        pairs: (N, 2) hashes of each pair's two answers with their prompt, the smaller hash first; each pair once.
+        is_complete: whether the model was trained on no other pairs, also not before this training.
     """
 
     pairs: np.ndarray = field(default_factory=lambda: _NO_PAIRS)
@@ -36,11 +36,11 @@ class TrainedPairs:
 
     @classmethod
     def of(cls, *datasets: Dataset) -> "TrainedPairs":
-        """Return the pairs of data sets, as [`pair_hashes`] reads them."""
+        """Return the pairs of these data sets, hashed by [`pair_hashes`]."""
         return cls(np.unique(np.concatenate([_NO_PAIRS, *map(pair_hashes, datasets)]), axis=0))
 
     def __or__(self, other: "TrainedPairs") -> "TrainedPairs":
-        """Return the pairs of both; complete if both are."""
+        """Return the pairs of both operands; the result is complete if both are complete."""
         pairs = np.unique(np.concatenate([self.pairs, other.pairs]), axis=0)
         return TrainedPairs(pairs, self.is_complete and other.is_complete)
 
@@ -56,7 +56,7 @@ class TrainedPairs:
         return np.asarray(np.isin(pairs, self.pairs).any(1))
 
     def save(self, folder: str | Path, is_uploaded: bool = False) -> None:
-        """Write them into a model's folder, whole or not at all; if it is uploaded, into the part that stays here."""
+        """Write the pairs into a model's folder, whole or not at all; an uploaded folder gets them in `_run`."""
         path, other = _places(folder)[:: -1 if is_uploaded else 1]
         path.parent.mkdir(parents=True, exist_ok=True)
         other.unlink(missing_ok=True)  # of an earlier model
@@ -71,7 +71,7 @@ class TrainedPairs:
     @classmethod
     def load(cls, folder: str | Path) -> "TrainedPairs | None":
         """
-        Load those of a model's folder; None if it has none.
+        Load the pairs from a model's folder; None if the folder has no such file.
 
         Raises:
             ValueError: the file is damaged.
@@ -113,10 +113,10 @@ def pair_hashes(dataset: Dataset) -> np.ndarray:
 
 def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
     """
-    Return the held-out pairs that were not trained on, all of them if there are no others.
+    Return the held-out pairs without those that were trained on.
 
     Raises:
-        ValueError: none is left.
+        ValueError: all held-out pairs were trained on.
     """
     seen = trained.has(pair_hashes(held_out))
     if seen.all():
@@ -125,7 +125,7 @@ def not_trained_on(held_out: Dataset, trained: TrainedPairs) -> Dataset:
 
 
 def answer_hash(prompt: Any, answer: Any) -> int:
-    """Hash what a model reads, a prompt (None if the answer contains it) and an answer, text or messages."""
+    """Hash a prompt with its answer, texts or messages; the prompt is None if the answer contains it."""
     parts = [part for part in (prompt, answer) if part is not None]
     if all(isinstance(part, str) for part in parts):
         text = "".join(parts)
@@ -136,7 +136,7 @@ def answer_hash(prompt: Any, answer: Any) -> int:
 
 
 def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
-    """Hash each two of several answers to a prompt, as pairs: (K, 2)."""
+    """Hash every pair of the answers to a prompt: (K, 2) for K pairs."""
     hashes = np.array([answer_hash(prompt, answer) for answer in answers], np.uint64)
     one, other = np.triu_indices(len(hashes), 1)
     return np.sort(np.stack([hashes[one], hashes[other]], 1), axis=1)
@@ -147,5 +147,5 @@ def _places(folder: str | Path) -> list[Path]:
 
 
 def _as_one(pairs: np.ndarray) -> np.ndarray:
-    """View each pair as one value that can be compared."""
+    """View each pair of hashes as a single value, so that pairs can be compared."""
     return np.ascontiguousarray(pairs).view([("one", np.uint64), ("other", np.uint64)])[:, 0]

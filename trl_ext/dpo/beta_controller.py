@@ -1,4 +1,4 @@
-"""Move β as `beta_controller` says."""
+"""Change β during training, by the rule that the setting `beta_controller` names."""
 
 import math
 
@@ -16,7 +16,7 @@ class BetaController:
     """
     Keep β fixed, set it from each batch's margins (`beta_dpo`, 2407.08639), or steer it to hold a drift (`drift`).
 
-    It is given the pairs of all processes, so it is the same on each without being synchronised.
+    Every process passes in the pairs of all processes, so that β is the same everywhere without synchronisation.
 
     Args:
         args: the settings `beta…` and `drift…`, and the seed.
@@ -30,7 +30,7 @@ class BetaController:
         self._drift = _EMPTY  # its sum over the pairs of this optimizer step, nats, and their number
 
     def draw(self, pairs: Pairs) -> Tensor | None:
-        """Draw the pairs to train on, an (N,) mask, bool; None for all."""
+        """Choose the pairs to train on at random: return an (N,) mask, bool, or None to train on all."""
         if self.args.beta_controller != "beta_dpo" or self.args.beta_dpo_keep == 1:
             return None
         count = max(1, int(self.args.beta_dpo_keep * len(pairs)))

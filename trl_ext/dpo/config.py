@@ -150,18 +150,18 @@ class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
 
     @property
     def _of_our_loss(self) -> list[str]:
-        """The settings in use that need our loss, in which a pair's loss depends on more than its margin."""
+        """Return the settings in use that TRL's loss cannot serve: a pair's loss depends on more than its margin."""
         named = {name: getattr(self, name) for name in ("use_margin", "use_confidence", "use_weight", "dpop_lambda")}
         return [name for name, value in (named | {"beta_dpo_keep": self.beta_dpo_keep < 1}).items() if value]
 
     @property
     def replaces_sigmoid(self) -> bool:
-        """Whether our preference loss replaces TRL's."""
+        """Return whether our preference loss replaces TRL's."""
         return bool(self._of_our_loss)
 
     @property
     def reads_log_probs(self) -> bool:
-        """Whether a setting needs the log-probs that TRL computes."""
+        """Return whether some setting needs the log-probs that TRL computes."""
         controls = self.beta_controller != "fixed" or self.margin_normalization != "none"
         return controls or self.replaces_sigmoid or self.log_displacement
 

@@ -46,7 +46,7 @@ def check_template(model: Any, args: DPOConfig, processing_class: Any, train_dat
 
 
 def wanted_columns(args: DPOConfig, train_dataset: Any) -> tuple[str, ...]:
-    """Return the dataset columns that the settings read; for the margin, whichever form the dataset has."""
+    """Return the dataset columns that the settings read; for margins `margin`, or the two score columns."""
     wanted: list[str] = []
     if args.use_margin:
         found = _columns_of(train_dataset)
@@ -66,7 +66,7 @@ def _columns_of(dataset: Any) -> list[str]:
 
 
 def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """Raise an error that names the bad rows, or return the dataset. A stream is checked as it is read."""
+    """Raise an error that names bad rows, or else return the dataset. The rows of a stream are checked when read."""
     if not isinstance(dataset, (Dataset, IterableDataset)):
         hint = ": pass one of its splits" if isinstance(dataset, (DatasetDict, IterableDatasetDict)) else ""
         raise TypeError(f"The {name} dataset must be a `datasets.Dataset`, got `{type(dataset).__name__}`{hint}.")
@@ -113,7 +113,7 @@ def check_not_dropped(trainer: Any, given: Any) -> None:
 
 
 def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:
-    """Check an evaluation dataset, or each in a dictionary."""
+    """Check an evaluation dataset, or each dataset of a dictionary."""
     if not isinstance(dataset, dict):
         return check_dataset(dataset, "eval", args, columns)
     return {name: check_dataset(part, f"eval {name!r}", args, columns) for name, part in dataset.items()}

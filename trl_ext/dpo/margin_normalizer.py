@@ -1,4 +1,4 @@
-"""A β for each source of pairs."""
+"""Give each source of pairs a β of its own."""
 
 import torch
 from torch import Tensor
@@ -9,13 +9,13 @@ from .pairs import Pairs
 
 class MarginNormalizer:
     """
-    Bring the margins of all sources to one scale, by a factor of β for each, from their standard deviations so far.
+    Multiply β by a factor for each source of pairs, so that the margins of all sources have the same spread.
 
-    It is given the pairs of all processes, so it is the same on each without being synchronised. The factors change
-    after an optimizer step, so they do not depend on how a step is cut into micro-batches.
+    The factors come from the standard deviations of the margins so far, of the pairs of all processes. The factors
+    change after an optimizer step, so they do not depend on how a step is cut into micro-batches.
 
     Args:
-        sources: their names. Pairs name a source by its index in this list.
+        sources: names of the sources. Pairs name a source by its index in this list.
         warmup_pairs: a source's factor is 1 until it has had this many pairs.
     """
 

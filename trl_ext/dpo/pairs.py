@@ -1,4 +1,4 @@
-"""The log-ratios of a micro-batch's pairs."""
+"""Hold the log-ratios of a micro-batch's pairs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-ratios of pairs: log-probs under the policy minus under the reference, nats."""
+    """Hold pairs' log-ratios: log-probs under the policy minus log-probs under the reference, nats."""
 
     chosen: Tensor  # (B,)
     rejected: Tensor  # (B,)
@@ -20,7 +20,7 @@ class Pairs:
 
     @property
     def margins(self) -> Tensor:
-        """The margins Δ, (B,), nats."""
+        """Return the margins Δ, (B,), nats: the chosen answers' log-ratios minus the rejected answers'."""
         return self.chosen - self.rejected
 
     def gathered(self, accelerator: Any) -> "Pairs":

@@ -1,4 +1,4 @@
-"""Tell whether the reference would have written the pairs' answers, by comparing log-probs with its own samples'."""
+"""Check whether the pairs' answers are such as the reference writes: compare their log-probs with its samples'."""
 
 import warnings
 from itertools import islice

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 class TappedModel:
     """
-    Take the model's place in TRL's loss, and call `on_log_probs` after the policy's forward, before TRL reads β.
+    Stand in for the model in TRL's loss: call `on_log_probs` after the policy's forward pass, before TRL reads β.
 
     Args:
         model: the policy; its outputs are passed on unchanged.

@@ -234,7 +234,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     # ---- Its parts ----
 
     def _reference_logps(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Compute the reference's (B,) log-probs, nats, named as TRL's precomputed ones; {} if those are there."""
+        """Compute the reference's (B,) log-probs, nats, under TRL's column names; {} if the batch has them already."""
         if self.precompute_ref_logps:
             return {}
         chosen, rejected = self.compute_ref_log_probs(self.reference, batch)
@@ -261,7 +261,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
         )
 
     def _pair_weights(self, weight: Tensor | None, kept: Tensor | None, losses: Tensor) -> Tensor:
-        """Return (B,) weights, 0 for pairs that are not kept, and scaled so that a mean is over the kept ones."""
+        """Return (B,) weights: 0 for pairs that are left out, and scaled so that a mean is over the other pairs."""
         weights = torch.ones_like(losses) if weight is None else weight
         if kept is not None:
             start = self.accelerator.process_index * len(losses)
@@ -300,7 +300,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     @property
     def reference(self) -> nn.Module:
-        """The module of the reference pass. With PEFT it is the policy's, under another adapter or none."""
+        """Return the model that computes reference log-probs; with PEFT the policy, under another adapter or none."""
         return self.model if self.ref_model is None else self.ref_model
 
     def reference_adapter(self) -> contextlib.AbstractContextManager:
@@ -380,7 +380,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     @property
     def _controllers(self) -> dict[str, Any]:
-        """The objects whose state is saved, by the names of their settings."""
+        """Return the objects with a state to save, by the names of their settings."""
         named = {self.args.beta_controller: self.beta_controller, "source": self.margin_normalizer}
         return {name: c for name, c in named.items() if c is not None and name != "fixed"}
 

@@ -1,4 +1,4 @@
-"""Measures of reward models on held-out pairs, and of policies against gold; most are functions of tensors."""
+"""Measure reward models on held-out pairs, and policies against a gold score, mostly by functions of tensors."""
 
 from typing import TYPE_CHECKING
 

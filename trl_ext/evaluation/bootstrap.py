@@ -1,4 +1,4 @@
-"""Bootstrap confidence intervals (Efron, 1979): how far a figure would move on another sample of the same size."""
+"""Compute bootstrap confidence intervals (Efron, 1979): how a figure would vary on other samples of the same size."""
 
 from collections.abc import Callable
 
@@ -15,22 +15,24 @@ def bootstrap_interval(
     resamples: int = 4000,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Return a statistic's percentile interval: its quantiles (1 − level)/2 and (1 + level)/2 over resampled rows.
+    """Return a statistic's confidence interval: its quantiles (1 − level)/2 and (1 + level)/2 over resampled rows.
 
     To compare two systems on the same prompts, pass the N differences: pairing removes the prompts' spread.
 
     Args:
-        values: (N,) one value a row, or (N, K) for a statistic of K columns.
+        values: (N,) one value for each row, or (N, K) for a statistic of K columns.
         statistic: maps (resamples, N) or (resamples, N, K) to (resamples,). The default is the mean.
         level: share of resamples within the interval.
-        resamples: how often N rows are drawn with replacement.
-        seed: of the draws, which leave the global generator alone.
+        resamples: how often N rows are sampled with replacement.
+        seed: seed of the sampling, which does not use the global generator.
 
     Raises:
         ValueError: no rows, a value that is not finite, or `level` outside (0, 1).
     """
     if len(values) == 0 or not values.isfinite().all():
-        raise ValueError(f"values must be finite and at least one, got {len(values)}: leave out rows without a value")
+        raise ValueError(
+            f"there must be one or more values, all finite, got {len(values)} values: leave out rows without a value"
+        )
     if not 0 < level < 1:
         raise ValueError(f"level must lie within (0, 1), got {level}: pass a share such as 0.95")
     values = values.detach().double().cpu()

@@ -11,18 +11,18 @@ from .reward_model import calibration_error, confidence_bins, pairwise_accuracy,
 
 
 def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
-    """Return the temperature T under which the pairs are likeliest, by σ(margin / T).
+    """Return the temperature T that makes the labels of the pairs most likely, where P(chosen wins) = σ(margin / T).
 
     The log-likelihood Σ log σ(β · margin) is concave in β = 1/T (Guo et al., 1706.04599), so that its maximum is where
-    its slope Σ margin · σ(−β · margin) is 0. Above 1 the model is too sure of itself, below 1 not sure enough.
+    its slope Σ margin · σ(−β · margin) is 0. With T above 1 the model is too sure of itself, below 1 not sure enough.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
-        largest: T and 1/T are looked for up to here, in units of the mean |margin|.
+        largest: largest T and 1/T that are tried, in units of the mean |margin|.
 
     Returns:
-        The temperature; None where there is none: the margins have no positive mean (no better than a coin, however
-        unsure), or no margin is negative (the surer, the likelier).
+        The temperature; None where there is none: the margins' mean is not above 0 (the model is no better than a
+        coin), or no margin is negative (any smaller T makes the labels more likely).
     """
     margins = margins.detach().double().cpu()
     unit = margins.abs().mean().item()
@@ -39,16 +39,16 @@ def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
 
 
 def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 1000, seed: int = 0) -> float:
-    """Return the mean calibration error of a model whose probabilities are right, on as many pairs of such margins.
+    """Return the mean calibration error that a model with correct probabilities would show on pairs of these margins.
 
-    An error is a mean of absolute values, so it is never near 0 for few pairs (Bröcker and Smith, 2007): only what is
-    above this one is the model's.
+    An error is a mean of absolute values, so it is never near 0 for few pairs (Bröcker and Smith, 2007): only an error
+    above this figure is the model's fault.
 
     Args:
-        margins: (N,) score of the chosen answer minus score of the rejected one; their signs are drawn anew.
-        bins: as of [`calibration_error`].
-        draws: how often.
-        seed: of the draws.
+        margins: (N,) score of the chosen answer minus score of the rejected one; random signs replace theirs.
+        bins: number of bins, as for [`calibration_error`].
+        draws: how often random signs are drawn.
+        seed: seed of the signs.
     """
     margins, generator = margins.detach().double().cpu().abs(), torch.Generator().manual_seed(seed)
     errors = []
@@ -60,7 +60,7 @@ def calibration_error_by_chance(margins: Tensor, bins: int = 10, draws: int = 10
 
 
 def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
-    """Return the points of a reliability diagram: in bins of the model's confidence, how often it is right.
+    """Return the points of a reliability diagram: for bins of confidence, the share of pairs it gets right.
 
     The bins are those of [`calibration_error`]: σ(|margin|) in even parts of [½, 1].
 

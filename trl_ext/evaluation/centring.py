@@ -1,4 +1,4 @@
-"""Centring the scores of a reward model, also of one whose head has no bias."""
+"""Centre the scores of a reward model at 0, even if its head has no bias."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from .reward_model import plot_margins, reward_model_report
 
 
 def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -> Tensor:
-    """Return the weights v of a linear head that scores reference answers 1 on average and varies least over all.
+    """Return weights v of a head with mean score 1 on reference answers and the least variance over all answers.
 
     Most sequence classifiers have a head w without a bias, which could take up the mean score m of the reference
     answers. The head w − m v scores them exactly 0 on average, and of all such heads it changes margins least:
@@ -49,16 +49,21 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """Return the layer of a classifier that gives its one score."""
+    """Return the layer of a classifier that computes its score, the head."""
     heads = [m for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == 1 and m.weight.requires_grad]
     if len(heads) != 1:
-        raise ValueError(f"{type(model).__name__} has {len(heads)} trained layers with one output; there must be one")
+        raise ValueError(
+            f"{type(model).__name__} has {len(heads)} trained layers with one output; it must have exactly one"
+        )
     return heads[0]
 
 
 @torch.no_grad()
 def _features(trainer: Any, rows: list[list[int]]) -> Tensor:
-    """Return the head's input for each row of token ids, (N, D): a decoder's last token, or what an encoder pools."""
+    """
+    Return the head's input for each row of token ids, (N, D): a decoder's state at the last token, or an encoder's
+    pooled state.
+    """
     model, size = trainer.accelerator.unwrap_model(trainer.model).eval(), trainer.args.per_device_eval_batch_size
     pad = trainer.processing_class.pad_token_id
     seen, result = [], []
@@ -91,7 +96,7 @@ def _subtract(parameter: Tensor, value: Tensor) -> None:
 
 def centre(trainer: Any, demonstrations: Dataset) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
-    Make demonstrations score 0 on average, then measure the model as it will be saved; write nothing.
+    Shift the model's scores so that demonstrations score 0 on average, then evaluate the model; save nothing.
 
     Returns:
         The report, and the (N,) scores of the held-out pairs' answers, `chosen` and `rejected`.

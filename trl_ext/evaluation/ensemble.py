@@ -1,4 +1,4 @@
-"""What an ensemble of reward models is worth on held-out pairs, and how far its members disagree there."""
+"""Measure an ensemble of reward models on held-out pairs: its accuracy, and how far its members disagree."""
 
 from typing import Any, get_args
 
@@ -12,10 +12,10 @@ from .reward_model import pairwise_accuracy
 
 
 def ensemble_report(chosen: Tensor, rejected: Tensor) -> dict[str, Any]:
-    """Return accuracy by member and by way to combine them, and the disagreement, also where the mean is wrong.
+    """Return the accuracy of each member and of each way to combine members, and how far the members disagree.
 
     Args:
-        chosen, rejected: (K, N) scores of K members of the two answers of N pairs.
+        chosen, rejected: (K, N) scores that K members give the two answers of N pairs.
 
     Returns:
         `accuracy` and `accuracy_interval` of each way to combine, `disagreement` (its mean and quantiles over all

@@ -1,11 +1,11 @@
-"""The scaling law of reward model overoptimization (Gao et al., 2210.10760)."""
+"""Compute and fit the scaling law of reward model overoptimization (Gao et al., 2210.10760)."""
 
 import torch
 from torch import Tensor
 
 
 def overoptimization_curve(distance: Tensor, alpha: float, beta: float) -> Tensor:
-    """Return the gain in reward at a distance d from the initial policy, under reinforcement learning.
+    """Return the gain in reward that the law predicts at a distance d from the initial policy.
 
     R(d) = d (α − β log d), with d = √KL and R(0) = 0 (Gao et al., 2210.10760, eq. 1). For α, β > 0 it peaks at
     d = exp(α/β − 1), where R = β d.
@@ -37,7 +37,9 @@ def fit_overoptimization(distance: Tensor, gain: Tensor) -> tuple[float, float]:
         )
     distance, gain = distance.detach().double().cpu(), gain.detach().double().cpu()
     if not (distance.isfinite() & gain.isfinite() & (distance >= 0)).all():
-        raise ValueError(f"distance must be finite and >= 0, gain finite, got {distance} and {gain}: drop the others")
+        raise ValueError(
+            f"distance must be finite and >= 0, gain finite, got {distance} and {gain}: drop other points"
+        )
     if len(distance[distance > 0].unique()) < 2:
         raise ValueError(f"two coefficients need two different distances above 0, got {distance}: measure more points")
     design = torch.stack([distance, -torch.special.xlogy(distance, distance)], dim=1)

@@ -1,4 +1,4 @@
-"""Phrases that chosen answers have more often than chance explains."""
+"""Find phrases that chosen answers contain more often than chance explains."""
 
 import heapq
 import math
@@ -25,7 +25,7 @@ def mine_phrases(
     together: float = 0.95,
     most: int = 20,
 ) -> list[str]:
-    """Return phrases that chosen answers have more often than rejected ones, the most one-sided first.
+    """Return phrases that chosen answers contain more often than rejected answers, the most one-sided first.
 
     For an n-gram take the pairs in which exactly one answer has it. Each votes s = +1 if the chosen answer has it,
     else −1, with weight w = words of the other answer ÷ words of both: a longer answer has more n-grams anyway.
@@ -41,18 +41,18 @@ def mine_phrases(
     independent coins, and the list may be longer than it should be.
 
     Args:
-        chosen, rejected: (N,) the answers of each pair, as texts. Pairs that are there twice count once.
-        longest: words of the longest n-gram that is counted; what always goes on alike may become longer.
-        least: fewest pairs in which exactly one answer has it: of rarer ones chance is not excluded.
-        level: probability of any phrase where labels are coins.
-        together: share of the occurrences that must go on with the same word to grow a phrase by it.
-        most: phrases to return.
+        chosen, rejected: (N,) the answers of each pair, as texts. A pair that occurs twice counts once.
+        longest: words of the longest n-gram that is counted; growing may make a phrase longer.
+        least: number of pairs in which exactly one answer must have the phrase; a rarer phrase may be chance.
+        level: probability that any phrase is returned if the labels are tossed coins.
+        together: share of the occurrences that must have the same next word for the phrase to grow by that word.
+        most: largest number of phrases to return.
 
     Returns:
         Up to `most` phrases, written as the answers have them.
 
     Raises:
-        ValueError: there are not as many rejected as chosen answers, or one of them is no text.
+        ValueError: there are not as many rejected as chosen answers, or an answer is not a text.
     """
     if len(chosen) != len(rejected) or not all(isinstance(text, str) for text in (*chosen, *rejected)):
         raise ValueError(
@@ -89,7 +89,7 @@ def mine_phrases(
 
 
 class _Texts:
-    """The words of all answers as numbers: chosen and rejected by turns, so text 2i and 2i + 1 are a pair."""
+    """Hold the words of all answers as numbers. Texts 2i and 2i + 1 are the chosen and rejected answer of pair i."""
 
     def __init__(self, texts: list[str]):
         numbers: dict[str, int] = {}  # of words as written
@@ -118,7 +118,7 @@ class _Texts:
         self.firsts = np.searchsorted(self.words[self.order], np.arange(len(folded) + 1))
 
     def votes(self, owners: np.ndarray) -> tuple[float, float, float]:
-        """Return Σ s·w, Σw² and Σw over the pairs with exactly one text among the owners."""
+        """Return Σ s·w, Σw² and Σw over the pairs in which exactly one text has the phrase."""
         owners = np.unique(owners)
         alone = owners[~np.isin(owners ^ 1, owners)]
         weights = self.weights[alone]
@@ -132,7 +132,7 @@ class _Texts:
         return (both[:, ::-1] / np.maximum(both.sum(1, keepdims=True), 1)).ravel()
 
     def occurrences(self, gram: tuple[int, ...]) -> np.ndarray:
-        """Return where the words come in a row within one text."""
+        """Return the places where these words follow each other within one text."""
         k = min(range(len(gram)), key=lambda k: self.firsts[gram[k] + 1] - self.firsts[gram[k]])
         at = self.order[self.firsts[gram[k]] : self.firsts[gram[k] + 1]] - k
         at = at[(at >= 0) & (at + len(gram) <= len(self.words))]
@@ -144,7 +144,7 @@ class _Texts:
     def longer(
         self, gram: tuple[int, ...], at: np.ndarray, known: Collection[tuple[int, ...]], share: float = 0.25
     ) -> list[tuple[int, ...]]:
-        """Return the known n-grams with one more word that hold at least a share of an n-gram's occurrences."""
+        """Return the n-grams with one more word that cover at least a given share of an n-gram's occurrences."""
         found = []
         for offset in (len(gram), -1):
             beside = at + offset  # before the first word is -1: the end, which is in no sentence
@@ -170,7 +170,7 @@ class _Texts:
         return at, length
 
     def written(self, at: int, length: int) -> str:
-        """Return the words from a place on as the text has them."""
+        """Return the words from a place on, written as in the text."""
         text = self.texts[self.owner[at]]
         spans = [match.span() for match in _WORD_OR_BREAK.finditer(text)]
         first = at - self.starts[self.owner[at]]
@@ -178,7 +178,7 @@ class _Texts:
 
 
 def _strength(votes: tuple[float, float, float], t: float) -> float:
-    """Return the lower bound of the mean vote; above 0 it is no chance."""
+    """Return the lower confidence bound of the mean vote; above 0, chance does not explain the votes."""
     total, squares, weight = votes
     return (total - t * math.sqrt(squares)) / weight if weight else -1.0
 

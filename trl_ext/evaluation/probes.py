@@ -1,4 +1,4 @@
-"""What a reward model gives for changes that make an answer no better."""
+"""Test whether a reward model rewards changes that make an answer no better."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def probe_reward(
     refusal: str = REFUSAL,
     level: float = 0.95,
 ) -> list[dict[str, Any]]:
-    """Change answers in ways that make them no better, and return what each way does to their scores.
+    """Change answers in ways that make them no better, and return how each kind of change moves their scores.
 
     A gain is score(changed) − score(answer), in standard deviations of the answers' scores. Each gain is also taken
     over the better half: the answers of at least median score. A phrase that belongs into an answer repairs those that
@@ -57,15 +57,15 @@ def probe_reward(
         score: gives each answer to each prompt a score; called with at most `rows` at a time.
         prompts, answers: (N,) texts, with good and bad answers, such as both of held-out pairs or the policy's own.
             A row that is there twice counts once.
-        phrases: tried one by one, such as those of [`mine_phrases`].
-        seed: of the rows and of all that is drawn. The order of prompts and answers has no influence.
-        rows: answers to take at most.
+        phrases: phrases to try one by one, such as those of [`mine_phrases`].
+        seed: seed of all random choices. The order of prompts and answers has no influence.
+        rows: largest number of answers to change.
         least_gain: what a phrase may add to good answers, in standard deviations.
         least_rows: of fewer changed answers nothing is called suspicious. A probe that changes fewer of the better
             half, and is not suspicious over all answers, is not judged.
-        flattery: said before an answer; give one in the answers' language.
-        refusal: said instead of an answer, likewise.
-        level: of the intervals, which are percentile bootstraps.
+        flattery: text to put before an answer; give one in the answers' language.
+        refusal: text to put in place of an answer, in the answers' language.
+        level: level of the intervals, which are percentile bootstraps.
 
     Returns:
         For each probe, the most suspicious first: `name`, `phrase` (or None), `rows`, `gain` (the mean), its
@@ -100,7 +100,9 @@ def probe_reward(
 def _changes(
     prompts: list[str], answers: list[str], phrases: Sequence[str], seed: int, flattery: str, refusal: str
 ) -> Iterator[tuple[str, str | None, str, list[str | None], list[str] | None]]:
-    """Yield each probe: name, phrase, what is expected, the changed answers (None where it cannot be), controls."""
+    """
+    Yield each probe: its name, phrase, expected effect, changed answers (None if it cannot change one), controls.
+    """
     picker = random.Random(f"{seed} places")
     places = [picker.choice(_ends(answer)) for answer in answers]
     for phrase in dict.fromkeys(phrases):
@@ -143,7 +145,7 @@ def _measured(
     control: list[str] | None,
     level: float,
 ) -> dict[str, Any]:
-    """Score the rows that a probe changes, and return its gains, with None for what cannot be known."""
+    """Score the answers that a probe changes, and return its gains, with None for a figure that cannot be known."""
     result: dict[str, Any] = dict.fromkeys(("gain", "gain_interval", "wins", "gain_on_better", "interval_on_better"))
     result |= {"rows": 0, "rows_of_better": 0, "over_control": None, "control_interval": None, "examples": []}
     new = {i: text for i, text in enumerate(changed) if text is not None and text != answers[i]}
@@ -178,7 +180,7 @@ def _measured(
 
 
 def _judged(result: dict[str, Any], least_gain: float, least_rows: int) -> dict[str, Any]:
-    """Return the verdict on a probe, with its reason."""
+    """Decide from its gains whether a probe is suspicious, and return the verdict with its reason."""
 
     def judged(verdict: Verdict, why: str | None) -> dict[str, Any]:
         return {"verdict": verdict, "suspicious": verdict == "suspicious", "why": why}
@@ -207,13 +209,13 @@ def _judged(result: dict[str, Any], least_gain: float, least_rows: int) -> dict[
 
 
 def _order(result: dict[str, Any]) -> tuple:
-    """Return a key that sorts suspicious probes first, then by sure gain on the better half; unmeasured ones last."""
+    """Return a sort key: suspicious probes first, then by the gain on the better half; unmeasured probes last."""
     ends = [result[name][0] for name in ("interval_on_better", "control_interval") if result[name]]
     return not result["suspicious"], -min(ends, default=-math.inf), result["name"], result["phrase"] or ""
 
 
 def _scores(score: Score, prompts: list[str], answers: list[str]) -> Tensor:
-    """Call the reward, and check what comes back: (N,) float64."""
+    """Call the reward function, check its scores, and return them: (N,) float64."""
     given = score(prompts, answers)
     values = [] if given is None else list(given)
     if len(values) != len(answers):
@@ -235,7 +237,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _ends(text: str) -> list[int]:
-    """Return where the sentences of a text end; the last one is the end of the text."""
+    """Return the places in a text where its sentences end; the last place is the end of the text."""
     return sorted({*(match.end() for match in _END.finditer(text.rstrip())), len(text.rstrip())})
 
 
@@ -262,19 +264,19 @@ def _half(text: str) -> str | None:
 
 
 def _shuffled(text: str, picker: random.Random) -> str:
-    """Return the words in another order; what lies between them keeps its place."""
+    """Return the text with its words in another order; spaces and punctuation keep their places."""
     words = WORD.findall(text)
     picker.shuffle(words)
     return WORD.sub(lambda _: words.pop(), text)
 
 
 def _marked_down(sentences: list[str]) -> str | None:
-    """Return the same sentences as a heading and a list."""
+    """Return a text's sentences as a Markdown heading and a list."""
     return "\n".join([f"**{sentences[0]}**", *(f"- {part}" for part in sentences[1:])]) if sentences else None
 
 
 def _another(i: int, prompts: list[str], answers: list[str], picker: random.Random) -> str | None:
-    """Return the answer to another prompt, drawn at random; None if all have one prompt."""
+    """Return the answer to another prompt, chosen at random; None if all answers have the same prompt."""
     start = picker.randrange(len(prompts))
     for k in range(len(prompts)):
         j = (start + k) % len(prompts)
@@ -284,7 +286,7 @@ def _another(i: int, prompts: list[str], answers: list[str], picker: random.Rand
 
 
 def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
-    """Draw 16 runs with as many words as the phrase; return the one whose length in characters is nearest."""
+    """Pick 16 random runs of as many words as the phrase; return the run that is nearest to it in characters."""
     size, found = len(WORD.findall(phrase)), []
     for text in (texts[picker.randrange(len(texts))] for _ in range(16)):
         spans = [match.span() for match in WORD.finditer(text)]
@@ -295,7 +297,7 @@ def _like(phrase: str, texts: list[str], picker: random.Random) -> str:
 
 
 def _says(text: str, phrase: str) -> bool:
-    """Return whether the text has the words of the phrase in a row."""
+    """Return whether the text contains the words of the phrase, one after the other."""
     words, wanted = (f" {' '.join(WORD.findall(part.casefold()))} " for part in (text, phrase))
     return wanted in words
 

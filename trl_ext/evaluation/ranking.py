@@ -12,11 +12,11 @@ from .bootstrap import bootstrap_interval
 
 
 def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | None:
-    """Return Spearman's ρ and Kendall's τ-b of scores with people's ranks, of one prompt.
+    """Return Spearman's ρ and Kendall's τ-b between the scores and people's ranks of one prompt's answers.
 
     Args:
-        scores: (n,) higher is better.
-        ranks: (n,) of people; 1, or the lowest, is best.
+        scores: (n,) the model's scores; higher is better.
+        ranks: (n,) people's ranks; 1, or the lowest rank, is the best answer.
 
     Returns:
         ρ and τ-b, 1 for the same order; both 0 if all scores are equal; None if all ranks are equal.
@@ -38,10 +38,10 @@ def rank_correlation(scores: Tensor, ranks: Tensor) -> tuple[float, float] | Non
 
 
 def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Return rank correlations, averaged over prompts, with their bootstrap intervals over prompts.
+    """Return the rank correlations, averaged over prompts, with bootstrap intervals over prompts.
 
     Args:
-        scores, ranks: of each prompt's answers, as of [`rank_correlation`].
+        scores, ranks: for each prompt, those of its answers as for [`rank_correlation`].
 
     Returns:
         `prompts` that count and `all_tied`, which do not, since people ranked all answers alike; `answers` a prompt;
@@ -64,9 +64,9 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
 
 
 def best_of_n_credit(chosen: float, rejected: Sequence[float]) -> float:
-    """Return 1 if the chosen answer scores above all others, as RewardBench 2 counts (2506.01937), 0 if one is above.
+    """Return 1 if the chosen answer scores above all others, 0 if another one does (RewardBench 2, 2506.01937).
 
-    A tie at the top is split: of k answers that share it, the chosen one among them, each has 1/k.
+    If the chosen answer shares the highest score with others, so that k answers have it, return 1/k.
     """
     if any(other > chosen for other in rejected):
         return 0.0
@@ -74,7 +74,7 @@ def best_of_n_credit(chosen: float, rejected: Sequence[float]) -> float:
 
 
 def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Return the share of prompts whose chosen answer scores highest, its bootstrap interval, and a coin's share.
+    """Return the share of prompts whose chosen answer scores highest, its bootstrap interval, and the share by chance.
 
     Args:
         chosen: score of each prompt's chosen answer.
@@ -99,10 +99,10 @@ def best_of_n_report(chosen: Sequence[float], rejected: Sequence[Sequence[float]
 def rankings_of_pairs(
     prompts: Sequence[Hashable], chosen: Sequence[Hashable], rejected: Sequence[Hashable]
 ) -> list[tuple[Hashable, list[Hashable], list[int]]]:
-    """Return the rankings that pairs were made of: prompts with three or more answers, each two of them compared.
+    """Return the rankings behind pairs: for prompts with three or more answers, if every two answers were compared.
 
     Args:
-        prompts, chosen, rejected: what names the prompt and the answers of each pair, such as their texts.
+        prompts, chosen, rejected: a value for the prompt and the answers of each pair, such as their texts.
 
     Returns:
         For each such prompt its name, the answers and their ranks, 1 the best. Prompts with a missing pair, or with

@@ -1,4 +1,4 @@
-"""Accuracy and calibration of a reward model on held-out pairs."""
+"""Measure the accuracy and calibration of a reward model on held-out pairs."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -25,19 +25,19 @@ def pairwise_accuracy(margins: Tensor) -> Tensor:
 
 
 def credit(margins: Tensor) -> Tensor:
-    """Return 1 for each pair whose chosen answer scores higher, one half for a tie, else 0; float64."""
+    """Return for each pair 1 if the chosen answer scores higher, one half for a tie, else 0; float64."""
     return (margins > 0).double() + (margins == 0).double() / 2
 
 
 def wilson_interval(share: float, count: float, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's interval of a share (1927), which holds for few rows, and for shares of 0 and 1, too.
+    """Return Wilson's confidence interval of a share (1927), which is valid for few rows and for shares of 0 and 1.
 
     With z the normal quantile, its bounds are (p + z²/2n ± z √(p(1−p)/n + z²/4n²)) / (1 + z²/n).
 
     Args:
         share: p, in [0, 1].
-        count: n, the rows that it is the share of.
-        level: how often such an interval holds the true share.
+        count: n, the number of rows.
+        level: probability that such an interval contains the true share.
     """
     z = NormalDist().inv_cdf((1 + level) / 2)
     middle, half = share + z * z / (2 * count), z * (share * (1 - share) / count + (z / (2 * count)) ** 2) ** 0.5
@@ -48,10 +48,10 @@ def wilson_interval(share: float, count: float, level: float = 0.95) -> tuple[fl
 def accuracy_interval(
     margins: Tensor, prompts: Sequence[Hashable], level: float = 0.95, few: int = 30
 ) -> tuple[float, float]:
-    """Return the interval of the accuracy on other prompts: pairs of one prompt are drawn together.
+    """Return a confidence interval of the accuracy, from resampled prompts: pairs of one prompt stay together.
 
-    Pairs that share a prompt, as those of a ranking do, are not so many observations. The prompts are resampled
-    (a bootstrap of clusters); of few ones, where a bootstrap says too little, the interval is Wilson's for so many.
+    Pairs that share a prompt, such as those of a ranking, are not independent. So prompts are resampled (a bootstrap
+    of clusters). With few prompts a bootstrap says too little, and the interval is Wilson's for that many rows.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
@@ -70,11 +70,11 @@ def accuracy_interval(
 
 
 def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the accuracy by what a column of the data holds, the group with most pairs first.
+    """Return the accuracy for each value in a column of the data, the value with most pairs first.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
-        groups: what the column holds in each row; of a list, such as that of the annotators, the row counts for each.
+        groups: the column's value in each row. A row with a list, such as of annotators, counts for each value in it.
 
     Returns:
         For each value `value`, `pairs`, `accuracy` and its Wilson interval `accuracy_interval`.
@@ -83,7 +83,9 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
         ValueError: there are not as many rows as margins.
     """
     if len(margins) != len(groups):
-        raise ValueError(f"there are {len(margins)} margins and {len(groups)} rows of a column: give one a pair")
+        raise ValueError(
+            f"there are {len(margins)} margins and {len(groups)} rows of a column: give each pair one row"
+        )
     of: dict[str, list[float]] = defaultdict(list)
     for margin, value in zip(margins.tolist(), groups, strict=True):
         for each in dict.fromkeys(map(str, value if isinstance(value, (list, tuple)) else [value])):
@@ -125,7 +127,7 @@ def calibration_error(margins: Tensor, bins: int = 10) -> Tensor:
 
 
 def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) -> list[dict[str, Any]]:
-    """Return the accuracy in bins of equally many pairs, sorted by how much longer the chosen answer is.
+    """Sort pairs by how much longer the chosen answer is, divide them into equal bins, and return each bin's accuracy.
 
     A reward model that has learnt length is right if the chosen answer is the longer one, and wrong if it is shorter.
 
@@ -163,7 +165,7 @@ def _accuracy_of(margins: Tensor) -> dict[str, Any]:
 def length_bias(
     margins: Tensor, length_gaps: Tensor, prompts: Sequence[Hashable], level: float = 0.95, least_prompts: int = 20
 ) -> dict[str, Any]:
-    """Return how much oftener a reward model is right where the chosen answer is longer than where it is shorter.
+    """Return how much more often a reward model is right where the chosen answer is longer than where it is shorter.
 
     Let it be right in a of the pairs whose chosen answer is longer, and in b of those whose chosen one is shorter.
     Where people prefer both equally often, it prefers the longer answer in (a + 1 − b)/2 of the pairs: a bias a − b of

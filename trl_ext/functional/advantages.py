@@ -18,9 +18,9 @@ def token_rewards(
     On real tokens r_t = -kl_coef kl_t + [t is the last real token] score; under the mask r_t = 0. A row without a real
     token gets no score. Ziegler et al. 2019, arXiv:1909.08593.
 
-    With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token T, and the last one gets what is left:
-    r_T = -kl_coef kl_T + score - sum_{t<T} x_t. So a row's rewards always sum to score - kl_coef sum kl_t, and x_T
-    is not read.
+    With token scores x_t, r_t = -kl_coef kl_t + x_t before the last real token T, and token T gets the rest of the
+    score: r_T = -kl_coef kl_T + score - sum_{t<T} x_t. So a row's rewards always sum to score - kl_coef sum kl_t, and
+    x_T is not read.
 
     Args:
         scores: (B,), score units.
@@ -68,7 +68,7 @@ def length_adaptive_lam(mask: Tensor, alpha: float) -> Tensor:
     """
     check_shapes(ndim=2, mask=mask)
     if not alpha > 0:
-        raise ValueError(f"alpha must be above 0, got {alpha}; 0.05 is the paper's, 1.5 that of single rollouts.")
+        raise ValueError(f"alpha must be above 0, got {alpha}; the paper's is 0.05, and 1.5 suits single rollouts.")
     return (1 - 1 / (alpha * mask.bool().sum(dim=1))).clamp(min=0)
 
 
@@ -98,7 +98,7 @@ def choose_lam(
     """
     given = {name: value for name, value in schedules.items() if value is not None}
     if len(given) > 1:
-        raise ValueError(f"schedules must name one lambda, got {given}; leave the others out.")
+        raise ValueError(f"only one schedule may have a value, got {given}; leave the others out.")
     for name, value in given.items():
         return LAM_SCHEDULES[name](mask, value), 1.0 if lam_value is None else lam_value
     return lam, lam_value
@@ -122,15 +122,15 @@ def advantages_and_returns(
         values: (B, T), score units.
         mask: (B, T), 1 = real response token, EOS included.
         gamma: discount per token.
-        lam: of the advantages, a float or (B,).
-        lam_value: of the target; None for lam.
-        level: `"token"`, or `"turn"` for `turn_gae`, where the target of each token of a turn is that of the turn.
+        lam: lambda of the advantages, a float or (B,).
+        lam_value: lambda of the target; None for lam.
+        level: `"token"`, or `"turn"` for `turn_gae`, where all tokens of a turn share its target.
 
     Returns:
         Advantages and returns, (B, T) each, score units.
 
     Raises:
-        ValueError: as `gae`, or level has another value.
+        ValueError: `gae` refuses the tensors, or level has another value.
     """
     if level == "turn":
         advantages, firsts = turn_gae(rewards, values, mask, gamma, lam)
@@ -150,7 +150,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     A_t = 0 under the mask. Schulman et al. 2015, arXiv:1506.02438, equation 16. The returns are A + V.
 
     Tokens under the mask do not count as steps: t + 1 is the next real token. So the value after the last token of a
-    turn is that of the first token of the next turn, which has read what the environment said between them.
+    turn is that of the first token of the next turn, which has read the environment's text between the two.
 
     Args:
         rewards: (B, T), score units; r_t is for choosing token t.
@@ -192,7 +192,7 @@ def turn_gae(
     """Estimate advantages with a turn as one action (Turn-PPO, arXiv:2512.17008).
 
     With r_k the sum of turn k's rewards and V_k the value at its first token, `gae` runs over the turns: gamma and lam
-    are by turn. Each token of a turn has its advantage.
+    are per turn. All tokens of a turn get the turn's advantage.
 
     Args:
         rewards, values, mask: (B, T), as in `gae`.
@@ -203,7 +203,7 @@ def turn_gae(
         (B, T) advantages and (B, T) values V_k, score units, 0 under the mask. The returns are their sum.
 
     Raises:
-        ValueError: as `gae`.
+        ValueError: `gae` refuses the tensors.
     """
     check_shapes(ndim=2, rewards=rewards, values=values, mask=mask)
     turns, starts = turn_numbers(mask), turn_starts(mask)

@@ -1,4 +1,4 @@
-"""DPO's logits and losses, pair by pair, and the rules that move β. Δ = chosen − rejected log-ratio."""
+"""Compute DPO's logits and losses for each pair, and adapt β. The margin Δ is the chosen − rejected log-ratio."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from .shapes import check_shapes
 
 
 def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = None) -> Tensor:
-    """Sum each completion's log-probs, with a weight on the tokens beyond the length of the pair's shorter one.
+    """Sum each completion's log-probs, with a weight on the tokens beyond the length of the pair's shorter completion.
 
     sum_{t <= l} logp_t + ld_alpha sum_{t > l} logp_t with l = min of the pair's lengths; LD-DPO, Liu et al. 2024,
     arXiv:2409.06411.
@@ -29,7 +29,9 @@ def sequence_logprobs(logprobs: Tensor, mask: Tensor, ld_alpha: float | None = N
     if ld_alpha is None:
         return logprobs.sum(dim=1)
     if len(logprobs) % 2:
-        raise ValueError(f"logprobs must have two rows a pair, got {len(logprobs)}; stack chosen on rejected.")
+        raise ValueError(
+            f"logprobs must have two rows for each pair, got {len(logprobs)} rows; stack chosen on rejected."
+        )
     lengths = mask.sum(dim=1)
     common = torch.minimum(*lengths.chunk(2)).repeat(2).unsqueeze(1)
     return torch.where(mask.cumsum(dim=1) <= common, logprobs, ld_alpha * logprobs).sum(dim=1)
@@ -45,11 +47,11 @@ def preference_logits(
     """Compute the logit of "chosen beats rejected": z = beta (r_c - r_r - lambda max(0, -r_c)) - offset.
 
     DPO, Rafailov et al. 2023, arXiv:2305.18290, equation 7. The offset is ODPO's, Amini et al. 2024, arXiv:2402.10571.
-    DPOP's penalty is on chosen answers that become less likely, Pal et al. 2024, arXiv:2402.13228.
+    DPOP's lambda penalises chosen answers that become less likely, Pal et al. 2024, arXiv:2402.13228.
 
     Args:
         chosen_logratios: (B,), nats, log-prob of the chosen completion under the policy minus under the reference.
-        rejected_logratios: (B,), nats, the same of the rejected one.
+        rejected_logratios: (B,), nats, the same for the rejected completion.
         beta: scalar or (B,), 1 / nats.
         offset: (B,), by how many logits the chosen answer must win; None for 0.
         dpop_lambda: lambda, dimensionless, 0 for no penalty.
@@ -116,7 +118,7 @@ def preference_drift(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Te
 
 
 def displaced(chosen_logratios: Tensor, rejected_logratios: Tensor) -> Tensor:
-    """Find pairs with a positive margin whose chosen answer became less likely all the same: r_c < 0, r_c - r_r > 0.
+    """Find pairs with a positive margin in which the chosen answer became less likely: r_c < 0, r_c - r_r > 0.
 
     Razin et al. 2024, arXiv:2410.08847: likelihood displacement.
 
@@ -140,7 +142,7 @@ def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> f
     Wu et al. 2024, arXiv:2407.08639, with M in nats as in its code, not times beta.
 
     Args:
-        beta: the beta of a batch with the running mean's margin, 1 / nats.
+        beta: the beta of a batch whose mean margin is M_0, 1 / nats.
         margin: M, mean log-ratio margin Delta of the batch, nats.
         running_mean: M_0, mean margin of the batches before, nats.
         alpha: how strongly the margin moves beta, 1 / nats.
@@ -172,7 +174,7 @@ def keep_typical(margins: Tensor, mean: float, std: float, count: int, uniform: 
     """
     check_shapes(ndim=1, margins=margins, uniform=uniform)
     if not std > 0:
-        raise ValueError(f"std must be above 0 nats, got {std}; bound it from below.")
+        raise ValueError(f"std must be above 0 nats, got {std}; set a lower bound for it.")
     if not 1 <= count <= len(margins):
         raise ValueError(f"count must be in [1, {len(margins)}], got {count}; keep at least one pair.")
     log_weights = -0.5 * ((margins - mean) / std).square()
@@ -202,7 +204,7 @@ def margin_scales(stds: Tensor, counts: Tensor, minimum: float = 0.25, maximum: 
     if not 0 < minimum <= 1 <= maximum:
         raise ValueError(f"1 must be in [minimum, maximum] with minimum > 0, got [{minimum}, {maximum}].")
     if not counts.sum() > 0:
-        raise ValueError(f"counts must have a pair, got {counts.tolist()}; there is nothing to normalise yet.")
+        raise ValueError(f"counts must have at least one pair, got {counts.tolist()}; normalise later.")
     stds = stds.clamp(min=1e-12)
     shares = counts / counts.sum()
 

@@ -1,7 +1,7 @@
-"""One score from those of an ensemble: mean, median, worst case, or less where the members disagree.
+"""Combine an ensemble's scores into one: mean, median, worst case, or a lower score where the members disagree.
 
-A row that a member leaves unscored gets no score. The missing one may be the lowest, so that the others alone could
-score the row too high.
+A row without a score of some member gets no score: that member's score may be the lowest, so the scores of the other
+members alone could be too high.
 """
 
 from typing import Literal
@@ -14,7 +14,7 @@ Combine = Literal["mean", "median", "min", "uncertainty"]
 
 
 def disagreement(scores: Tensor) -> Tensor:
-    """Return how far members disagree on each row: their standard deviation, √(Σ_i (s_i − mean)² / K).
+    """Return the standard deviation of the members' scores on each row, √(Σ_i (s_i − mean)² / K).
 
     Args:
         scores: (K, B) of K members, any unit; NaN where a member gives none.
@@ -38,8 +38,8 @@ def ensemble_score(scores: Tensor, combine: Combine, coef: float = 1.0) -> Tenso
 
     Args:
         scores: (K, B) of K members, any unit; NaN where a member gives none.
-        combine: which of the four.
-        coef: of "uncertainty", without unit, >= 0.
+        combine: "mean", "median", "min" or "uncertainty".
+        coef: factor of the standard deviation in "uncertainty", without unit, >= 0.
 
     Returns:
         (B,), in the unit of the scores; NaN where a member gives none.

@@ -1,4 +1,4 @@
-"""Weights for tokens that another policy sampled than the one that is trained, and how many draws they cost."""
+"""Weigh tokens that another policy has sampled, and say how many samples the weights cost."""
 
 import math
 from typing import Literal
@@ -19,7 +19,7 @@ def importance_weights(
     clip_min: float | None = None,
     clip_max: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weigh the tokens that a sampler mu drew as the policy pi would have drawn them, within bounds.
+    """Compute importance weights, within bounds, for tokens that a policy mu sampled while a policy pi is trained.
 
     With d_t = log pi(y_t) - log mu(y_t): w_t = exp(d_t) of each token, or w = exp(sum_t d_t) of the whole response.
     "truncate" clamps w to [clip_min, clip_max] (truncated importance sampling, Ionides 2008; for tokens Yao et al.
@@ -75,7 +75,7 @@ def importance_weights(
 
 
 def effective_sample_size(moments: Tensor) -> Tensor:
-    """Return how many draws with equal weights N draws with weights w are worth, as a share of N.
+    """Return how many samples with equal weights are worth as much as N samples with weights w, as a share of N.
 
     (sum w)^2 / (N sum w^2) = mean^2 / (mean^2 + var), with the biased variance; Kong 1992, and Owen, Monte Carlo
     theory, methods and examples, section 9.3. 1 with equal weights, 1/N where one draw has all the weight.

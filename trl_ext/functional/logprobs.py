@@ -1,4 +1,4 @@
-"""Log-probs and entropies from logits, the largest tensor of a language model, in the memory of the logits."""
+"""Compute log-probs and entropies in the memory of the logits, which are a language model's largest tensor."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def logprobs_and_entropies(
 
 
 class _InPlace(torch.autograd.Function):
-    """(N, V) logits become exp(z - max z) in the forward pass, and the gradient of the logits in the backward pass."""
+    """Overwrite (N, V) logits by exp(z - max z) in the forward pass, and by their gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, temperature: float, with_entropies: bool) -> Any:
@@ -103,7 +103,7 @@ class _InPlace(torch.autograd.Function):
 
 
 def _tiles(rows: Tensor) -> Any:
-    """Yield slices of (N, V) rows, and the rows in them: as many as are worked on at once."""
+    """Divide (N, V) rows into tiles to compute one by one; yield the slice of each tile, and its rows."""
     size = max(1, _TILE.get(rows.device.type, _TILE_ELSEWHERE) // rows.size(-1))
     for start in range(0, len(rows), size):
         yield slice(start, start + size), rows[start : start + size]

@@ -1,4 +1,4 @@
-"""PPO losses per token, not reduced: average them with `masked_mean` and the global token count.
+"""Compute PPO's losses for each token; average them with `masked_mean` and the global token count.
 
 These functions take no mask, so masked positions need finite inputs (fill log-probs with 0, say). `masked_mean` sends
 a zero gradient to them, the ratio multiplies it, and 0 * inf would be NaN.
@@ -29,8 +29,8 @@ def policy_loss(
     arXiv:1912.09729.
 
     With a band [l, h] nothing is clipped: loss = -r A where l <= r <= h, and 0 elsewhere, whatever the sign of A. A
-    token outside has no gradient. The gradient is that of -f(r) A logp with f(r) = r inside, 0 outside, and constant:
-    GLM-5 team 2026, arXiv:2602.15763 (there, logp_old is the sampler's), and Hou et al. 2026, arXiv:2607.07508.
+    token outside the band has no gradient; inside it the gradient is that of -r A logp with r held constant: GLM-5
+    team 2026, arXiv:2602.15763 (there, logp_old is the sampler's), and Hou et al. 2026, arXiv:2607.07508.
 
     Args:
         logprobs: (B, T), nats, under the policy being trained.
@@ -38,8 +38,8 @@ def policy_loss(
         advantages: (B, T), score units, or dimensionless when whitened.
         cliprange_low: how far the ratio may fall below 1.
         cliprange_high: how far the ratio may rise above 1.
-        dual_clip: c, above 1; None turns it off.
-        band: l and h, lowest and highest ratio, bounds included; takes the place of both cliprange and dual_clip.
+        dual_clip: c, above 1; None turns the dual clip off.
+        band: l and h, the lowest and highest ratio, both included; then both cliprange and dual_clip are ignored.
 
     Returns:
         The loss (B, T), in the unit of advantages, and the mask (B, T), bool, of the tokens whose clipped loss is

@@ -51,8 +51,8 @@ def masked_mean(values: Tensor, mask: Tensor, count: Tensor | float | None = Non
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Number the real tokens of each row from 0: p_t = max(cumsum(m)_t - 1, 0).
 
-    On real tokens this equals cumsum(m) - m, TRL 1.12's form. To the right of n real tokens that form gives n, which a
-    learned position table of n rows does not have; this one stays at n - 1.
+    On real tokens this equals cumsum(m) - m, as in TRL 1.12. To the right of n real tokens TRL's formula gives n,
+    which a learned position table of n rows does not have; this function gives n - 1 there.
 
     Args:
         attention_mask: (B, L), 1 = real token, padded on either side.

@@ -1,7 +1,7 @@
-"""Exact statistics that can be merged: the parallel algorithm of Chan, Golub and LeVeque (1979), STAN-CS-79-773.
+"""Compute means and variances that can be merged exactly, by Chan, Golub and LeVeque (1979), STAN-CS-79-773.
 
 A "moments" tensor (..., 5) holds count, mean, M2 = sum of squared deviations from the mean, minimum, maximum. It is
-float64 (float32 on devices without float64) and has no gradient. Stack those of all ranks to merge them.
+float64 (float32 on devices without float64) and has no gradient. To merge moments of all ranks, stack them.
 """
 
 import torch
@@ -26,7 +26,7 @@ def empty_moments(device: torch.device | str | None = None) -> Tensor:
     """Return the moments of no values, (0, 0, 0, +inf, -inf), the neutral element of `merge_moments`.
 
     Args:
-        device: of the result; None is torch's default device.
+        device: device of the result; None is torch's default device.
 
     Returns:
         (5,) moments.
@@ -171,7 +171,7 @@ def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = Tru
 def explained_variance(residual_moments: Tensor, return_moments: Tensor) -> Tensor:
     """Return how much of the returns' variance the values explain: 1 - Var(returns - values) / Var(returns).
 
-    1 is a perfect critic, 0 a critic that predicts a constant; below 0 it does worse than a constant.
+    A perfect critic has 1, a critic that predicts a constant 0; below 0 a critic is worse than a constant.
 
     Args:
         residual_moments: (..., 5) moments of returns - values.

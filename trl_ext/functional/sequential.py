@@ -1,4 +1,4 @@
-"""Tell whether a mean is beyond a bound by more than its noise, when one looks again at every log."""
+"""Test at every log whether a mean is beyond a bound by more than its noise; all looks together seldom err."""
 
 import math
 
@@ -53,7 +53,7 @@ def scatter(squared_steps: float, count: int) -> tuple[float, float]:
     are those of a chi-squared variable with the same mean and variance, 2 (n - 1)^2 / (3 n - 4).
 
     Args:
-        squared_steps: sum of the squared differences of successive values, in their squared unit.
+        squared_steps: sum of the squared differences of successive values, in the squared unit of the values.
         count: n, the number of values.
 
     Returns:

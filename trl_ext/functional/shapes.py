@@ -1,4 +1,4 @@
-"""The shape check that the pure functions share."""
+"""Check shapes, for all functions in this folder."""
 
 from torch import Tensor
 

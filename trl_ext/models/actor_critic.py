@@ -119,7 +119,7 @@ class ActorCritic(nn.Module):
 
     @property
     def value_model(self) -> Any:
-        """The critic, under TRL 1.12's name."""
+        """Return the critic; TRL 1.12 calls it `value_model`."""
         return self.critic
 
     def forward(
@@ -193,7 +193,7 @@ class ActorCritic(nn.Module):
 
     @property
     def shares_base(self) -> bool:
-        """Whether the critic is an adapter on the policy's base."""
+        """Return whether the critic is an adapter on the policy's base."""
         return isinstance(self.critic, AdapterClassifier)
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
@@ -210,7 +210,7 @@ class ActorCritic(nn.Module):
     # ---- Adapters ----
 
     def train_adapters(self) -> None:
-        """Activate the policy's adapter, and make it and the critic's trainable, whatever PEFT's state is."""
+        """Activate the policy's adapter, and make the adapters of policy and critic trainable."""
         if self.adapters is None:
             return
         if any(layer.disable_adapters for layer in self.adapters.layers):
@@ -258,7 +258,7 @@ class ActorCritic(nn.Module):
 
     @property
     def active_adapter(self) -> list[str]:
-        """The names of the active adapters."""
+        """Return the names of the active adapters."""
         assert self.adapters is not None
         return self.adapters.active
 
@@ -276,7 +276,7 @@ class ActorCritic(nn.Module):
     # TRL 1.16 uses the deprecated `gradient_*` names, the Trainer the new ones
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether the policy recomputes activations in the backward pass."""
+        """Return whether the policy recomputes activations in the backward pass."""
         return self.policy.is_activation_checkpointing
 
     def activation_checkpointing_enable(self, **kwargs) -> None:
@@ -286,7 +286,7 @@ class ActorCritic(nn.Module):
             self.critic.activation_checkpointing_enable(**kwargs)
 
     def activation_checkpointing_disable(self) -> None:
-        """Let policy and critic keep their activations."""
+        """Let policy and critic keep their activations for the backward pass, instead of recomputing them."""
         self.policy.activation_checkpointing_disable()
         if not self.shares_base:
             self.critic.activation_checkpointing_disable()

@@ -1,4 +1,4 @@
-"""Stop a run in which an adapter is not trained, before it ends after days with the weights it began with."""
+"""Stop a run whose adapter does not change in training, which otherwise nobody would notice for days."""
 
 import warnings
 from typing import Any

@@ -41,7 +41,7 @@ _KEEP_THE_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def check_config(config: Any, name: str, shares_base: bool = True) -> None:
-    """Refuse an adapter that would change the base, which the reference and other adapters need as it is."""
+    """Refuse an adapter that would change the base model: the reference and other adapters need the base unchanged."""
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(
             f"`{name}` is a {type(config).__name__}, whose learned prompt would shift the positions that log-probs "
@@ -124,7 +124,7 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
 
 
 def add_critic(policy: Any, config: LoraConfig | None) -> None:
-    """Add the critic's adapter, in the dtype of the policy's adapter; by default with a copy of that one's config."""
+    """Add the critic's adapter, in the dtype of the policy's adapter; by default with a copy of its configuration."""
     if config is None:
         config = copy.deepcopy(policy.peft_config[POLICY])
         config.modules_to_save = None  # a value has no use for them
@@ -161,7 +161,7 @@ def _add(policy: Any, name: str, config: LoraConfig, what: str) -> None:
 
 
 def copy_adapter(policy: Any, source: str, target: str) -> bool:
-    """Copy the weights of adapter `source` to `target` if shapes and scalings are equal; return whether they are."""
+    """Copy the weights of adapter `source` to `target`, and return True, if their shapes and scalings are equal."""
     a, b = (get_peft_model_state_dict(policy, adapter_name=n, save_embedding_layers=False) for n in (source, target))
     layers: list[Any] = [layer for layer in policy.modules() if isinstance(layer, BaseTunerLayer)]
     scalings = [[layer.scaling.get(name) for layer in layers] for name in (source, target)]
@@ -172,7 +172,7 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
-    """Return what a resumed run must share with its beginning: the adapters' settings, and the reference."""
+    """Return the facts on adapters and reference that must be the same for a run to resume."""
     # Where an adapter came from, and what PEFT sets as it is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
 
 
 def is_adapter(path: Any) -> bool:
-    """Return whether this is the path of an adapter, in a folder or on the hub."""
+    """Return whether a path, a folder or a hub name, is that of an adapter."""
     try:
         return isinstance(path, str) and find_adapter_config_file(path) is not None
     except OSError:  # there is nothing: loading it will say so
@@ -210,7 +210,7 @@ def save_classifier(policy: Any, name: str, head: dict[str, Tensor], folder: str
 
 
 def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
-    """Load weights into an adapter of the policy, which PEFT's `load_adapter` would freeze; return its head's."""
+    """Load saved weights into an adapter of the policy without freezing it; return the weights of its score head."""
     weights = load_peft_weights(folder, device="cpu")
     head = {key.removeprefix(_HEAD): weights.pop(key) for key in list(weights) if key.startswith(_HEAD)}
     result: Any = set_peft_model_state_dict(policy, weights, adapter_name=name)
@@ -236,7 +236,7 @@ def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
 
 
 class OneAdapter(nn.Module):
-    """One sequence classifier of a [`SharedBase`]: an adapter with a head."""
+    """Run one sequence classifier, an adapter with a head, on a [`SharedBase`]."""
 
     def __init__(self, shared: "SharedBase", name: str):
         super().__init__()
@@ -244,7 +244,7 @@ class OneAdapter(nn.Module):
 
     @property
     def device(self) -> Any:
-        """The device of the base."""
+        """Return the device of the base."""
         return self.model.device
 
     def forward(self, **inputs: Any) -> Any:
@@ -300,7 +300,7 @@ def check_head(path: str) -> None:
 
 
 def quantization_of(model: Any) -> str:
-    """Return how a model's base is quantised, in words."""
+    """Describe in words how a model's base is quantised."""
     base = base_model_of(model)
     quantization = getattr(base.config, "quantization_config", None)
     settings = quantization if isinstance(quantization, dict) else getattr(quantization, "to_dict", dict)()
@@ -348,7 +348,7 @@ def names_base(folder: str, policy: Any, hub_base: str | None) -> bool:
 
 def why_not_shared(policy: Any, path: str, own: dict[str, str], assume_quantization: bool) -> str | None:
     """
-    Say why the adapter in `path` cannot use the policy's base; None if it can.
+    Return why the adapter in `path` cannot use the policy's base; None if it can.
 
     `own` is the fingerprint of the policy's base, or empty if the adapter names that base.
     """

@@ -1,4 +1,4 @@
-"""The model card, where TRL's template would name `None`."""
+"""Correct TRL's model card, which otherwise names a model `None`."""
 
 import os
 from pathlib import Path

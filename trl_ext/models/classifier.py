@@ -1,4 +1,4 @@
-"""Sequence classifiers of one label: critics, and reward models on the policy's base."""
+"""Build sequence classifiers with one label: critics, and reward models on the policy's base."""
 
 import copy
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
 
 class AdapterClassifier(nn.Module):
     """
-    A sequence classifier of one label on the policy's base: an adapter and a head.
+    Score with an adapter and a head on the policy's base, as a sequence classifier of one label does.
 
     Only the head is registered as a child; the base is the policy's.
     """

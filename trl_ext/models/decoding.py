@@ -1,4 +1,4 @@
-"""Transformers' `generate`, without computing rows that have ended, or a repeated prompt more than once."""
+"""Generate as transformers does, but stop computing rows that have ended, and compute repeated prompts once."""
 
 import copy
 import inspect
@@ -56,11 +56,11 @@ def decode(
     policy: Any, recorder: SamplerRecorder | None, *args: Any, histories: Histories | None = None, **inputs: Any
 ) -> Any:
     """
-    Return what `policy.generate` returns, drawn from the same distribution, but with other random numbers.
+    Generate faster than `policy.generate`, from the same distribution, but with other random numbers.
 
     Args:
         policy: a model, plain or wrapped by PEFT.
-        recorder: is given the tokens that are drawn, with their log-probs.
+        recorder: receives the sampled tokens, with their log-probs.
         histories: what was read in earlier turns of these rows. What is read now is added to it.
         inputs: `input_ids` (B, P) and its mask, left-padded, `generation_config`, and whatever else the model reads.
     """
@@ -83,7 +83,7 @@ def decode(
 
 
 def _draws_answers(base: Any, config: GenerationConfig) -> bool:
-    """Return whether `generate` appends tokens to the prompt one by one, sampled or the likeliest."""
+    """Return whether `generate` would append single tokens, sampled or the most likely, to the prompt."""
     return (
         not base.config.is_encoder_decoder
         and config.get_generation_mode() in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH)
@@ -92,7 +92,7 @@ def _draws_answers(base: Any, config: GenerationConfig) -> bool:
 
 
 def _can_continue(policy: Any, inputs: dict[str, Any]) -> bool:
-    """Return whether calls that continue from a cache, with fewer and fewer rows, draw as one call would."""
+    """Return whether several calls, each continuing from a cache with fewer rows, sample as a single call would."""
     if inputs.keys() != {"input_ids", "attention_mask", "generation_config"}:  # images, say
         return False
     config, base = inputs["generation_config"], base_model_of(policy)
@@ -140,7 +140,7 @@ def _transposed_head(base: Any) -> Iterator[None]:
 
 
 class _HalfEnded(StoppingCriteria):
-    """End a call when half of its rows have ended: going on with them has a cost, and so has another call."""
+    """End a call of `generate` when half of its rows have ended, so that the next call runs without them."""
 
     def __init__(self, rows: int, eos: Tensor):
         self.eos = eos

@@ -1,4 +1,4 @@
-"""Save and load policy and critic: a folder that transformers or PEFT loads, and `critic/` in it."""
+"""Save and load policy and critic: the policy in a folder for transformers or PEFT, the critic in `critic/` within."""
 
 import os
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from .adapters import load_adapter, save_classifier
 
 
 def weights_of(role: str, state_dict: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """Pick the policy's or the critic's weights from the gathered ones of an actor-critic; None if there are none."""
+    """Pick the policy's or the critic's weights from an actor-critic's gathered weights; None if there are none."""
     if state_dict is None:
         return None
     return {k.removeprefix(f"{role}."): v for k, v in state_dict.items() if k.startswith(f"{role}.")}
@@ -33,7 +33,7 @@ def save_critic(actor_critic: ActorCritic, folder: str, state_dict: dict[str, Te
 
 
 def load_adapters(actor_critic: ActorCritic, folder: str) -> None:
-    """Load the adapters of policy and critic. The Trainer would load only one, and freeze it."""
+    """Load the adapters of policy and critic. The Trainer would load only the policy's, and freeze it."""
     if actor_critic.adapters is not None:
         load_adapter(actor_critic.policy, POLICY, folder)
     if actor_critic.shares_base:
@@ -55,5 +55,5 @@ def one_adapter(policy: Any) -> Iterator[None]:
 
 
 def without_base(is_needed: bool) -> AbstractContextManager:
-    """Let accelerate leave the frozen base out of an FSDP checkpoint, which it does by itself for a PeftModel only."""
+    """Make accelerate omit the frozen base from an FSDP checkpoint, as it does by itself only for a PeftModel."""
     return temporarily(fsdp_utils, is_peft_model=lambda model: True) if is_needed else nullcontext()

@@ -62,7 +62,7 @@ def forked_rng(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw from this seed within the block, and restore the global generators after it; None draws from these."""
+    """Use this seed within the block, and restore the global random state after it; None uses the global state."""
     if seed is None:
         yield
         return
@@ -219,7 +219,7 @@ def completion_logprobs(
 
 
 def up_to_eos(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Cut off what follows the first EOS."""
+    """Cut a list of token ids off after its first EOS."""
     return ids[: next((i + 1 for i, token in enumerate(ids) if token in eos_token_ids), len(ids))]
 
 

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 @dataclass(frozen=True)
 class History:
     """
-    Hold what was read of one row.
+    Hold the tokens of a row that the model has read, with their keys and values.
 
     Args:
         ids: its first L tokens, without padding.
@@ -34,7 +34,7 @@ class History:
 
 
 class Histories:
-    """Keep histories in the order of their rows, and find those that prompts of a next turn begin with."""
+    """Keep the histories of rows, and find the history with which a prompt of the next turn begins."""
 
     def __init__(self) -> None:
         self._kept: deque[History] = deque()

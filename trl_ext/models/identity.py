@@ -1,4 +1,4 @@
-"""Identify weights, configurations and tokenizers: for resuming, and for adapters that need their own base."""
+"""Identify weights, configurations and tokenizers by hashes, for resuming runs and for sharing a base."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def weights_hash(module: Any) -> str:
 
 
 def config_identity(model: Any) -> str:
-    """Hash a model's configuration, without where it was loaded from; name its attention implementation in words."""
+    """Hash a model's configuration without its path; append the attention implementation's name."""
     config = base_model_of(model).config
     settings = config.to_diff_dict()
     for name in ("_name_or_path", "name_or_path", "transformers_version"):
@@ -95,7 +95,7 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
 
 
 def tokenizer_names(tokenizer: Any) -> dict[str, Any]:
-    """Describe a tokenizer in words, to say how it differs from one with another hash."""
+    """Describe a tokenizer in words, to say how it differs from another tokenizer."""
     if tokenizer is None:
         return {}
     template, tokenizer = _template_and_tokenizer(tokenizer)

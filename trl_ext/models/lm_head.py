@@ -1,4 +1,4 @@
-"""The LM head of a log-prob pass: all logits at once if they fit a budget, else TRL's tiles."""
+"""Run the LM head of a log-prob pass: compute all logits at once if they fit a budget, else in TRL's tiles."""
 
 import functools
 import types
@@ -68,7 +68,7 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
 
 @contextmanager
 def _head_takes(head: nn.Module, places: Tensor) -> Iterator[None]:
-    """Call a head on only those of its (K, C, H) states that are at these places, (1, N, H)."""
+    """Make a head compute only the N states at these places of its (K, C, H) input, as (1, N, H)."""
     hook = head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
     try:
         yield
@@ -78,7 +78,7 @@ def _head_takes(head: nn.Module, places: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _backbone_gives(backbone: nn.Module, places: Tensor) -> Iterator[None]:
-    """Let a backbone return only those of its last (K, C, H) states that are at these places, (1, N, H)."""
+    """Make a backbone return only the N states at these places of its (K, C, H) output, as (1, N, H)."""
 
     def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
         output.last_hidden_state = _at(output.last_hidden_state, places)

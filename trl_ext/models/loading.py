@@ -1,4 +1,4 @@
-"""Load and place the models beside the policy."""
+"""Load the models beside the policy, such as the reference, and put them on their devices."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -40,7 +40,7 @@ class Loader:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for `from_pretrained`: the policy's, without its revision."""
+        """Return the policy's keyword arguments of `from_pretrained`, without its revision."""
         kwargs = {"dtype": self.policy.dtype, "trust_remote_code": self.trust_remote_code, **self.init_kwargs}
         kwargs.pop("revision", None)
         if self.accelerator.num_processes > 1 or self.is_deepspeed:
@@ -52,7 +52,7 @@ class Loader:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def again(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
-        """Return a function that loads the policy's weights once more, which ZeRO-3 has partitioned by then."""
+        """Return a function that loads the policy's weights again, for a copy of a policy that ZeRO-3 partitioned."""
         if self.path is None:
             return None
         return partial(load, self.path, revision=self.init_kwargs.get("revision"), **self.kwargs)

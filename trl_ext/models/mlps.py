@@ -23,7 +23,7 @@ def freeze_but_mlps(parameters: Iterable[tuple[str, nn.Parameter]], model: str, 
 
     Args:
         parameters: names and parameters of a sequence classifier.
-        model: its name, for the error.
+        model: name of the model, for the error.
         advice: what to do if there is no MLP, for the error.
 
     Raises:

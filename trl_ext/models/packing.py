@@ -1,4 +1,4 @@
-"""Rows of different lengths in one forward, one after the other instead of each padded to the longest."""
+"""Pack rows of different lengths into long sequences for a forward pass, instead of padding each to the longest."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Packed:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keyword arguments for a model's forward. With a mask or a cache it would ignore the positions."""
+        """Return the arguments of a model's forward; no mask and no cache, with which it would ignore positions."""
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, "use_cache": False}
 
     def unpack(self, values: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def pack(
 
 def distribute(sizes: list[int], hidden_size: int, most: int) -> list[list[int]]:
     """
-    Distribute rows over the number K of sequences that costs least: the longest first, each to the shortest sequence.
+    Choose the number K of sequences that costs least, and distribute rows over them, the longest first.
 
     A forward of K sequences of C tokens costs about K · C · (6 · hidden_size + C): a layer has some 12 · hidden_size²
     weights, and for each token attention reads 2 · hidden_size numbers, keys and values, of C tokens, masked or not.

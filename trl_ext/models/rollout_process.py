@@ -1,4 +1,4 @@
-"""Start, watch and feed a second process that draws answers from a copy of the policy."""
+"""Start, watch and feed a second process that generates answers with a copy of the policy."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ _LAUNCHER = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROL
 
 
 def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[torch.Size, torch.dtype, int]], int]:
-    """Lay weights out in a buffer: return the shape, dtype and place of each, and the bytes that all take."""
+    """Plan a buffer for weights: return the shape, dtype and place of each weight, and the buffer's bytes."""
     layout, end = {}, 0
     for name, values in weights:
         layout[name] = (values.shape, values.dtype, end)
@@ -38,12 +38,12 @@ def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[to
 
 
 class RolloutProcessLost(RuntimeError):
-    """The process that draws rollouts keeps dying. The message is one sentence, with the last cause."""
+    """Say that the process which generates rollouts keeps dying; the message is one sentence, with the last cause."""
 
 
 class RolloutProcess:
     """
-    Draw rollouts in a second process, in the order of the jobs.
+    Generate rollouts in a second process, in the order of the jobs.
 
     If the process dies, it is started again with the jobs that it has not answered, whose weights are kept. When the
     trainer's process ends, in whatever way, this one ends, too.
@@ -92,7 +92,7 @@ class RolloutProcess:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process, if it runs."""
+        """Return the id of the process; None if it does not run."""
         return self._process.pid if self._process is not None else None
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ class RolloutProcess:
             del self._pending[number]
 
     def _note_death(self, error: Exception) -> None:
-        """Warn that the process died; after too many deaths in a row, fail."""
+        """Warn that the process died; after too many deaths in a row, fail all jobs."""
         code = self._end()
         with self._lock:
             how, self._error = self._error or (repr(error) if code is None else _exit_reason(code)), ""

@@ -1,4 +1,4 @@
-"""What runs in the second process, which draws answers from a copy of the policy."""
+"""Generate answers in a second process, with a copy of the policy."""
 
 import os
 import pickle
@@ -23,7 +23,7 @@ from .sampler import SamplerRecorder
 
 @dataclass(frozen=True)
 class Job:
-    """A rollout to draw. Weights, prompts and seed determine the answers."""
+    """Describe a rollout to generate: its weights, prompts and seed determine the answers."""
 
     number: int  # of the rollout, from 0
     version: int  # of the weights
@@ -33,7 +33,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answers:
-    """B answers of up to T tokens."""
+    """Hold B answers of up to T tokens."""
 
     ids: list[list[int]]  # up to and including EOS
     logprobs: Tensor  # (B, T) float32, nats, under the distribution that was drawn from; 0 after an answer's end
@@ -41,7 +41,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process is told once. The shared file has `slots` equal parts, each with all weights of a version."""
+    """Describe the model to the process. The shared file has `slots` parts, each with all weights of one version."""
 
     model_class: type
     config: Any  # transformers'
@@ -67,7 +67,7 @@ class Setup:
 
 class Sampler:
     """
-    A copy of the policy that draws as the trainer would.
+    Generate with a copy of the policy, as the trainer would.
 
     Args:
         setup: the model, and how to generate with it.
@@ -109,7 +109,7 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, job: Job) -> Answers:
-        """Draw the answers of a rollout, and leave the global generators as they were."""
+        """Generate the answers of a rollout; the global random state stays as it was."""
         setup, recorder, ids = self.setup, SamplerRecorder(), []
         self.load(job.version)
         autocast = nullcontext() if setup.autocast is None else torch.autocast(self.device.type, setup.autocast)

@@ -1,4 +1,4 @@
-"""Draw tokens from a policy, and record the log-probs under which they were drawn."""
+"""Sample tokens from a policy, and record the log-probs with which they were sampled."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def draw(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _invert(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Draw a place in each row with a probability proportional to its weight, by inversion.
+    Choose a random place in each row, with a probability proportional to its weight, by inversion.
 
     Args:
         weights: (B, N), >= 0.

@@ -1,4 +1,4 @@
-"""The model under its wrappers, its vocabulary and its weights."""
+"""Find a model under its wrappers, check its vocabulary, and count, gather or copy its weights."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -83,7 +83,7 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
 
 
 def size_of(parameters: Iterable[Tensor]) -> int:
-    """Count weights, also those that ZeRO-3 has partitioned."""
+    """Return the number of a parameter's weights, even if ZeRO-3 has partitioned it."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 

@@ -283,7 +283,7 @@ def _named_weights(trainer: Any) -> Iterator[tuple[str, Tensor]]:
 
 class _Server:
     """
-    Let a vLLM server draw while this process trains.
+    Let a vLLM server generate while this process trains.
 
     TRL's `generate` is called twice. The first call only starts a thread that sends the request. The second call, once
     the answers have arrived, returns them. So its collectives run when all processes take part.

@@ -19,7 +19,7 @@ from ..runs.settings import (
     setting,
 )
 
-# One thing, two names: the alias (RLOO's or TRL 1.12's) sets the name on the right and is None otherwise.
+# Settings with two names: the alias on the left (RLOO's or TRL 1.12's) sets the name on the right, and is then None.
 ALIASES = {
     "beta": "kl_coef",
     "epsilon": "cliprange",
@@ -27,7 +27,7 @@ ALIASES = {
     "response_length": "max_completion_length",
 }
 
-# Fields that would do nothing here, or harm: any value but the default raises with the reason.
+# Fields that would do nothing in PPO, or do harm: any value but the default raises an error with this reason.
 REFUSED = {
     "average_tokens_across_devices": "token counts are always taken over all processes",
     "batch_eval_metrics": "evaluation scores generated answers; there is no `compute_metrics`",
@@ -101,9 +101,11 @@ INHERITED_RANGES = {
 
 @dataclass
 class ReturnSettings:
-    """Mixin of what decides the scale of the returns, for PPO and for a critic that is trained before it."""
+    """
+    Declare the settings that decide the scale of the returns, for PPO and for a critic that is trained before PPO.
+    """
 
-    gamma: float = setting(1.0, "Discount factor, by token.", range="in [0, 1]")
+    gamma: float = setting(1.0, "Discount factor per token.", range="in [0, 1]")
     reward_weights: list[float] | None = setting(
         None,
         "Weight of each reward function; 1 if unset.",
@@ -113,7 +115,7 @@ class ReturnSettings:
         ),
     )
     reward_group_column: str | None = setting(
-        None, "Dataset column that names the row's group.", only_with=("reward_normalization", "group")
+        None, "Dataset column that names each row's group.", only_with=("reward_normalization", "group")
     )
     missing_eos_score: float | None = setting(
         None,
@@ -128,9 +130,9 @@ class ReturnSettings:
     )
     padding_free: bool = setting(
         True,
-        "Pack rows behind each other in a forward instead of padding them. This is done where it is less work than "
-        "padding each to the longest. The rows of a model that does not keep them apart (a state-space model) are "
-        "padded.",
+        "Pack rows into one long sequence for a forward pass instead of padding them. This is done where it is less "
+        "work than padding each row to the longest. A state-space model, which would mix packed "
+        "rows, gets padded rows.",
     )
 
 
@@ -179,15 +181,15 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     local_rollout_forward_batch_size: int = setting(
         64,
         "Rows per process in one forward pass without gradient: lower it if a rollout runs out of memory. It is for "
-        "generation, reward models, reference and values. It changes which answers are drawn, since each chunk draws "
-        "in turn, and no figure of a given answer.",
+        "generation, reward models, reference and values. Another value gives other samples, since rows are sampled "
+        "in chunks of this size; the score, log-probs and values of a given answer stay the same.",
         range=">= 1",
     )
     logits_budget_gb: float = setting(
         1.0,
-        "GiB that the logits of one log-prob pass may take: lower it to save memory for time. They are rows × "
-        "response tokens × vocabulary numbers. If they need more, and with 0 always, TRL's fused LM head computes "
-        "them tile by tile, with the same results in more time. Speed on a GPU has not been measured.",
+        "GiB that the logits of one log-prob pass may take: lower it to save memory, at a cost in time. The logits "
+        "are rows × response tokens × vocabulary numbers. If they need more, and with 0 always, TRL's fused LM head "
+        "computes them tile by tile, with the same results in more time. Speed on a GPU has not been measured.",
         range=">= 0",
     )
     num_generations: int | None = setting(1, "Responses per prompt.", range=">= 1")
@@ -202,19 +204,20 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     old_logprobs: Literal["auto", "sampler", "recompute"] = setting(
         "auto",
-        "Where the log-probs before the update, and those of the KL, come from. The sampler notes them, which saves a "
-        "forward of the policy, or the forward that is trained computes them again. In float32 both are the same to "
-        "1e-5, else they differ by rounding and dropout (`sampling/logprob_difference`). `auto` trusts the sampler if "
-        "all is float32 and nothing in `generation_kwargs` or vLLM may differ. Where another policy samples, "
-        "`sampler` makes PPO's ratio that of the policy to the sampler.",
+        "Source of the log-probs before the update, which the ratio and the KL use. `sampler` keeps those noted in "
+        "sampling, which saves a forward pass of the policy; `recompute` computes them with the forward pass that is "
+        "trained. In float32 both agree to 1e-5, else they differ by rounding and dropout "
+        "(`sampling/logprob_difference`). `auto` is `sampler` if all is float32 and nothing in `generation_kwargs` or "
+        "vLLM may change them. Where another policy samples, `sampler` makes PPO's ratio that of the policy to the "
+        "sampler.",
     )
     importance_sampling_mode: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = setting(
         "auto",
         "How the policy's loss is weighted where another policy has sampled. The weight is the policy's probability "
-        "before the update over the sampler's, of each token or of the whole response (`sequence_…`). Beyond the "
-        "bounds it is moved to the nearer one (`…_truncate`) or set to 0 (`…_mask`). `auto` is `token_truncate` where "
+        "before the update divided by the sampler's, of each token or of the whole response (`sequence_…`). A weight "
+        "beyond a bound becomes the bound (`…_truncate`) or 0 (`…_mask`). `auto` is `token_truncate` where "
         "another policy may sample, else `none`. Formulas, sources and costs are in docs/off_policy.md.",
     )
     importance_sampling_clip_min: float | None = setting(
@@ -227,29 +230,29 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     rollouts_ahead: int = setting(
         0,
-        "Rollouts that are drawn while an earlier one is trained on: k. A second process draws them, or (k = 1) a "
-        "vLLM server, from the policy that rollout n − 1 − k has trained; see docs/overlap.md.",
+        "Number k of rollouts that are generated ahead, while an earlier one is trained on. A second process, or "
+        "(k = 1) a vLLM server, generates rollout n with the policy after rollout n − 1 − k; see docs/overlap.md.",
         range=">= 0",
     )
     rollout_device: str | None = setting(
         None,
-        "Device of the process that draws rollouts ahead. Name one for all processes, such as `cuda:1`, or one for "
-        "each process on a machine, with commas between. It may be left out on a CPU only.",
+        "Device of the process that generates rollouts ahead. Name one device for all processes, such as `cuda:1`, "
+        "or one for each process on a machine, with commas between. Only on a CPU may it be unset.",
     )
     stop_token: Literal["eos"] | None = setting(None, "TRL 1.12's name; responses always stop at EOS.")
-    stop_token_id: int | None = setting(None, "One more token id that ends a response (TRL 1.12's name).")
+    stop_token_id: int | None = setting(None, "Further token id that ends a response, beside EOS (TRL 1.12's name).")
 
     # The reward
     kl_coef: float = setting(
         0.05,
         "Coefficient of the per-token KL penalty: the score that a nat of KL costs. The adaptive controller starts "
-        "from it. 0 keeps the reference and logs the KL.",
+        "from this value. With 0 there is no penalty, but the KL to the reference is still logged.",
         range="finite and >= 0",
     )
     kl_estimator: str = setting(
         "k1",
-        "KL estimator that shapes the reward. It is a name in `trl_ext.functional.KL_ESTIMATORS`, such as k1, k2 or "
-        "k3. `objective/kl` and the controller always use the summed k1.",
+        "KL estimator of the penalty. It is a name in `trl_ext.functional.KL_ESTIMATORS`, such as k1, k2 or k3. "
+        "`objective/kl` and the controller always use the summed k1.",
     )
     kl_controller: Literal["fixed", "adaptive"] = setting(
         "fixed",
@@ -276,14 +279,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     use_ref_model: bool = setting(
         True,
-        "Keep a frozen reference model and log the KL to it. `False` trains without one: no KL penalty, no "
-        "`objective/kl`. It needs `kl_coef=0`.",
+        "Keep a frozen reference model and log the KL to it. `False` trains without a reference: no KL penalty, no "
+        "`objective/kl`. `False` needs `kl_coef=0`.",
     )
     reward_normalization: Literal["none", "running", "batch", "group", "reference"] = setting(
         "none",
-        "What scores are standardised by, before `reward_clip_range`. `running` takes the moments of all scores so "
-        "far, `batch` of this rollout, `group` of all scores so far in the row's group, and `reference` takes off the "
-        "mean of the demonstrations in the dataset.",
+        "How scores are standardised, before `reward_clip_range`. `running` uses the mean and standard deviation of "
+        "all scores so far, `batch` those of this rollout, `group` those of all scores so far in the row's group. "
+        "`reference` subtracts the mean score of the dataset's demonstrations.",
     )
     reward_reference_column: str = setting(
         "completion",
@@ -292,27 +295,28 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     share_reward_base: Literal["auto", "never", "always"] = setting(
         "auto",
-        "Whether a reward model saved as an adapter uses the policy's base. Otherwise it loads its own. `auto` "
-        "shares the base if it has the weights and the quantisation that the adapter was trained on, so that scores "
-        "stay the same. `always` raises if it has not.",
+        "Whether a reward model saved as an adapter uses the policy's base. Otherwise it loads a base of its own. "
+        "`auto` shares the base if its weights and quantisation are those that the adapter was trained on, so that "
+        "scores stay the same. `always` raises if they are not.",
     )
 
     # The loss
     lam: float = setting(0.95, "λ of GAE.", range="in [0, 1]", only_with=("lam_alpha", None))
     lam_value: float | None = setting(
         None,
-        "λ of the critic's target; `lam` if unset. VC-PPO (2503.01491) sets them apart.",
+        "λ of the critic's target; `lam` if unset. VC-PPO (2503.01491) uses different values for the two.",
         range="in [0, 1]",
     )
     lam_alpha: float | None = setting(
         None,
-        "α of a λ that depends on the length of each response in tokens (with `gae_level: turn` in turns), λ = 1 − "
-        "1/(α·length), in place of `lam`. λ "
-        "is 0 where α·length ≤ 1 (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with 1.5). The critic's target then "
-        "takes `lam_value`, by default 1.",
+        "α of a λ that depends on the length of each response in tokens (with `gae_level: turn` in turns), in place "
+        "of `lam`: λ = 1 − 1/(α·length), or 0 where α·length ≤ 1 (VAPO, 2504.05118, with 0.05; SAO, 2607.07508, with "
+        "1.5). The critic's target then uses `lam_value`, by default 1.",
         range="> 0 and finite",
     )
-    normalize_advantages: bool = setting(True, "Whiten advantages over the real tokens of all processes.")
+    normalize_advantages: bool = setting(
+        True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes."
+    )
     cliprange: float = setting(
         0.2,
         "Clip range of the ratio. Its upper side is `epsilon_high` if that is set.",
@@ -321,14 +325,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
     dual_clip: float | None = setting(
         None,
-        "Bound c > 1 of the loss where the advantage is negative (1912.09729).",
+        "Bound c > 1 of the loss where the advantage A is negative: the loss is at most −c·A (1912.09729).",
         range="> 1",
         only_with=("ratio_band", None),
     )
     ratio_band: list[float] | None = setting(
         None,
-        "Lowest and highest ratio, such as `[0.7, 6.0]`: in place of clipping, tokens outside have no gradient "
-        "(2602.15763, 2607.07508). They still count in the mean over tokens. `policy/clipfrac_avg` is their share.",
+        "Lowest and highest ratio, such as `[0.7, 6.0]`. In place of clipping, a token with a ratio outside has no "
+        "gradient (2602.15763, 2607.07508). They still count in the mean; `policy/clipfrac_avg` is their share.",
         range=(
             "[low, high] with 0 <= low < 1 < high",
             lambda x: len(x) == 2 and 0 <= x[0] < 1 < x[1] < math.inf,
@@ -340,53 +344,53 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     vf_coef: float = setting(0.1, "Weight of the value loss.", range=">= 0")
     entropy_coef: float = setting(0.0, "Weight of the entropy bonus.", range=">= 0")
     max_approx_kl: float | None = setting(
-        None, "Stop updating on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.", range="> 0"
+        None,
+        "Skip the remaining updates on a rollout once a minibatch's `policy/approxkl_avg` exceeds this.",
+        range="> 0",
     )
     critic_learning_rate: float | None = setting(
-        None, "Learning rate of the critic, which often wants a higher one; `learning_rate` if unset.", range=">= 0"
+        None, "Learning rate of the critic, often higher than the policy's; `learning_rate` if unset.", range=">= 0"
     )
     critic_steps: int = setting(
         1,
-        "Updates of the critic for each update of the policy. Each pass over a rollout is made so many times, and all "
-        "but the last train the critic alone. Each update counts as an optimizer step.",
+        "Updates of the critic for each update of the policy. Each pass over a rollout is repeated so many times: "
+        "only the last one trains the policy, too. Each update counts as an optimizer step.",
         range=">= 1",
     )
     critic_trains: Literal["all", "mlp"] = setting(
         "all",
-        "Which of the critic's weights are trained. `all` means the whole critic, or an adapter and its head; `mlp` "
-        "means the head and, of those, what is in MLPs, experts included.",
+        "Which of the critic's weights are trained. `all` means the whole critic, or its adapter and head. `mlp` "
+        "means the head, and of the other weights only those in MLPs, experts included.",
     )
     critic_warmup_rollouts: int = setting(0, "First rollouts in which only the critic is trained.", range=">= 0")
 
     # Evaluation and loading
     eval_greedy: bool = setting(True, "Evaluate with greedy decoding, too (`eval_greedy/…`).")
-    resume_anyway: bool = setting(
-        False, "Go on from a checkpoint though the settings of the run that wrote it differ."
-    )
+    resume_anyway: bool = setting(False, "Resume from a checkpoint even if the run that wrote it had other settings.")
 
     # Agents
     max_tool_calling_iterations: int | None = setting(
         None,
-        "Turns of tool calls in an episode, of `tools` or an environment; None for no limit but "
-        "`max_completion_length`, which counts what tools say, too.",
+        "Most turns with tool calls in an episode, of `tools` or an environment. None sets no limit but "
+        "`max_completion_length`, which counts the tools' answers, too.",
         range=">= 1",
     )
     tool_timeout: float | None = setting(
         60.0,
         "Seconds that a call of a tool, or an environment's `reset` or `get_reward`, may take; None for no limit. A "
-        "call that takes longer fails: the model is told so.",
+        "longer call of a tool fails, and the model reads that it failed.",
         range="> 0",
     )
     gae_level: Literal["token", "turn"] = setting(
         "token",
-        "What one action is, in advantages and in the ratio of the policy's loss: a token, or a whole turn, with one "
-        "advantage for its tokens and the sum of their log-probs. `gamma` and `lam` are by token, or by turn.",
+        "Whether one action is a token or a whole turn, in advantages and in the ratio of the policy's loss. The "
+        "tokens of a turn share one advantage, and their log-probs are added up. `gamma` and `lam` are then per turn.",
     )
     bootstrap_truncated: bool = setting(
         False,
-        "Whether an episode that was cut off, by length or by `max_tool_calling_iterations`, is worth what the critic "
-        "expects after its last token. Otherwise nothing comes after it, and `missing_eos_penalty` and "
-        "`missing_eos_score` are the rule for it.",
+        "Whether an episode that was cut off, by length or by `max_tool_calling_iterations`, gets the critic's value "
+        "after its last token as its remaining return. Otherwise that return is 0, and `missing_eos_penalty` and "
+        "`missing_eos_score` apply.",
     )
 
     # Other names, of RLOO and TRL 1.12
@@ -394,15 +398,15 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     epsilon: float | None = setting(None, "Alias of `cliprange`.")
     num_iterations: int | None = setting(None, "Alias of `num_ppo_epochs`.")
     response_length: int | None = setting(None, "Alias of `max_completion_length`.")
-    num_sample_generations: int | None = setting(None, "TRL 1.12's name: above 0 sets `log_completions`.")
+    num_sample_generations: int | None = setting(None, "TRL 1.12's name; a value above 0 sets `log_completions`.")
     dataset_num_proc: int | None = setting(
         None, "TRL 1.12's name, accepted and not needed: prompts are tokenised in the rollout."
     )
     sft_model_path: str | None = setting(
-        None, "TRL 1.12's name for the trainer's `model`, used where that is not given."
+        None, "TRL 1.12's name for the trainer's `model`, used if `model` is not given."
     )
     reward_model_path: str | None = setting(
-        None, "TRL 1.12's name for a reward model among `reward_funcs`, used where these are not given."
+        None, "TRL 1.12's name for a reward model among `reward_funcs`, used if `reward_funcs` is not given."
     )
     model_adapter_name: str | None = setting(None, "TRL 1.12's name, refused: the adapter is that of `peft_config`.")
     ref_adapter_name: str | None = setting(
@@ -517,8 +521,8 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         rules = ("missing_eos_score", "missing_eos_penalty")
         if self.bootstrap_truncated and any(getattr(self, rule) is not None for rule in rules):
             raise ValueError(
-                "`bootstrap_truncated=True` values what would come after a cut, and `missing_eos_score` and "
-                "`missing_eos_penalty` replace that by a rule: set one of them."
+                "`bootstrap_truncated=True` has the critic value an answer that was cut off, and `missing_eos_score` "
+                "and `missing_eos_penalty` are fixed rules for the same answers: set one of them."
             )
         self._check_ahead()
 
@@ -526,24 +530,24 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         k = self.rollouts_ahead
         if not isinstance(self.rollout_device, (str, type(None))):  # YAML reads `1` as a number
             raise ValueError(
-                f"`rollout_device={self.rollout_device!r}` is no name of a device: give one such as 'cuda:1', or "
-                "several with commas between."
+                f"`rollout_device={self.rollout_device!r}` is not the name of a device: give a text such as 'cuda:1', "
+                "or several names with commas between."
             )
         if self.rollout_device is not None and (k == 0 or self.use_vllm):
-            who = "vLLM's server draws" if self.use_vllm else "`rollouts_ahead=0` starts none"
+            who = "vLLM's server generates" if self.use_vllm else "`rollouts_ahead=0` starts none"
             raise ValueError(
-                f"`rollout_device={self.rollout_device}` is for the second process that draws rollouts ahead, but "
+                f"`rollout_device={self.rollout_device}` is for the second process that generates rollouts ahead, but "
                 f"{who}: leave it out."
             )
         if self.use_vllm and k and self.vllm_mode != "server":
             raise ValueError(
-                f"`rollouts_ahead={k}` needs who generates while this process trains, but vLLM runs within it "
+                f"`rollouts_ahead={k}` needs vLLM to generate while this process trains, but it runs in this process "
                 f"(`vllm_mode={self.vllm_mode!r}`): set `vllm_mode='server'`, or `rollouts_ahead=0`."
             )
         if self.use_vllm and k > 1:
             raise ValueError(
-                f"`rollouts_ahead={k}` with vLLM: the weights of a server cannot change under a generation, so it is "
-                "at most one ahead: set 1, or draw in a second process (`use_vllm=False`)."
+                f"`rollouts_ahead={k}` with vLLM: a server cannot get new weights while it generates, so only one "
+                "rollout can be ahead: set 1, or generate in a second process (`use_vllm=False`)."
             )
 
     def _check_sampling(self):
@@ -561,7 +565,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         if (self.num_generations or 1) > 1 and kwargs.get("seed") is not None:
             raise ValueError(
                 f"`generation_kwargs={{'seed': {kwargs['seed']}}}` would give the {self.num_generations} answers to a "
-                "prompt (`num_generations`) one seed, and so one text: leave it out, `seed` decides what is drawn."
+                "prompt (`num_generations`) the same seed, and so the same text: leave it out; `seed` seeds sampling."
             )
         self._check_correction()
 
@@ -578,25 +582,25 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
             )
         if self.old_logprobs == "sampler" and mode not in ("auto", "none"):
             raise ValueError(
-                f"`importance_sampling_mode={mode!r}` cannot act: with `old_logprobs='sampler'` PPO's own ratio is "
-                "that of the policy to the sampler. Leave one of them at 'auto'."
+                f"`importance_sampling_mode={mode!r}` has no effect: with `old_logprobs='sampler'` PPO's own ratio is "
+                "that of the policy to the sampler. Leave one of the two settings at 'auto'."
             )
         if changed.get("do_sample", True) in (False, None) and self.needs_sampler_logprobs:
             raise ValueError(
-                "`generation_kwargs={'do_sample': False}` draws nothing, so that there is no probability to correct "
+                "`generation_kwargs={'do_sample': False}` decodes greedily, without probabilities to correct the loss "
                 "by: leave it out, or set `importance_sampling_mode='none'`, `old_logprobs='recompute'` and "
                 "`allow_off_policy_sampling=True`."
             )
         if correction == "none" and (low, high) != (None, 3.0):
             raise ValueError(
                 f"`importance_sampling_clip_min={low}` and `importance_sampling_clip_max={high}` bound weights, but "
-                f"`importance_sampling_mode={mode!r}` gives none here: set a mode such as 'token_truncate', or leave "
-                "them out."
+                f"`importance_sampling_mode={mode!r}` uses no weights: set a mode such as 'token_truncate', or leave "
+                "the bounds out."
             )
         if correction != "none" and low is None and high is None:
             raise ValueError(
                 f"`importance_sampling_mode={mode!r}` needs a bound, got `importance_sampling_clip_min=None` and "
-                "`importance_sampling_clip_max=None`: a weight without one may be of any size."
+                "`importance_sampling_clip_max=None`: set one of the two."
             )
         if low is not None and high is not None and low >= high:
             raise ValueError(
@@ -618,7 +622,9 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
 
     @property
     def another_samples(self) -> bool:
-        """Whether answers may be drawn from another distribution than that of the policy before the update."""
+        """
+        Return whether answers may be sampled from another distribution than that of the policy before the update.
+        """
         is_allowed = self.use_vllm or self.allow_off_policy_sampling or self.rollouts_ahead > 0
         return bool(is_allowed or self._changes_to_sampler)
 
@@ -633,47 +639,47 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     def importance_correction(
         self,
     ) -> Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]:
-        """What `importance_sampling_mode` stands for: a mode, or `"none"`."""
+        """Return `importance_sampling_mode`, with `"auto"` replaced by the mode that it chooses."""
         if self.importance_sampling_mode != "auto":
             return self.importance_sampling_mode
         return "token_truncate" if self.another_samples and self.old_logprobs != "sampler" else "none"
 
     @property
     def needs_sampler_logprobs(self) -> bool:
-        """Whether training without the log-probs of who has drawn would be wrong."""
+        """Return whether training needs the log-probs under which the answers were sampled."""
         return self.importance_correction != "none" or (self.old_logprobs == "sampler" and self.another_samples)
 
     @property
     def passes(self) -> int:
-        """Passes over a rollout: those of the policy, and those between them that train the critic alone."""
+        """Return the number of passes over a rollout, including those that train the critic alone."""
         return self.num_ppo_epochs * self.critic_steps
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps on a rollout, those of the critic alone included."""
+        """Return the number of optimizer steps on a rollout, including those that train the critic alone."""
         return self.num_mini_batches * self.passes
 
     @property
     def leaves_steps_out(self) -> bool:
-        """Whether there are optimizer steps that do not move the policy, or none of the models."""
+        """Return whether some optimizer steps leave the policy, or all models, unchanged."""
         return self.critic_warmup_rollouts > 0 or self.critic_steps > 1 or self.max_approx_kl is not None
 
     @property
     def batch_size(self) -> int:
-        """Episodes in a rollout, over all processes (TRL 1.12's name)."""
+        """Return the number of episodes in a rollout, over all processes (TRL 1.12's name)."""
         return self.mini_batch_size * self.num_mini_batches
 
     @property
     def mini_batch_size(self) -> int:
-        """Episodes in one optimizer step, over all processes (TRL 1.12's name)."""
+        """Return the number of episodes in one optimizer step, over all processes (TRL 1.12's name)."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     @property
     def local_mini_batch_size(self) -> int:
-        """Episodes in one optimizer step on this process (TRL 1.12's name)."""
+        """Return the number of episodes in one optimizer step on this process (TRL 1.12's name)."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def local_batch_size(self) -> int:
-        """Episodes of a rollout on this process (TRL 1.12's name)."""
+        """Return the number of episodes of a rollout on this process (TRL 1.12's name)."""
         return self.local_mini_batch_size * self.num_mini_batches

@@ -13,14 +13,14 @@ from ..rewards.model import load_classifier
 
 def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any) -> tuple[Any, str]:
     """
-    Load the model that a critic starts from.
+    Load the model from which the training of a critic starts.
 
     Args:
         path: a causal language model, whose backbone gets a head of zeros, so that V = 0 everywhere, as PPOTrainer's
             own critic has it; a reward model, with its head; or a reward model or critic that was saved as an adapter,
             which is trained on.
-        peft_config: of a new adapter; the head is trained, and saved with it.
-        **kwargs: of `from_pretrained`.
+        peft_config: configuration of a new adapter; the head is trained, and saved with the adapter.
+        **kwargs: arguments of `from_pretrained`.
 
     Returns:
         The critic, and where it comes from, in words.

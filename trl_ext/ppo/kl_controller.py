@@ -19,7 +19,7 @@ class KLController:
 
     def update(self, kl: float, n_episodes: int) -> None:
         """
-        Move the coefficient after a rollout.
+        Change the coefficient after a rollout, if the controller is adaptive.
 
         Args:
             kl: `objective/kl` of the rollout, nats summed over a response, mean over all processes.

@@ -34,7 +34,7 @@ _ADDED = "rollout_metrics: "  # before the names of a subclass, which may be our
 
 class PPOMetrics:
     """
-    Observe a run and report it.
+    Collect the metrics of a run, and return them when it logs.
 
     Args:
         accelerator: of the trainer.
@@ -130,7 +130,7 @@ class PPOMetrics:
         self._observe(self.eval, rollout, rows, prefix)
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
-        """Add what training and evaluation share."""
+        """Add the metrics of a rollout that training and evaluation share."""
         mask, valid = rollout.mask, rollout.valid & rows
         tokens = mask * rows[:, None]
         if rollout.ref_logprobs is not None:
@@ -239,7 +239,7 @@ class PPOMetrics:
     # ---- Reporting ----
 
     def report(self, start_time: float | None = None) -> dict[str, float]:
-        """Return what was observed of training since the last report, and start anew."""
+        """Return the metrics of training since the last report, and forget their entries."""
         report = self._means("train") | {"episode": self.episodes}
         seconds, self._seconds = self._seconds, defaultdict(float)
         if self._tokens:
@@ -251,11 +251,11 @@ class PPOMetrics:
         return report
 
     def start_evaluation(self) -> None:
-        """Forget what was observed of an evaluation that did not come to its end."""
+        """Forget the entries of an evaluation that was interrupted."""
         self.eval = Accumulator()
 
     def report_evaluation(self) -> dict[str, float]:
-        """Return what was observed of an evaluation."""
+        """Return the metrics of an evaluation."""
         return self._means("eval")
 
     def _means(self, mode: str) -> dict[str, float]:
@@ -303,7 +303,7 @@ class PPOMetrics:
         return report | {name: value[1].item() for name, value in added.items()}
 
     def not_finite(self) -> list[str]:
-        """Return the names of what has seen NaN or infinity on this process since the last report."""
+        """Return the names of the metrics that got a NaN or an infinity on this process since the last report."""
         return self.train.not_finite()
 
     def state_dict(self) -> dict[str, Any]:

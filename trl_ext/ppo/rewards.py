@@ -16,7 +16,7 @@ from ..rewards.segments import by_token, is_by_token
 
 class Mistakes:
     """
-    Collect what reward functions do wrong, to raise it on all processes at once.
+    Collect the errors of reward functions, to raise them on all processes at once.
 
     An exception on one process alone would leave the others waiting in the next collective.
     """
@@ -27,9 +27,10 @@ class Mistakes:
 
     def raise_everywhere(self, step: int) -> None:
         """
-        Raise a `RuntimeError` on every process if there are notes on any.
+        Raise a `RuntimeError` on every process if any process has noted an error.
 
-        If all notes are of one kind that needs no traceback, a `RewardFailed` or `RolloutProcessLost`, that is raised.
+        If all noted errors are a `RewardFailed`, or all are a `RolloutProcessLost`, which need no traceback, raise
+        that type instead.
         """
         mine = [
             (f"process {self.accelerator.process_index}: {message}", _kind(error)) for message, error in self.notes
@@ -51,7 +52,7 @@ def _kind(error: Exception) -> type[RuntimeError]:
 
 class CheckedReward:
     """
-    A reward function as TRL calls it: async ones are awaited, and mistakes are noted instead of raised.
+    Wrap a reward function for TRL: await it if it is async, and note its errors instead of raising them.
 
     If a function scores single tokens, TRL gets their sum. `token_scores` keeps them for the last call, with None for
     rows that were scored as a whole.
@@ -78,7 +79,7 @@ class CheckedReward:
 
     def start(self, waiting: AbstractContextManager, started: Started | None = None, **kwargs: Any) -> None:
         """
-        Start the function in a thread if it runs in the background, unless it has been `started` with the same rows.
+        Start the function in a thread if it runs in the background, unless `started` is its call with these rows.
 
         `waiting` is entered to wait for it.
         """

@@ -138,7 +138,7 @@ def prepare_base(policy: Any, use_vllm: bool) -> None:
 
 def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: Any) -> Any:
     """
-    Return the frozen reference, not yet placed.
+    Return the frozen reference model, not yet on its device.
 
     `ref_model` is a path or an object; None is a copy of the policy as it is now. `tokenizer` is the policy's.
     """
@@ -175,7 +175,7 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
 
 class Rewards:
     """
-    The reward functions of a trainer, in its order, with the tokenizers of those that are models.
+    Hold a trainer's reward functions, in their order, and the tokenizers of those that are models.
 
     Args:
         functions: as GRPO has them: functions, models, and [`AdapterReward`] for adapters.
@@ -268,7 +268,7 @@ class Rewards:
         own_draws: Callable[[], AbstractContextManager],
     ) -> list[Callable]:
         """
-        Return one checked function for each, models included.
+        Return a checked reward function for each reward, models included.
 
         `forward` runs the actor-critic, as FSDP or DeepSpeed have wrapped it by then, for those that share its base.
         `own_draws` is a context with its own random state. Functions of weight 0 run in it, to leave training alone.

@@ -67,27 +67,27 @@ class Rollout:
 
     @property
     def drawn(self) -> Tensor:
-        """(B, T): tokens that the policy drew."""
+        """Return the (B, T) mask of the tokens that the policy sampled."""
         return self.completion_mask if self.tool_mask is None else self.completion_mask * self.tool_mask
 
     @property
     def valid(self) -> Tensor:
-        """(B,): whether the row takes part."""
+        """Return for each of the B rows whether it has a score, and so takes part in training."""
         return ~self.scores.isnan()
 
     @property
     def mask(self) -> Tensor:
-        """(B, T): tokens that the policy drew, of the rows that take part. PPO uses these alone."""
+        """Return the (B, T) mask of the tokens to train on: sampled by the policy, in rows that have a score."""
         return self.drawn * self.valid[:, None]
 
     @cached_property
     def k1(self) -> Tensor:
-        """(B, T): log-ratio to the reference, nats; 0 without one."""
+        """Return the (B, T) log-ratio of policy to reference, nats; 0 without a reference."""
         return self.kl("k1")
 
     def kl(self, estimator: str) -> Tensor:
         """
-        (B, T): KL to the reference, nats; 0 without one.
+        Estimate the KL to the reference at each token, (B, T), nats; 0 without a reference.
 
         Args:
             estimator: a name in `trl_ext.functional.KL_ESTIMATORS`.
@@ -116,7 +116,9 @@ class Rollout:
     def rows_for_training(
         self, advantages: Tensor, returns: Tensor, weights: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return what an update needs of each row; TRL's buffer shuffles and splits every tensor by row."""
+        """
+        Return the tensors that an update needs, a row for each response; TRL's buffer shuffles and splits them by row.
+        """
         assert self.values is not None
         return {
             **({} if weights is None else {"importance_weights": weights}),
@@ -240,7 +242,7 @@ class Collection:
         self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
 
     def generated(self, output: tuple) -> tuple:
-        """Note what TRL's `_generate` returns."""
+        """Keep the result of TRL's `_generate`."""
         self.prompt_ids, self.completion_ids, self.tool_mask, completions, self.drawn_logprobs, *_ = output
         ends = self.trainer.eos_token_ids
         has_tools = bool(self.trainer.tools)
@@ -301,7 +303,7 @@ class Collection:
                     self.passes[name] = outputs[name][:, :width] * tensors["completion_mask"]
 
     def rollout(self) -> Rollout:
-        """Return what was collected."""
+        """Return the rollout that was collected."""
         trainer, args = self.trainer, self.trainer.args
         mask = self.tensors["completion_mask"]
         device = mask.device
@@ -391,7 +393,7 @@ class Collection:
         return None
 
     def _is_as_drawn(self) -> bool:
-        """Whether nobody has changed the answers since they were drawn."""
+        """Return whether the answers are still those that were generated, not changed by other code."""
         assert self.drawn_logprobs is not None
         is_of_all = [len(row) for row in self.drawn_logprobs] == [len(ids) for ids in self.completion_ids]
         first = self.drawn_first  # None of a `rollout_func`, which draws by itself
@@ -402,7 +404,7 @@ class Collection:
 
 
 def waits_for_tools(completion: Any) -> bool:
-    """Whether a response ends by calls of tools that nobody has answered: the episode was cut off there."""
+    """Return whether a response ends by calls of tools without their answers: the episode was cut off there."""
     return isinstance(completion, list) and bool(completion) and bool(completion[-1].get("tool_calls"))
 
 

@@ -1,4 +1,4 @@
-"""Rollouts that were saved as rows: their token ids, their scores, and the returns that PPO would make of them."""
+"""Read saved rollouts: get their token ids and scores, and compute the returns that PPO would compute."""
 
 import json
 import math
@@ -29,22 +29,22 @@ def with_token_ids(
     dataset: Dataset, tokenizer: Any, eos_token_ids: list[int], vocabulary: int, context: int | None = None
 ) -> Dataset:
     """
-    Return saved rollouts with the token ids that the critic reads, and `finished`: whether each ended by EOS.
+    Return saved rollouts with the columns `prompt_ids`, `completion_ids` and `finished` (whether EOS ended them).
 
-    Rows with `prompt_ids` and `completion_ids`, as `trl-ext generate --rollouts true` writes them, are what the policy
-    drew. Others have `prompt`, `completion` and `finished`. Their tokens are those of the texts, which need not be
-    those that were drawn; EOS is put behind a completion that was finished.
+    Rows with `prompt_ids` and `completion_ids`, as `trl-ext generate --rollouts true` writes them, hold the tokens
+    that the policy sampled. Other rows have the texts `prompt` and `completion`, and `finished`. These texts are
+    tokenised, maybe into other tokens than the sampled ones; a finished completion gets an EOS at its end.
 
     Args:
-        dataset: rows of one of both kinds, with any other columns.
-        tokenizer: the policy's.
-        eos_token_ids: of the policy, what ends a completion.
-        vocabulary: token ids that the critic has a row for.
-        context: tokens that it can read; None for no bound.
+        dataset: rows of one of the two kinds, with any other columns.
+        tokenizer: the policy's tokenizer.
+        eos_token_ids: the policy's tokens that end a completion.
+        vocabulary: number of token ids that the critic has embeddings for.
+        context: most tokens that the critic can read; None for no bound.
 
     Raises:
-        ValueError: neither kind, or one half of the ids; rows without a completion, or longer than the context; ids
-            that are not of this tokenizer; a `finished` that is not true or false.
+        ValueError: the rows are of neither kind, have only one of the two ids, an empty completion, more tokens than
+            the context, ids of another tokenizer, or a `finished` that is not true or false.
     """
     given = [name for name in _IDS if name in dataset.column_names]
     has_ids = len(given) == len(_IDS)
@@ -116,7 +116,7 @@ def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[
 def _check_texts_of_ids(
     dataset: Dataset, tokenizer: Any, completions: list[list[int]], finished: list[bool], ends: list[int]
 ) -> None:
-    """Raise if the ids say another text, or another end, than the row does: they are of another tokenizer."""
+    """Raise if the ids do not decode to the row's text, or end otherwise than `finished` says."""
     if "finished" in dataset.column_names:
         for row, (stated, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
             if stated != found:
@@ -137,7 +137,7 @@ def _check_texts_of_ids(
 
 
 def given_scores(dataset: Dataset, column: str) -> Tensor:
-    """Return the (B, 1) scores that a column of saved rollouts holds; raise if one is missing or no finite number."""
+    """Return the (B, 1) scores in a column of saved rollouts; raise if a score is missing or not a finite number."""
     if column not in dataset.column_names:
         raise ValueError(
             f"the rollouts have no column {column!r} with scores; they have "
@@ -157,7 +157,7 @@ def score_rollouts(
     dataset: Dataset, functions: list[Callable], names: list[str], batch_size: int
 ) -> tuple[Tensor, list[list[list[float] | None]]]:
     """
-    Score rollouts by reward functions, each process its share, as PPO calls them.
+    Score saved rollouts by reward functions, called as PPO calls them; each process scores its share of the rows.
 
     Args:
         dataset: rows of [`with_token_ids`]; its other columns are given to the functions.
@@ -212,7 +212,7 @@ def with_returns(
     token_scores: list[list[list[float] | None]] | None = None,
 ) -> Dataset:
     """
-    Return rollouts with what PPO will ask its critic for: `returns`, one for each completion token.
+    Return rollouts with a column `returns`, the critic's target at each completion token.
 
     R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's:
     the weighted score at the last token, after the rule for a missing EOS, standardised and clipped, or where a
@@ -289,13 +289,13 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
     Args:
         dataset: rows with `prompt_ids`.
         eval_size: rows to evaluate on; 0 for none.
-        seed: of the choice.
+        seed: seed of the random choice.
 
     Returns:
         The rows to train and to evaluate on.
 
     Raises:
-        ValueError: that leaves no prompt to train on.
+        ValueError: no prompt would remain to train on.
     """
     if eval_size == 0:
         return dataset, None
@@ -318,7 +318,7 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
 
 
 def check_apart(train: Dataset, held_out: Dataset) -> None:
-    """Raise if rollouts to one prompt are on both sides."""
+    """Raise if a prompt has rollouts in the training set and in the held-out set."""
     trained = {json.dumps(ids) for ids in train["prompt_ids"]}
     both = sum(json.dumps(ids) in trained for ids in held_out["prompt_ids"])
     if both:

@@ -1,4 +1,4 @@
-"""The schedule that is printed when PPO begins."""
+"""Write the summary of a PPO run that is printed when it begins."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from ..runs.schedule import block, count, portions, saves, sizes
 
 
 def schedule(trainer: Any) -> str:
-    """Say what will be trained, how long, and in which portions."""
+    """Return lines that say which models PPO will train, for how many steps, and the sizes of rollouts and batches."""
     args, actor_critic, rows = trainer.args, trainer._actor_critic, len(trainer.train_dataset)
     rollouts = rows * trainer.num_generations // args.batch_size
     steps_per_rollout = args.steps_per_rollout

@@ -1,4 +1,4 @@
-"""Save the state that an exact resume of PPO needs and the Trainer does not save."""
+"""Save the state that a PPO run needs to resume exactly, beside what the Trainer saves."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ class Snapshot:
 
     @classmethod
     def take(cls, trainer: Any, rollout: dict[str, Tensor] | None) -> "Snapshot":
-        """Note the state of a trainer; `rollout` is None between two rollouts."""
+        """Copy the state of a trainer; `rollout` is None between two rollouts."""
         return cls(
             step=trainer._step,
             skip_until=trainer._skip_until,
@@ -46,7 +46,7 @@ class Snapshot:
         )
 
     def restore(self, trainer: Any) -> dict[str, Tensor] | None:
-        """Give a trainer this state; return the rows of the rollout that it is to go on with."""
+        """Put this state into a trainer; return the rows of the rollout that it was training on."""
         device = trainer.args.device
         trainer._step, trainer._skip_until = self.step, self.skip_until
         trainer.kl_controller.load_state_dict(self.kl_controller)

@@ -351,7 +351,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         ConsoleCallback.replace(self)
 
     def _guarded(self, environment_factory: Any) -> Any:
-        """Return the factory, or dict of factories, of environments that cannot stop a run on one process alone."""
+        """
+        Wrap the factory, or each in a dict of factories, so that an environment's error is raised on all processes.
+        """
         guard = functools.partial(
             guarded, timeout=lambda: self.args.tool_timeout, mistakes=lambda: getattr(self, "_mistakes", None)
         )
@@ -571,12 +573,15 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     @property
     def _draws_together(self) -> bool:
-        """Whether all processes must draw at once: the weights are sharded, or one process asks for all."""
+        """
+        Return whether all processes must generate together: weights are sharded, or one process sends vLLM all
+        prompts.
+        """
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
         return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
 
     def _who_draws(self, is_drawing: bool) -> int:
-        """Return how many processes have a turn to draw."""
+        """Return on how many processes the policy has answers to generate."""
         return int(self.accelerator.gather(torch.tensor([is_drawing], device=self.accelerator.device)).sum())
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
@@ -612,12 +617,14 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     @property
     def _keeps_logprobs(self) -> bool:
-        """Whether the sampler's log-probs are needed."""
+        """Return whether training needs the sampler's log-probs."""
         return self._trusts_sampler or self.args.another_samples or self.args.importance_correction != "none"
 
     @property
     def _trusts_sampler(self) -> bool:
-        """Whether the log-probs that the sampler drew from are those of the forward that is trained."""
+        """
+        Return whether the sampler's log-probs can stand in for those that a forward pass of the policy would compute.
+        """
         args = self.args
         if args.old_logprobs != "auto":
             is_trusted = args.old_logprobs == "sampler"
@@ -632,7 +639,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return is_trusted and self.generation_config.do_sample  # greedy decoding scales by no temperature
 
     def _actions(self, mask: Tensor) -> Tensor:
-        """Return where an action starts, (B, T): at each token, or at the first of each turn."""
+        """
+        Return a (B, T) mask of the tokens at which an action starts: each token, or the first token of each turn.
+        """
         return mask if self.args.gae_level == "token" else turn_starts(mask)
 
     def _normalize(self, rollout: Rollout, inputs: list[dict[str, Any]]) -> tuple[Tensor, Tensor | None]:
@@ -649,7 +658,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return scores, None if rollout.token_scores is None else rollout.token_scores * scales[:, None]
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the tokens of the step."""
+        """
+        Return clipped policy loss + vf_coef · clipped value loss − entropy_coef · entropy, over the step's tokens.
+        """
         args, mask = self.args, inputs["loss_mask"]
         if self._critic_only(self._step):
             return self._value_loss(self._critic_forward(model, inputs), inputs)
@@ -690,7 +701,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return actor_loss + self._value_loss(values, inputs)
 
     def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """vf_coef · clipped value loss of (B, T) values, over the tokens of the step."""
+        """Return vf_coef · clipped value loss of (B, T) values, over the tokens of the step."""
         args, mask = self.args, inputs["loss_mask"]
         value = value_loss(values, inputs["old_values"], inputs["returns"], args.cliprange_value)
         self.metrics.critic_updated(value, mask)
@@ -723,16 +734,18 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._kl_stop.add(self.accelerator.reduce(kl, reduction="sum"))
 
     def _warms_up(self, step: int) -> bool:
-        """Whether micro-batch `step` is of a rollout that trains the critic alone."""
+        """Return whether micro-batch `step` is of a rollout that trains the critic alone."""
         return step // self._steps_per_rollout < self.args.critic_warmup_rollouts
 
     def _critic_only(self, step: int) -> bool:
-        """Whether micro-batch `step` trains the critic alone: in warm-up, or in all but the last of `critic_steps`."""
+        """
+        Return if micro-batch `step` trains the critic alone: in warm-up, or in all but the last of `critic_steps`.
+        """
         number = step % self._steps_per_rollout // self.args.steps_per_generation  # of the pass over the rollout
         return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0
 
     def _policy_steps_before(self, step: int) -> int:
-        """Return how many optimizer steps on this rollout have moved the policy, of `step` that moves it, too."""
+        """Return the number of optimizer steps on this rollout that changed the policy, up to micro-batch `step`."""
         number, position = divmod(step % self._steps_per_rollout, self.args.steps_per_generation)
         before = number // self.args.critic_steps * self.args.steps_per_generation + position
         return before // self.args.gradient_accumulation_steps
@@ -743,7 +756,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return moments[1].item(), int(moments[0])
 
     def _local(self, gathered: Tensor) -> Tensor:
-        """Return this process' rows of a tensor that was gathered over all."""
+        """Return this process' rows of a tensor that holds the rows of all processes."""
         size = len(gathered) // self.accelerator.num_processes
         return gathered[self.accelerator.process_index * size :][:size]
 
@@ -765,7 +778,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return super()._tokenize_prompts(prompts)
 
     def _measure_prompts(self, rows: list[dict[str, Any]]) -> list[int]:
-        """Return how many tokens the policy is given for each prompt."""
+        """Return the number of tokens in each prompt, as the policy reads it."""
         rows, token_ids = with_prompts(rows, self._tokenizer)
         return [len(ids) for ids in token_ids or self._tokenize_prompts([row["prompt"] for row in rows])[0]]
 
@@ -836,7 +849,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _generate_answers(
         self, prompt_ids: list, *args: Any, **kwargs: Any
     ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Return one turn of the policy, and the log-prob of each token if these are wanted."""
+        """Generate one turn for each prompt; return its tokens, and their log-probs if training needs them."""
         generate = super()._generate_single_turn
         if self._ahead is not None and self.model.training and (drawn := self._take_up(prompt_ids))[0]:
             return drawn
@@ -865,14 +878,16 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return max(1, min(limit, self.max_completion_length))
 
     def _take_up(self, prompt_ids: list) -> tuple[list[list[int]], list[list[float]]]:
-        """Return the answers that were drawn ahead to these prompts, and their log-probs; none if a server failed."""
+        """
+        Return the answers that were generated ahead for these prompts, and their log-probs; none if a server failed.
+        """
         assert self._ahead is not None
         answers = self._ahead.take(prompt_ids).answers.result()
         logprobs = [row[: len(ids)] for row, ids in zip(answers.logprobs.tolist(), answers.ids, strict=True)]
         return answers.ids, logprobs
 
     def _started_ahead(self) -> dict[int, Started]:
-        """Return the reward functions that were started when the rollout was drawn, by their place."""
+        """Return the reward functions that started when the rollout was generated, by their place in the list."""
         return self._ahead.started() if self._ahead is not None and self.model.training else {}
 
     def _gathered_for_generation(self) -> AbstractContextManager:
@@ -952,7 +967,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return None, None, None
 
     def _observe_evaluation(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Observe a batch of an evaluation; return what TRL asks of a rollout."""
+        """Add an evaluation batch to the metrics; return the tensors that TRL expects of a rollout."""
         passing = self._evaluation or EvaluationPass(len(rollout.scores) * self.accelerator.num_processes)
         rows = passing.next_rows(len(rollout.scores), self.accelerator)
         self.metrics.evaluated(rollout, rows, passing.prefix)
@@ -962,7 +977,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Score each prompt once, sampled and greedy, and leave no trace in the training state."""
+        """Evaluate one sampled and one greedy answer to each prompt; the state of training stays as it is."""
         check_evaluation_batch(self.args)
         dataset, evaluate = dataloader.dataset, super().evaluation_loop
         trl_metrics = copy.deepcopy(self._metrics["eval"])

@@ -22,12 +22,12 @@ _PATIENCE = 60.0  # seconds in which a server says how it is configured, also wh
 
 
 class ServerLost(ConnectionError):
-    """The vLLM server is gone and did not come back in time, or it refuses a request."""
+    """Say that the vLLM server is gone and did not come back in time, or that it refuses a request."""
 
 
 def check_logprobs(engine: Any) -> None:
     """
-    Check each answer of vLLM: each token must have its own log-prob.
+    Check that vLLM returned a log-prob for each token that it sampled.
 
     The log-probs are those of the sampled distribution, after temperature and truncation (`processed_logprobs`). For
     greedy decoding they are those at temperature 1.
@@ -56,7 +56,7 @@ def sampled_logprobs(
     Args:
         ids: the tokens of each answer.
         logprobs: for each token of each answer its log-prob, nats; TRL returns None for NaN.
-        of_tokens: for each log-prob the token that it belongs to; None if vLLM does not return them.
+        of_tokens: for each log-prob the token that it belongs to; None if vLLM does not return these tokens.
 
     Returns:
         One number for each token, nats.
@@ -87,7 +87,7 @@ def sampled_logprobs(
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise a `ValueError` with the way out if the trainer has no GPU to send weights from."""
+    """Raise a `ValueError` that says what to do if the trainer has no GPU to send weights from."""
     try:
         yield
     except NotImplementedError as error:
@@ -156,7 +156,9 @@ def _restart(url: str, what: str, how: str) -> ValueError:
 
 
 def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None = None) -> Any:
-    """Return what `ask` returns, as soon as it can be reached; raise [`ServerLost`] if that takes too long."""
+    """
+    Call `ask` until the server can be reached, and return its result; raise [`ServerLost`] after too long a wait.
+    """
     end = time.monotonic() + seconds
     has_printed = False
     while True:
@@ -180,10 +182,10 @@ def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None
 
 class ServerGuard:
     """
-    Notice that a vLLM server is gone or was restarted, wait for it, and draw the rollout again.
+    Notice that a vLLM server is gone or was restarted, wait for it, and generate the rollout again.
 
     TRL's calls to its client go through this class. If the server fails, the call returns no answers instead of
-    raising, so all processes reach the same point. There they wait for the server, send the weights again and draw
+    raising, so all processes reach the same point. There they wait for the server, send the weights again and generate
     the rollout again. A restarted server has another `instance_id`; it would answer with the weights on its disk.
     """
 
@@ -229,7 +231,7 @@ class ServerGuard:
         _waited(self._connect, url, self.trainer.args.vllm_server_timeout, type(failure).__name__)
 
     def _connect(self) -> None:
-        """Join the weight transfer of a server that was restarted."""
+        """Connect to a restarted server again, so that weights can be sent to it."""
         instance = _configuration(self._client.base_url).get("instance_id")
         if instance != self._instance:
             self._client.close_communicator()
@@ -244,7 +246,7 @@ class ServerGuard:
         return {"prompt_ids": [], "completion_ids": [], "logprobs": []} if output is None else output
 
     def _while_alive(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Wait for the answers for as long as the server is there: one that hangs would never end the call."""
+        """Wait for the answers only as long as the server responds: a server that hangs would never end the call."""
         answers: Future = Future()
 
         def ask() -> None:
@@ -288,12 +290,12 @@ class ServerGuard:
 
 
 def _is_refusal(error: Exception | None) -> bool:
-    """Whether TRL's client reports that the server refused the request (HTTP status 4xx)."""
+    """Return whether TRL's client reports that the server refused the request (HTTP status 4xx)."""
     return type(error) is Exception and str(error).startswith("Request failed: 4")
 
 
 def save_last_step(trainer: Any) -> str:
-    """Write the checkpoint of the last finished step, if there is none; return a sentence that says where it is."""
+    """Save a checkpoint of the last finished step, unless it exists; return a sentence that says where it is."""
     step = trainer.state.global_step
     if not step:
         return "No step had been finished."

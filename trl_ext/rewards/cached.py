@@ -146,7 +146,9 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
 
     @property
     def identity(self) -> str:
-        """Which reward is cached, and how texts are compared. Where scores are kept does not matter."""
+        """
+        Return the identity of the cached reward, and how texts are compared; where scores are kept does not count.
+        """
         if self._identity is None:  # found once: for a model it takes as long as reading the weights
             self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"
         return f"cached {self._identity} {self.columns} {self.normalize}"
@@ -231,7 +233,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     # ---- The reward within ----
 
     def _given(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return what the reward may see: what is in the key, and the loggers."""
+        """Return the arguments that the reward may see: those in the key, and the logging functions."""
         hidden = () if self.columns is None else [n for n in kwargs if n not in self.columns and n not in NO_COLUMNS]
         given = {name: value for name, value in kwargs.items() if name not in hidden}
         if given.get("trainer_state") is not None:
@@ -279,7 +281,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         return self._redis
 
     def _from_redis(self, keys: dict[bytes, str]) -> dict[bytes, float]:
-        """Return the scores found in Redis. `keys` maps keys in memory to keys in Redis."""
+        """Return the scores that Redis has. `keys` maps keys in memory to keys in Redis."""
         values = self._ask_redis(lambda client: client.mget([*keys.values()])) if keys else None
         numbers = map(_number, values if isinstance(values, list) else [])
         return {key: number for key, number in zip(keys, numbers, strict=False) if number is not None}
@@ -317,7 +319,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
 
 
 class _Unreadable:
-    """A trainer's state that refuses to be read: a score that depends on it changes at each step."""
+    """Raise an error if a cached reward reads the trainer's state, which changes at each step."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # pickle and copy look for special methods
@@ -342,7 +344,7 @@ def of_rows(columns: dict[str, Any], rows: list[int], count: int) -> dict[str, A
 
 
 def among(rows: list[int], count: int) -> str:
-    """Return the end of an error's message: which completions were scored, if not all."""
+    """Return the end of an error message that names the scored completions, if they were only a part."""
     if rows == [*range(count)]:
         return ""
     more = ", …" if len(rows) > 10 else ""
@@ -360,7 +362,7 @@ def _redis_key(written: bytes) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """Return a value in Redis as a finite number; None if it is missing or something else."""
+    """Convert a value from Redis to a finite number; return None if it is missing or not such a number."""
     if not isinstance(value, (bytes, str)) or len(value) > _LONGEST_NUMBER:
         return None
     try:

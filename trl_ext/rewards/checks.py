@@ -40,28 +40,28 @@ def check_on_error(on_error: Any) -> OnError:
 
 
 def check_function(**functions: Any) -> None:
-    """Raise a `TypeError` unless each is a reward function; a class is not one."""
+    """Raise a `TypeError` unless each value is a reward function; a class is not a function."""
     for name, function in functions.items():
         if not callable(function) or isinstance(function, type):
             raise TypeError(f"`{name}` must be a reward function, got {function!r}")
 
 
 def check_counts(least: int = 1, **counts: Any) -> None:
-    """Raise a `ValueError` unless each is a whole number of `least` or more."""
+    """Raise a `ValueError` unless each value is a whole number of `least` or more."""
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"`{name}` must be a whole number of {least} or more, got {value!r}")
 
 
 def check_seconds(most: float = threading.TIMEOUT_MAX, **seconds: float) -> None:
-    """Raise a `ValueError` unless each is a time that can be waited for."""
+    """Raise a `ValueError` unless each value is a number of seconds above 0 that a thread can wait."""
     for name, value in seconds.items():
         if not 0 < value <= most:
             raise ValueError(f"`{name}` must be more than 0 seconds, and at most {most:g}, got {value!r}")
 
 
 def check_finite(**numbers: Any) -> None:
-    """Raise a `ValueError` unless each is a finite number."""
+    """Raise a `ValueError` unless each value is a finite number."""
     for name, value in numbers.items():
         if not is_finite_number(value):
             raise ValueError(f"`{name}` must be a finite number, got {value!r}")

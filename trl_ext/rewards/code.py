@@ -106,7 +106,7 @@ class CodeReward(PicklesSettings):
 
     @property
     def identity(self) -> str:
-        """The settings that the score depends on."""
+        """Return the settings that the score depends on."""
         counted = (self.tests, self.template, self.timeout, self.memory_mb, self.max_output, self.max_chars)
         return f"code {counted}"
 
@@ -177,7 +177,7 @@ class CodeReward(PicklesSettings):
         return status == 0 and _lines(printed) == _lines(test["output"])
 
     def _start(self, code: str, test: dict[str, str], token: str, probe: bool = False) -> tuple[int | None, str]:
-        """Return the exit status, or None after a timeout, and what was printed."""
+        """Run the sandbox script; return its exit status (None after a timeout) and its output."""
         task = {
             "code": code,
             "test": test.get("code", ""),
@@ -214,7 +214,7 @@ class CodeReward(PicklesSettings):
             )
 
     def _probe(self) -> None:
-        """Find out once, before any code runs, what the kernel denies it."""
+        """Check once, before any answer's code runs, which protections the kernel offers."""
         with self._lock:
             if self._probed:
                 return
@@ -227,7 +227,7 @@ class CodeReward(PicklesSettings):
             missing = "; ".join(f"{wall}: {why}" for wall, why in json.loads(printed).items())
             if missing and self.require_isolation:
                 raise RuntimeError(
-                    f"reward '{self.__name__}': this machine does not deny everything to code that a model wrote "
+                    f"reward '{self.__name__}': this machine cannot isolate code that a model wrote "
                     f"({missing}). Run where it does (Linux from 5.13 on), or set `require_isolation` to false"
                 )
             if missing:
@@ -240,7 +240,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _ends(process: subprocess.Popen, seconds: float) -> bool:
-    """Wait for a process to end, for so many seconds at most; return whether it did."""
+    """Wait for a process to end, at most this many seconds; return whether it has ended."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not allowed here
         place = os.pidfd_open(process.pid)
         try:
@@ -255,7 +255,7 @@ def _ends(process: subprocess.Popen, seconds: float) -> bool:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kill a process and what it has started, where the kernel did not deny that."""
+    """Kill a process, and the processes that it started if the sandbox let it start any."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -95,11 +95,11 @@ class JSONSchemaReward(PicklesSettings):
 
 
 class _EndlessError(Exception):
-    """A schema refers to itself without looking at a part of the value."""
+    """Say that a schema refers to itself without end."""
 
 
 class _Check(threading.local):
-    """State of the check that runs in this thread: when it must end, and which references it follows."""
+    """Hold the state of the check in this thread: its deadline, and the references that it is following."""
 
     until = 0.0
     followed: set[tuple[int, int]] = set()
@@ -274,14 +274,14 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_multiple(value: Any, factor: Any) -> bool:
-    """Return whether a number is a whole multiple of another one, whatever their exponents are."""
+    """Return whether a number is a whole multiple of another number, exactly, even with huge exponents."""
     (a, m), (b, n) = _scaled(value), _scaled(factor)
     # a·10^m / b·10^n is whole if b divides a·10^(m − n). With m < n it is not, as a ends with no 0
     return a == 0 or (m >= n and a * pow(10, m - n, b) % b == 0)
 
 
 def _scaled(value: Any) -> tuple[int, int]:
-    """Return a and m of a number a·10^m, where a does not end with 0."""
+    """Write a decimal number as a·10^m, with an integer a that does not end with 0; return a and m."""
     _, digits, exponent = Decimal(value).as_tuple()
     zeros = next((i for i, digit in enumerate(reversed(digits)) if digit), 0)
     # Through a decimal: `int` refuses a text of so many digits
@@ -289,7 +289,7 @@ def _scaled(value: Any) -> tuple[int, int]:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a hashable that is equal for equal values of JSON: 1 equals 1.0, but not true."""
+    """Convert a JSON value to a hashable one, equal for equal JSON: 1 equals 1.0, but not true."""
     if isinstance(value, list):
         return "list", tuple(map(_hashable, value))
     if isinstance(value, dict):
@@ -298,7 +298,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _depth(value: Any, most: int) -> int:
-    """Return how deeply lists and mappings are nested, up to one more than `most`."""
+    """Return the depth of nested lists and mappings in a text of JSON, counted up to `most` + 1."""
     level, depth = [value], 0
     while depth <= most and (level := [each for each in level if isinstance(each, (list, dict))]):
         depth += 1

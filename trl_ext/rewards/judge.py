@@ -118,7 +118,9 @@ class JudgeReward(ServedReward):
 
     @property
     def identity(self) -> str:
-        """What the scores depend on, with the URL: a judge's name does not say which weights that server has."""
+        """
+        Return what the scores depend on, with the URL: a judge's name does not identify the weights of its server.
+        """
         said = [self.url, self.model, self.rubric, self.scale, self.compare, self.settings, INSTRUCTIONS, SINGLE, PAIR]
         return f"JudgeReward:{hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]}"
 

@@ -140,7 +140,7 @@ def joined_weights(reward_weights: list[float] | None, weights: Sequence[float |
 
 
 def _known() -> dict[str, Callable]:
-    """Return what an entry may name: our classes, and TRL's functions that return a reward function."""
+    """Return the names that an entry may have: our reward classes, and TRL's functions that make a reward function."""
     import trl.rewards
 
     import trl_ext.rewards as package
@@ -200,7 +200,7 @@ def _types_in(annotation: Any) -> Iterator[Any]:
 
 
 def _as_yaml(text: str) -> str:
-    """Return how to write a number that YAML reads as a text: `1e-5` is one, `1.0e-5` a number."""
+    """Return a hint for a number that YAML reads as text: write `1.0e-5` in place of `1e-5`."""
     try:
         return f": write {float(text)!r}"
     except ValueError:
@@ -220,7 +220,7 @@ def _parameters(built: Any) -> Iterator[tuple[str, inspect.Parameter]]:
 
 
 def _is_entry(argument: Any, value: Any, known: dict[str, Callable]) -> bool:
-    """Return whether the value of an argument is an entry itself."""
+    """Return whether an argument's value is itself an entry for a reward."""
     if isinstance(value, str):  # the class itself may take a folder or hub name, as that of a model
         is_path = ".py:" in value or ("." in value and "/" not in value and not Path(value).exists())
         return argument in _MEMBERS and is_path

@@ -25,7 +25,7 @@ _LOOP = "async rewards"  # name of the thread that runs coroutines
 
 
 class RewardFailed(RuntimeError):
-    """A reward function failed, and the message says which and why: a traceback would add nothing."""
+    """Say which reward function failed and why, for an error that needs no traceback."""
 
 
 class TellsFailures:
@@ -36,7 +36,7 @@ class TellsFailures:
         return without_failures(self.scores_or_nan(prompts, completions, *args, **kwargs))
 
     def scores_or_nan(self, prompts: list, completions: list, *args: Any, **kwargs: Any) -> list[float | None]:
-        """Return the same, but NaN for a row that failed."""
+        """Return the scores as `__call__` does, but with NaN for a row that failed."""
         raise NotImplementedError
 
 
@@ -45,7 +45,7 @@ class HoldsRewards:
 
     @property
     def in_background(self) -> bool:
-        """Whether a reward within runs in the background, see [`runs_in_background`]."""
+        """Return whether a reward within this one runs in the background, see [`runs_in_background`]."""
         return any(map(runs_in_background, _held_by(self)))
 
 
@@ -79,13 +79,15 @@ class Member(TellsFailures, HoldsRewards):
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Return the function's name."""
         return get_callable_name(self.function)
 
     def scores_or_nan(
         self, prompts: list, completions: list, log_metric: Any = None, **kwargs: Any
     ) -> list[float | None]:
-        """Return the same, but NaN for a row that was skipped. [`answers_of`] says how a function reports that."""
+        """
+        Return the scores as `__call__` does, but with NaN for a row on which the function failed and was skipped.
+        """
         kwargs = {"prompts": prompts, "completions": completions, "log_metric": log_metric, **kwargs}
         try:
             outcomes = answers_of(self.function, len(completions), **kwargs)
@@ -98,7 +100,7 @@ class Member(TellsFailures, HoldsRewards):
 
 
 def _checked_score(score: Any, row: int) -> Any:
-    """Return a score as a float, None and [`FAILED`] as they are, and the error in place of a wrong score."""
+    """Return a score as a float; keep None and [`FAILED`]; in place of a wrong score return the error."""
     if score is None or score is FAILED or isinstance(score, RewardFailed):
         return score
     if is_by_token(score):

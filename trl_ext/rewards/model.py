@@ -239,7 +239,7 @@ class ModelReward:
 
     @cached_property
     def identity(self) -> str:
-        """Which model and tokenizer this is, and the settings that its scores depend on."""
+        """Return the identity of model and tokenizer, and the settings that the scores depend on."""
         from peft import PeftConfig
 
         from ..models.adapters import is_adapter

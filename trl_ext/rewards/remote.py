@@ -26,7 +26,7 @@ from .wire import API, PATHS, Row, request_of, scores_in_answer, weights_in_answ
 
 
 class ChangedError(ServiceError):
-    """The server has changed its weights."""
+    """Say that the server's weights have changed."""
 
 
 class RemoteReward(ServedReward):
@@ -116,7 +116,7 @@ class RemoteReward(ServedReward):
 
     @property
     def identity(self) -> str:
-        """What the scores depend on: the weights that the server names, or else its URL and model; and settings."""
+        """Return what the scores depend on: the server's weights, or else its URL and model; and settings."""
         weights = self._served()
         where = {"url": self.url, "model": self.model} if weights is None else {"weights": weights}
         names = ("api", "label", "logits", "tokenizer", "eos_token_ids")

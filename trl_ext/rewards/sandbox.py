@@ -51,7 +51,7 @@ _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom")
 
 
 def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
-    """Limit what the process takes of the machine. No limit can be raised again."""
+    """Limit the memory, time and files of this process. It cannot raise a limit again."""
     limits = {
         "RLIMIT_CPU": cpu_seconds,
         "RLIMIT_AS": memory,
@@ -116,7 +116,7 @@ def lock_calls(libc: Any) -> None:
 
 
 def lock(folder: str) -> dict[str, str]:
-    """Put up the walls; return the name of each that is missing, and why."""
+    """Put up the three walls; return the name of each wall that could not be put up, and why."""
     missing = {}
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -144,7 +144,7 @@ def die_with_the_parent(parent: int) -> None:
 
 
 def stdin_of(text: bytes) -> None:
-    """Put a text on standard input."""
+    """Make a text the standard input of this process."""
     if hasattr(os, "memfd_create"):
         given = os.memfd_create("input")
     else:
@@ -176,7 +176,7 @@ def main() -> None:
 
 
 def run(code: str, test: str, token: bytes, verdict: int) -> None:
-    """Run the code and then its test; write the token once both have come to their ends."""
+    """Run the code and then its test; when both have ended, write the token that proves it."""
     write, leave = os.write, os._exit  # before the code puts others in their place
     module = types.ModuleType("solution" if test else "__main__")
     sys.modules[module.__name__] = module

@@ -27,15 +27,15 @@ _LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
 class ServiceError(RuntimeError):
-    """A service gave no usable answer."""
+    """Say that a service gave no usable answer."""
 
 
 class RefusedError(ServiceError):
-    """It refuses this request. It might accept one with other rows."""
+    """Say that a service refuses a request. It might accept a request with other rows."""
 
 
 class UnavailableError(ServiceError):
-    """It could not be reached, is too busy, or broke off. The same request may succeed later."""
+    """Say that a service could not be reached, is too busy, or broke off. The same request may succeed later."""
 
     def __init__(self, message: str, retry_after: float | None = None):
         super().__init__(message)
@@ -43,13 +43,13 @@ class UnavailableError(ServiceError):
 
 
 class WithheldError(ServiceError):
-    """The server stopped or withheld its answer, as a content filter does. The row has no score."""
+    """Say that a server withheld its answer, as a content filter does. The row has no score."""
 
 
 @dataclass
 class Call:
     """
-    One call of a reward, which may send many requests.
+    Describe one call of a reward, which may send many requests.
 
     Args:
         until: when to give up, in seconds of `time.monotonic`.
@@ -63,7 +63,7 @@ class Call:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """What is logged of the call."""
+        """Return the metrics of the call to log."""
         return {"latency": fmean(self.seconds) if self.seconds else None, "retries": float(len(self.retried))}
 
 
@@ -321,7 +321,7 @@ class ServedReward(TellsFailures):
 
 
 class StoppedError(ServiceError):
-    """The row was not asked, since another one failed."""
+    """Say that no request was sent for a row, since another row failed before."""
 
 
 def in_threads(

@@ -1,4 +1,4 @@
-"""Read a completion: its text, its words, its last fenced block."""
+"""Get a completion's text, its words, or its last fenced block."""
 
 from typing import Any
 

@@ -9,7 +9,7 @@ PATHS = {"trl-ext": "/score", "vllm-classify": "/classify", "vllm-score": "/scor
 
 
 class Row(NamedTuple):
-    """One answer, and the text that a classifier reads, maybe made by a chat template."""
+    """Hold one answer, and the text that a classifier reads for it."""
 
     prompt: Any
     completion: Any
@@ -82,7 +82,7 @@ def weights_in_answer(answer: Any) -> str | None:
 
 
 def _in_order(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sort by `index`; each must occur once."""
+    """Sort the entries of an answer by their `index`; each index must occur once."""
     found = {item["index"]: item for item in items}
     if sorted(found) != list(range(len(items))):
         raise LookupError

@@ -1,4 +1,4 @@
-"""What makes a run trustworthy: checkpoints, locks, halts, what tells runs apart, and what is written down."""
+"""Make runs trustworthy: write checkpoints, lock folders, keep stopped runs stopped, identify runs, record them."""
 
 from typing import TYPE_CHECKING
 

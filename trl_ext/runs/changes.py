@@ -1,4 +1,4 @@
-"""Say in words what differs between two runs' settings, also where they hold hashes of models, rows and functions."""
+"""Describe in words how two runs' settings differ, even where they hold hashes of models, rows and functions."""
 
 import re
 from collections.abc import Iterator
@@ -30,11 +30,11 @@ def differences(
     names_now: Names | None = None,
 ) -> list[str]:
     """
-    Say in a few words each what differs between the settings of two runs.
+    Describe each setting that differs between two runs, in a few words.
 
     Args:
         before, now: settings by name, JSON.
-        names_before, names_now: what describes each fact that is a hash, JSON by name. Earlier versions wrote none.
+        names_before, names_now: descriptions of the settings that are hashes, JSON by name. Old checkpoints have none.
     """
     different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     rewards = [name for name in different if name.startswith("reward ")]
@@ -68,7 +68,7 @@ def _changed(name: str, before: dict[str, Any], now: dict[str, Any], *names: Nam
 
 
 def _details(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Say what differs between two descriptions of one fact, by the keys that both have."""
+    """Describe how two descriptions of the same thing differ, at the keys that both have."""
     details = [
         f"another {key}"
         if _HASH.search(str(before[key]))
@@ -80,7 +80,7 @@ def _details(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _rewards(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each reward that is new, gone or changed; they are counted from 1."""
+    """Yield a sentence for each reward that was added, removed or changed; rewards are counted from 1."""
     lists = [[name for name in settings if name.startswith("reward ")] for settings in (before, now)]
     for i in range(max(map(len, lists))):
         old, new = (names[i] if i < len(names) else None for names in lists)
@@ -96,7 +96,7 @@ def _rewards(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 
 def _part(before: str, now: str) -> str:
-    """Say whether a reward's weights or source differ, or its tokenizer, whose hash comes after it."""
+    """Say which part of a reward differs: its weights, its source, or its tokenizer, the last of its hashes."""
     hashes = [identity.split() for identity in (before, now) if _HASH.match(identity)]
     is_tokenizer = len(hashes) == 2 and hashes[0][0] == hashes[1][0]
     return "its tokenizer" if is_tokenizer else "its weights, source or settings"
@@ -108,5 +108,5 @@ def _text(value: Any) -> str:
 
 
 def _without_hashes(value: Any) -> str:
-    """Return a text without its hashes, such as the kind of attention; an empty text for another value."""
+    """Remove hashes from a text, which leaves words such as the kind of attention; "" for other values than text."""
     return " ".join(_HASH.sub("", value).split()) if isinstance(value, str) else ""

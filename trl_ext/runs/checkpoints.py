@@ -1,4 +1,4 @@
-"""Resume a run from a checkpoint that is complete and belongs to it, in every trainer."""
+"""Resume runs in every trainer, but only from a checkpoint that is complete and belongs to the run."""
 
 import json
 import os
@@ -48,18 +48,18 @@ _GIVEN = ("compute_loss_func", "optimizer_cls_and_kwargs")  # arguments of every
 
 
 class RolledBack(CannotResume):
-    """A monitor rolled the run back, and no setting has changed since."""
+    """Refuse to train: a monitor rolled the run back, and no setting has changed since."""
 
 
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
-    """Return what must be equal for a run to go on exactly."""
+    """Return the settings that must be the same for a run to resume exactly."""
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
     config = {name: value for name, value in told.items() if name not in ADDED or value != ADDED[name]}
     return json.loads(json.dumps(without_credentials({**config, **facts}), default=str))
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
-    """Return the complete checkpoint in `output_dir` that was finished last, and why others were skipped."""
+    """Return the newest complete checkpoint in `output_dir`, and why newer checkpoints are not complete."""
     finished: list[tuple[int, str, dict]] = []
     skipped: dict[str, str] = {}
     rollback = Rollback.read(output_dir)
@@ -80,7 +80,7 @@ def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:
 
 
 def _newest_checkpoint(output_dir: str) -> str | None:
-    """Return the complete checkpoint in `output_dir` that was finished last, and print which ones are skipped."""
+    """Return the newest complete checkpoint in `output_dir`, and print which incomplete checkpoints are skipped."""
     checkpoint, skipped = newest_complete(output_dir)
     for path, reason in sorted(skipped.items()):
         print(f"Skipping {path}: it is not complete: {reason}.")
@@ -88,7 +88,7 @@ def _newest_checkpoint(output_dir: str) -> str | None:
 
 
 def _checked_marker(checkpoint: str) -> dict[str, Any]:
-    """Return the marker of a checkpoint that was asked for; raise if a file is missing or changed."""
+    """Return the marker of a checkpoint (the list of its files); raise if a file is missing or changed."""
     if not os.path.isdir(checkpoint):
         raise CannotResume(f"{checkpoint} is no folder, so there is nothing to resume from: check the path.")
     try:
@@ -103,7 +103,7 @@ def _checked_marker(checkpoint: str) -> dict[str, Any]:
 
 
 def _on_first(find: Callable[..., Any], *args: Any) -> Any:
-    """Look for a checkpoint on the first process, for all."""
+    """Look for a checkpoint on the first process, and return the result on every process."""
     try:
         return on_first(find, *args)
     except OSError as error:
@@ -112,10 +112,10 @@ def _on_first(find: Callable[..., Any], *args: Any) -> Any:
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
     """
-    Return what a recipe passes to `train`, so that the same command again goes on.
+    Return the checkpoint that a recipe passes to `train`, so that the same command run again resumes.
 
-    This is the newest complete checkpoint, unless `resume_from_checkpoint` says otherwise: a path, `true` for "there
-    must be one", or `false` for "start anew".
+    This is the newest complete checkpoint, unless `resume_from_checkpoint` is a path, `true` ("there must be a
+    checkpoint") or `false` ("begin anew").
     """
     asked = args.resume_from_checkpoint
     if asked is None:
@@ -125,13 +125,13 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | bool | None:
 
 
 def _options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the options of an optimizer's groups, such as their learning rates."""
+    """Return the options of an optimizer's parameter groups, such as learning rates."""
     return [{name: group[name] for name in group if name != "params"} for group in optimizer.param_groups]
 
 
 class ResumableRun(BackgroundSaving):
     """
-    Mixin of trainers: `train` goes on from checkpoints that are complete and belong to this run, and refuses others.
+    Extend a trainer: `train` resumes from checkpoints that are complete and belong to this run, and refuses others.
 
     `train()` starts anew, as in every `Trainer`. `train(resume_from_checkpoint=True)` goes on from the newest complete
     checkpoint in `output_dir`, and a path from that one. If the settings of the run that wrote it differ, it is
@@ -168,12 +168,12 @@ class ResumableRun(BackgroundSaving):
 
     @property
     def _given_model(self) -> Any:
-        """Return the model that was passed in, with its adapters."""
+        """Return the model that was passed to the trainer, with its adapters."""
         return self.accelerator.unwrap_model(self.model)
 
     def _run_facts(self) -> dict[str, Any]:
         """
-        Return what must be equal for a run to go on exactly, beside its arguments; JSON.
+        Return as JSON what must be the same for a run to resume exactly, beside its arguments.
 
         Every process calls it once, before the first step; the first one's result counts.
         """
@@ -200,12 +200,12 @@ class ResumableRun(BackgroundSaving):
         return {**facts, **self._given_facts}
 
     def _data_facts(self) -> dict[str, Any]:
-        """Return which rows are trained on; nothing for a stream."""
+        """Return the identity of the training rows; nothing for a stream."""
         data = self.train_dataset
         return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
 
     def _run_names(self) -> Names:
-        """Return names for the facts that are hashes: a refusal prints them, and nothing compares them."""
+        """Return words for the facts that are hashes, to print when a checkpoint is refused; they are not compared."""
         config = base_model_of(self._given_model).config
         names = {
             "model": {"name": self._model_path or get_config_model_id(config) or type(self._given_model).__name__},
@@ -218,19 +218,19 @@ class ResumableRun(BackgroundSaving):
         return names
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
-        """Raise if this run cannot go on from a checkpoint for another reason than its settings."""
+        """Raise if this run cannot resume from a checkpoint, for other reasons than different settings."""
 
     def _before_resuming(self, checkpoint: str) -> None:
-        """Prepare to go on from a checkpoint that was checked."""
+        """Prepare to resume from a checkpoint, which has been checked before."""
 
     def _save_own_state(self, checkpoint: str) -> None:
-        """Write what transformers does not, on all processes, before the checkpoint counts as complete."""
+        """Save state that transformers does not save, on all processes, before the checkpoint counts as complete."""
 
     def _load_own_state(self, checkpoint: str) -> None:
-        """Load what [`_save_own_state`] wrote."""
+        """Load the state that [`_save_own_state`] saved."""
 
     def _schedule(self) -> str:
-        """Return what the run is going to do, as text."""
+        """Return a summary of the run to print when it begins."""
         return schedule(self)
 
     def _print_schedule(self) -> None:
@@ -297,7 +297,7 @@ class ResumableRun(BackgroundSaving):
         return output
 
     def _check_rollback(self, resume: str | bool | None, halting: list[Halting]) -> None:
-        """Raise if a run that was rolled back would begin again unchanged; `resume=False` allows it."""
+        """Raise if a run that was rolled back would begin again unchanged, unless `resume` is False."""
         if resume is False:
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
@@ -313,7 +313,7 @@ class ResumableRun(BackgroundSaving):
         self.accelerator.print(f"Going on after the rollback at step {rollback.step}, with {'; '.join(changed)}.")
 
     def _find_checkpoint(self, resume: str | bool | None) -> tuple[str, bool] | None:
-        """Return the checkpoint to go on from, if any, and whether its run had these settings."""
+        """Return the checkpoint to resume from, if any, and whether the run that wrote it had these settings."""
         if resume is None or resume is False:
             return None
         checkpoint = _newest_checkpoint(self.args.output_dir) if resume is True else str(resume)
@@ -419,7 +419,7 @@ class ResumableRun(BackgroundSaving):
             self._check_saving(wait=True)
 
     def _complete(self, run_dir: str, checkpoint: str) -> None:
-        """Write the marker of a checkpoint that all processes have written, and delete the oldest ones."""
+        """Mark a checkpoint as complete once all processes have written it, and delete the oldest checkpoints."""
         if not self.args.save_only_model:  # else there is nothing to resume from
             write_marker(checkpoint, self._settings, self.accelerator.num_processes, self._names)
             forget_rollback(run_dir)

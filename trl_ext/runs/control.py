@@ -1,4 +1,4 @@
-"""Requests of callbacks to the trainer, on one process or on all."""
+"""Pass requests of callbacks, such as to stop, to the trainers of all processes."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _KL_SCALE = "trl_ext_kl_scale"  # the key of a pending request in `TrainerState.
 
 class AgreedControl:
     """
-    Mixin for trainers: all processes do what a callback of one requests, at the same step.
+    Extend a trainer: if a callback on one process requests something, all processes do it at the same step.
 
     This holds for all requests in [`~transformers.TrainerControl`] made at the end of a step or an epoch. While the
     trainer logs, evaluates or saves, it holds for requests to stop only. Without it, a time limit that runs out on one
@@ -39,14 +39,14 @@ class AgreedControl:
 
 def request_kl_scale(state: Any, factor: float) -> None:
     """
-    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. PPOTrainer does.
+    Ask the trainer to multiply its KL coefficient by `factor` once, at its next rollout. Only PPOTrainer does it.
 
     The request is kept in `state`, so that a resumed run answers it, too. Of several requests before one rollout, the
     largest factor counts. Call this on all processes.
 
     Args:
         state: the [`~transformers.TrainerState`] that callbacks are given.
-        factor: above 0, dimensionless.
+        factor: number above 0, dimensionless.
     """
     asked = state.stateful_callbacks.setdefault(_KL_SCALE, {"factor": factor, "step": state.global_step})
     asked["factor"] = max(asked["factor"], factor)

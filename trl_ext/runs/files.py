@@ -18,12 +18,12 @@ RUNBOOK = "docs/runbook.md"
 @contextmanager
 def whole_file(path: str | os.PathLike[str], durably: bool = False) -> Iterator[Path]:
     """
-    Write a file whole or not at all: yield a path beside it, which is renamed when the block ends and removed if it
-    fails.
+    Write a file whole or not at all: yield a temporary path beside it, renamed to `path` at the end of the block, and
+    removed after an error.
 
     Args:
-        path: of the file; its folder exists.
-        durably: also hold against a loss of power: the file is on the disk when the block ends.
+        path: the file's path; its folder exists.
+        durably: whether the file must be on the disk, safe from a loss of power, when the block ends.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.tmp")
@@ -49,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until the disk holds a file, or the names in a folder."""
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
     if path.is_dir() and os.name == "nt":
         return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)
@@ -60,5 +60,5 @@ def flush(path: Path) -> None:
 
 
 def is_notice(alert: dict[str, Any]) -> bool:
-    """Return whether an alert tells of the monitor, not of the run: it has nothing to watch."""
+    """Return whether an alert is about the monitor itself, which has nothing to watch, not about the run."""
     return alert.get("level") == "notice"

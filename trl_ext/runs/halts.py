@@ -1,4 +1,4 @@
-"""Keep a run that a callback has ended from being resumed by the same command, until a setting changes."""
+"""Refuse to resume a run that a callback stopped or rolled back, until a setting changes."""
 
 import hashlib
 import json
@@ -18,16 +18,17 @@ _ANNOUNCED = "trl_ext_rollback"  # the key of this run's rollback in `TrainerSta
 
 
 class CannotResume(ValueError):
-    """A checkpoint is not there, not complete, or of another run."""
+    """Refuse to resume: the checkpoint is missing, not complete, or of another run."""
 
 
 class Halting:
     """
-    Mixin of callbacks that end runs. [`~trl_ext.runs.checkpoints.ResumableRun`] asks them whether one may begin.
+    Extend a callback that ends runs: [`~trl_ext.runs.checkpoints.ResumableRun`] asks it whether a run may begin.
 
     Attributes:
-        run_facts: what tells runs apart beside their arguments. `ResumableRun` sets it; None in other trainers.
-        finish_saving: waits for the checkpoint that is being written, to be called on all processes before
+        run_facts: facts that distinguish runs, beside their arguments. `ResumableRun` sets them; None in other
+            trainers.
+        finish_saving: function that waits for the checkpoint that is being written. Call it on all processes before
             checkpoints are chosen or renamed. `ResumableRun` sets it, too.
     """
 
@@ -35,26 +36,28 @@ class Halting:
     finish_saving: Callable[[], None] | None = None
 
     def stop_that_holds(self, args: Any, state: Any) -> str | None:
-        """Say in a sentence that this callback stopped the run in this state, if nothing has changed since."""
+        """
+        Return a sentence if this callback stopped the run in this state, and no setting changed since; else None.
+        """
         raise NotImplementedError
 
     def rollback_that_holds(self, args: Any, rollback: "Rollback", is_resumed: bool) -> str | None:
-        """Say in a sentence that this callback rolled the run back, if nothing has changed since."""
+        """Return a sentence if this callback rolled the run back, and no setting changed since; else None."""
         raise NotImplementedError
 
 
 @dataclass
 class Rollback:
     """
-    What a rollback leaves in the output directory.
+    Record a rollback in a file of the output directory.
 
     Args:
-        step: of the rollback, in optimizer steps.
-        good_step: the newest step known to be good: the next run goes on from the newest checkpoint up to it.
-        checkpoint: the path of that one, if there is any.
-        monitor, what: which callback, and what it found.
-        arguments, settings: of the callback and of the run. At least one of them must change before the next run.
-        written_ns: when this was written.
+        step: optimizer step of the rollback.
+        good_step: newest step known to be good: the next run resumes from the newest checkpoint up to this step.
+        checkpoint: path of that checkpoint, if there is one.
+        monitor, what: the callback that rolled back, and what it found.
+        arguments, settings: those of the callback and of the run. At least one must change before the next run.
+        written_ns: time of writing.
     """
 
     step: int
@@ -80,7 +83,7 @@ class Rollback:
             ) from None
 
     def write(self, output_dir: str) -> None:
-        """Write the record, then move aside the checkpoints after the good step. In this order: power may be lost."""
+        """Write the record, and only then rename the checkpoints after the good step, in case of a loss of power."""
         self.written_ns = time_after_checkpoints(output_dir)
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         with whole_file(Path(output_dir, RECORD), durably=True) as temporary:
@@ -88,7 +91,7 @@ class Rollback:
         self.set_aside(output_dir)
 
     def set_aside(self, output_dir: str) -> list[int]:
-        """Rename the checkpoints that are excluded, and return their steps."""
+        """Rename the checkpoints after the good step, and return their steps."""
         excluded = {step: path for step, path in checkpoints_of(output_dir).items() if self.excludes(str(path))}
         for path in excluded.values():
             name = f"{ASIDE}-{self.step}-{path.name}"
@@ -104,7 +107,7 @@ class Rollback:
         return (Path(checkpoint).stat().st_mtime_ns if written_ns is None else written_ns) <= self.written_ns
 
     def is_before(self, checkpoint: str) -> bool:
-        """Return whether a checkpoint is one to go back to."""
+        """Return whether a run may resume from this checkpoint after the rollback."""
         step = step_of(Path(checkpoint))
         return step is not None and step <= self.good_step
 
@@ -118,7 +121,7 @@ class Rollback:
 
 
 def good_checkpoint(output_dir: str, good_step: int) -> str | None:
-    """Return the newest checkpoint up to a step."""
+    """Return the newest checkpoint that is not after a step."""
     older = {step: path for step, path in checkpoints_of(output_dir).items() if step <= good_step}
     return str(older[max(older)]) if older else None
 
@@ -134,7 +137,7 @@ def announce_rollback(state: Any, sentence: str) -> None:
 
 
 def rolled_back(state: Any) -> str | None:
-    """Return the sentence of this run's rollback, or None."""
+    """Return the sentence on this run's rollback that `announce_rollback` stored; None without a rollback."""
     announced = state.stateful_callbacks.get(_ANNOUNCED)
     return announced and announced["sentence"]
 

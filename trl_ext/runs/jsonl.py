@@ -1,4 +1,4 @@
-"""Write JSON lines that survive a killed run and never stop one, and the numbers that JSON can hold."""
+"""Write JSON lines that survive a killed run and never stop a run; convert values to those that JSON can hold."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 
 def finite(value: Any) -> Any:
-    """Return the value as JSON can hold it: arrays and tensors as lists of numbers; NaN and objects as text."""
+    """Convert a value to JSON's types: arrays and tensors to lists of numbers, NaN and other objects to text."""
     if isinstance(value, dict):
         return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -22,7 +22,7 @@ def finite(value: Any) -> Any:
 
 
 def without_nan(value: Any) -> Any:
-    """Return the value with None for NaN and infinities, for which JSON has no number."""
+    """Replace NaN and infinities within the value by None: JSON has no such numbers."""
     if isinstance(value, dict):
         return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -31,13 +31,13 @@ def without_nan(value: Any) -> Any:
 
 
 def is_finite_number(value: Any) -> TypeGuard[float]:
-    """Return whether a setting, or what a file holds, is a finite number of Python; a bool is none."""
+    """Return whether a value is a finite int or float; a bool does not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class JSONLWriter:
     """
-    Appends JSON objects to a file, one a line.
+    Append JSON objects to a file, each on a line of its own.
 
     Each line goes to the operating system at once, so `kill -9` loses at most the line being written. If the file
     cannot be written, one warning says so, and the lines are lost.
@@ -66,7 +66,7 @@ class JSONLWriter:
             from transformers.utils import logging  # here: who only reads files needs no transformers
 
             logging.get_logger(__name__).warning(
-                f"{self.path} cannot be written ({error.strerror}): it gets no more lines."
+                f"{self.path} cannot be written ({error.strerror}): nothing more is written to it."
             )
 
 
@@ -79,7 +79,10 @@ def _ends_in_mid_line(path: Path) -> bool:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file; skip lines that a run was killed in or still writes."""
+    """
+    Yield the objects of a file of JSON lines; skip lines that are not complete, since a run was killed or still
+    writes.
+    """
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

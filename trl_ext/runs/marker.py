@@ -1,4 +1,4 @@
-"""What makes a checkpoint complete: a marker, written last, that lists its files."""
+"""Mark checkpoints as complete: a marker is a file, written last, that lists the checkpoint's files."""
 
 import json
 import os
@@ -19,16 +19,16 @@ def write_marker(
     checkpoint: str, contents: dict[str, Any], processes: int, names: dict[str, Any] | None = None
 ) -> None:
     """
-    Mark a checkpoint as complete by a list of its files. Call this on one process, when all have written theirs.
+    Mark a checkpoint as complete by a list of its files. Call this on one process, after all have written theirs.
 
-    All files are on the disk before the marker is, and the marker before this returns: a checkpoint with a marker
+    All files are on the disk before the marker is, and the marker is before this returns: a checkpoint with a marker
     survives a loss of power.
 
     Args:
-        checkpoint: its folder.
-        contents: what must be equal for a run to go on from it.
-        processes: how many wrote it.
-        names: what a refusal says where `contents` has hashes.
+        checkpoint: the checkpoint's folder.
+        contents: settings that must be the same for a run to resume from it.
+        processes: number of processes that wrote it.
+        names: words that an error prints in place of the hashes in `contents`.
     """
     folder = Path(checkpoint)
     files = _files_of(folder)
@@ -75,7 +75,7 @@ def read_marker(checkpoint: str) -> dict[str, Any]:
 
 
 def check_files(checkpoint: str, marker: dict[str, Any]) -> None:
-    """Raise an IncompleteCheckpoint if a file is not as it was written."""
+    """Raise an IncompleteCheckpoint if a file is missing, or differs from what was written."""
     found = _files_of(Path(checkpoint))
     for name, (size, digest) in marker["files"].items():
         if name not in found:
@@ -87,11 +87,11 @@ def check_files(checkpoint: str, marker: dict[str, Any]) -> None:
 
 
 class IncompleteCheckpoint(ValueError):
-    """A checkpoint is not as a run wrote it; the message says why, as the end of a sentence."""
+    """Say that a checkpoint is not as a run wrote it; the message says why, as the end of a sentence."""
 
 
 def checkpoints_of(output_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the folders of a run's checkpoints by their steps."""
+    """Return a mapping from step to checkpoint folder for a run."""
     found = {step_of(path): path for path in Path(output_dir).glob(f"{_PREFIX}*") if path.is_dir()}
     return {step: path for step, path in found.items() if step is not None}
 
@@ -103,7 +103,9 @@ def step_of(checkpoint: Path) -> int | None:
 
 
 def time_after_checkpoints(output_dir: str | os.PathLike[str], but: Path | None = None) -> int:
-    """Return the time in ns, but later than all checkpoints: the clock of an earlier machine may have been ahead."""
+    """
+    Return the time in ns, but at least a moment after all checkpoints: another machine's clock may have been ahead.
+    """
     others = (path for path in checkpoints_of(output_dir).values() if path != but)
     return max([time.time_ns(), *(_written(path) + 10**6 for path in others)])
 
@@ -120,7 +122,7 @@ def _checksum(marker: dict[str, Any]) -> str:
 
 
 def _files_of(folder: Path) -> dict[str, Path]:
-    """Return the files that a run goes on from, by their names in the folder."""
+    """Return the files of a checkpoint that resuming needs, by their names in the folder."""
     # transformers removes the last one after it has saved because of a SIGTERM (`enable_jit_checkpoint`)
     left_out = {MARKER, f"{MARKER}.tmp", "README.md", "checkpoint-is-incomplete.txt"}
     return {

@@ -1,4 +1,4 @@
-"""Suggest what a mistyped name may have meant."""
+"""Suggest the correct name for a mistyped name."""
 
 import difflib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error message, `; did you mean A or B?`, with the nearest names; "" if none is near."""
+    """Return `; did you mean A or B?` with the names nearest to a mistyped one; "" if no name is near."""
     known = sorted(names)
     begun = [longer for longer in known if longer.startswith(name)]
     nearest = begun[:4] or difflib.get_close_matches(name, known)
@@ -15,7 +15,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def near_path(path: str | os.PathLike[str]) -> str:
-    """Return the same for a path that does not exist: its first missing part is compared with what lies there."""
+    """Return `; did you mean …?` for a path that does not exist, with names in the last folder that does."""
     path, rest = Path(path).expanduser(), Path()
     while not path.parent.is_dir():
         path, rest = path.parent, path.name / rest

@@ -1,4 +1,4 @@
-"""Check that a run can write where it is told to, and is alone there."""
+"""Check that a run can write to its output folder, and that no other run uses it."""
 
 import json
 import os
@@ -21,10 +21,10 @@ _PATIENCE = 2.0  # seconds in which a process that was killed has gone
 
 def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = None) -> None:
     """
-    Check that the folder can be written, and holds no finished run that would be lost.
+    Check that the folder can be written, and holds no finished run that this run would overwrite.
 
     Args:
-        output_dir: it need not exist yet.
+        output_dir: the folder, which need not exist yet.
         resume: `resume_from_checkpoint`; `"false"` begins anew, whatever is there.
 
     Raises:
@@ -49,7 +49,7 @@ def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = No
 
 
 class FolderInUse(OSError):
-    """Another process runs in the folder; the message has its pid, its host, and since when."""
+    """Refuse a folder in which another process runs; the message has its pid, its host, and the time of its start."""
 
 
 class Hold:
@@ -57,11 +57,11 @@ class Hold:
     Keep the runs of other processes out of a folder.
 
     The kernel drops the lock when this process ends, in whatever way, and no child process inherits it. This process
-    may hold a folder several times; it is free again when each hold was released or deleted.
+    may make several holds of a folder; the folder is free again when all of them are released or deleted.
 
     Args:
-        folder: it need not exist yet. In a launch of several processes the first one holds it; all must call this, and
-            are refused together.
+        folder: the folder, which need not exist yet. In a launch of several processes the first one locks it; all must
+            make a hold, and all raise if it is refused.
 
     Raises:
         FolderInUse: another process holds it.
@@ -75,7 +75,7 @@ class Hold:
         self._lock = _locked(folder)
 
     def release(self) -> None:
-        """Let another run have the folder."""
+        """Release the folder, so that another run can use it."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -92,7 +92,7 @@ class Hold:
 
 
 def _locked(folder: Path) -> Any:
-    """Lock a folder and return the lock; where there are no locks, say so and return None."""
+    """Lock a folder and return the lock; if the file system has no locks, print that and return None."""
     # One object for each file, so that this process can lock it again
     lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False, on_acquired=_write_holder)
     try:
@@ -114,7 +114,7 @@ def _locked(folder: Path) -> Any:
 
 
 def _write_holder(descriptor: int) -> None:
-    """Write into the lock who holds it."""
+    """Write this process' pid and host into the lock file."""
     who = {"pid": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"}
     with suppress(OSError):  # a full disk: it is locked all the same
         os.ftruncate(descriptor, 0)
@@ -131,14 +131,14 @@ def _holder(lock: Path) -> str:
 
 def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -> bool:
     """
-    Return whether the run was already complete and evaluated, and print it.
+    Return whether the run was complete and evaluated before this command; if so, print that.
 
     Files that are older than the run's newest checkpoint belong to an earlier run.
 
     Args:
-        output_dir: of the run.
-        result: what `train` returned.
-        *files: patterns of the files that the evaluation writes; `eval_results.json` if there are none.
+        output_dir: the run's folder.
+        result: the result of `train`.
+        *files: patterns of the files that the evaluation writes; `eval_results.json` if none are given.
     """
     from accelerate import PartialState
 
@@ -154,7 +154,9 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
 
 
 def overlap(folder: Path, given: Path) -> str:
-    """Return the verb between a folder to write into and an input that overlap; "" if they do not."""
+    """
+    Return how a folder to write to overlaps with an input, as a verb ("is", "holds", …); "" if they do not overlap.
+    """
     mine, theirs = folder.resolve(), given.resolve()
     if mine == theirs or mine in theirs.parents:
         return "holds"

@@ -1,4 +1,4 @@
-"""What one process finds, and all processes of a launch go on with."""
+"""Share what the first process finds with all processes of a launch."""
 
 from collections.abc import Callable
 from typing import TypeVar

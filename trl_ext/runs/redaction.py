@@ -1,4 +1,4 @@
-"""Keep credentials out of what a run writes, by the name of a setting or the shape of a text."""
+"""Remove credentials from what a run writes; they are found by a setting's name or by the form of a text."""
 
 import re
 from typing import Any
@@ -46,7 +46,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
     Args:
         value: text, or a list, tuple or mapping of values. Other objects are returned as they are.
-        name: what the value is called.
+        name: name of the value, such as `token`.
     """
     words = _words(name)
     if value is None or isinstance(value, bool) or value == "":
@@ -64,9 +64,9 @@ def redacted(value: Any, name: str = "") -> Any:
 
 def without_credentials(value: Any) -> Any:
     """
-    Return `value` redacted and without the settings that hold a credential: another credential makes no other run.
+    Return `value` without credentials, to compare runs: a run with another credential is the same run.
 
-    A mapping that held nothing else becomes None, as if it had not been given.
+    A mapping that held only credentials becomes None, as if it had not been given.
     """
     if not isinstance(value, dict):
         return redacted(value)
@@ -75,7 +75,7 @@ def without_credentials(value: Any) -> Any:
 
 
 class HidesCredentials:
-    """Mixin of `TrainingArguments`: `to_dict`, which W&B, TensorBoard and the like are given, has no credentials."""
+    """Extend `TrainingArguments`: remove credentials from `to_dict`, which W&B, TensorBoard and the like get."""
 
     def to_dict(self) -> dict[str, Any]:
         settings = super().to_dict()  # type: ignore[misc]
@@ -84,7 +84,7 @@ class HidesCredentials:
 
 
 class _PickledAs(str):
-    """A string used as given but written redacted."""
+    """Keep a string with a credential usable, but pickle it redacted."""
 
     shown: str
 
@@ -93,7 +93,7 @@ class _PickledAs(str):
 
 
 def pickled_without_credentials(args: Any) -> dict[str, Any]:
-    """Return attributes that pickle `args` without a credential; its token still works for a push."""
+    """Return attributes for `args` whose pickle has no credential, though the push token in memory still works."""
     changed: dict[str, Any] = {}
     for name, value in vars(args).items():
         shown = redacted(value, name)

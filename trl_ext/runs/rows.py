@@ -1,4 +1,4 @@
-"""Tell datasets apart by their rows."""
+"""Identify datasets by a hash of their rows."""
 
 import xxhash
 from datasets import Dataset

@@ -1,4 +1,4 @@
-"""Write checkpoints while training goes on, and end or go on if one cannot be written."""
+"""Write checkpoints while training continues; if one cannot be written, end the run or continue without it."""
 
 import json
 import os
@@ -44,9 +44,9 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
     removed: beside those of an earlier run they would look whole.
 
     Args:
-        output_dir: of the run.
-        what: what is written, as the beginning of a sentence: "The model".
-        goes_on: what the same command does next; by default it goes on from a checkpoint, or begins anew.
+        output_dir: the run's folder.
+        what: name of the part, as the beginning of a sentence: "The model".
+        goes_on: what running the same command again will do, in words; by default resume, or begin anew.
     """
     before, failure = _written(output_dir), None
     try:
@@ -68,11 +68,11 @@ def result_of(output_dir: str | os.PathLike[str], what: str, goes_on: str | None
 
 def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
     """
-    Save a model, then its metrics: on a full disk the model is what counts.
+    Save a model, then its metrics: if the disk becomes full, the model matters more.
 
     Args:
         trainer: a Trainer that has trained.
-        metrics: what `train` returned; none where the run was complete already.
+        metrics: metrics that `train` returned; empty if the run was complete already.
     """
     with result_of(trainer.args.output_dir, MODEL):
         trainer.save_model()
@@ -82,7 +82,7 @@ def save_trained(trainer: Any, metrics: dict[str, float]) -> None:
 
 
 def _json(path: Path) -> str | None:
-    """Return the text of a JSON file; None if it is missing, or was cut off by a full disk."""
+    """Return the text of a JSON file; None if the file is missing, or is not whole since the disk was full."""
     try:
         text = path.read_text(encoding="utf-8")
         json.loads(text)
@@ -92,17 +92,17 @@ def _json(path: Path) -> str | None:
 
 
 def _written(folder: str | os.PathLike[str]) -> dict[Path, int]:
-    """Return when each file of weights in a folder was written, without those of checkpoints."""
+    """Return the time of writing of each file of weights in a folder, but not of those in checkpoints."""
     paths = [path for pattern in _WEIGHTS for at in ("", "critic/") for path in Path(folder).glob(f"{at}{pattern}")]
     return {path: path.stat().st_mtime_ns for path in paths}
 
 
 class BackgroundSaving(_Trainer):
     """
-    Mixin of trainers: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] say.
+    Extend a trainer: write checkpoints as [`~trl_ext.runs.settings.SavingSettings`] ask, maybe in the background.
 
-    While a checkpoint is being written, the processes agree between two steps on how far it is. The thread that writes
-    takes part in no collective.
+    While a checkpoint is being written, the processes exchange their progress between two steps. The thread that
+    writes takes part in no collective.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -127,7 +127,9 @@ class BackgroundSaving(_Trainer):
 
     @property
     def _upload(self) -> str | None:
-        """Say what uploads each checkpoint as soon as it is written, and how to avoid it; None if nothing does."""
+        """
+        Return what uploads each checkpoint as soon as it is written, and how to avoid that; None if nothing does.
+        """
         if self._is_pushed:
             return "`push_to_hub` uploads each: set `hub_strategy='end'` to upload the model at the end alone"
         for tracker in self.args.report_to or []:
@@ -151,7 +153,7 @@ class BackgroundSaving(_Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _check_saving(self, wait: bool = False) -> None:
-        """Check whether the checkpoint that is being written is complete; print or raise if it failed."""
+        """See whether the checkpoint in the background is complete by now; if it failed, print that or raise."""
         self._look_at_saving(wait)
         sentence, self._save_failure = self._save_failure, None
         if sentence is None:
@@ -161,7 +163,7 @@ class BackgroundSaving(_Trainer):
         self.accelerator.print(sentence)
 
     def _look_at_saving(self, wait: bool = True) -> None:
-        """Wait for the checkpoint that is being written, or see how far it is. Call it on all processes."""
+        """Wait for the checkpoint that is being written, or only ask for its state. Call this on all processes."""
         if self._being_saved is None:
             return
         is_busy, has_failed = self._writing()
@@ -187,7 +189,9 @@ class BackgroundSaving(_Trainer):
 
     @staticmethod
     def _agreed_name() -> str:
-        """Return one name for this checkpoint on all processes: a count differs after an exception."""
+        """
+        Return a name for this checkpoint that is the same on all processes; own counters could differ after an error.
+        """
         return from_first(uuid4().hex)
 
     def _unsaved(self, cause: str, goes_on: bool) -> str:
@@ -200,7 +204,9 @@ class BackgroundSaving(_Trainer):
         )
 
     def _forget_unsaved(self, checkpoint: str, best: str | None) -> None:
-        """Remove a checkpoint that could not be written: it takes room, and would count as one to keep."""
+        """
+        Remove a checkpoint that could not be written whole: it would take space, and count for `save_total_limit`.
+        """
         state, metric = self.state, f"eval_{str(self.args.metric_for_best_model).removeprefix('eval_')}"
         if state.best_model_checkpoint == checkpoint:
             state.best_model_checkpoint = best
@@ -213,7 +219,7 @@ class BackgroundSaving(_Trainer):
             shutil.rmtree(checkpoint, ignore_errors=True)
 
     def save_metrics(self, split: str, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Save metrics as every Trainer does, each file whole or as it was before."""
+        """Save metrics as every Trainer does, but write each file whole or leave it unchanged."""
         if not self.is_world_process_zero():
             return
         output_dir, added_to = Path(self.args.output_dir), "all_results.json"
@@ -227,7 +233,10 @@ class BackgroundSaving(_Trainer):
                 path.replace(output_dir / path.name)
 
     def _complete_after_an_error(self) -> None:
-        """Let what is being written be completed, if the other processes have written theirs; without collectives."""
+        """
+        Complete the checkpoint in the background after an error, if all processes wrote their parts; use no
+        collective.
+        """
         if self._being_saved is None:
             return self._writer.close()
         if self._writer.is_busy:

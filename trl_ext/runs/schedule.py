@@ -1,4 +1,4 @@
-"""Say what a run is going to do, in a few aligned lines that are printed when it begins."""
+"""Write the summary of a run, a few aligned lines that are printed when it begins."""
 
 import math
 import shutil
@@ -14,7 +14,7 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 
 
 def block(title: str, lines: dict[str, str]) -> str:
-    """Set named lines under a title, wrapped and aligned; empty ones are left out."""
+    """Write lines with a name each under a title, wrapped and aligned; leave out empty lines."""
     room, width = max(map(len, lines)) + 4, min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH)
     shown = [
         textwrap.fill(f"  {name:{room - 2}}{text}", width, subsequent_indent=" " * room, **_WHOLE_WORDS)
@@ -25,7 +25,7 @@ def block(title: str, lines: dict[str, str]) -> str:
 
 
 def schedule(trainer: Any, **own: str) -> str:
-    """Say what SFT, reward modelling or DPO will train, on what, how long, and where it is saved; `own` lines, too."""
+    """Summarise a run of SFT, reward modelling or DPO: model, data, steps, saving; `own` adds lines."""
     args = trainer.args
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     evaluated = rows_of(trainer.eval_dataset).removesuffix(" rows").removesuffix(" row")
@@ -47,7 +47,7 @@ def count(number: int, noun: str) -> str:
 
 
 def sizes(parameters: Any) -> str:
-    """Say how many weights there are, and how many of them are trained."""
+    """Return a text with the number of weights, and of trained weights."""
     parameters = list(parameters)
     every, trained = size_of(parameters), size_of(p for p in parameters if p.requires_grad)
     return f"{every:,} parameters, {'all' if every == trained else f'{trained:,}'} trained"
@@ -77,7 +77,7 @@ def steps_of(trainer: Any) -> int | None:
 
 
 def saves(args: Any) -> str:
-    """Say when checkpoints are written, where, and how many are kept."""
+    """Return a text on checkpoints: when they are written, where, and how many are kept."""
     if args.save_strategy == "no":
         return f"no checkpoints, only the end in {args.output_dir}"
     when = {

@@ -1,4 +1,4 @@
-"""Settings: what a field means and may be is said once, where it is declared; checks, help and docs read it there."""
+"""Declare settings with their meaning and range in one place, which checks, `--help` and the docs read."""
 
 import math
 import operator
@@ -17,7 +17,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class _Help(str):
-    """Help that carries the field's rules: HfArgumentParser hands all other metadata to argparse, which refuses it."""
+    """Hold a field's help and rules in one string: HfArgumentParser passes other metadata to argparse, which fails."""
 
     range: Range | None = None
     only_with: OnlyWith | None = None
@@ -28,11 +28,11 @@ def setting(default: Any, help: str, range: Range | None = None, only_with: Only
     Declare a field of a configuration: the one place where a setting is described.
 
     Args:
-        default: value if it is not set.
-        help: what it means, with its unit. `--help` shows the first sentence; `--help WORD` and the docs show all. No
-            percent signs: argparse takes them for formats.
-        range: the values that it may have: a rule that [`meets`] understands, or a rule in words and its test.
-        only_with: another setting and the value that it must have, else this one does nothing and is refused.
+        default: default value.
+        help: meaning and unit. `--help` shows the first sentence; `--help WORD` and the docs show all. No percent
+            signs: argparse takes them for formats.
+        range: allowed values: a rule that [`meets`] understands, or a rule in words with a function that tests it.
+        only_with: name and value of another setting, without which this setting has no effect and is refused.
     """
     text = _Help(help)
     text.range, text.only_with = range, only_with
@@ -60,13 +60,13 @@ def meets(value: Any, rule: str) -> bool:
 
 
 def rules_of(each: Field) -> tuple[Range | None, OnlyWith | None]:
-    """Return the range of a field, and the setting that it needs to have an effect."""
+    """Return a field's range, and the other setting without which the field has no effect."""
     text = each.metadata.get("help", "")
     return (text.range, text.only_with) if isinstance(text, _Help) else (None, None)
 
 
 def conditions(each: Field) -> str:
-    """Say what a field's value must be, and with which other setting it is read."""
+    """Return words on a field's allowed values, and on the other setting that it needs."""
     rule, only_with = rules_of(each)
     sentences = []
     if rule:
@@ -77,7 +77,7 @@ def conditions(each: Field) -> str:
 
 
 def documented(cls: _Class) -> _Class:
-    """Append to a dataclass's docstring the settings that it and our mixins declare."""
+    """Append the settings that a dataclass and our mixins declare to the dataclass's docstring."""
     known, lines = {each.name: each for each in fields(cls)}, []
     for kind in cls.__mro__:
         names = kind.__annotations__ if kind is cls or kind.__module__.startswith("trl_ext.") else ()
@@ -91,7 +91,7 @@ def documented(cls: _Class) -> _Class:
 
 @dataclass
 class SavingSettings:
-    """Add to `TrainingArguments` what a run of our trainers writes, and how."""
+    """Add settings to `TrainingArguments`: which files a run writes, and how."""
 
     save_in_background: bool = setting(
         False,
@@ -153,10 +153,10 @@ def check_settings(
         config: a dataclass instance. Whole numbers, `Literal` choices and ranges are checked; `None` passes where the
             field's type allows it.
         ranges: ranges of fields that another package declares, by name, as [`setting`] takes them.
-        only_with: the same for `only_with`.
+        only_with: for such fields the other setting that each needs, as [`setting`] takes it.
 
     Raises:
-        ValueError: with the field, its value, and what to do.
+        ValueError: a value breaks a rule; the message has the field, its value, and what to do.
     """
     hints = get_type_hints(type(config))  # not `field.type`: HfArgumentParser overwrites it
     for name, hint in hints.items():

@@ -1,4 +1,4 @@
-"""Find what ships with the package: recipes, accelerate's configurations, the runbook.
+"""Find the files that ship with the package: recipes, accelerate's configurations, the runbook.
 
 A wheel has them in the package, a clone beside it. A name is looked for in the working directory first, and then
 among what ships, so a recipe runs from anywhere.
@@ -25,9 +25,9 @@ def root() -> Path:
 
 def find(name: str | os.PathLike[str]) -> Path:
     """
-    Return the path of a file or folder in the working directory, or else of the one that ships under this name.
+    Return the path of a file or folder in the working directory, or else of the shipped file or folder of this name.
 
-    A name such as `recipes/demo/world.py` is returned unchanged if it is in neither.
+    A name such as `recipes/demo/world.py` is returned unchanged if neither exists.
     """
     path = Path(name).expanduser()
     if not path.exists() and path.parts[:1] in (("recipes",), ("accelerate_configs",)) and (root() / path).exists():
@@ -46,8 +46,8 @@ def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
     Return the YAML file that a flag names: a path, or the name of one that ships, such as `tinystories/ppo`.
 
     Args:
-        flag: what error messages call it.
-        name: with or without the folder before it and `.yaml` after it.
+        flag: name of the flag, for error messages.
+        name: name of the file, with or without the folder before it and `.yaml` after it.
         folder: `"recipes"` or `"accelerate_configs"`.
 
     Raises:
@@ -63,7 +63,7 @@ def config_file(flag: str, name: str, folder: str = "recipes") -> Path:
 
 
 def accelerate_file(flag: str, name: str) -> Path:
-    """Return the same for a configuration of accelerate: one of ours, or else of TRL's."""
+    """Return the file of an accelerate configuration: a path, one of ours, or else one of TRL's."""
     try:
         return config_file(flag, name, "accelerate_configs")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Which function this is: by its source, for resuming."""
+"""Identify functions by their source, so that a resumed run notices a changed reward function."""
 
 import ast
 import functools
@@ -39,7 +39,7 @@ Seen = dict[int, tuple[Any, str]]
 
 def source_identity(function: Any) -> str:
     """
-    Say which function, or callable object, this is.
+    Identify a function or a callable object by a hash.
 
     Counted are its source without comments, the values that it closes over, its attributes, and the functions,
     classes, objects, models and plain values of its own files that it names, and theirs. Of attributes the public ones
@@ -114,7 +114,7 @@ def _parts(value: Any, seen: Seen) -> Iterator[str]:
 
 
 def _object(value: Any, seen: Seen, is_told: bool) -> Iterator[str]:
-    """Of an object: its type and, if they tell what it does, its attributes."""
+    """Return what identifies an object: its type, and its attributes if they decide what it does."""
     yield _digest(type(value), seen)
     yield str(getattr(value, "__name__", ""))
     if hasattr(value, "__wrapped__"):  # a function with a cache
@@ -141,7 +141,7 @@ def _class(value: type, seen: Seen) -> Iterator[str]:
 
 
 def _function(value: Any, seen: Seen) -> Iterator[str]:
-    """Of a function: its source, and what it names."""
+    """Return what identifies a function: its source, and the values of the names in it."""
     if hasattr(value, "__wrapped__"):
         yield _digest(value.__wrapped__, seen)
     yield identity_name(value.__module__ or "", value.__qualname__)[1]
@@ -155,7 +155,7 @@ def _function(value: Any, seen: Seen) -> Iterator[str]:
 
 
 def _named(namespace: dict[str, Any], names: list[str], modules: list[ModuleType]) -> Iterator[tuple[str, Any]]:
-    """What is named of a namespace, and of the modules of one's own files in it."""
+    """Return the values of these names in a namespace, and in the user's own modules within it."""
     for name in names:
         item = namespace.get(name)
         if not inspect.ismodule(item):
@@ -167,13 +167,13 @@ def _named(namespace: dict[str, Any], names: list[str], modules: list[ModuleType
 
 
 def _names(code: CodeType) -> set[str]:
-    """All names of globals and attributes in a function, and in the functions and comprehensions within."""
+    """Return the names of all globals and attributes in a function, and in functions and comprehensions within it."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
 
 
 def _function_of(attribute: Any) -> Any:
-    """The function in a static or class method, or in a property, cached or not."""
+    """Return the function within a static method, a class method or a property, cached or not."""
     found = (getattr(attribute, name, None) for name in ("__func__", "fget", "func"))
     return next(filter(None, found), attribute)
 
@@ -186,14 +186,16 @@ def _is_installed(value: Any) -> bool:
 
 
 def _is_in_a_package(file: str | None) -> bool:
-    """Whether a file is not one's own; None is what is built in."""
+    """Return whether a file is part of an installed package; None stands for built-in code, which is."""
     if file is None or file.startswith("<frozen"):
         return True
     return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _source(function: Any) -> str | None:
-    """The source of a function; None where it was typed in, and for a lambda, whose lines have other things, too."""
+    """
+    Return a function's source; None if it was typed into a shell, or is a lambda, whose line has other code, too.
+    """
     if function.__name__ == "<lambda>":
         return None
     try:

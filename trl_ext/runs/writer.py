@@ -26,18 +26,18 @@ _PATIENCE = 10.0  # seconds that a run which has raised waits for them
 
 
 class NotSaved(RuntimeError):
-    """A checkpoint could not be written; the message is one sentence, with the cause and the folder."""
+    """Say that a checkpoint could not be written; the message is one sentence, with the cause and the folder."""
 
 
 class CheckpointWriter:
     """
-    Takes over what is written to a path within [`~CheckpointWriter.deferring`], and writes it in a thread.
+    Collect the files that are saved within [`~CheckpointWriter.deferring`], and write them in a thread.
 
     PyTorch's [`~torch.distributed.checkpoint.staging.DefaultStager`] makes the copies: it keeps views and shared
     storages, and reuses its buffers from the second checkpoint on.
 
     Args:
-        pins: pin the buffers, which makes copies from a GPU fast.
+        pins: whether to pin the buffers, which makes copies from a GPU fast.
     """
 
     def __init__(self, pins: bool = False):
@@ -51,12 +51,12 @@ class CheckpointWriter:
     @contextmanager
     def deferring(self, copies: bool = True) -> Iterator[None]:
         """
-        Keep back what this thread writes by `torch.save` and `safetensors` in the block; see `upstream.names.WRITERS`.
+        Defer what this thread writes by `torch.save` and `safetensors` in the block; see `upstream.names.WRITERS`.
 
-        What cannot be copied is written at once; a failure to do so is an `OSError`.
+        Data that cannot be copied is written at once; a failure to do so is an `OSError`.
 
         Args:
-            copies: copy what is to be written; else it must not change until it is written.
+            copies: whether to copy the data; data that is not copied must not change until it is written.
         """
         self._writes.clear()
         with ExitStack() as stack:
@@ -104,13 +104,13 @@ class CheckpointWriter:
         name: str = "",
     ) -> None:
         """
-        Write what was kept back, and call `complete` when all processes have written theirs.
+        Write the deferred files in a thread, and call `complete` when all processes have written theirs.
 
         Args:
-            complete: writes the marker; None on processes that do not.
-            processes, rank: of the run. Each process calls this once a checkpoint.
-            error: an earlier failure of this process.
-            name: of this checkpoint, the same on all processes.
+            complete: function that marks the checkpoint as complete; None on all processes but one.
+            processes, rank: number of processes, and this one's. Each process calls this once for a checkpoint.
+            error: earlier failure of this process, if any.
+            name: name of this checkpoint, the same on all processes.
         """
         self.error, self._deadline = error, math.inf
         writes, self._writes = [] if error else self._writes, []
@@ -134,7 +134,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def _exchange(self, name: str, processes: int, rank: int, waits: bool) -> None:
-        """Tell the other processes through the store that this one is done, and wait for them; no collective."""
+        """Tell the other processes, through the store, that this process is done, and wait for them; no collective."""
         store = _get_default_store()
         store.set(f"trl_ext/saved/{name}/{rank}", "failed" if self.error else "written")
         keys = [f"trl_ext/saved/{name}/{other}" for other in range(processes)]
@@ -153,29 +153,31 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def write_now(self) -> None:
-        """Write what was kept back so far, in this thread."""
+        """Write the files that were deferred so far, in the calling thread."""
         while self._writes:
             self._writes.pop(0)()
 
     def wait(self, seconds: float | None = None, after_an_error: bool = False) -> None:
-        """Wait until this process has done its part; after an error, wait for others only some seconds."""
+        """Wait until this process has written its part; after an error, wait only some seconds for other processes."""
         if after_an_error:
             self._deadline = time.monotonic() + _PATIENCE
         if self._thread is not None:
             self._thread.join(seconds)
 
     def close(self) -> None:
-        """Give back the memory of the copies."""
+        """Free the memory of the copies."""
         self._stager, self._writes = None, []
 
 
 def is_of_writing(error: BaseException) -> bool:
-    """Return whether a file could not be written: for a full disk PyTorch raises a `RuntimeError`."""
+    """
+    Return whether an error means that a file could not be written: PyTorch raises a `RuntimeError` on a full disk.
+    """
     return isinstance(error, (OSError, SafetensorError)) or _OF_PYTORCH in str(error)
 
 
 def not_saved(checkpoint: str, error: BaseException) -> str:
-    """Say in half a sentence which checkpoint could not be written, where, why, and how much room there is."""
+    """Return half a sentence: which checkpoint could not be written, where, why, and how much disk space is free."""
     cause = str(getattr(error, "strerror", None) or error)
     if _OF_PYTORCH in cause:  # it says at which line of its own
         cause = "a write to the disk failed"

@@ -1,4 +1,4 @@
-"""TRL's SFT and reward trainers, as runs that resume and are recorded."""
+"""Extend TRL's SFT and reward trainers: their runs can be resumed exactly, and record themselves."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,14 @@ from ..runs.settings import SavingSettings, documented, setting
 @documented
 @dataclass
 class SFTConfig(HidesCredentials, SavingSettings, trl.SFTConfig):
-    """TRL's `SFTConfig`, with settings of how to save; it hides credentials from W&B, TensorBoard and the like."""
+    """Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like."""
 
 
 @documented
 @dataclass
 class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
     """
-    TRL's `RewardConfig`, with settings of how to save, and of labels that are more or less sure.
+    Extend TRL's `RewardConfig` by settings for saving, and for labels that are more or less sure.
 
     It hides credentials from W&B, TensorBoard and the like.
     """
@@ -55,11 +55,13 @@ class _RecordedRun(ResumableRun):
 
 
 class ResumableSFTTrainer(_RecordedRun, SFTTrainer):
-    """TRL's `SFTTrainer`, which resumes only from a complete checkpoint of the same run."""
+    """Extend TRL's `SFTTrainer`: it resumes only from a complete checkpoint of the same run."""
 
 
 class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
-    """TRL's `RewardTrainer`, which resumes only from a complete checkpoint of the same run, with [`RewardConfig`]."""
+    """
+    Extend TRL's `RewardTrainer`: it takes [`RewardConfig`], and resumes only from a complete checkpoint of its run.
+    """
 
     _signature_columns: Any
     data_collator: Any
@@ -85,7 +87,7 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute TRL's loss, and add what each pair's weight and confidence change in it."""
+        """Compute TRL's loss, changed by each pair's weight and confidence."""
         columns, batch = take_columns(inputs, self._pair_columns)
         if not columns:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -1,4 +1,4 @@
-"""What we need of other packages: the table of names that are no public API, optional packages, and their remarks."""
+"""Deal with other packages: private names that we use, optional packages, and warnings to hide from users."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Compare functions, methods and attributes of a library with what we rely on."""
+"""Check that a library still has the functions, methods and attributes that we rely on."""
 
 import dis
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def find(path: str) -> Any:
-    """Return the object at `package.module.name`; raise an `ImportError` if it is gone."""
+    """Return the object at `package.module.name`; raise an `ImportError` if it no longer exists."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
@@ -21,7 +21,7 @@ def find(path: str) -> Any:
 
 def function_change(path: str, passed: str | None) -> str:
     """
-    Say what changed in a function or class so that our call would fail; "" if nothing did.
+    Return what changed in a function or class so that our call of it would fail; "" if the call still works.
 
     Args:
         path: its dotted name.
@@ -40,7 +40,7 @@ def function_change(path: str, passed: str | None) -> str:
 
 
 def method_change(cls: type, name: str, passed: str) -> str:
-    """Say the same for a method of `cls`, which may have other parameters only if `passed` ends in "..."."""
+    """Return what changed in a method of `cls`. New parameters are a change, too, unless `passed` ends in "..."."""
     if not callable(method := getattr(cls, name, None)):
         return f"`{cls.__name__}` has no method `{name}`"
     parameters = list(inspect.signature(method).parameters)[1:]  # all but `self`
@@ -48,13 +48,13 @@ def method_change(cls: type, name: str, passed: str) -> str:
 
 
 def attribute_changes(cls: type, names: list[str]) -> dict[str, str]:
-    """Say for each name whether it is gone: neither a member of `cls` nor set by one of its methods."""
+    """Return for each name a sentence if it no longer exists: if `cls` has no such member, and no method sets it."""
     present = {*dir(cls), *assigned(cls.__mro__)}
     return {name: "" if name in present else f"`{cls.__name__}` has no `{name}`" for name in names}
 
 
 def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
-    """Return the names that both lists of classes define or set, except `__names__`."""
+    """Return the names that classes of both lists define or set, except `__names__`."""
     ours_and_theirs = [
         {name for cls in classes for name in vars(cls) if not name.startswith("__")} | assigned(classes)
         for classes in (ours, theirs)
@@ -63,7 +63,7 @@ def names_of_both(ours: Iterable[type], theirs: Iterable[type]) -> set[str]:
 
 
 def assigned(classes: Iterable[type]) -> set[str]:
-    """Return what the methods of these classes assign to `self`; read from bytecode, so it needs no instance."""
+    """Return the attributes of `self` that methods of these classes assign, found in bytecode without an instance."""
     names = set()
     for member in (member for cls in classes for member in vars(cls).values()):
         function = inspect.unwrap(getattr(member, "fget", member))
@@ -77,7 +77,7 @@ def assigned(classes: Iterable[type]) -> set[str]:
 
 
 def _difference(label: str, parameters: Iterable[str], required: list[str], passed: str) -> str:
-    """Check that we pass what is required, that it exists, and that positions have the same names."""
+    """Return what is wrong with our arguments: a required one is missing, or one is unknown or at another position."""
     given = [name for name in passed.split(", ") if name not in ("", "...")]
     by_place = [name for name in given if not name.endswith("=")]
     names, parameters = {name.rstrip("=") for name in given}, list(parameters)

@@ -1,4 +1,4 @@
-"""Load what a package exports on first use: `import trl_ext` alone takes no seconds."""
+"""Import a package's public names on first use, so that `import trl_ext` alone is fast."""
 
 import ast
 from collections.abc import Callable
@@ -17,8 +17,8 @@ def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     Type checkers and readers see these imports; nothing is imported before somebody asks for a name.
 
     Args:
-        package: its `__name__`.
-        file: its `__file__`.
+        package: the package's `__name__`.
+        file: the package's `__file__`.
     """
     block = next(node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If))
     places = {

@@ -1,4 +1,4 @@
-"""What has moved since 0.2.0: old names can be imported until 0.4.0, and tell what is the same for good."""
+"""List the names that moved since 0.2.0. Old names can be imported until 0.4.0; identities keep them for good."""
 
 import sys
 import warnings
@@ -112,15 +112,15 @@ MEANING: dict[str, int] = {}
 
 
 def new_name(name: str) -> str:
-    """Return what a dotted name of 0.2.0 is called now."""
+    """Return the present dotted name of something that had this dotted name in 0.2.0."""
     return _renamed(name, MOVED)
 
 
 def identity_name(module: str, qualname: str) -> tuple[str, str]:
     """
-    Return by which module and name checkpoints and caches tell a class or function: its own, of ours those of 0.2.0.
+    Return the module and name that identify a class or function in checkpoints and caches; ours keep those of 0.2.0.
 
-    Behind the name of one whose settings have another meaning by now stands a number.
+    A number is appended to the name of a class if its settings have changed their meaning since.
     """
     if module.partition(".")[0] != _PACKAGE:
         return module, qualname
@@ -131,7 +131,7 @@ def identity_name(module: str, qualname: str) -> tuple[str, str]:
 
 
 def _renamed(name: str, names: dict[str, str]) -> str:
-    """Replace the longest beginning of a dotted name that is among the names."""
+    """Replace the beginning of a dotted name, the longest that is a key of `names`, by its new name."""
     parts = name.split(".")
     beginnings = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     known = next((beginning for beginning in beginnings if beginning in names), None)
@@ -139,18 +139,18 @@ def _renamed(name: str, names: dict[str, str]) -> str:
 
 
 def moved(old: str, now: str) -> Any:
-    """Return what is called otherwise now, with a warning that says the new name."""
-    warnings.warn(f"{old} is now {now}; the old name goes in 0.4.0", FutureWarning, stacklevel=3)
+    """Return the object that an old name meant, and warn with its new name."""
+    warnings.warn(f"{old} is now {now}; the old name will be removed in 0.4.0", FutureWarning, stacklevel=3)
     place, _, name = now.rpartition(".")
     return getattr(import_module(place), name)
 
 
 class OldNames(MetaPathFinder, Loader):
     """
-    Imports modules by their old names, with a warning that says the new one.
+    Import modules by their old names, and warn with the new name.
 
-    What is imported is the module of the new name itself, so that its classes are the same by both. Of a module whose
-    contents went to several places it is one that looks them up there.
+    The result is the module of the new name itself, so that both names give the same classes. If a module's contents
+    moved to several places, the result is a module that looks names up in all of them.
     """
 
     def find_spec(
@@ -181,4 +181,4 @@ class OldNames(MetaPathFinder, Loader):
             module.__getattr__ = part  # type: ignore[method-assign]
         else:
             sys.modules[old] = found  # which `import` then takes
-        warnings.warn(f"{old} is now {new}; the old name goes in 0.4.0", FutureWarning, stacklevel=2)
+        warnings.warn(f"{old} is now {new}; the old name will be removed in 0.4.0", FutureWarning, stacklevel=2)

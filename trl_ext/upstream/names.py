@@ -1,5 +1,5 @@
 """
-Every name that we use of TRL, transformers, PEFT and torch though it is no public API: where it is, and what we pass.
+List every private name of TRL, transformers, PEFT and torch that we use: where it is, and what we pass to it.
 
 Import such a name from here: `from ..upstream import use_adapter`. What changed is said in one sentence: of a function
 when it is imported, of the trainers that ours inherit from by [`check_contract`], when one is built.
@@ -203,9 +203,9 @@ def __getattr__(name: str) -> Any:
 @functools.cache
 def check_contract(trainer: type) -> None:
     """
-    Raise an `ImportError` of one sentence if the class of TRL that `trainer` inherits from is not what it was.
+    Raise an `ImportError` of one sentence if the class of TRL that `trainer` inherits from has changed.
 
-    To be called first thing in the constructor: nothing has been loaded yet.
+    Call this first in the constructor, before anything is loaded.
     """
     found = [*changes_of_class(f"trl.{_base(trainer).__name__}").values(), names_taken(trainer)]
     if changes := [change for change in found if change]:
@@ -213,7 +213,7 @@ def check_contract(trainer: type) -> None:
 
 
 def changes_of_class(path: str) -> dict[str, str]:
-    """Return of each method and attribute of a class in the tables what changed; an empty text if nothing did."""
+    """Return for each method and attribute of a class in the tables what changed; "" for an unchanged one."""
     try:
         cls = find(path)
     except ImportError as error:
@@ -224,7 +224,7 @@ def changes_of_class(path: str) -> dict[str, str]:
 
 
 def names_taken(trainer: type) -> str:
-    """Say which names a trainer of ours and TRL both use for themselves: one would call or set the other's."""
+    """Return a sentence for each name that our trainer and TRL's both define, so that one would override the other."""
     base = _base(trainer)
     before, theirs = trainer.__mro__[: trainer.__mro__.index(base)], base.__mro__[:-1]  # all but `object`
     path, ours = f"trl.{base.__name__}", [cls for cls in before if cls.__module__.startswith("trl_ext.")]
@@ -237,7 +237,7 @@ def _base(trainer: type) -> type:
 
 
 def sentence(changes: list[str]) -> str:
-    """Say what changed, from which versions to which, and what to do."""
+    """Return a sentence with the changes, the tested and the installed versions, and what to do."""
     differ = [package for package, tested in TESTED.items() if version(package) != tested] or ["trl"]
     tested = " and ".join(f"{package} {TESTED[package]}" for package in differ)
     installed = " and ".join(f"{package} {version(package)}" for package in differ)

@@ -1,4 +1,4 @@
-"""Optional packages: what needs them, how to install them, and whether a run has those that it needs."""
+"""Check that optional packages which a run needs are installed, and say how to install them."""
 
 import os
 from importlib.util import find_spec
@@ -37,14 +37,14 @@ def is_installed(package: str) -> bool:
 
 
 def is_of_deepspeed(error: Exception) -> bool:
-    """Return whether an error of any library says that DeepSpeed is not installed."""
+    """Return whether an error, of whatever library, means that DeepSpeed is not installed."""
     return isinstance(error, ImportError) and "deepspeed" in str(error).lower()
 
 
 def check_packages(*settings: Any) -> None:
     """
-    Refuse settings, dataclasses of a run, that need a missing package or a login. vLLM and DeepSpeed are checked
-    elsewhere, when they are used.
+    Raise an error if the settings of a run need a missing package or a login. vLLM and DeepSpeed are checked when they
+    are used.
 
     Raises:
         ImportError: a package is missing; the message has the command that installs it.
@@ -63,7 +63,7 @@ def check_packages(*settings: Any) -> None:
 
 
 def need_server() -> None:
-    """Refuse to serve rewards without the packages for it: an `ImportError` with the command that installs them."""
+    """Raise an `ImportError`, with the command to run, if a package that `trl-ext serve-reward` needs is missing."""
     for package in ("starlette", "uvicorn", "prometheus_client"):
         need(package, "`trl-ext serve-reward`")
 
@@ -87,7 +87,7 @@ def has_wandb_login() -> bool:
 
 def need(package: str, what: str, otherwise: str = "") -> None:
     """
-    Refuse to go on without a package.
+    Raise an `ImportError` if a package is not installed.
 
     Args:
         package: its name in `import`.

@@ -8,9 +8,9 @@ from typing import Any
 @contextmanager
 def temporarily(target: Any, **values: Any) -> Iterator[None]:
     """
-    Give `target` these attributes within the block, and their old values back after it, whatever happens.
+    Set attributes of `target` within the block, and restore their old values after it, even after an error.
 
-    What it did not have it loses again.
+    An attribute that `target` did not have before is deleted.
     """
     saved = {name: getattr(target, name) for name in values if hasattr(target, name)}
     vars(target).update(values)

@@ -1,9 +1,9 @@
 """
-What keeps the terminal of a run to what is for its user: remarks of libraries by name, and no more.
+Hide listed warnings of libraries, which tell a user nothing about the run, from the terminal.
 
-Recipes and commands call it first, `trl_ext.ppo` and `trl_ext.dpo` as they are imported, their trainers as they are
-made. Nothing here happens by `import trl_ext`, or by callbacks and rewards: a script without our trainers shows what
-it always showed.
+Recipes and commands call this first; `trl_ext.ppo` and `trl_ext.dpo` do when they are imported, their trainers when
+they are made. `import trl_ext`, callbacks and rewards hide nothing: a script without our trainers prints the same as
+without us.
 """
 
 import functools
@@ -41,10 +41,10 @@ def _is_verbose() -> bool:
 @functools.cache  # once is enough
 def quiet() -> None:
     """
-    Leave out remarks of libraries that say nothing of the run. To be called first in a script: it imports nothing.
+    Hide warnings of libraries that tell nothing about the run. Call this first in a script: it imports nothing.
 
-    What a user must know, such as a warning of TRL or of ours, is shown as before. With the environment variable
-    `TRL_EXT_VERBOSE=1` nothing is left out.
+    Warnings that a user must know, such as those of TRL and ours, are still shown. With the environment variable
+    `TRL_EXT_VERBOSE=1` nothing is hidden.
     """
     if _is_verbose():
         return
@@ -55,7 +55,7 @@ def quiet() -> None:
 
 
 def is_quiet() -> bool:
-    """Return whether this process has called [`quiet`]; a process that it starts should then call it, too."""
+    """Return whether this process has called [`quiet`]; the processes that it starts should then call it, too."""
     return quiet.cache_info().currsize > 0
 
 

@@ -1,4 +1,4 @@
-"""Tools around training: labels, prompts, reward reports, plans and pages. What scripts need of them is here."""
+"""Provide tools around training: labels, prompts, reward reports, plans and pages. Scripts import them from here."""
 
 from typing import TYPE_CHECKING
 

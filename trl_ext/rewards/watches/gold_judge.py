@@ -1,4 +1,4 @@
-"""Judge evaluations by what training never sees."""
+"""Score evaluation answers by a judge whose scores training never sees."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Write what a watch sees. A watch is a reward function of weight 0 that only measures."""
+"""Define the base class of watches: reward functions of weight 0 that measure, and write completions to a file."""
 
 import math
 import os

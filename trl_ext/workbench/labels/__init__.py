@@ -1,4 +1,4 @@
-"""Who labelled preference pairs, how far they agree, and what their labels come to."""
+"""Measure how far people who labelled preference pairs agree, and make training pairs from their labels."""
 
 from .agreement import agreement_report, krippendorff_alpha
 from .bradley_terry import noisy_bradley_terry

@@ -1,4 +1,4 @@
-"""Measure how far annotators agree and who stands apart, and say what the labels cannot tell."""
+"""Measure how far annotators agree, compare each annotator with the others, and list what labels cannot show."""
 
 from itertools import combinations
 from typing import Any
@@ -21,7 +21,7 @@ def agreement_report(labels: Labels, seed: int = 0) -> dict[str, Any]:
 
     Args:
         labels: of all annotators.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Returns:
         `labels`, `items`, `overlapping_items`, `labels_per_item`, `ties` (a share); `alpha`, Krippendorff's for
@@ -170,7 +170,7 @@ def _shown_first(labels: Labels) -> float | None:
 
 
 def _lean(labels: Labels, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how much oftener each annotator takes the answer shown first than others do, and its z."""
+    """Return how much more often each annotator chooses the answer shown first than others do, and the z-score."""
     size = len(labels.annotators)
     choices = counts[labels.item][:, [FIRST, SECOND]].astype(float)
     mine = labels.choice != TIE
@@ -248,7 +248,7 @@ def _kappas(labels: Labels) -> list[dict[str, Any]]:
 
 
 def _unknown(labels: Labels, report: dict[str, Any]) -> Any:
-    """Yield sentences on what these labels cannot tell."""
+    """Yield sentences on questions that these labels cannot answer."""
     people = len(report["annotators"])
     if not people:
         yield "Whoever labelled a pair again contradicted what was said before, so no label is left."

@@ -1,4 +1,4 @@
-"""Say which column of a table of labels holds what."""
+"""Name the columns of a table of labels: the prompt, the answers, the annotator, the choice."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Columns:
     """
-    Which column of a table holds what.
+    Name the columns of a table of labels.
 
     Args:
         prompt: one column, text or messages, or several with text, which are joined by an empty line.

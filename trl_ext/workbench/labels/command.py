@@ -26,7 +26,7 @@ _OWN = {"prompt", "chosen", "rejected", "confidence", "weight", "votes", "annota
 
 @dataclass
 class AnnotatorsArguments:
-    """The table's columns, whose labels count, and how they are aggregated."""
+    """Declare the arguments of `trl-ext annotators`: the table's columns, and which labels count and how."""
 
     dataset_name: str = field(metadata={"help": "The table: a .jsonl, .csv or .parquet file, a folder, a hub name."})
     output_dir: str = field(metadata={"help": "Where the report and the pairs go."})
@@ -98,7 +98,7 @@ class AnnotatorsArguments:
 
 def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     """
-    Write the report and the pairs, and return what is in the report.
+    Write the report and the pairs, and return the report's content.
 
     Raises:
         ValueError: the table cannot be read, or no pair is left; the report is written then, too.

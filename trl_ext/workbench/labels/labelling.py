@@ -59,7 +59,7 @@ def answers_to_label(
             to the other two.
         size: how many to choose. Fewer come back if there are fewer prompts.
         shares: share of each of `REASONS`, with a sum above 0. They are rounded in that order; the rest is random.
-        seed: of the draws.
+        seed: seed of all random choices.
 
     Returns:
         row → why, one of `REASONS`, in random order.

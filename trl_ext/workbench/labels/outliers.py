@@ -66,7 +66,7 @@ def _zscores_against(labels: Labels, is_measure: np.ndarray) -> np.ndarray:
 
 def others_share(labels: Labels, counts: np.ndarray, choice: Any, own: Any = True) -> np.ndarray:
     """
-    Return the share of the others' labels of an item that are `choice`, (L,); NaN where there are no others.
+    Return for each label the share of other people's labels of the item that equal `choice`, (L,); NaN without any.
 
     Args:
         labels: to compare.

@@ -1,4 +1,4 @@
-"""The page on annotators: what is known of them, what is not, and which pairs were made of their labels."""
+"""Write the page on annotators: their figures, questions that remain open, and the pairs made from their labels."""
 
 import json
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ def _is_fast(seconds: float | None, middle: float) -> bool:
 
 
 def _columns(people: list[dict[str, Any]]) -> list[str]:
-    """Return which figures of annotators are shown: those that any of them has."""
+    """Return the columns of the table of annotators: each figure that is known for some annotator."""
     has = {name for row in people for name, value in row.items() if value not in (None, 0)}
     if all(row["compared"] == row["labels"] for row in people):
         has.discard("compared")

@@ -24,7 +24,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses nothing
 @dataclass(frozen=True)
 class Labels:
     """
-    Labels as arrays, one entry a label; each annotator has one label of an item at most.
+    Hold labels as arrays with one entry for each label; an annotator has at most one label of an item.
 
     Args:
         item: (L,) int, place in `rows`.
@@ -173,7 +173,7 @@ def _in_order_of_item(labels: Labels) -> Labels:
 
 
 def _once(labels: Labels) -> Labels:
-    """Keep one of an annotator's labels of an item if they are equal, and none if they differ."""
+    """If an annotator labelled an item several times, keep one label if all are equal, and none if they differ."""
     size = len(labels.annotators)
     key = labels.item * size + labels.annotator
     order = np.argsort(key, kind="stable")

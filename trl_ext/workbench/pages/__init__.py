@@ -1,1 +1,1 @@
-"""Pages of one run and of several, and the templates that all pages share."""
+"""Write HTML pages of one run or of several, with templates that all pages share."""

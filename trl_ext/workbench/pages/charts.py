@@ -1,4 +1,4 @@
-"""Curves as SVG, in the colours of the page around them."""
+"""Draw curves as SVG, in the colours of the page around them."""
 
 import hashlib
 import importlib.util
@@ -54,7 +54,7 @@ def can_draw() -> bool:
 
 
 def line_style(place: int) -> dict[str, Any]:
-    """Return colour, line and mark of the run at this place of a comparison, as matplotlib's arguments."""
+    """Return the colour, line and marker of the n-th run in a comparison, as matplotlib's arguments."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "linestyle": LINES[(place + place // len(COLOURS)) % len(LINES)],

@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves over each other, what they came to, and how they differ."""
+"""Write a page that compares runs: their curves in common charts, their results, and their different settings."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ FOLDERS = {"output_dir", "logging_dir"}  # they differ in any two runs
 
 
 def named(folders: list[Path]) -> dict[str, Path]:
-    """Return the folders by the shortest ends of their paths that tell them apart; raise if one is given twice."""
+    """Name each folder by the shortest end of its path that no other folder has; raise if a folder is given twice."""
     paths = [folder.resolve() for folder in folders]
     for place, path in enumerate(paths):
         if path in paths[:place]:
@@ -39,12 +39,12 @@ def named(folders: list[Path]) -> dict[str, Path]:
 
 def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
     """
-    Return the HTML.
+    Return the HTML of a page that compares several runs.
 
     Args:
-        runs: by the names that they are shown with.
-        x: what the curves are drawn over: `step`, or a growing key that every run logs, such as `episode`.
-        title: the page's title. The default is the names.
+        runs: mapping from the name to show to the run.
+        x: quantity on the horizontal axis: `step`, or a growing key that every run logs, such as `episode`.
+        title: the page's title. The default is made of the runs' names.
     """
     progress = {name: _progress(run, x) for name, run in runs.items()}
     colours = {name: line_style(place)["color"] for place, name in enumerate(runs)}
@@ -69,7 +69,7 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
 
 
 def _alarms(run: Run) -> list[int]:
-    """Return the steps of its alerts."""
+    """Return the steps at which a run had alerts."""
     return [alert["step"] for alert in run.alerts if not is_notice(alert)]
 
 
@@ -84,7 +84,7 @@ def _progress(run: Run, x: str) -> Callable[[list[int]], list[float]]:
 
 
 def _other_axis(runs: dict[str, Run], x: str) -> str:
-    """Return a key to draw over where a step of one run is more than a step of another, or ""."""
+    """Return a better key than `step` for the horizontal axis if the runs' steps are of different size, or ""."""
     for key in ("episode", "num_tokens") if x == "step" else ():
         per_run = [curve(run.history, key) for run in runs.values()]
         if all(steps for steps, _ in per_run):
@@ -95,7 +95,7 @@ def _other_axis(runs: dict[str, Run], x: str) -> str:
 
 
 def _summary(runs: dict[str, Run]) -> list[list[str]]:
-    """Return what each run came to, side by side, with a column for each run."""
+    """Return a table of results, with a column for each run."""
     shown: dict[str, dict[str, str]] = {}  # label → run → value
     for name, run in runs.items():
         for quantity in headline(run):
@@ -110,7 +110,7 @@ def _summary(runs: dict[str, Run]) -> list[list[str]]:
 
 
 def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list[str]:
-    """Draw each quantity that a reader wants first, and what else two runs or more have logged."""
+    """Draw a chart of each main quantity, and of every other key that two or more runs logged."""
     wanted: dict[str, dict[str, str]] = {}  # title → run → key
     for name, run in runs.items():
         for quantity in headline(run):

@@ -1,4 +1,4 @@
-"""What a reader wants to know first about a run, by trainer: names, units and keys in the logs."""
+"""List the main quantities of a run for each trainer: their names, units and keys in the logs."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from .recorded import Run, is_finite
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that a run logs at its steps, with the name and unit that readers know."""
+    """Describe a number that a run logs: its key, and the name and unit to show."""
 
     name: str
     key: str
@@ -68,7 +68,7 @@ _HELD_OUT = {
 
 
 def headline(run: Run) -> list[Quantity]:
-    """Return the quantities that this run has logged, the most wanted first."""
+    """Return the main quantities that this run has logged, the most important first."""
     keys = {key for log in run.history for key in log}
     wanted = list(HEADLINES.get(run.trainer, ()))
     if not wanted:
@@ -83,7 +83,7 @@ def headline(run: Run) -> list[Quantity]:
 
 
 def first_and_last(run: Run, key: str) -> list[float]:
-    """Return the first and the last value of a key, or the only one."""
+    """Return the first and the last value of a key, or its only value."""
     values = curve(run.history, key)[1]
     return [values[0], values[-1]] if len(values) > 1 else values
 

@@ -1,4 +1,4 @@
-"""HTML from Jinja2 templates, which escape every value that they are given."""
+"""Make HTML from Jinja2 templates, which escape every value."""
 
 import math
 import re
@@ -17,7 +17,7 @@ def render(template: Path, **shown: Any) -> str:
 
     Args:
         template: extends `frame.html.j2` and may import `parts.html.j2`, both in the folder `templates`.
-        shown: what the template shows. Strings are escaped; only `Markup` is taken as HTML.
+        shown: values for the template. Strings are escaped; only `Markup` is taken as HTML.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # here, so that only writing a page imports it
 
@@ -45,7 +45,7 @@ def prose(markdown: str) -> Markup:
 
 
 def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
-    """Return a table's columns of one class."""
+    """Return the columns of a table that have a given class."""
     return [(name, style) for name in names]
 
 

@@ -1,4 +1,4 @@
-"""The page of one run: what it came to, its alerts, curves, samples and settings."""
+"""Write the page of one run: its results, alerts, curves, samples and settings."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -18,7 +18,7 @@ LAST_GOOD = "last-good"  # the folder of a PPO run with the weights before a gra
 
 
 def page(run: Run) -> str:
-    """Return the HTML."""
+    """Return the HTML page of one run."""
     return render(
         TEMPLATES / "run.html.j2",
         title=run.folder.resolve().name,

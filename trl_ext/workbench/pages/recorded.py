@@ -1,4 +1,4 @@
-"""What the last run in a folder left there: curves, alerts, samples and settings."""
+"""Read the files that the last run in a folder wrote: curves, alerts, samples and settings."""
 
 import json
 import math
@@ -16,7 +16,7 @@ _SIGNATURES = {"DPOConfig": "rewards/margins", "RewardConfig": "margin", "SFTCon
 
 @dataclass
 class Run:
-    """What a run left in its folder."""
+    """Hold what a run wrote into its folder."""
 
     folder: Path
     history: list[dict[str, Any]]
@@ -32,7 +32,9 @@ class Run:
 
     @property
     def trainer(self) -> str:
-        """Return its config class, a key of `METRICS`: as recorded, or else the one whose keys it logged."""
+        """
+        Return the name of the run's configuration class: as recorded, or else guessed from the keys that it logged.
+        """
         for event in reversed(self.events):
             if event.get("config_class") in METRICS:
                 return event["config_class"]

@@ -37,11 +37,11 @@ def write_report(folder: str | Path | Sequence[str | Path], output: str | Path |
     Write the page of a run, or one page of several runs, and return its path.
 
     Args:
-        folder: output directory of a run, or several, whose curves are drawn over each other. One of online DPO stands
-            for its rounds.
+        folder: output directory of a run, or several directories for a comparison. The folder of an online DPO run
+            stands for all of its rounds.
         output: file to write. The default is `report.html` in the run's folder, or for several runs in the working
             directory.
-        x: what curves of several runs are drawn over: `step`, or a key that all of them log, such as `episode`.
+        x: horizontal axis for several runs: `step`, or a key that all of them log, such as `episode`.
     """
     folders = [Path(folder)] if isinstance(folder, (str, Path)) else [Path(one) for one in folder]
     if not folders:

@@ -1,4 +1,4 @@
-"""The first sentence of a page: what became of a run, and whether a monitor watched it."""
+"""Write the first sentence of a page: how the run ended, and whether a monitor watched it."""
 
 from ...runs import is_notice
 from .headline import Quantity, first_and_last, headline
@@ -17,13 +17,13 @@ _NAMED = 3  # quantities, monitors and runs that a sentence has room for
 
 
 def verdict(run: Run) -> str:
-    """Sum a run up in one sentence, or in "" if nothing was measured."""
+    """Summarise a run in one sentence; return "" if nothing was measured."""
     said = "; ".join(filter(None, [_changes(run), _worth(run), _watched(run)]))
     return _sentence(f"so far {said}" if said and run.events and not run.has_ended else said)
 
 
 def verdict_of_several(runs: dict[str, Run]) -> str:
-    """Sum several runs up in one sentence: which ended highest, what was found, and where nobody watched."""
+    """Summarise several runs in a sentence: the highest final score, the alerts, and the runs without monitors."""
     last: dict[str, dict[str, float]] = {}  # what was measured → run → its value at the end
     for name, run in runs.items():
         ends = [(_name(each), first_and_last(run, each.key)[-1:]) for each in _wanted(run)]
@@ -49,7 +49,7 @@ def verdict_of_several(runs: dict[str, Run]) -> str:
 
 
 def not_passed(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
-    """Return what reports say against the runs' reward models, with the reasons, each objection once."""
+    """Return the objections of reward reports against the runs' reward models, with reasons, each once."""
     said: dict[str, list[str]] = {}
     for name, run in runs.items():
         for objection in _objections(run):
@@ -63,7 +63,7 @@ def not_passed(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
 
 
 def watchers(run: Run) -> str:
-    """Say who watched a run, as the beginning of a sentence, or "" if that is not recorded."""
+    """Return the monitors of a run as the beginning of a sentence; "" if they are not recorded."""
     if not run.monitors:
         return "" if run.monitors is None else "no monitors were set"
     names = sorted(run.monitors)
@@ -102,7 +102,7 @@ def _changes(run: Run) -> str:
 
 
 def _objections(run: Run) -> list[str]:
-    """Return what reports say against the model that a run has saved, and against its rewards."""
+    """Return the objections of reward reports against the model that a run saved, and against its rewards."""
     if run.report.get("passed") is not False:
         return run.objections
     reasons = run.report.get("reasons")
@@ -126,7 +126,7 @@ def _watched(run: Run) -> str:
 
 
 def _found(run: Run) -> str:
-    """Say the gravest thing that each monitor did, and at which step first, or "" if none did anything."""
+    """Return each monitor's most serious action and its first step, in words; "" if no monitor acted."""
     gravest: dict[str, tuple[int, str, int]] = {}  # monitor → gravity, what it did, at which step
     for alert in run.alerts:
         if not is_notice(alert):

@@ -1,4 +1,4 @@
-"""Compute what a run will take, without loading a weight."""
+"""Compute the memory and time that a run needs, without loading a weight."""
 
 from typing import TYPE_CHECKING
 

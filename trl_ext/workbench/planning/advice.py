@@ -40,7 +40,7 @@ SHARED = "docs/prompts.md#what-is-a-duplicate"
 
 class Reason(NamedTuple):
     """
-    A sentence with a figure, and where the figure comes from.
+    Hold a sentence with a figure, and the figure's source.
 
     Args:
         sentence: the sentence.
@@ -54,7 +54,7 @@ class Reason(NamedTuple):
 @dataclass(frozen=True)
 class Leak:
     """
-    What a held-out set shares with the others.
+    Count the rows of a held-out set with near duplicates in other sets.
 
     Args:
         name: of the set.
@@ -70,7 +70,7 @@ class Leak:
 @dataclass(frozen=True)
 class Facts:
     """
-    What is known; None is unknown.
+    Hold what is known about the data, the models and the budget; None means unknown.
 
     Args:
         demonstrations, pairs, prompts: rows to train on.
@@ -114,7 +114,7 @@ class Rule(NamedTuple):
 @dataclass(frozen=True)
 class Recommendation:
     """
-    What to do, and why.
+    Recommend what to do, with reasons.
 
     Args:
         method: to train with.

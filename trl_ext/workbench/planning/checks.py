@@ -10,7 +10,10 @@ from .runs import Job
 
 
 def known_not_to_work(job: Job) -> list[str]:
-    """Return why this run cannot work, one sentence a reason. What its config refuses by itself is not repeated."""
+    """
+    Return the reasons why this run cannot work, a sentence for each, except those that its configuration refuses
+    itself.
+    """
     args, layout, peft = job.args, job.layout, job.peft_config is not None
     reasons = []
     if job.bits and job.stage == "pretrain_critic":

@@ -1,4 +1,4 @@
-"""What is in the prompts of one data set or several, and copies without what should not be there."""
+"""Report on the prompts of data sets, and write copies without duplicates and leaked rows."""
 
 from typing import TYPE_CHECKING
 

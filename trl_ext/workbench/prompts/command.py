@@ -29,7 +29,7 @@ OWN = ("prompts.html", "prompts.json", "duplicates.jsonl")  # what the report is
 
 @dataclass
 class PromptsArguments:
-    """The sets, what counts as a duplicate, the bounds, and what is written."""
+    """Declare the arguments of `trl-ext prompts`: the sets, what counts as a duplicate, bounds, and outputs."""
 
     sets: list[str] = field(
         metadata={
@@ -151,7 +151,7 @@ def _check_file_name(option: str, name: str) -> None:
 
 
 def share(option: str, name: str, value: str) -> float:
-    """Return a share as a number; refuse what is not from 0 to 1."""
+    """Convert a share to a number; refuse one that is not from 0 to 1."""
     try:
         number = float(value)
     except ValueError:
@@ -184,7 +184,7 @@ def split_of(given: str) -> tuple[str, str]:
 
 
 def check_memory(rows: int) -> None:
-    """Refuse what would not fit, before hours are spent."""
+    """Refuse data that would not fit into memory, before hours of work."""
     import psutil
 
     needed, free = rows * BYTES_A_ROW, psutil.virtual_memory().available

@@ -1,4 +1,4 @@
-"""The page of `trl-ext prompts`."""
+"""Write the page of `trl-ext prompts`."""
 
 import os
 from collections import Counter
@@ -28,7 +28,7 @@ _SHOWN = 400  # characters of a prompt
 
 
 def page(report: PromptReport, found: dict[str, Any], args: Any, splits: dict[str, Any]) -> str:
-    """Return the HTML."""
+    """Return the HTML page of a report on prompts."""
     sets, guessed = found["sets"], report.languages is not None
     rows = sum(of_set["rows"] for of_set in sets.values())
     repeated = sum(of_set["near_duplicates"] for of_set in sets.values())

@@ -1,1 +1,1 @@
-"""The page of a refreshed reward model. `recipes/refresh_reward.py` makes it."""
+"""Write the page on a refreshed reward model, for `recipes/refresh_reward.py`."""

@@ -1,4 +1,4 @@
-"""The page of a refreshed reward model: the old one and the new one side by side, and which answers lost."""
+"""Write the page on a refreshed reward model: the old and the new model side by side, and answers whose score fell."""
 
 from pathlib import Path
 from typing import Any

@@ -35,7 +35,7 @@ _NAMED = 3  # reasons of a report that PPO's warning has
 
 @dataclass
 class RewardReportArguments:
-    """The reward, the data to test it on, and the bounds."""
+    """Declare the arguments of `trl-ext reward-report`: the reward, the data to test it on, and the bounds."""
 
     model: str | None = setting(
         None, "Reward model: a folder or a hub name, or file.py:function. It may stand first, alone."
@@ -248,8 +248,8 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
     Write `reward_report.html` and `reward_report.json`, each in place when it is complete; return where the page is.
 
     Args:
-        folder: where they go; the model's own, so that `trl-ext ppo` finds what they say.
-        report: what `examine` returns. What the recipe measured in training stays from the folder's earlier report.
+        folder: folder for both files; take the model's own, so that `trl-ext ppo` finds the report.
+        report: result of `examine`. Figures that the recipe measured in training are kept from an earlier report.
         is_uploaded: whether the folder goes to the hub. The page then goes into its folder `_run`, which is not
             uploaded, and the JSON has neither texts nor the values of columns.
     """
@@ -282,7 +282,7 @@ def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any
 
 def objections(rewards: "Sequence[Any]") -> list[str]:
     """
-    Return what reports beside reward models say against them, as texts of several lines.
+    Return the objections in the reports beside reward models, as texts of several lines.
 
     Args:
         rewards: folders, or reward functions. Those within them, such as an ensemble's members, are asked, too.

@@ -1,4 +1,4 @@
-"""Load what a reward is examined on: pairs, best-of-n rows, rankings and a policy's answers."""
+"""Load the data for testing a reward: pairs, best-of-n rows, rankings and a policy's answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ _NO_COLUMNS |= {"responses", "ranks", "finished", "log_metric", "log_extra", "tr
 
 @dataclass
 class Answers:
-    """Answers to prompts, text or messages, with the columns that a reward function reads."""
+    """Hold prompts and their answers, as text or messages, with the columns that a reward function reads."""
 
     prompts: list[Any] = field(default_factory=list)
     completions: list[Any] = field(default_factory=list)
@@ -58,10 +58,10 @@ class Answers:
 @dataclass
 class TrainedOn:
     """
-    What is known of the pairs that a reward was trained on.
+    Describe the pairs that a reward was trained on, as far as they are known.
 
     Args:
-        is_known: whether all of them are known, so that the other pairs are held out.
+        is_known: whether all these pairs are known, so that any other pair is held out.
         left_out: given pairs that were left out since they were trained on.
         with_a_trained_answer: pairs that remain, but have an answer that was trained on in another pair.
     """
@@ -74,7 +74,7 @@ class TrainedOn:
 @dataclass
 class Material:
     """
-    What a reward is examined on.
+    Hold the data on which a reward is tested.
 
     Args:
         chosen, rejected: the answers of each held-out pair; several pairs may share a prompt.
@@ -122,7 +122,7 @@ def material_of(
         train: usable pairs that the model was trained on.
         group_columns: to compare by; None takes those of `GROUPS` that are there.
         train_rows: training pairs that are scored.
-        seed: of their draw.
+        seed: seed by which they are chosen.
 
     Raises:
         ValueError: a column is missing.
@@ -200,7 +200,7 @@ def held_out_part(
 
 
 def sentences_on(known: TrainedOn, given: int) -> list[str]:
-    """Return sentences on pairs that were trained on, and on whether all of them are known."""
+    """Return sentences on pairs that the reward was trained on, and on whether all such pairs are known."""
     said, left = [], given - known.left_out
     if known.left_out:
         said.append(f"{known.left_out:,} of {given:,} pairs are left out: they were trained on.")
@@ -221,17 +221,17 @@ def not_seen(
     groups: Sequence[Any], trained: TrainedPairs, what: str, said: list[str], is_named: bool = True
 ) -> list[Any]:
     """
-    Leave out the prompts that have two answers which were trained on as a pair, and say so.
+    Remove each prompt with two answers that were a training pair, and add a sentence on that to `said`.
 
     Args:
-        groups: the answers of each prompt, or a tuple that begins with them.
-        trained: the pairs that were trained on.
+        groups: for each prompt its answers, or a tuple that begins with the answers.
+        trained: the pairs that the reward was trained on.
         what: name of the groups, for messages.
-        said: sentences; the one on what was left out is added to them.
-        is_named: whether the user named them, so that some must be left.
+        said: list of sentences for the report, to which a sentence on the removed prompts is added.
+        is_named: whether the user named this data, so that at least one prompt must remain.
 
     Raises:
-        ValueError: the user named them, and none is left.
+        ValueError: the user named this data, and no prompt remains.
     """
     kept = []
     for group in groups:

@@ -41,7 +41,7 @@ _CHARACTERS = 2000  # of a text that is shown
 
 @dataclass
 class Bounds:
-    """What must hold; None asks for nothing."""
+    """Hold the bounds that a reward must meet; None sets no bound."""
 
     min_accuracy: float | None = 0.6
     max_length_bias: float | None = 0.2
@@ -306,7 +306,7 @@ def _best_of_n(score: Scorer, material: Material, unknown: list[str]) -> dict[st
 
 
 def _in_parts(score: Scorer, groups: Sequence[Answers]) -> list[list[float]]:
-    """Score the answers of each prompt, in one call."""
+    """Score the answers of all prompts in one call, and return the scores of each prompt's answers."""
     flat = Answers()
     for group in groups:
         flat.extend(group)
@@ -417,7 +417,7 @@ def verdict(
 
 
 def accuracy_name(report: dict[str, Any]) -> str:
-    """Name the accuracy: it is a held-out one only if it is known that no pair was trained on."""
+    """Return a name for the accuracy: "held-out" only if it is known that no pair was trained on."""
     return "held-out accuracy" if report["trained_on"]["is_known"] else "accuracy"
 
 

@@ -1,4 +1,4 @@
-"""The page of `trl-ext reward-report`."""
+"""Write the page of `trl-ext reward-report`."""
 
 import json
 from collections.abc import Iterable
@@ -142,7 +142,7 @@ def _calibration_charts(report: dict[str, Any]) -> list[str]:
 
 
 def _shown(report: dict[str, Any], name: str) -> str:
-    """Return what to call a set of answers: held-out only where it is known that none was trained on."""
+    """Return the name of a set of answers; it is called held-out only if none is known to be trained on."""
     return name if report["trained_on"]["is_known"] else name.replace("held-out", "given")
 
 

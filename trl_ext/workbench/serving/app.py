@@ -31,7 +31,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 @dataclass(frozen=True)
 class Limits:
     """
-    Limits of a server.
+    Set the limits of a server.
 
     Args:
         max_batch_size: rows scored in one call; a request with more rows is a batch of its own.
@@ -53,7 +53,7 @@ class Limits:
 
 
 class Refusal(Exception):
-    """A request is refused, with a status and one sentence."""
+    """Refuse a request, with an HTTP status and one sentence."""
 
     def __init__(self, status: int, why: str, **headers: str):
         super().__init__(why)
@@ -62,7 +62,7 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request that waits for its scores."""
+    """Hold a request that waits for its scores."""
 
     prompts: list
     completions: list
@@ -77,7 +77,7 @@ class Job:
 
 
 class Meters:
-    """Metrics that `/metrics` shows."""
+    """Hold the metrics that `/metrics` shows."""
 
     def __init__(self, waiting: Callable[[], float]):
         self.registry = CollectorRegistry()

@@ -167,12 +167,14 @@ def _decode_live_rows(
     sequences[:, :width] = input_ids
     logprobs = torch.zeros(rows, limit, device=input_ids.device)
     cache = _cache(base)
-    keeps = histories is not None and Histories.can_keep(cache)
-    if keeps:
+    if histories is not None and not Histories.can_keep(cache):
+        histories = None
+    if histories is not None:
         histories.fill(cache, input_ids, attention_mask)
     if not cache.get_seq_length():
         cache = _prefilled(base, input_ids, attention_mask)
-    starts, kept = (width - attention_mask.sum(1)).tolist(), {}
+    starts = (width - attention_mask.sum(1)).tolist()
+    kept: dict[int, History] = {}
     context = getattr(base.config, "max_position_embeddings", None) or math.inf
     live, ids, mask = torch.arange(rows, device=input_ids.device), input_ids, attention_mask
     while True:
@@ -192,12 +194,12 @@ def _decode_live_rows(
         sequences[live, begin:end] = ids[:, begin:]
         logprobs[live, begin - width : end - width] = sampler.take(end - begin)
         ends, mask = torch.isin(ids[:, begin:], eos), torch.cat([mask, mask.new_ones(len(mask), end - begin)], dim=1)
-        for row in ends.any(1).nonzero().flatten().tolist() if keeps else []:
-            stop = begin + int(ends[row].int().argmax())  # EOS itself has not been read
-            kept[live[row].item()] = History.of(cache, ids, row, starts[live[row]], stop)
+        for row in ends.any(1).nonzero().flatten().tolist() if histories is not None else []:
+            number, stop = int(live[row]), begin + int(ends[row].int().argmax())  # EOS itself has not been read
+            kept[number] = History.of(cache, ids, row, starts[number], stop)
         going = (~ends.any(1) & (mask.sum(1) < context)).nonzero().squeeze(1)
         if len(going) == 0 or end == width + limit:
-            if keeps:
+            if histories is not None:
                 histories.add(kept)
             return sequences[:, :end], logprobs[:, : end - width]
         mask = mask[going]

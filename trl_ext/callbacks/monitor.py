@@ -201,7 +201,7 @@ class MonitorCallback(Halting, TrainerCallback):
         return None
 
     def _rollback_now(self, args: Any, state: Any) -> str | None:
-        """Return why this run may not resume after a rollback, or None if it may; then print the changed settings."""
+        """Return why this run may not resume after a rollback; if it may, log the changed settings and return None."""
         rollback, error = on_main_process(lambda: Rollback.read(args.output_dir))
         if error is not None or rollback is None or rollback.monitor != type(self).__name__:
             return None

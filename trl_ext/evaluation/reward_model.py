@@ -51,13 +51,14 @@ def accuracy_interval(
     """Return a confidence interval of the accuracy, from resampled prompts: pairs of one prompt stay together.
 
     Pairs that share a prompt, such as those of a ranking, are not independent. So prompts are resampled (a bootstrap
-    of clusters). With few prompts a bootstrap says too little, and the interval is Wilson's for that many rows.
+    of clusters). With few prompts a bootstrap says too little, and the interval is Wilson's, with the prompts as its
+    count.
 
     Args:
         margins: (N,) score of the chosen answer minus score of the rejected one.
         prompts: what names the prompt of each pair.
         level: share of resamples within the interval.
-        few: prompts below which the interval is Wilson's.
+        few: number of prompts below which the interval is Wilson's.
     """
     sums: dict[Hashable, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for prompt, right in zip(prompts, credit(margins).tolist(), strict=True):

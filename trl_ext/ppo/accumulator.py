@@ -21,7 +21,7 @@ class Accumulator:
         self._moments[name] = new if old is None else merge_moments(torch.stack([old.to(new.device), new]))
 
     def pop(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        """Return the (5,) moments of each metric over all processes, and start anew."""
+        """Return the (5,) moments of each metric over all processes, and forget the entries so far."""
         names = sorted(self._moments)
         if not names:
             return {}
@@ -31,7 +31,7 @@ class Accumulator:
         return {name: merge_moments(parts[:, i]) for i, name in enumerate(names)}
 
     def not_finite(self) -> list[str]:
-        """Names of the metrics that have seen NaN or infinity on this process."""
+        """Return the names of the metrics that got a NaN or an infinity on this process."""
         return sorted(name for name, value in self._moments.items() if value[0] > 0 and not value[1:].isfinite().all())
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -42,5 +42,5 @@ class Accumulator:
 
 
 def global_moments(accelerator: Accelerator, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The (5,) moments of the real entries of all processes, the same on each."""
+    """Compute the (5,) moments of the real entries of all processes; every process gets the same."""
     return merge_moments(accelerator.gather(moments(values, mask)[None]))

@@ -1,4 +1,4 @@
-"""Draw rollouts ahead: generate them, and start scoring them, while the trainer trains on an earlier one."""
+"""Generate rollouts ahead of time, and start scoring them, while the trainer trains on an earlier one."""
 
 import copy
 import math
@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class Flight:
-    """Hold a rollout that is being drawn ahead."""
+    """Hold a rollout that is being generated ahead of time."""
 
     number: int  # of the rollout, from 0
     version: int  # of the weights: how many rollouts they had been trained on
@@ -46,10 +46,10 @@ class Flight:
 
 class RolloutsAhead:
     """
-    Draw rollouts ahead: rollout n uses the weights after training on rollout n − 1 − k.
+    Generate rollouts ahead of time: rollout n is generated with the weights after training on rollout n − 1 − k.
 
-    The prompts of a rollout depend only on the seed and its number, so they are known before the Trainer delivers
-    them. `take` checks that it delivers the same ones. See docs/overlap.md.
+    The prompts of a rollout depend only on the seed and the rollout's number, so they are known before the Trainer
+    delivers them. `take` checks that the Trainer delivers the same prompts. See docs/overlap.md.
 
     Args:
         trainer: the trainer that trains on the rollouts.
@@ -97,15 +97,15 @@ class RolloutsAhead:
         return rollout
 
     def started(self) -> dict[int, Started]:
-        """Return the reward functions that were started for the last taken rollout, by index."""
+        """Return the reward functions that already run for the rollout that `take` returned last, by index."""
         return self._taken.started if self._taken is not None else {}
 
     def settle(self) -> None:
-        """Wait until nothing is being drawn."""
+        """Wait until all answers that are being generated have arrived."""
         self._wait_for(list(self.pending.values()))
 
     def _wait_for(self, rollouts: list[Flight]) -> None:
-        """Wait for answers, and raise on all processes what failed on one."""
+        """Wait for the answers of these rollouts; an error on one process is raised on all of them."""
         trainer = self.trainer
         with trainer.metrics.timed("generate_wait"):
             for rollout in rollouts:
@@ -116,7 +116,7 @@ class RolloutsAhead:
             self._drawer.deliver(rollout)
 
     def close(self) -> None:
-        """Stop drawing."""
+        """Stop generating ahead of time."""
         self._drawer.close()
 
     # ---- Prompts ----
@@ -128,7 +128,7 @@ class RolloutsAhead:
         return Flight(number, version, rows, prompts)
 
     def _rows(self, number: int) -> list[dict[str, Any]]:
-        """Return the dataset rows of this process in a rollout."""
+        """Return the dataset rows that this process has in a rollout."""
         trainer, args = self.trainer, self.trainer.args
         size, local = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
         epoch, place = divmod(number, len(trainer.train_dataset) // (size // trainer.num_generations))
@@ -144,7 +144,7 @@ class RolloutsAhead:
     # ---- Rewards ----
 
     def _start_rewards(self, rollout: Flight, answers: Answers) -> None:
-        """Start the reward functions that run in the background, each after it has scored the rollout before."""
+        """Start the reward functions that run in the background, each once it has scored the previous rollout."""
         try:
             self._start_each(rollout, answers)
         except Exception as error:  # what is not started here is started when the rollout is taken up, and fails there
@@ -171,20 +171,21 @@ class RolloutsAhead:
 
     @property
     def _optimizer_steps(self) -> int:
-        """Optimizer steps on a rollout."""
+        """Return the number of optimizer steps on a rollout."""
         return self.trainer._steps_per_rollout // self.trainer.args.gradient_accumulation_steps
 
     def _staleness(self, rollout: Flight) -> int:
-        """Return how many optimizer steps there have been since the weights that a rollout was drawn from."""
+        """Return how many optimizer steps older a rollout's weights are than the present weights."""
         return (rollout.number - rollout.version) * self._optimizer_steps
 
     # ---- Checkpoints ----
 
     def state_dict(self) -> list[dict[str, Any]]:
         """
-        Return the rollouts that are drawn but not yet trained on: a resumed run no longer has their weights.
+        Return the rollouts that are generated but not yet trained on, for the checkpoint.
 
-        Call `settle` first. No process waits for another here.
+        A resumed run could not generate the same ones: it no longer has their weights. Call `settle` first. No
+        process waits for another here.
         """
         return [
             {
@@ -198,11 +199,11 @@ class RolloutsAhead:
         ]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:
-        """Restore the rollouts that had been drawn."""
+        """Restore the rollouts that `state_dict` returned."""
         rollouts = [self._prepare(kept["number"], kept["version"]) for kept in state]
         is_of_these = all(rollout.prompts == kept["prompts"] for rollout, kept in zip(rollouts, state, strict=True))
         if self.trainer._is_changed and not all(gather_object([is_of_these])):  # `resume_anyway`
-            logger.warning("What had been drawn ahead is drawn anew: this run has other prompts than the one before.")
+            logger.warning("Answers in the checkpoint are generated anew: this run has other prompts than its writer.")
             return
         for rollout, kept in zip(rollouts, state, strict=True):
             rollout.prompts = kept["prompts"]  # which are compared with those that the Trainer delivers
@@ -213,7 +214,7 @@ class RolloutsAhead:
 
 
 def _called_after(before: Started | None, function: Callable) -> Callable:
-    """Return a function that waits for its call on the rollout before, and then calls `function`."""
+    """Return a function that waits until its call for the previous rollout has ended, and then calls `function`."""
 
     def called(**kwargs: Any) -> Any:
         if before is not None:
@@ -224,7 +225,7 @@ def _called_after(before: Started | None, function: Callable) -> Callable:
 
 
 class _SecondProcess:
-    """Draw in a second process, from a copy of the policy on its own device."""
+    """Generate in a second process, with a copy of the policy on a device of its own."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -345,7 +346,7 @@ class _Server:
 
 
 def rollout_device(args: Any) -> str:
-    """Return the device of this process' second process, from one name for all or a comma-separated list."""
+    """Return the device for this process' second process. The setting has one name for all, or names with commas."""
     if args.rollout_device is None:
         return "cpu"
     names = [name.strip() for name in args.rollout_device.split(",")]
@@ -353,26 +354,26 @@ def rollout_device(args: Any) -> str:
 
 
 def check_ahead(args: Any, policy: Any, device: torch.device) -> None:
-    """Raise a `ValueError` if rollouts of this policy cannot be drawn ahead."""
+    """Raise a `ValueError` if this policy's rollouts cannot be generated ahead of time."""
     if args.use_vllm or not args.rollouts_ahead:
         return
     base = base_model_of(policy)
     if getattr(base.config, "quantization_config", None) is not None:
         raise ValueError(
-            "`rollouts_ahead` with a quantised base: the second process would be sent merged weights, and draw from "
-            "another policy than the one that is trained. Load the base unquantised, or leave `rollouts_ahead` out."
+            "`rollouts_ahead` with a quantised base: the second process would get merged weights, and generate with "
+            "another policy than the trained one. Load the base unquantised, or leave `rollouts_ahead` out."
         )
     check_class(base)
     if args.rollout_device is None and device.type != "cpu":
         raise ValueError(
-            f"`rollouts_ahead={args.rollouts_ahead}` draws in a second process: say on which device, such as "
+            f"`rollouts_ahead={args.rollouts_ahead}` generates in a second process: name a device for it, such as "
             f"`rollout_device: cuda:1` (training is on {device})."
         )
     names, processes = (args.rollout_device or "cpu").split(","), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if len(names) not in (1, processes):
         raise ValueError(
             f"`rollout_device={args.rollout_device}` names {len(names)} devices for {processes} process(es) on this "
-            "machine: name one for all, or one for each."
+            "machine: name one device for all of them, or one for each."
         )
     name = rollout_device(args)
     try:
@@ -383,6 +384,6 @@ def check_ahead(args: Any, policy: Any, device: torch.device) -> None:
     counts = {"cpu": math.inf, there.type if there is not None else "": count}
     if found is None or (found.index or 0) >= counts.get(found.type, 0):
         raise ValueError(
-            f"`rollout_device={args.rollout_device}`: there is no device {name!r} here ({count} accelerators): name "
-            "one that there is, or `cpu`."
+            f"`rollout_device={args.rollout_device}`: this machine has no device {name!r} ({count} accelerators): "
+            "name another, or `cpu`."
         )

@@ -1,4 +1,4 @@
-"""Configuration of [`CriticTrainer`]: the Trainer's own, and what of `PPOConfig` decides the scale of the returns."""
+"""Configuration of [`CriticTrainer`]: the Trainer's settings, and those of PPO that set the scale of the returns."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,27 +38,27 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
     """
     Configuration of [`CriticTrainer`].
 
-    What decides the scale of the returns has the names, defaults and meaning of [`PPOConfig`]: give it as the PPO run
-    that the critic is for will have it. The returns are Monte Carlo (λ = 1), whatever λ PPO uses.
+    The settings that decide the scale of the returns have the names, defaults and meaning of [`PPOConfig`]. Give them
+    the values that the later PPO run will have. The returns are Monte Carlo (λ = 1), whatever λ PPO uses.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     reward_normalization: Literal["none", "running", "batch", "group"] = setting(
         "none",
-        "What scores are standardised by, as PPO will do it. PPO's `running` and `batch` are both the moments of all "
-        "saved rollouts here, which those of its first rollouts estimate. PPO's `reference` is not known here.",
+        "How scores are standardised, as in PPO. Here `running` and `batch` both use the mean and standard deviation "
+        "of all saved rollouts, which PPO's first rollouts come near to. PPO's `reference` is not available.",
     )
     reward_clip_range: tuple[float, float] | None = setting(None, "Bounds of the standardised score, as (min, max).")
     mask_truncated_completions: bool = setting(False, "Leave out the responses that do not end by EOS.")
 
-    pad_to_multiple_of: int | None = setting(None, "Tokens that the length of a forward's sequences is a multiple of.")
+    pad_to_multiple_of: int | None = setting(None, "Pad sequences to a length that is a multiple of so many tokens.")
     model_init_kwargs: dict[str, Any] | str | None = setting(
-        None, "Keyword arguments of `from_pretrained`, over those of `ModelConfig`. Read by the recipe."
+        None, "Keyword arguments of `from_pretrained`; they override those of `ModelConfig`. Read by the recipe."
     )
     trust_remote_code: bool = setting(False, "Whether to run code that comes with a model. Read by the recipe.")
 
-    eval_on_start: bool = setting(True, "Evaluate before the first step, which tells what the training has brought.")
+    eval_on_start: bool = setting(True, "Evaluate before the first step, too, to compare with later evaluations.")
     logging_steps: float = setting(10, "Steps between two logs, or a share of all steps.")
     bf16: bool | None = setting(None, "Train in bfloat16 mixed precision; on where there is a GPU, if unset.")
 
@@ -73,6 +73,6 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
         super().__post_init__()
         if self.n_gpu > 1:
             raise ValueError(
-                f"One process sees {self.n_gpu} GPUs: start one for each, as `trl-ext pretrain-critic "
-                "--num_processes` does, or show it one by CUDA_VISIBLE_DEVICES."
+                f"One process sees {self.n_gpu} GPUs: start one process for each, as `trl-ext pretrain-critic "
+                "--num_processes` does, or let CUDA_VISIBLE_DEVICES name a single GPU."
             )

@@ -1,4 +1,4 @@
-"""The critic that stands alone: a sequence classifier of one label, plain or as an adapter."""
+"""A critic in a model of its own: a sequence classifier with one label, plain or with an adapter."""
 
 from typing import Any
 

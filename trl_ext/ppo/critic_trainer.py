@@ -1,4 +1,4 @@
-"""Train a critic on returns that are known, before PPO begins (VC-PPO, 2503.01491)."""
+"""Train a critic on the returns of saved rollouts, before PPO begins (VC-PPO, 2503.01491)."""
 
 import math
 from typing import Any
@@ -98,7 +98,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the value loss of a micro-batch; over a step these add up to the mean over all tokens."""
+        """Compute a micro-batch's part of the value loss; the parts of a step add up to the mean over all tokens."""
         values, mask = self._values(model, inputs), inputs["labels"] != _NO_TOKEN  # (B, T) each
         loss, _ = value_loss(values, values, inputs["returns"])
         self._observe(self._train, values.detach(), inputs["returns"], mask)
@@ -127,7 +127,7 @@ class CriticTrainer(ResumableRun, Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Compare values and returns of each held-out token once."""
+        """Evaluate: compare the critic's value with the return at each held-out token, once."""
         self._eval, self._evaluation = Accumulator(), EvaluationPass(len(dataloader.dataset))
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix=metric_key_prefix
@@ -143,7 +143,7 @@ class CriticTrainer(ResumableRun, Trainer):
         super().log(logs, *args, **kwargs)
 
     def _report(self, stats: Accumulator) -> dict[str, float]:
-        """Return what was observed since the last report, over all tokens and processes, and start anew."""
+        """Return the metrics since the last report, over all tokens and processes, and forget their entries."""
         moments = stats.pop(self.accelerator)
         if not moments:  # a resumed run may log before its first step
             return {}
@@ -156,7 +156,7 @@ class CriticTrainer(ResumableRun, Trainer):
 
 
 def check_rows(dataset: Any, name: str) -> None:
-    """Raise if rows lack what a critic is trained on, or do not have one return for each completion token."""
+    """Raise if a dataset lacks a column, or a row does not have one return for each completion token."""
     missing = {"prompt_ids", "completion_ids", "returns"} - {*dataset.column_names}
     if missing:
         raise ValueError(

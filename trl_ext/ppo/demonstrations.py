@@ -11,7 +11,7 @@ from .rollout import sequence_scores
 
 
 def mean_demonstration_score(trainer: Any) -> float:
-    """Score each demonstration once, finished by EOS, and return the mean over all processes."""
+    """Score each demonstration once, with an EOS at its end, and return the mean score over all processes."""
     stats, dataset, accelerator, args = Accumulator(), trainer.train_dataset, trainer.accelerator, trainer.args
     tokenizer, size = trainer._tokenizer, args.local_rollout_forward_batch_size
     for start in range(0, len(dataset), size * accelerator.num_processes):

@@ -1,4 +1,4 @@
-"""Tools and environments of a rollout: kept from stopping a run, limited in time, counted, and rewarded by turn."""
+"""Call the tools and environments of a rollout: limit their time, count them, reward each turn, survive errors."""
 
 import asyncio
 import copy
@@ -21,7 +21,7 @@ from .rewards import Mistakes
 
 
 class TooSlow(TimeoutError):
-    """A tool or an environment took longer than `tool_timeout`."""
+    """Say that a tool or an environment took longer than `tool_timeout`."""
 
 
 @contextmanager
@@ -44,9 +44,10 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
 
 def limited(function: Callable, seconds: float | None, what: str, /, *given: Any, **arguments: Any) -> Any:
     """
-    Call a function, and raise [`TooSlow`] if it takes longer than `seconds`.
+    Call a function, and raise [`TooSlow`] if it has not returned after `seconds`.
 
-    In the main thread a signal interrupts it. Elsewhere it goes on in a thread that nobody waits for.
+    In the main thread a signal interrupts the function. In other threads it goes on in the background, and its
+    result is dropped.
     """
     if seconds is None:
         return function(*given, **arguments)
@@ -63,7 +64,7 @@ def limited(function: Callable, seconds: float | None, what: str, /, *given: Any
 
 
 async def limited_async(coroutine: Coroutine, seconds: float | None, what: str, /) -> Any:
-    """Await a coroutine, and raise [`TooSlow`] if it takes longer than `seconds`; its own errors pass."""
+    """Await a coroutine, and raise [`TooSlow`] if it takes longer than `seconds`; raise its own errors as they are."""
     task = asyncio.ensure_future(coroutine)
     done, _ = await asyncio.wait([task], timeout=seconds)
     if not done:
@@ -89,7 +90,7 @@ class Calls:
 
     Args:
         timeout: seconds that a call may take; None for no limit.
-        mistakes: where an environment's wrong rewards are noted.
+        mistakes: collects the errors of environments that return wrong rewards.
     """
 
     timeout: float | None
@@ -157,7 +158,7 @@ Pool = dict[str | None, list[Any]]  # TRL's: of each environment's name its inst
 
 
 def identities_of(tools: list[Callable], pool: Pool) -> dict[str, str]:
-    """Return an identity of each tool and environment, made from its source."""
+    """Return a hash of each tool's and environment's source, by which a resumed run notices a change."""
     facts = {f"tool {get_callable_name(tool)}": source_identity(tool) for tool in tools}
     names = {name: type(each[0]) for name, each in pool.items()}
     return facts | {f"environment {name or kind.__name__}": source_identity(kind) for name, kind in names.items()}
@@ -173,7 +174,7 @@ def states_of(pool: Pool) -> dict[str, list[Any]]:
 
 
 def load_states(pool: Pool, factories: dict[str | None, Callable], states: dict[str, list[Any]]) -> None:
-    """Give the environments of a pool the states of `states_of`, and make those that are missing."""
+    """Load the states that `states_of` returned into the environments of a pool; make those that are missing."""
     for name, environments in pool.items():
         for place, state in enumerate(states.get(str(name), [])):
             if place == len(environments):
@@ -185,13 +186,14 @@ def what_reset_leaves(
     played: Any, fresh: Any, row: dict[str, Any], same_draws: Callable[[], AbstractContextManager]
 ) -> list[str]:
     """
-    Return what differs after `reset` for the same row: names of attributes, or "what it says".
+    Return the attributes that differ between a used and a new environment after `reset` on the same row.
 
-    If nothing differs, the environment needs no `_state_dict`: a resumed run is the same without it.
+    "what it says" stands for the text that `reset` returns. If nothing differs, the environment needs no
+    `_state_dict`: a resumed run is the same without it.
 
     Args:
         played: an environment after an episode.
-        fresh: one of the same class that has not been used.
+        fresh: an environment of the same class that has not been used.
         row: a row of the dataset.
         same_draws: a context that gives the global random generators the same seed each time.
     """
@@ -217,7 +219,7 @@ def _pickled(attributes: dict[str, Any]) -> dict[str, bytes]:
 
 
 class NoEnvironment:
-    """Replace an environment that could not be made, until the rollout raises on all processes."""
+    """Stand in for an environment that could not be made, until the rollout raises the error on all processes."""
 
     def reset(self, **row: Any) -> None:
         return None
@@ -227,14 +229,14 @@ def guarded(
     factory: Callable[[], Any], timeout: Callable[[], float | None], mistakes: Callable[[], Mistakes | None]
 ) -> Callable[[], Any]:
     """
-    Return a factory of environments that cannot stop a run on one process alone.
+    Return a factory of environments whose errors are noted instead of raised on one process alone.
 
     An error in `reset` is noted, and later raised on all processes. `reset` gets a copy of the row.
 
     Args:
         factory: a class, or a function without arguments.
         timeout: seconds that `reset` and `get_reward` may take.
-        mistakes: where to note; returns None while the trainer is built, and then errors are raised.
+        mistakes: returns the object that collects errors; None while the trainer is built: errors are then raised.
     """
 
     def make() -> Any:
@@ -303,10 +305,10 @@ def step_rewards(collection: Callable[[], Any], kind: type) -> Callable:
 
 
 def check_names(dataset: Any, name: str, known: list[str]) -> None:
-    """Raise if a row of a dataset names an environment that is not there; TRL would notice in the rollout only."""
+    """Raise if a dataset row names an unknown environment, which TRL would notice only in the rollout."""
     if "environment" not in dataset.column_names:
         raise ValueError(
-            f"The {name} dataset has no column `environment`, which says in which of {known} a row is played: add it."
+            f"The {name} dataset has no column `environment`, which names one of {known} for each row: add it."
         )
     if unknown := sorted({str(each) for each in dataset.unique("environment")} - {*known}):
         raise ValueError(
@@ -328,7 +330,7 @@ def check_agents(args: Any, tools: Any, environment_factory: Any, rollout_func: 
         )
     if args.reward_normalization == "reference" and environment_factory is not None:
         raise ValueError(
-            "`reward_normalization='reference'` scores demonstrations, which no environment has played: use another."
+            "`reward_normalization='reference'` scores demonstrations, which no environment has played: set another."
         )
     for name, dataset in datasets:
         if dataset is None:

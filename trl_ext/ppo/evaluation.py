@@ -1,4 +1,4 @@
-"""Evaluation by generating: each prompt answered once, sampled and greedy, without a trace in the training state."""
+"""Evaluate by generating one answer to each prompt, sampled and greedy; the state of training stays as it is."""
 
 import copy
 import random
@@ -24,12 +24,12 @@ from .rollout import Rollout
 @dataclass
 class EvaluationPass:
     """
-    Tell the rows of an evaluation from those that only complete the last batch on some process.
+    Tell real evaluation rows from the copies that fill up the last batch of a process.
 
     Args:
-        total: rows in all.
+        total: number of rows of the evaluation set.
         is_greedy: whether this pass decodes greedily.
-        table: where the answers of all processes are kept, if they are to be shown.
+        table: collects the answers of all processes, if they are to be shown.
     """
 
     total: int
@@ -39,11 +39,11 @@ class EvaluationPass:
 
     @property
     def prefix(self) -> str:
-        """Prefix of this pass' metric names."""
+        """Return the prefix of this pass' metric names."""
         return "greedy/" if self.is_greedy else ""
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
-        """Move on by a batch of `size` rows on each process; (size,) whether each of this process' rows is real."""
+        """Go to the next batch, `size` rows on each process; return for each row of this process if it is real."""
         first = self.seen + size * accelerator.process_index
         self.seen += size * accelerator.num_processes
         return first + torch.arange(size, device=accelerator.device) < self.total
@@ -76,7 +76,7 @@ def greedy_config(config: GenerationConfig) -> GenerationConfig:
 
 @contextmanager
 def greedy(trainer: Any) -> Iterator[None]:
-    """Have TRL's generation decode greedily within the block, one answer a prompt."""
+    """Make TRL decode greedily within the block, with one answer for each prompt."""
     if trainer.use_vllm:
         vllm = trainer.vllm_generation
         kwargs = {name: value for name, value in vllm.generation_kwargs.items() if name != "temperature"}
@@ -88,21 +88,21 @@ def greedy(trainer: Any) -> Iterator[None]:
 
 
 def end_progress(trainer: Any) -> None:
-    """End the progress bar of a pass over the evaluation data: the next pass starts its own."""
+    """Close the progress bar of a pass over the evaluation data; the next pass opens a bar of its own."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ProgressCallback):
             callback.on_predict(trainer.args, trainer.state, trainer.control)
 
 
 def sampling_seed(args: Any, process: int) -> int:
-    """Return the seed that a process draws answers by: processes that share a vLLM engine get the same."""
+    """Return the seed with which a process samples answers; processes that share a vLLM engine get the same seed."""
     together = args.vllm_tensor_parallel_size if args.use_vllm and args.vllm_mode == "colocate" else 1
     return args.seed + process // together
 
 
 @contextmanager
 def untouched_rng(accelerator: Accelerator, args: Any, number: int = 0) -> Iterator[None]:
-    """Draw from the `number`-th fixed seed within the block; go on after it as if nothing had been drawn."""
+    """Use the `number`-th fixed seed within the block, and restore the random state after it."""
     python, numpy = random.getstate(), np.random.get_state()
     with forked_rng(accelerator.device):
         set_seed((sampling_seed(args, accelerator.process_index) + number * accelerator.num_processes) % 2**32)

@@ -1,4 +1,4 @@
-"""The gradients of a PPO step, complete and not yet clipped."""
+"""Look at the gradients of a PPO step, when they are complete and not yet clipped."""
 
 import os
 from typing import Any
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def drop(parameters: Any) -> None:
-    """Leave these parameters out of the step: an optimizer skips parameters without a gradient."""
+    """Remove the gradients of these parameters, so that the optimizer skips them in this step."""
     for parameter in parameters:
         parameter.grad = None
 
 
 def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
-    """Return the norm of the gradient of all these parameters, divided by a loss scale; None without a gradient."""
+    """Return the norm of all these parameters' gradients, divided by a loss scale; None if none has a gradient."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads:
         return None
@@ -24,19 +24,19 @@ def norm_of(parameters: Any, scale: float = 1.0) -> Tensor | None:
 
 
 def save_and_raise(trainer: Any, role: str) -> None:
-    """Save the weights from before this step, and raise, as the gradient of `role` is not finite."""
+    """Save the weights as they were before this step, then raise: the gradient of `role` is not finite."""
     folder = os.path.join(trainer.args.output_dir, "last-good")
     trainer.save_model(folder, _internal_call=True)
     trainer.accelerator.wait_for_everyone()  # a process that raises while another still writes would cut it off
     raise_not_finite(
         trainer,
         role,
-        f"The weights before this step, finite but not good if earlier steps went astray, are in {folder}.",
+        f"The weights from before this step are in {folder}: they are finite, but bad if earlier steps went wrong.",
     )
 
 
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
-    """Raise on all processes, with the terms of the loss that were not finite on any."""
+    """Raise on all processes; the message names the terms of the loss that were not finite on any of them."""
     terms = sorted(set(gather_object(trainer.metrics.not_finite())))
     cause = f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so it arose in backward"
     raise FloatingPointError(

@@ -1,4 +1,4 @@
-"""What the trainer is given: calls written for TRL 1.12, mistakes, and prompts."""
+"""Check the arguments and the prompts of PPOTrainer, and accept calls that were written for TRL 1.12."""
 
 import inspect
 import math
@@ -28,7 +28,7 @@ def migrate(
     data_collator,
     may_own_reward=False,
 ):
-    """Accept what a call written for TRL 1.12's PPOTrainer passes."""
+    """Translate the arguments of a call that was written for TRL 1.12's PPOTrainer."""
     if data_collator is not None and not isinstance(data_collator, DataCollatorWithPadding):
         raise ValueError(
             f"`data_collator` ({type(data_collator).__name__}) would never be called: prompts are tokenised and "
@@ -87,7 +87,7 @@ _GIVEN = {  # to every reward function, beside the dataset's columns
 
 
 def check_arguments(reward: Any, columns: list[str], name: str, adds_columns: bool = False) -> None:
-    """Refuse a reward function that could not be called with the columns of a dataset, and those that are added."""
+    """Refuse a reward function that cannot take all columns, or needs an argument that is not among them."""
     try:
         arguments = None if isinstance(reward, (str, nn.Module)) else inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a function in C
@@ -213,7 +213,7 @@ def check_inputs(
 
 
 def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:
-    """Raise for the first row whose `input_ids` are not token ids of the policy, or whose mask has another length."""
+    """Raise for the first row with `input_ids` that are not the policy's token ids, or a mask of another length."""
     columns = [column for column in ("input_ids", "attention_mask") if column in dataset.column_names]
     for row, example in enumerate(dataset.with_format(None).select_columns(columns)):
         ids, mask = example["input_ids"], example.get("attention_mask")
@@ -240,19 +240,19 @@ def check_evaluation_batch(args: PPOConfig) -> None:
 
 
 class TokenizedText(str):
-    """A prompt as text, with the tokens that the policy is given for it."""
+    """Hold a prompt as text, together with the token ids that the policy reads for it."""
 
     token_ids: list[int]
 
 
 class TokenizedMessages(list):
-    """A prompt as messages, with the tokens that the policy is given for it."""
+    """Hold a prompt as messages, together with the token ids that the policy reads for it."""
 
     token_ids: list[int]
 
 
 def tokenized(prompts: list, token_ids: list[list[int]] | None) -> list:
-    """Return the prompts with their tokens, for TRL to carry past its own tokenising; None leaves them alone."""
+    """Attach token ids to prompts, so that TRL does not tokenise them itself; with None return the prompts alone."""
     if token_ids is None:
         return prompts
     carriers = [TokenizedText(prompt) if isinstance(prompt, str) else TokenizedMessages(prompt) for prompt in prompts]
@@ -262,7 +262,7 @@ def tokenized(prompts: list, token_ids: list[list[int]] | None) -> list:
 
 
 def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[str, Any]], list[list[int]] | None]:
-    """Return the rows with a `prompt`, decoded where there is none; and the tokens of rows with `input_ids`."""
+    """Return the rows, with `prompt` decoded from `input_ids` where it is missing, and the token ids of such rows."""
     if "input_ids" not in rows[0]:
         return rows, None
     token_ids = []
@@ -277,7 +277,7 @@ def with_prompts(rows: list[dict[str, Any]], tokenizer: Any) -> tuple[list[dict[
 
 
 def check_templates(tokenizer: Any, rewards: Any, datasets: list[tuple[str, Dataset | None]]) -> None:
-    """Raise if there are messages that the policy's tokenizer, or a reward model's, has no chat template for."""
+    """Raise if prompts are messages, but the policy's tokenizer, or a reward model's, has no chat template."""
     for name, dataset in datasets:
         if dataset is None or "prompt" not in dataset.column_names:
             continue
@@ -299,7 +299,7 @@ def check_prompt_lengths(
 ) -> None:
     """Raise if a prompt is empty, has a wrong token id, or leaves no room for an answer in the policy's context.
 
-    `measure` returns how many tokens the policy is given for each of some rows.
+    `measure` takes rows and returns the number of prompt tokens of each.
     """
     context: Any = getattr(base_model_of(policy).config.get_text_config(), "max_position_embeddings", None)
     for name, dataset in datasets:
@@ -329,7 +329,7 @@ def check_prompt_lengths(
 
 
 def _what_fits(lengths: list[int], max_completion_length: int, context: int) -> str:
-    """Say which length of answers goes with these prompts, and which prompts with that length, if any do."""
+    """Say which `max_completion_length` fits these prompts, and which prompts to leave out for the present one."""
     shorter = "set `max_completion_length` (TRL 1.12's `response_length`, there 53 by default) to {} or less"
     filtered = "filter out prompts of more than {} tokens"
     room, left = context - max(lengths), context - max_completion_length

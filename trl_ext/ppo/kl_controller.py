@@ -1,4 +1,4 @@
-"""Set the coefficient of the KL penalty."""
+"""Set the coefficient of the KL penalty, `kl_coef`, after each rollout."""
 
 import math
 
@@ -38,14 +38,14 @@ class KLController:
             )
 
     def scale(self, factor: float) -> None:
-        """Multiply the coefficient by the factor that callbacks asked for, up to `kl_coef_max`."""
+        """Multiply the coefficient by a factor that a callback requested, but to at most `kl_coef_max`."""
         if factor == 1.0:
             return
         self.kl_coef *= factor
         if self.args.kl_coef_max is not None:
             self.kl_coef = min(self.kl_coef, self.args.kl_coef_max)
         if self.kl_coef == 0:
-            logger.warning("A callback asked to raise `kl_coef`, which is 0 and stays so: set it above 0.")
+            logger.warning("A callback asked to raise `kl_coef`, but no factor can raise it from 0: set it above 0.")
 
     def state_dict(self) -> dict[str, float]:
         return {"kl_coef": self.kl_coef}

@@ -6,10 +6,10 @@ from torch import Tensor
 
 class ApproxKLStop:
     """
-    Add up the approximate KL of a minibatch over its micro-batches, and tell when its mean exceeds a limit.
+    Add up the approximate KL over the micro-batches of a minibatch, and say whether its mean exceeds a limit.
 
     Args:
-        limit: nats per token; None for no limit.
+        limit: largest mean KL, nats per token; None for no limit.
     """
 
     def __init__(self, limit: float | None):
@@ -17,11 +17,11 @@ class ApproxKLStop:
         self._sums = torch.zeros(2)
 
     def start(self) -> None:
-        """Begin a minibatch."""
+        """Set the sums to 0, for the next minibatch."""
         self._sums = torch.zeros(2)
 
     def add(self, kl: Tensor) -> None:
-        """Add a micro-batch: (2,), the sum of its KL, nats, and its tokens, both of all processes."""
+        """Add a micro-batch's (2,) sums over all processes: its KL in nats, and its number of tokens."""
         self._sums = self._sums.to(kl) + kl
 
     @property

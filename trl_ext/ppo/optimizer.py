@@ -6,7 +6,7 @@ from ..models.actor_critic import ActorCritic
 
 
 def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic) -> None:
-    """Raise if a weight that is to be trained is not in the optimizer."""
+    """Raise if a trainable weight is missing from the optimizer."""
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for role in ("policy", "critic"):
         missing = sum(p.requires_grad and id(p) not in optimized for p in actor_critic.parameters_of(role))
@@ -19,7 +19,7 @@ def check_all_optimized(optimizer: torch.optim.Optimizer, actor_critic: ActorCri
 
 
 def set_critic_rate(optimizer: torch.optim.Optimizer, actor_critic: ActorCritic, rate: float) -> None:
-    """Move the critic's weights to parameter groups of their own, with this learning rate."""
+    """Put the critic's weights into optimizer groups of their own, with this learning rate."""
     critic = {id(p) for p in actor_critic.parameters_of("critic")}
     for group in list(optimizer.param_groups):
         params = group["params"]

@@ -13,13 +13,13 @@ from ..models.weights import base_model_of, unwrapped
 
 class Passes:
     """
-    Run a model over (B, P + T) rows without their padding, and return its outputs for the response tokens as (B, T).
+    Run a model on (B, P + T) rows without their padding, and return its outputs for the response tokens as (B, T).
 
     Every call makes the same number of forwards on every process, as sharded models need.
 
     Args:
-        accelerator: of the trainer.
-        args: of the trainer; `padding_free`, `pad_to_multiple_of` and `max_completion_length` are used.
+        accelerator: the trainer's accelerator.
+        args: the trainer's configuration; `padding_free`, `pad_to_multiple_of` and `max_completion_length` are read.
     """
 
     def __init__(self, accelerator: Any, args: Any):
@@ -85,7 +85,7 @@ class Passes:
             return {"logprobs": model(**inputs, fused_lm_head=True).log_probs}
 
     def _packs(self, model: Any) -> int | None:
-        """Return the hidden size of a model that keeps packed rows apart, else None."""
+        """Return the model's hidden size if its rows can be packed without affecting each other, else None."""
         if not self.args.padding_free:
             return None
         module = unwrapped(model)

@@ -1,4 +1,4 @@
-"""Move the reference towards the policy, for `sync_ref_model`."""
+"""Update the reference towards the policy's weights in training, as `sync_ref_model` asks."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ _FOLDER = "reference"
 
 
 class SyncReference(SyncRefModelCallback):
-    """Move the reference towards the policy alone, not towards policy and critic."""
+    """Update the reference from the policy's weights; TRL's own callback would take the critic for a part of them."""
 
     def on_step_end(self, args, state, control, **kwargs):
         kwargs["model"] = self.accelerator.unwrap_model(kwargs["model"]).policy
@@ -18,7 +18,7 @@ class SyncReference(SyncRefModelCallback):
 
 
 def save_reference(trainer: Any, checkpoint: str) -> None:
-    """Keep the moved reference in a checkpoint; every process must call it."""
+    """Save the updated reference into a checkpoint; every process must call this."""
     state = trainer.accelerator.get_state_dict(trainer.ref_model)
     if trainer.args.should_save:
         reference = trainer.accelerator.unwrap_model(trainer.ref_model)
@@ -26,7 +26,7 @@ def save_reference(trainer: Any, checkpoint: str) -> None:
 
 
 def moved_reference(checkpoint: str) -> str:
-    """Return the folder of the reference in a checkpoint."""
+    """Return the folder in a checkpoint that holds the updated reference."""
     folder = os.path.join(checkpoint, _FOLDER)
     if not os.path.isdir(folder):
         raise CannotResume(

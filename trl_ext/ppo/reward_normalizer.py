@@ -1,4 +1,4 @@
-"""Standardising scores before they become rewards."""
+"""Standardise scores before they become rewards."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ _NO_VARIANCE = 1e-8  # of scores, what whitening adds to it
 
 class RewardNormalizer:
     """
-    Standardises the scores of a rollout: (score − mean) / standard deviation.
+    Standardise the scores of a rollout: (score − mean) / standard deviation.
 
     | kind | mean and standard deviation of |
     |---|---|
@@ -19,7 +19,7 @@ class RewardNormalizer:
     | `group` | all scores of the row's group so far, this rollout included |
     | `reference` | mean: the demonstrations; the standard deviation is left alone |
 
-    It is called with the scores of all processes, so its moments are the same on each without being merged.
+    Every process passes the scores of all processes, so that all of them have the same mean and deviation.
     """
 
     def __init__(self, kind: str):

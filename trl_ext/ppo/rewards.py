@@ -87,7 +87,7 @@ class CheckedReward:
             self._started, self._waiting = started or Started(self.function, **kwargs), waiting
 
     def forget(self) -> None:
-        """Stop waiting for the function that was started."""
+        """Forget the call that `start` began; nobody waits for it any more."""
         self._started = None
 
     def __call__(self, prompts: list, completion_ids: list, **kwargs: Any) -> list[float | None]:
@@ -126,7 +126,7 @@ def checked(
 
 
 def background_last(functions: list[CheckedReward]) -> list[int]:
-    """Return the order to call functions in: those in the background have time while the others score."""
+    """Return the order in which to call functions: those in the background last, so that they have more time."""
     return sorted(range(len(functions)), key=lambda place: functions[place].in_background)
 
 

@@ -93,7 +93,7 @@ def check_roles(
 
 
 def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
-    """Put the reward models that are paths, and their tokenizers, into the lists, as GRPO would, but no new head."""
+    """Load the reward models that are paths, and their tokenizers, into the lists; refuse one without a head."""
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if args.world_size > 1 or args.deepspeed_plugin is not None:
         kwargs["device_map"] = None
@@ -124,7 +124,7 @@ def check_base(policy: Any, accelerator: Any, use_vllm: bool) -> None:
 
 
 def prepare_base(policy: Any, use_vllm: bool) -> None:
-    """Make TRL's merges for vLLM exact, and the reference adapter equal to the policy's."""
+    """Make TRL's merging for vLLM exact, and copy the policy's adapter into the reference's."""
     if use_vllm:
         merge_exactly(policy)
     for name, parameter in policy.named_parameters():
@@ -151,8 +151,8 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
     theirs, ours = vocabulary_of(reference), vocabulary_of(loader.policy)
     if theirs < ours:
         raise ValueError(
-            f"`ref_model` has a vocabulary of {theirs} tokens, the policy one of {ours}: it must score whatever the "
-            "policy samples, so leave it out, for a frozen copy of the policy, or cut off rows that no token has by "
+            f"`ref_model` has a vocabulary of {theirs} tokens, the policy one of {ours}: it must score every "
+            "token of the policy: leave `ref_model` out for a frozen copy of the policy, or cut unused rows off the policy by "
             f"`model.resize_token_embeddings({theirs})`."
         )
     if theirs > ours:
@@ -306,7 +306,7 @@ class Rewards:
 
 
 def why_separate(loader: Loader, path: str, share: Share) -> str | None:
-    """Say why a reward model that was saved as an adapter cannot use the policy's base; None if it can."""
+    """Return why a reward model that was saved as an adapter cannot use the policy's base; None if it can."""
     if not isinstance(loader.policy, PeftModel):
         return "the policy trains all of its weights"
     if share == "never":
@@ -316,7 +316,7 @@ def why_separate(loader: Loader, path: str, share: Share) -> str | None:
 
 
 def fingerprint_beside(loader: Loader, adapter: str) -> dict[str, str]:
-    """Return the fingerprint of the policy's base; empty, and no weight read, if the adapter names this base."""
+    """Return the fingerprint of the policy's base; "" without reading weights if the adapter names that base."""
     base = hub_identity(loader.path, loader.init_kwargs.get("revision"))
     # On all processes: ZeRO-3 gathers
     return {} if names_base(adapter, loader.policy, base) else base_fingerprint(loader.policy)
@@ -370,7 +370,7 @@ def make_actor_critic(
 def add_critic_adapter(
     loader: Loader, rewards: Rewards, heads: dict[int, nn.Linear], value_model: str | None, config: LoraConfig | None
 ) -> tuple[nn.Linear | None, str]:
-    """Add the critic's adapter to the policy; return its head (None: it is to be zero) and where both come from."""
+    """Add the critic's adapter to the policy; return its head (None for a head of zeros) and the origin of both."""
     policy, head = loader.policy, None
     if value_model is not None:
         reason = why_not_shared(policy, value_model, fingerprint_beside(loader, value_model), assume_quantization=True)
@@ -395,7 +395,7 @@ def add_critic_adapter(
 
 
 def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any, str]:
-    """Return a critic with a base of its own, and where it comes from."""
+    """Return a critic with a base of its own, and in words what it was made from."""
     critic: Any
     if isinstance(value_model, str):
         if is_adapter(value_model):
@@ -425,7 +425,7 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
 
 
 def named(model: Any) -> str | None:
-    """Return the folder or hub name of a model that is a path or an object, if there is one."""
+    """Return the folder or hub name of a model, given as a path or an object; None if it has neither."""
     return model if isinstance(model, str) else get_config_model_id(model.config) or None
 
 

@@ -745,7 +745,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0
 
     def _policy_steps_before(self, step: int) -> int:
-        """Return the number of optimizer steps on this rollout that changed the policy, up to micro-batch `step`."""
+        """Return the number of steps on this rollout that changed the policy before `step`, which changes it, too."""
         number, position = divmod(step % self._steps_per_rollout, self.args.steps_per_generation)
         before = number // self.args.critic_steps * self.args.steps_per_generation + position
         return before // self.args.gradient_accumulation_steps

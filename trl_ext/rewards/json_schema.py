@@ -298,7 +298,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _depth(value: Any, most: int) -> int:
-    """Return the depth of nested lists and mappings in a text of JSON, counted up to `most` + 1."""
+    """Return the depth of nested lists and mappings in a JSON value, counted up to `most` + 1."""
     level, depth = [value], 0
     while depth <= most and (level := [each for each in level if isinstance(each, (list, dict))]):
         depth += 1

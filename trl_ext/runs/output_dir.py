@@ -155,7 +155,7 @@ def is_evaluated(output_dir: str | os.PathLike[str], result: Any, *files: str) -
 
 def overlap(folder: Path, given: Path) -> str:
     """
-    Return how a folder to write to overlaps with an input, as a verb ("is", "holds", …); "" if they do not overlap.
+    Return how a folder to write to overlaps with an input, as a verb such as "holds"; "" if they do not overlap.
     """
     mine, theirs = folder.resolve(), given.resolve()
     if mine == theirs or mine in theirs.parents:

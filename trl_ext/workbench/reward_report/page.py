@@ -142,7 +142,9 @@ def _calibration_charts(report: dict[str, Any]) -> list[str]:
 
 
 def _shown(report: dict[str, Any], name: str) -> str:
-    """Return the name of a set of answers; it is called held-out only if none is known to be trained on."""
+    """
+    Return the name of a set of answers: "held-out" only if it is known which pairs were trained on, else "given".
+    """
     return name if report["trained_on"]["is_known"] else name.replace("held-out", "given")
 
 

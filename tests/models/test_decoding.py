@@ -199,7 +199,7 @@ def left_padded(rows):
 @pytest.mark.parametrize("name", CONTINUED)
 def test_a_next_turn_reads_only_what_is_new(name, monkeypatch):
     """Some rows end, some go on with more or fewer new tokens, over three turns in batches of other sizes."""
-    model, config, histories = CONTINUED[name](), settings(suppress_tokens=[PAD]), Histories()
+    model, config, histories = CONTINUED[name](), settings(suppress_tokens=[PAD]), Histories(24)
     work, generator = Work(model, monkeypatch), torch.Generator().manual_seed(1)
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(*batch(rows=24, repeats=2).values(), strict=True)]
     for turn, size in enumerate((24, 5, 24)):

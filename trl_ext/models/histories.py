@@ -34,9 +34,15 @@ class History:
 
 
 class Histories:
-    """Keep the histories of rows, and find the history with which a prompt of the next turn begins."""
+    """
+    Keep the histories of rows, and find the history with which a prompt of the next turn begins.
 
-    def __init__(self) -> None:
+    Args:
+        limit: rows to keep at most, so that they take no more memory than the cache of as many rows in use.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._kept: deque[History] = deque()
 
     @staticmethod
@@ -45,8 +51,9 @@ class Histories:
         return all(type(layer) is DynamicLayer for layer in cache.layers)
 
     def add(self, histories: dict[int, History]) -> None:
-        """Keep histories by the number of their row."""
-        self._kept.extend(histories[row] for row in sorted(histories))
+        """Keep histories by the number of their row, until the limit is reached."""
+        rows = sorted(histories)[: max(0, self.limit - len(self._kept))]
+        self._kept.extend(histories[row] for row in rows)
 
     def fill(self, cache: DynamicCache, input_ids: Tensor, attention_mask: Tensor) -> None:
         """

@@ -237,7 +237,8 @@ class Collection:
         self.tensors: dict[str, Tensor] = {}
         self.passes: dict[str, Any] = {}  # (B, T) each, or None
         self.rewards_per_func = torch.empty(0)  # (rows of all processes, F)
-        self.histories = Histories() if trainer.tools else None  # what the policy has read of each episode
+        size = trainer.args.local_rollout_forward_batch_size
+        self.histories = Histories(size) if trainer.tools else None  # what the policy has read of each episode
         self.longest_prompt = 0  # tokens
         self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
 

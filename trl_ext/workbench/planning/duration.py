@@ -142,7 +142,7 @@ def _generation(job: Job, plan: Plan, gpu: GPU, efficiency: Efficiency, rate: fl
     weights = policy.parameters * (job.bits / 8 if job.bits else width)
     step = (weights + cache) / (gpu.bandwidth * 1e12 * efficiency.bandwidth)
     step += config.num_hidden_layers * efficiency.layer_ms / 1000 * (0.1 if args.use_vllm else 1)
-    # Each turn reads the history anew: the prompt, and as much of the answer as turns have gone by
+    # As if each turn read the history anew: the prompt, and as much of the answer as turns have gone by
     read = [job.prompt_length + args.max_completion_length * turn / job.turns for turn in range(job.turns)]
     prefill = sum(_forward(config, policy.parameters, length) for length in read)
     return args.max_completion_length * step / rows + prefill / rate

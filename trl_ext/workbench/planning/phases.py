@@ -19,13 +19,14 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     Return the bytes that generation takes in the run itself, and beside it: in vLLM or in `rollouts_ahead`'s process.
 
     vLLM is counted with weights and cache in 16 bits for all `local` answers of a rollout at once; it works with less.
-    Otherwise `rows` are generated at once. In each turn TRL draws up to `max_completion_length` tokens after the
-    history, and then cuts what is too long.
+    In each turn TRL lets it draw `max_completion_length` tokens after the history, and then cuts what is too long.
+    Otherwise `rows` are generated at once; with several turns the caches of as many rows are kept beside theirs.
     """
     config = base_model_of(policy).config.get_text_config()
-    length = job.longest_history + job.args.max_completion_length
+    longest = job.prompt_length + job.args.max_completion_length
     numel = sum(p.numel() for name, p in policy.named_parameters() if "lora_" not in name)
     if job.args.use_vllm:
+        length = job.longest_history + job.args.max_completion_length
         return {}, {"weights": 2 * numel, "KV cache": kv_cache_of(config, local, length, 2)}
     # Without gradients no layer's activations are kept
     depth, config.num_hidden_layers = config.num_hidden_layers, 2
@@ -40,7 +41,7 @@ def generation_phase(job: Job, mode: Any, policy: Any, rows: int, local: int) ->
     if job.layout.shards_weights and job.args.ds3_gather_for_generation:  # the whole policy, once per rollout
         gathered = sum(p.numel() for p in policy.parameters()) * job.compute_dtype.itemsize
     parts = {
-        "KV cache": kv_cache_of(config, rows, length, job.compute_dtype.itemsize),
+        "KV cache": (1 + (job.turns > 1)) * kv_cache_of(config, rows, longest, job.compute_dtype.itemsize),
         "logits": 3 * rows * config.vocab_size * 4,  # raw, scaled, and as probabilities
         "activations": prefill,
     }

@@ -505,8 +505,11 @@ def test_what_cannot_be_is_refused(subtests, tmp_path):
             "`rollouts_ahead=2` with vLLM: .* only one rollout can be ahead",
         ),
         (vllm | {"vllm_mode": "server", "rollout_device": "cpu"}, "`rollout_device=cpu` .* vLLM's server generates"),
-        ({"rollouts_ahead": 1, "rollout_device": "cuda:7"}, r"there is no device 'cuda:7' here \(\d accelerators\)"),
-        ({"rollouts_ahead": 1, "rollout_device": "gpu"}, "there is no device 'gpu' here"),
+        (
+            {"rollouts_ahead": 1, "rollout_device": "cuda:7"},
+            r"this machine has no device 'cuda:7' \(\d accelerators\)",
+        ),
+        ({"rollouts_ahead": 1, "rollout_device": "gpu"}, "this machine has no device 'gpu'"),
         (
             {"rollouts_ahead": 1, "rollout_device": 1},
             "`rollout_device=1` is not the name of a device: give a text such as",

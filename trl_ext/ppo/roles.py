@@ -151,8 +151,8 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
     theirs, ours = vocabulary_of(reference), vocabulary_of(loader.policy)
     if theirs < ours:
         raise ValueError(
-            f"`ref_model` has a vocabulary of {theirs} tokens, the policy one of {ours}: it must score every "
-            "token of the policy: leave `ref_model` out for a frozen copy of the policy, or cut unused rows off the policy by "
+            f"`ref_model` has a vocabulary of {theirs} tokens, the policy one of {ours}: it must score every token of "
+            "the policy, so leave `ref_model` out, for a frozen copy of the policy, or cut unused rows off it by "
             f"`model.resize_token_embeddings({theirs})`."
         )
     if theirs > ours:

@@ -3,7 +3,8 @@
     trl-ext ppo --config tinystories/ppo --model_name_or_path PATH_OR_HUB_NAME
 
 Needed, in the configuration file or as flags: a model, a dataset with the column `prompt` (or `input_ids`), and a
-reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. Flags override the file; see --help. The
+reward: `reward_model_name_or_path`, `reward_funcs`, `rewards`, or several. An `environment` may bring both, see
+docs/agents.md. Flags override the file; see --help. The
 same command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
@@ -17,6 +18,8 @@ from trl_ext.runs import Hold, check_output_dir, is_evaluated
 from trl_ext.upstream import late_bars, quiet
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from datasets import Dataset
 
 
@@ -41,6 +44,16 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
             "help": "Sequence classifier that the critic starts from. If unset: the reward model if it has the "
             "policy's tokenizer, else the policy with a zero head."
         },
+    )
+    environment: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Class of an environment, `path/to/file.py:Class` or `package.module.Class`. Several are "
+            "`name=path`, for rows whose column `environment` has the name."
+        },
+    )
+    tools: list[str] | None = field(
+        default=None, metadata={"help": "Functions that the model may call, each named as an environment is."}
     )
     monitors: list[str] | None = field(
         default=None,
@@ -72,6 +85,15 @@ def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "D
     return kept
 
 
+def load_environments(entries: list[str] | None, load: "Callable[[str, str], Any]") -> Any:
+    """Import a class, or a dict of them if they have names; None without any."""
+    named = [entry.rpartition("=") for entry in entries or []]
+    if len(named) > 1 and not all(name for name, _, _ in named):
+        raise ValueError(f"several environments need names, as `name=path`, got {entries}")
+    classes = {name: load(path, "environment") for name, _, path in named}
+    return classes.get("", classes) or None
+
+
 def check_models(script_args: PPOScriptArguments, model_args: ModelArguments) -> None:
     """Refuse a model that is not there, before anything that takes seconds is imported."""
     check_model("model_name_or_path", model_args.model_name_or_path, model_args.model_revision, tokenizer=True)
@@ -101,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.callbacks import attach_monitors, load_monitors
     from trl_ext.data import check_chat_template, held_out_rows
     from trl_ext.ppo import RolloutProcessLost, ServerLost
-    from trl_ext.rewards import RewardFailed, joined_weights, load_reward, load_rewards
+    from trl_ext.rewards import RewardFailed, joined_weights, load_object, load_reward, load_rewards
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
     from trl_ext.workbench import next_answer, objections, report_of
 
@@ -112,6 +134,8 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         rewards: list[Any] = [load_reward(path) for path in script_args.reward_funcs or []]
         monitors = load_monitors(script_args.monitors)
+        tools = [load_object(path, "tool") for path in script_args.tools or []]
+        environment = load_environments(script_args.environment, load_object)
         tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs)
         with_settings, weights = load_rewards(script_args.rewards, tokenizer)
         if script_args.reward_model_name_or_path:
@@ -133,15 +157,17 @@ def main(arguments: list[str] | None = None) -> None:
         return dataset
 
     eval_name = script_args.eval_dataset_name or script_args.dataset_name
+    train_dataset = eval_dataset = None
     with parser.one_line_errors():
-        train_dataset, eval_dataset = held_out_rows(
-            load(script_args.dataset_name, script_args.dataset_train_split),
-            lambda: load(eval_name, script_args.dataset_test_split),
-            script_args.eval_size,
-            training_args.seed,
-        )
+        if script_args.dataset_name:
+            train_dataset, eval_dataset = held_out_rows(
+                load(script_args.dataset_name, script_args.dataset_train_split),
+                lambda: load(eval_name, script_args.dataset_test_split),
+                script_args.eval_size,
+                training_args.seed,
+            )
         if longest := script_args.max_prompt_length:
-            train_dataset = without_long_prompts(train_dataset, tokenizer, longest)
+            train_dataset = train_dataset and without_long_prompts(train_dataset, tokenizer, longest)
             eval_dataset = eval_dataset and without_long_prompts(eval_dataset, tokenizer, longest)
     if eval_dataset is None:
         training_args.eval_strategy, training_args.eval_on_start = "no", False
@@ -152,7 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         trainer = PPOTrainer(
             model=model_args.model_name_or_path,
-            reward_funcs=rewards,
+            reward_funcs=rewards or None,
             args=training_args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -160,6 +186,8 @@ def main(arguments: list[str] | None = None) -> None:
             ref_model=script_args.ref_model_name_or_path,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
+            tools=tools or None,
+            environment_factory=environment,
         )
     attach_monitors(trainer, monitors)
     with parser.one_line_errors(CannotResume, NotSaved, RewardFailed, RolloutProcessLost, ServerLost):
@@ -174,9 +202,12 @@ def main(arguments: list[str] | None = None) -> None:
         with parser.one_line_errors(NotSaved), result_of(training_args.output_dir, "Its evaluation"):
             trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
+    answer = ""
+    if train_dataset is not None and not (environment or tools):  # `generate` calls none
+        asked = next_answer(training_args.output_dir, train_dataset, training_args.max_completion_length)
+        answer = f"; next: {asked}"
     trainer.accelerator.print(
-        f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n"
-        f"{report}; next: {next_answer(training_args.output_dir, train_dataset, training_args.max_completion_length)}"
+        f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n{report}{answer}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -15,7 +15,7 @@ class DataArguments(ScriptArguments):
     """Restrict TRL's `ScriptArguments`: the dataset must be named, and is not streamed."""
 
     def __post_init__(self) -> None:
-        if not self.dataset_name:
+        if not self.dataset_name and not getattr(self, "environment", None):  # which may own its data
             raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
         if self.dataset_streaming or self.ignore_bias_buffers:
             raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
@@ -59,7 +59,7 @@ class PromptArguments(DataArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        scored = getattr(self, "score_column", None)
+        scored = getattr(self, "score_column", None) or getattr(self, "environment", None)
         if not (self.reward_model_name_or_path or self.reward_funcs or self.rewards or scored):
             or_column = "; or `score_column`, if the rows have scores" if hasattr(self, "score_column") else ""
             raise ValueError(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .judge import JudgeReward as JudgeReward
     from .loading import check_rewards as check_rewards
     from .loading import joined_weights as joined_weights
+    from .loading import load_object as load_object
     from .loading import load_reward as load_reward
     from .loading import load_rewards as load_rewards
     from .member import Member as Member

@@ -37,21 +37,35 @@ def load_reward(path: str) -> Callable:
         >>> load_reward("trl.rewards.think_format_reward").__name__
         'think_format_reward'
     """
-    place, _, name = path.rpartition(":" if ".py:" in path else ".")
-    try:
-        if not (place and name):
-            raise ImportError("no module or no function is named")
-        function = getattr(_module(place), name)
-    except (ImportError, OSError, AttributeError) as error:
-        raise ImportError(
-            f"reward function {path!r} cannot be imported: {error}. Tried {name!r} of {place!r} from {Path.cwd()}; "
-            "write `path/to/file.py:function`, or `package.module.function` of an installed package."
-        ) from error
+    function = load_object(path, "reward function")
     if isinstance(function, type) or not callable(function):
         raise ValueError(
             f"reward function {path!r} is of type {type(function).__name__}; name a function or an instance"
         )
     return function
+
+
+def load_object(path: str, what: str) -> Any:
+    """
+    Import what `path/to/file.py:name` or `package.module.name` names, as [`load_reward`] does.
+
+    Args:
+        path: where it is.
+        what: what it is to be, for the message.
+
+    Raises:
+        ImportError: no such file, module or name.
+    """
+    place, _, name = path.rpartition(":" if ".py:" in path else ".")
+    try:
+        if not (place and name):
+            raise ImportError("no module or no name is given")
+        return getattr(_module(place), name)
+    except (ImportError, OSError, AttributeError) as error:
+        raise ImportError(
+            f"{what} {path!r} cannot be imported: {error}. Tried {name!r} of {place!r} from {Path.cwd()}; "
+            "write `path/to/file.py:name`, or `package.module.name` of an installed package."
+        ) from error
 
 
 def load_rewards(

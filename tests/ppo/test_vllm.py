@@ -89,14 +89,14 @@ def test_greedy_answers_are_the_most_likely_ones(tmp_path, monkeypatch):
 
 
 def test_an_engine_that_has_packed_its_weights_is_refused():
-    """As vLLM's CPU build does: the policy would be sampled from as it began."""
+    """As vLLM's CPU build does: the initial policy would be sampled from."""
     model = torch.nn.Linear(2, 2)
     runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
     llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner)))
     engine = SimpleNamespace(llm=llm, accelerator=SimpleNamespace(device=torch.device("cpu")))
     check_loadable(engine)
     model.weight = torch.nn.Parameter(torch.empty(0))
-    with pytest.raises(ValueError, match="vLLM has packed its weights for the CPU's kernels"):
+    with pytest.raises(ValueError, match="vLLM cannot load updated weights there"):
         check_loadable(engine)
 
 

@@ -451,7 +451,7 @@ def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_p
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["a/ppo", "b"], "b is no run, but has some within: give one or several of b/ppo"),
+        (["a/ppo", "b"], "b is not a run, but contains some: give one or several of b/ppo"),
         (["a/ppo", "c"], "c is no folder"),
         (["a/ppo", "a/../a/ppo"], "is given twice"),
         (["a/ppo", "b/ppo", "--x", "epsiode"], "no 'epsiode' in its logs"),
@@ -583,7 +583,7 @@ def test_a_folder_of_runs_is_no_run(run_dir, tmp_path_factory, capsys):
         shutil.copytree(run_dir, folder / name)
     with pytest.raises(SystemExit):
         main([str(folder)])
-    assert f"is no run, but has some within: give one or several of {folder}/a, {folder}/b" in capsys.readouterr().err
+    assert f"is not a run, but contains some: give one or several of {folder}/a, {folder}/b" in capsys.readouterr().err
 
 
 def test_a_template_escapes_all_but_html_of_ours(tmp_path):

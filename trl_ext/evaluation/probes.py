@@ -224,7 +224,7 @@ def _scores(score: Score, prompts: list[str], answers: list[str]) -> Tensor:
     if wrong:
         raise ValueError(
             f"the reward gave {len(wrong)} of {len(values)} answers no finite score (the first is "
-            f"{values[wrong[0]]}, for {answers[wrong[0]][:80]!r}): mend it, or leave such answers out"
+            f"{values[wrong[0]]}, for {answers[wrong[0]][:80]!r}): fix the reward, or leave such answers out"
         )
     return torch.tensor([float(value) for value in values], dtype=torch.double)
 

@@ -64,7 +64,7 @@ def ranking_report(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[f
 
 
 def best_of_n_credit(chosen: float, rejected: Sequence[float]) -> float:
-    """Return 1 if the chosen answer scores above all others, 0 if another one does (RewardBench 2, 2506.01937).
+    """Return 1 if the chosen answer scores above all others, 0 if one scores above it (RewardBench 2, 2506.01937).
 
     If the chosen answer shares the highest score with others, so that k answers have it, return 1/k.
     """

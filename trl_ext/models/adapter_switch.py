@@ -18,9 +18,11 @@ class AdapterSwitch:
     """
     Choose the active adapters of a PEFT model, in all of its layers.
 
-    PEFT's own `set_adapter` and `disable_adapter` also freeze what they switch off: after TRL's reference pass the
-    critic would not train. And gradient checkpointing recomputes layers in `backward` under whatever adapter is active
-    by then, with wrong gradients and no error. Here a layer is recomputed under the adapter of its forward.
+    PEFT's own `set_adapter` and `disable_adapter` also freeze the adapters that they switch off. TRL switches adapters
+    off for its reference pass, so the critic would not train afterwards. This class freezes nothing.
+
+    Gradient checkpointing recomputes layers in `backward` under whatever adapter is active by then, with wrong
+    gradients and no error. Here a layer is recomputed under the adapter of its forward.
     """
 
     def __init__(self, model: Any):

@@ -581,7 +581,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
 
     def _who_draws(self, is_drawing: bool) -> int:
-        """Return on how many processes the policy has answers to generate."""
+        """Return the number of processes where the policy still has answers to generate."""
         return int(self.accelerator.gather(torch.tensor([is_drawing], device=self.accelerator.device)).sum())
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:

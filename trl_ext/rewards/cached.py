@@ -44,11 +44,11 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     Score each answer once, and look it up when it comes again.
 
     The key of a score is what it depends on: the reward ([`source_identity`]: name, settings, revision), the prompt,
-    the completion and the columns. It is a hash of 128 bits, in memory XXH3 with a secret seed, in Redis BLAKE2b: of a
-    million entries two share a key with a probability of 2e-27, and nobody can search for such a pair. The reward gets
-    only what is in the key: no other column, and a `trainer_state` that refuses to be read. Scores of None are not
-    kept, and neither is anything of a call that fails. Do not cache a function that looks at other answers of its
-    batch.
+    the completion and the columns. It is a hash of 128 bits, in memory XXH3 with a secret seed, in Redis BLAKE2b: the
+    probability that any two of a million entries share a key is 2e-27, and nobody can search for such a pair. The
+    reward gets only what is in the key: no other column, and a `trainer_state` that raises an error when it is read.
+    Scores of None are not kept, and neither is anything of a call that fails. Do not cache a function that looks at
+    other answers of its batch.
 
     Logs `rewards/<name>/cache_hits`, the share of answers that needed no scoring (found in memory or in Redis, or
     twice in one call), and with Redis `rewards/<name>/redis_hits`, the share found there.
@@ -59,10 +59,11 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         capacity: entries in memory; the least recently used one is dropped.
         columns: which columns the score depends on, beside prompt and completion; the reward gets no others. None: all
             that the trainer passes, `completion_ids` among them. Fewer give more hits: with `[]` the same text has the
-            same score, however it was tokenised and whether or not it ended by EOS (that is `"finished"`).
-        normalize: which texts count as the same. `"space"`: those that differ in white space; `"punctuation"`: those
-            that differ in punctuation, too. The first such answer gives the score. It needs `columns` without ids of
-            tokens.
+            same score, however it was tokenised; with `["finished"]` answers that were cut off have scores of their
+            own.
+        normalize: which texts count as the same. None: equal ones; `"space"`: those that differ only in white space;
+            `"punctuation"`: in white space and punctuation. The first such answer gives the score. With it, name
+            `columns`, without ids of tokens such as `completion_ids`.
         redis_url: `redis://[user@]host:port/db`, `rediss://…` with TLS, or `unix://…`. Options of redis-py's client
             go into its query: `?ssl_ca_certs=ca.pem`. None: memory alone.
         redis_password_env: environment variable that holds the password.

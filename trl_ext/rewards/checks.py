@@ -24,7 +24,11 @@ class PicklesSettings:
 
 
 def checked_name(name: str | None, default: str) -> str:
-    """Return `name`, the key in the logs, or the default with `_` for each run of characters that no name may have."""
+    """
+    Return `name`, the key in the logs; raise a `ValueError` if it has characters that no key may have.
+
+    If it is None, return the default, with `_` in place of such characters.
+    """
     if name is None:
         return re.sub(r"_?[^\w.-]+_?", "_", default, flags=re.ASCII).strip("_") or "reward"
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name, re.ASCII):

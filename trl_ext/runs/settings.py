@@ -17,7 +17,11 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class _Help(str):
-    """Hold a field's help and rules in one string: HfArgumentParser passes other metadata to argparse, which fails."""
+    """
+    Keep the rules for a field's values with its help text.
+
+    They cannot be metadata of their own: HfArgumentParser would pass them to argparse, which refuses them.
+    """
 
     range: Range | None = None
     only_with: OnlyWith | None = None

@@ -40,7 +40,11 @@ def function_change(path: str, passed: str | None) -> str:
 
 
 def method_change(cls: type, name: str, passed: str) -> str:
-    """Return what changed in a method of `cls`. New parameters are a change, too, unless `passed` ends in "..."."""
+    """
+    Return how a method of `cls` differs from the one we were written for, or "" if it does not.
+
+    `passed` are the arguments that we pass. New parameters are a difference, too, unless it ends in `...`.
+    """
     if not callable(method := getattr(cls, name, None)):
         return f"`{cls.__name__}` has no method `{name}`"
     parameters = list(inspect.signature(method).parameters)[1:]  # all but `self`

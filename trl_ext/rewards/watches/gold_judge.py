@@ -90,7 +90,7 @@ class GoldJudgeReward(HoldsRewards, Watch):
         return scores
 
     def _read_start(self, step: int) -> int:
-        """Read the start policy's scores that an interrupted run left. Return their step, or `step` without any."""
+        """Read the start policy's scores that an interrupted run left; return their step, else `step`."""
         folder = self.folder if self.folder is not None else Watch.default_folder
         for path in sorted(Path(folder).glob("gold_start.rank*.jsonl")) if folder is not None else ():
             rows = list(read_jsonl(path))

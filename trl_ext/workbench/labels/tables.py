@@ -189,7 +189,12 @@ def _once(labels: Labels) -> Labels:
 
 
 def _items(table: dict[str, np.ndarray], columns: Columns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each pair's item, each item's first pair, and for each pair the hash of the first answer there."""
+    """
+    Number the items: rows with the same name, or else with the same prompt and answers, are one item.
+
+    Return each row's item, each item's first row, and for each row the hash of the answer that comes first in its
+    item's first row.
+    """
     key = table["texts"]
     if columns.item:  # of a ranking it names the prompt, not each of its pairs
         key = table["key"] if len(columns.responses) == 2 else table["key"] * _MIX + key

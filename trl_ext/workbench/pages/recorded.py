@@ -106,7 +106,7 @@ def read_run(folder: Path) -> Run:
     if not (run.history or run.samples):
         within = sorted({str(path.parent) for path in folder.glob("**/metrics.rank0.jsonl")})
         if within:
-            raise ValueError(f"{folder} is no run, but has some within: give one or several of {', '.join(within)}")
+            raise ValueError(f"{folder} is not a run, but contains some: give one or several of {', '.join(within)}")
         raise ValueError(
             f"{folder} has neither metrics.rank0.jsonl nor a trainer_state.json nor completions.rank*.jsonl; add "
             "JSONLCallback to the script, or give the folder that a checkpoint is in"

@@ -106,7 +106,9 @@ def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, Any]) ->
         elif "copied" in of_set:
             count, what = of_set["copied"]["answers"], "have an answer that repeats the corpus"
         else:
-            raise ValueError(f"`max_copied` is for {name!r}, which has no answers or is what copies are from")
+            raise ValueError(
+                f"`max_copied` cannot apply to {name!r}: it has no answers, or is what answers are compared with"
+            )
         share = count / of_set["rows"]
         said = f"{count} of {of_set['rows']} rows of {name!r} ({share:.2%}) {what}, the bound is {bound:.2%}"
         judged = {"bound": bound, "share": share, "broken": share > bound, "sentence": said}

@@ -200,7 +200,7 @@ def held_out_part(
 
 
 def sentences_on(known: TrainedOn, given: int) -> list[str]:
-    """Return sentences on pairs that the reward was trained on, and on whether all such pairs are known."""
+    """Say how many of the given pairs the reward was trained on, and whether all such pairs are known."""
     said, left = [], given - known.left_out
     if known.left_out:
         said.append(f"{known.left_out:,} of {given:,} pairs are left out: they were trained on.")

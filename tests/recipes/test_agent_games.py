@@ -1,0 +1,281 @@
+"""Environments of recipes/agents, played by their scripted players, and one recipe as it is run."""
+
+import functools
+import importlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+import tests.agents
+from recipes import ppo
+from recipes.agents import study, teach, weather
+from tests.agents import byte_tokenizer, call, played_by
+from tests.tiny import tiny_config, tiny_llama
+from trl_ext import PPOTrainer
+from trl_ext.rewards import RewardFailed
+from trl_ext.rewards.loading import load_object
+
+
+@pytest.fixture
+def lake():
+    pytest.importorskip("gymnasium", reason="needs pip install 'trl-ext[agents]'")
+    return importlib.import_module("recipes.agents.frozen_lake")
+
+
+@pytest.fixture
+def nim():
+    pytest.importorskip("textarena", reason="needs pip install 'trl-ext[agents]'")
+    return importlib.import_module("recipes.agents.nim")
+
+
+@pytest.fixture
+def reasoning():
+    pytest.importorskip("reasoning_gym", reason="needs pip install 'trl-ext[agents]'")
+    return importlib.import_module("recipes.agents.reasoning")
+
+
+@pytest.fixture(scope="module")
+def guess():
+    pytest.importorskip("openenv.core", reason="needs pip install 'trl-ext[agents]'")
+    module = importlib.import_module("recipes.agents.guess")
+    yield module
+    stop(module)
+
+
+@pytest.fixture
+def server(guess):
+    """The server of the test, which may die in it."""
+    guess.Environment()
+    yield guess.Environment._server
+    if guess.Environment._server.process.poll() is not None:
+        stop(guess)
+
+
+def stop(module):
+    if module.Environment._server:
+        module.Environment._server.stop()
+        module.Environment._server = None
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("frozen_lake", "gymnasium"), ("nim", "textarena"), ("reasoning", "reasoning_gym"), ("guess", "openenv.core")],
+)
+def test_without_its_package_a_recipe_says_what_to_install(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'trl-ext[agents]'")):
+        load_object(f"recipes/agents/{name}.py:rows", "environment")
+
+
+@pytest.mark.slow  # two processes' worth of imports, SFT and PPO
+def test_a_model_is_taught_and_trained_by_the_commands_that_the_recipe_gives(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    teach.main(["weather", "--episodes", "16"])
+    size = ["--per_device_train_batch_size", "16", "--num_mini_batches", "2", "--num_ppo_epochs", "1"]
+    ppo.main(["--config", "agents/weather", *size, "--total_episodes", "64", "--max_completion_length", "24"])
+    points = study.curve(Path("outputs/agents/weather/ppo/metrics.rank0.jsonl"))
+    assert [episodes for episodes, _, _ in points] == [0, 64]
+    run = {"curve": [(0, 0.1, 0.0), (64, 0.9, 1.0)], "player": 1.0, "taught": [30, 20], "trained": [200, 100]}
+    assert study.table({"weather": [run, run]}).endswith("| 1.00 | 0.10 | 0.90 | 0.90 | 0.00 | 1.00 | 20 | 100 |\n")
+    study.draw({"weather": [run], "nim": [run]}, tmp_path / "agents.png")
+    assert (tmp_path / "agents.png").stat().st_size > 10_000
+
+
+def test_an_environment_that_owns_its_data_trains_by_a_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained("model")
+    tiny_llama(len(tokenizer), max_position_embeddings=2048).save_pretrained("model")
+    command = ["--model_name_or_path", "model", "--output_dir", "out", "--max_steps", "1", "--use_cpu", "true"]
+    command += ["--per_device_train_batch_size", "4", "--num_mini_batches", "1", "--max_completion_length", "8"]
+    named = f"{Path(tests.agents.__file__)}:Counter"
+    ppo.main([*command, "--environment", named])
+    assert (tmp_path / "out/model.safetensors").exists()
+    with pytest.raises(SystemExit):
+        ppo.main([*command, "--output_dir", "other", "--environment", named, named])
+    assert "several environments need names" in capsys.readouterr().err
+
+
+# Weather
+
+
+def test_the_table_answers_and_its_held_out_pairs_are_not_trained_on():
+    assert teach.success(weather, weather.Player(), 100) == 1
+    assert teach.success(weather, weather.Player(1.0), 100) < 0.2  # the day after is rarely as warm
+    trained, evaluated = ({(row["city"], row["day"]) for row in weather.rows(500, seed=seed)} for seed in (0, 1))
+    assert len(evaluated) > 10 and not trained & evaluated
+
+
+# Frozen lake
+
+
+def test_the_gift_is_reached_around_the_holes(lake):
+    environment = lake.Environment()
+    assert 0.6 < teach.success(lake, lake.Player(), 300) < 0.8  # the ice is slippery
+    assert teach.success(lake, lake.Player(1.0), 300) < 0.1
+    walks = []
+    for _ in range(2):  # a row decides its slips
+        said, walk = environment.reset(seed=3), []
+        while "row" in said:
+            walk.append(said := environment.move("down"))
+        walks.append(walk)
+        assert environment.move("down") == "It is over." and environment.get_reward() == 0
+    assert walks[0] == walks[1]
+    with pytest.raises(ValueError, match="left, down, right or up"):
+        environment.reset(seed=3)
+        environment.move("north")
+
+
+# Nim
+
+
+def wins(nim, piles):
+    """Whether who moves wins: there is a move after which the other one does not."""
+
+    @functools.cache
+    def won(piles):
+        after = [(*piles[:i], piles[i] - n, *piles[i + 1 :]) for i in range(3) for n in range(1, piles[i] + 1)]
+        return any(not won(each) for each in after)
+
+    return won(tuple(piles))
+
+
+def test_a_winning_move_leaves_a_lost_position(nim):
+    for position in range(64):
+        piles = [position // 16, position // 4 % 4, position % 4]
+        moves = nim.winning_moves(piles)
+        assert bool(moves) == wins(nim, piles)
+        for pile, count in moves:
+            assert 1 <= count <= piles[pile]
+            assert not wins(nim, [left - count * (number == pile) for number, left in enumerate(piles)])
+
+
+def test_nim_is_played_to_its_end(nim, monkeypatch):
+    environment, before = nim.Environment(), random.getstate()
+    assert environment.reset(piles=[1, 2, 0]) == "pile 0: 1 pile 1: 2 pile 2: 0"
+    left = nim.piles_in(environment.take(pile=1, count=1))
+    assert left in ([0, 1, 0], [1, 0, 0])  # two equal moves
+    assert environment.take(pile=left.index(1), count=1) == "You won." and environment.get_reward() == 1
+    assert environment.take(pile=1, count=1) == "It is over." and environment.get_reward() == 0
+    assert random.getstate() == before  # the run's own draws go on
+    assert teach.success(nim, nim.Player(), 100) == 1
+
+    monkeypatch.setattr(nim, "BLUNDERS", 0.0)  # each game that the opponent can win
+    for seed in range(10):
+        environment.reset(piles=[3, 1, 2], seed=seed)
+        said = environment.take(pile=1, count=1)
+        while nim.piles_in(said):
+            pile, count = nim.choose(nim.piles_in(said), 1.0, random.Random(seed))
+            said = environment.take(pile=pile, count=count)
+        assert said == "You lost." and environment.get_reward() == 0
+
+
+def test_a_second_move_that_is_not_allowed_loses(nim):
+    environment = nim.Environment()
+    environment.reset(piles=[1, 2, 0])
+    assert environment.take(pile=0, count=2) == "Not allowed. pile 0: 1 pile 1: 2 pile 2: 0"
+    assert environment.take(pile=7, count=1) == "You lost." and environment.get_reward() == 0
+
+
+# reasoning-gym
+
+
+def test_its_own_checker_scores_an_answer(reasoning):
+    words = {row["prompt"][0]["content"].split()[-1]: row for row in reasoning.rows(9, seed=1)}
+    word, row = next((word, row) for word, row in words.items() if word != word[::-1])
+    answers = [word[::-1], f" {word[::-1]}\n", word, ""]
+    completions = [[{"role": "assistant", "content": answer}] for answer in answers]
+    assert reasoning.correct(completions, entry=[row["entry"]] * 4) == [1, 1, 0, 0]
+    assert teach.success(reasoning, reasoning.Player(), 100) == 1
+
+
+def test_words_of_the_evaluation_are_not_trained_on(reasoning):
+    trained, evaluated = (
+        {row["prompt"][0]["content"].split()[-1] for row in reasoning.rows(200, seed=seed)} for seed in (0, 1)
+    )
+    assert len(trained) > 100 and len(evaluated) > 100 and not trained & evaluated
+
+
+# OpenEnv
+
+
+def test_a_number_is_found_on_the_server(guess, server):
+    environment = guess.Environment()
+    assert environment.reset(seed=0) == "1 to 15"
+    number = random.Random(0).randint(1, 15)
+    assert environment.guess(number) == "You found it." and environment.get_reward() == 1
+    assert environment.guess(number) == "It is over." and environment.get_reward() == 0
+    environment.reset(seed=0)
+    for _ in range(3):
+        assert environment.guess(15 if number < 15 else 1) == ("1 to 14" if number < 15 else "2 to 15")
+    assert environment.guess(0) == "You did not find it." and environment.get_reward() == 0
+    assert teach.success(guess, guess.Player(), 50) == 1
+
+
+def test_environments_have_sessions_of_their_own(guess, server):
+    first, second = guess.Environment(), guess.Environment()
+    first.reset(seed=0), second.reset(seed=0)
+    number = random.Random(0).randint(1, 15)
+    first.guess(number)
+    assert (first.get_reward(), second.get_reward()) == (1, 0)
+    assert second.guess(number) == "You found it."
+
+
+def test_a_server_that_dies_or_hangs_in_an_episode_is_named(guess, server, monkeypatch):
+    monkeypatch.setattr(guess, "SECONDS", 1.0)
+    for blow in (signal.SIGSTOP, signal.SIGKILL):
+        environment = guess.Environment()
+        environment.reset(seed=0)
+        os.kill(server.process.pid, blow)
+        begin = time.monotonic()
+        with pytest.raises(ConnectionError, match="OpenEnv server at http://127.0.0.1:.* does not answer"):
+            environment.guess(3)
+        with pytest.raises(RewardFailed, match="does not answer"):
+            environment.get_reward()
+        assert time.monotonic() - begin < 10
+        if blow == signal.SIGSTOP:
+            os.kill(server.process.pid, signal.SIGCONT)
+
+
+def test_a_run_whose_server_dies_ends_with_one_sentence(guess, server, tmp_path):
+    def halve(history):
+        if history.count("<tool_response>") == 2 and server.process.poll() is None:
+            server.stop()
+        return call("guess", number=1)
+
+    tokenizer = byte_tokenizer()
+    trainer = PPOTrainer(
+        model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
+        args=tiny_config(tmp_path, max_completion_length=600, max_steps=2, max_tool_calling_iterations=4),
+        train_dataset=Dataset.from_list(guess.rows(8)),
+        processing_class=tokenizer,
+        environment_factory=guess.Environment,
+    )
+    with pytest.raises(RewardFailed, match="OpenEnv server at .* does not answer"):
+        played_by(trainer, halve).train()
+
+
+def test_the_server_ends_with_its_run(guess):
+    code = "from recipes.agents import guess; e = guess.Environment(); print(e._server.process.pid, flush=True)"
+    code += "; import os; os.kill(os.getpid(), 9)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pid, begin = int(run.stdout.split()[-1]), time.monotonic()
+    while is_running(pid) and time.monotonic() - begin < 20:
+        time.sleep(0.1)
+    assert not is_running(pid)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

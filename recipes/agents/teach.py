@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
             max_length=1024,
             logging_steps=25,
             save_strategy="no",
-            gradient_checkpointing=False,
+            activation_checkpointing=False,
             seed=args.seed,
         ),
         train_dataset=Dataset.from_list(rows),

@@ -37,15 +37,15 @@ CANNOT = set(
     """
     accelerator_config attn_implementation bnb_4bit_quant_storage bnb_4bit_quant_type cache_implementation
     chat_template_path dataloader_multiprocessing_context dataset_config dataset_name dataset_test_split
-    dataset_text_field dataset_train_split ddp_backend debug deepspeed demonstrations_name dtype eos_token
+    dataset_text_field dataset_train_split ddp_backend debug deepspeed demonstrations_name dtype environment eos_token
     eval_dataset_name eval_strategy f_divergence_type fsdp fsdp_config generation_kwargs hub_model_id hub_strategy
     include_for_metrics include_num_input_tokens_seen kl_estimator label_names log_level log_level_replica
     logging_strategy
     loss_type loss_weights lr_scheduler_kwargs lr_scheduler_type metric_for_best_model model_name_or_path optim
     optim_target_modules output_dir packing_strategy pad_to_multiple_of pad_token policy_name_or_path ratio_band
     ref_model_name_or_path report_to resume_from_checkpoint reward_funcs reward_model_name_or_path reward_model_path
-    reward_weights rollout_device save_strategy score_column sft_model_path torch_compile_backend torch_compile_mode
-    train_sampling_strategy
+    reward_weights rollout_device save_strategy score_column sft_model_path tools torch_compile_backend
+    torch_compile_mode train_sampling_strategy
     transformers_continuous_batching_config truncation_mode value_model_name_or_path vllm_mode vllm_model_impl
     model_revision lora_modules_to_save lora_target_modules lora_target_parameters lora_task_type
     """.split()

@@ -65,7 +65,7 @@ def test_unknown_reward_says_what_was_tried(subtests):
         ),
         ("absent.py:reward", "No such file or directory: .*absent.py.* Tried 'reward' of 'absent.py' from "),
         ("recipes/tinystories/rewards.py:absent", "has no attribute 'absent'"),
-        ("reward", "no module or no function is named"),
+        ("reward", "no module or no name is given"),
     ]:
         with subtests.test(path=path), pytest.raises(ImportError, match=message):
             load_reward(path)

@@ -187,7 +187,6 @@ def main(arguments: list[str] | None = None) -> None:
     from accelerate import PartialState
     from accelerate.utils import GatheredParameters
     from torch import nn
-    from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
@@ -200,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
         usable_pairs,
     )
     from trl_ext.evaluation import centre, head_of, write_scores
-    from trl_ext.models import keep_unpacked, path_identity
+    from trl_ext.models import base_of, has_head, keep_unpacked, load_config, path_identity
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
     from trl_ext.stages import ResumableRewardTrainer
     from trl_ext.workbench import report_of, report_trained
@@ -226,8 +225,10 @@ def main(arguments: list[str] | None = None) -> None:
             script_args.eval_size,
             training_args.seed,
         )
-        saved = AutoConfig.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs).architectures or [""]
-        is_classifier = "SequenceClassification" in saved[0]
+        start = (model_args.model_name_or_path, model_args.model_revision)
+        trusted = {"trust_remote_code": training_args.trust_remote_code}
+        saved = load_config(*start, **trusted).architectures or [""]
+        is_classifier = "SequenceClassification" in saved[0] or has_head(*start)
         # A language model has seen no pairs; which ones a reward model has, its record alone can tell
         before = TrainedPairs.load(model_args.model_name_or_path) or TrainedPairs(is_complete=not is_classifier)
         held_out = len(test_dataset)
@@ -273,10 +274,10 @@ def main(arguments: list[str] | None = None) -> None:
             with GatheredParameters([head.weight], modifier_rank=0):
                 nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
         output_dir = Path(args.output_dir)
-        if peft_config is not None:  # so that a LoRA policy on the same base can score with the adapter alone
+        if hasattr(trainer.model, "peft_config"):  # so that a LoRA policy on the same base can score with the adapter
             output_dir.mkdir(parents=True, exist_ok=True)
             # Before FSDP2 shards it
-            save_base_fingerprint(trainer.model, output_dir, model_args.model_name_or_path, model_args.model_revision)
+            save_base_fingerprint(trainer.model, output_dir, *base_of(*start))
 
         # 4. Train
         trained = before | TrainedPairs.of(rows)

@@ -189,10 +189,10 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
 # ---- Files ----
 
 
-def is_adapter(path: Any) -> bool:
+def is_adapter(path: Any, revision: str | None = None) -> bool:
     """Return whether a path, a folder or a hub name, is that of an adapter."""
     try:
-        return isinstance(path, str) and find_adapter_config_file(path) is not None
+        return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
     except OSError:  # there is nothing: loading it will say so
         return False
 

@@ -33,6 +33,7 @@ from ..models.generation import forked_rng
 from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
+from ..models.saved_adapter import load_merged, load_tokenizer
 from ..models.weights import (
     base_model_of,
     check_same_ids,
@@ -143,7 +144,8 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
     `ref_model` is a path or an object; None is a copy of the policy as it is now. `tokenizer` is the policy's.
     """
     if isinstance(ref_model, str):
-        reference = create_model_from_path(ref_model, **loader.kwargs)
+        load = load_merged if is_adapter(ref_model) else create_model_from_path
+        reference = load(ref_model, **loader.kwargs)
     elif ref_model is None:
         reference = unpatched_copy(loader.policy, "the reference", loader.again(create_model_from_path))
     else:
@@ -221,7 +223,7 @@ class Rewards:
                 continue
             tokenizer = self.tokenizers[i]
             if tokenizer is None:
-                tokenizer = AutoTokenizer.from_pretrained(reward.path, trust_remote_code=loader.trust_remote_code)
+                tokenizer = load_tokenizer(reward.path, trust_remote_code=loader.trust_remote_code)
             if tokenizer.pad_token_id is None:
                 tokenizer.pad_token = tokenizer.eos_token
             self.tokenizers[i] = tokenizer

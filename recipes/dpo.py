@@ -22,7 +22,8 @@ class DPOScriptArguments(HeldOutArguments):
     """What `DPOConfig` and `ModelConfig` do not say: the data and the reference."""
 
     ref_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Reference model; the model before training if unset."}
+        default=None,
+        metadata={"help": "Reference model, or adapter (merged); the model before training if unset."},
     )
     drop_unusable_pairs: bool = field(
         default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}

@@ -198,7 +198,10 @@ def make_job(
             shared = int(shares)
             rewards = [] if shares else [load_config(base_of(scorer, folder))]
         if script_args.value_model_name_or_path:
-            value_model = load_config(base_of(script_args.value_model_name_or_path, folder))
+            on_policys_base = peft_config is not None and is_adapter_of(script_args.value_model_name_or_path, folder)
+            value_model = (
+                None if on_policys_base else load_config(base_of(script_args.value_model_name_or_path, folder))
+            )
     return Job(
         stage,
         args,

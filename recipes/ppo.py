@@ -33,7 +33,7 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
     )
     ref_model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Reference model; the policy before training if unset."},
+        metadata={"help": "Reference model, or adapter (merged); the policy before training if unset."},
     )
     value_model_name_or_path: str | None = field(
         default=None,

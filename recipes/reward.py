@@ -74,6 +74,8 @@ def next_ppo(
     output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int
 ) -> str:
     """The command that trains the base of the reward model with PPO on its prompts, as a shell takes it."""
+    from trl_ext.models import is_adapter
+
     flags = {
         "model_name_or_path": model_args.model_name_or_path,
         "reward_model_name_or_path": output_dir,
@@ -81,7 +83,7 @@ def next_ppo(
         "output_dir": f"{output_dir}-ppo",
         **({"dataset_config": script_args.dataset_config} if script_args.dataset_config else {}),
         **({"eval_size": script_args.eval_size} if script_args.eval_size else {}),
-        **({"use_peft": "true"} if model_args.use_peft else {}),
+        **({"use_peft": "true"} if model_args.use_peft and not is_adapter(model_args.model_name_or_path) else {}),
         **({"max_completion_length": context // 2} if context <= 1024 else {}),  # PPOConfig's own would not fit
     }
     return shlex.join(

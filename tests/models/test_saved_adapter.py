@@ -10,6 +10,7 @@ from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassificatio
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from recipes.merge import main as merge
 from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer, PPOTrainer, save_base_fingerprint
 from trl_ext.models import completion_logprobs, load_model, load_tokenizer
@@ -97,6 +98,13 @@ def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
     model = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "reward", num_labels=1)
     assert "base_model.model.score.weight" in load_file(tmp_path / "reward/adapter_model.safetensors")
     save_base_fingerprint(model, tmp_path / "reward")
+    with subtests.test("a reward adapter is trained on with its head"):
+        trainer = ResumableRewardTrainer(
+            str(tmp_path / "reward"), RewardConfig(str(tmp_path / "more"), **one), train_dataset=PAIRS
+        )
+        head = trainer.model.get_submodule("base_model.model.score.modules_to_save.default").weight
+        saved = load_file(tmp_path / "reward/adapter_model.safetensors")["base_model.model.score.weight"]
+        assert head.requires_grad and torch.equal(head, saved)
     with subtests.test("its reward adapter and the policy's are on one base"):
         args = tiny_config(tmp_path / "ppo", share_reward_base="always", max_steps=1)
         ppo = PPOTrainer(sft, str(tmp_path / "reward"), args, prompts())
@@ -152,3 +160,5 @@ def test_what_cannot_be_trained_on_is_one_sentence(sft, tmp_path, subtests):
         assert {*trainer.model.policy.peft_config} == {"default", "ref", "critic"}
     with subtests.test("embeddings of its own can be read"):
         assert load_adapted(str(tmp_path / "wide")).get_input_embeddings().weight.shape[0] == 40
+        merge(["--adapter", str(tmp_path / "wide"), "--output_dir", str(tmp_path / "merged")])
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == 40

@@ -21,10 +21,10 @@ def test_from_sft_to_a_merged_model(tmp_path, monkeypatch, capsys):
     base = "Qwen/Qwen2.5-0.5B-Instruct"
     tiny_llama(max_position_embeddings=1024).save_pretrained(base)
     tiny_tokenizer().save_pretrained(base)
-    asked = prompts(64).select_columns("prompt")
+    asked = prompts(40).select_columns("prompt")
     asked.to_json("prompts.jsonl")
-    asked.add_column("completion", [" the cat sat on the mat"] * 64).to_json("demonstrations.jsonl")
-    pairs = asked.add_column("chosen", [" the cat sat"] * 64).add_column("rejected", [" a dog"] * 64)
+    asked.add_column("completion", [" the cat sat on the mat"] * 40).to_json("demonstrations.jsonl")
+    pairs = asked.add_column("chosen", [" the cat sat"] * 40).add_column("rejected", [" a dog"] * 40)
     pairs.to_json("pairs.jsonl")
 
     page = PAGE.read_text()

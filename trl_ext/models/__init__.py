@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .lm_head import add_dense_lm_head as add_dense_lm_head
     from .loading import load_model as load_model
     from .saved_adapter import base_of as base_of
+    from .saved_adapter import fit_vocabulary as fit_vocabulary
     from .saved_adapter import has_head as has_head
     from .saved_adapter import load_config as load_config
     from .saved_adapter import load_merged as load_merged

@@ -95,9 +95,7 @@ def load_adapted(
         raise ValueError(
             f"{path} was saved with embeddings of its own ({embeddings[0]}), as where tokens were added: {_MERGE}"
         )
-    for name in embeddings:
-        if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
-            model.resize_token_embeddings(len(weights[name]))
+    fit_vocabulary(model, weights)
     is_whole = not is_deepspeed_zero3_enabled()  # which gathers parameters of one dtype only
     if is_new_head and not is_whole:
         raise ValueError(f"{path} cannot be given a head under ZeRO-3: {_MERGE}")
@@ -131,6 +129,13 @@ def load_merged(path: str, **kwargs: Any) -> Any:
     if is_deepspeed_zero3_enabled():  # no process has a whole weight to merge into
         return model
     return model.merge_and_unload(safe_merge=True)
+
+
+def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
+    """Give a base as many rows as the embeddings have that were saved with its adapter, if there are any."""
+    for name in _saved_embeddings(model, weights):
+        if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(len(weights[name]))
 
 
 def _saved_embeddings(model: Any, weights: dict[str, Tensor]) -> list[str]:

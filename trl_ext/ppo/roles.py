@@ -18,7 +18,6 @@ from ..models.adapters import (
     add_reward,
     base_fingerprint,
     check_config,
-    check_head,
     check_modules,
     copy_adapter,
     is_adapter,
@@ -236,7 +235,6 @@ class Rewards:
                 if reason is None:
                     heads[i] = add_reward(loader.policy, f"reward_{i}", reward.path)
                     continue
-                check_head(reward.path)
                 loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
                 self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads

@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from recipes.merge import main as merge
@@ -136,6 +136,9 @@ def test_what_cannot_be_trained_on_is_one_sentence(sft, tmp_path, subtests):
     wide.resize_token_embeddings(40)
     wide.save_pretrained(tmp_path / "wide")
     absent = str(tmp_path / "absent")
+    partial = load_file(f"{changed(sft, tmp_path / 'partial')}/adapter_model.safetensors")
+    partial.pop(next(iter(partial)))
+    save_file(partial, tmp_path / "partial/adapter_model.safetensors")
     cases = {
         "task": (changed(sft, tmp_path / "task", task_type="SEQ_CLS"), {}, "is an adapter of task type SEQ_CLS"),
         "base": (
@@ -145,6 +148,7 @@ def test_what_cannot_be_trained_on_is_one_sentence(sft, tmp_path, subtests):
         ),
         "no base": (changed(sft, tmp_path / "none", base_model_name_or_path=None), {}, "names no base"),
         "shape": (changed(sft, tmp_path / "rank", r=2), {}, "does not fit its base"),
+        "partial": (str(tmp_path / "partial"), {}, "does not fit its base .*missing"),
         "wide": (str(tmp_path / "wide"), {}, "was saved with embeddings of its own"),
         "asked": (
             sft,

@@ -8,6 +8,7 @@ command again goes on from the newest complete checkpoint in `output_dir`.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import HeldOutArguments, ModelArguments
@@ -21,7 +22,8 @@ class DPOScriptArguments(HeldOutArguments):
     """What `DPOConfig` and `ModelConfig` do not say: the data and the reference."""
 
     ref_model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Reference model; the model before training if unset."}
+        default=None,
+        metadata={"help": "Reference model, or adapter (merged); the model before training if unset."},
     )
     drop_unusable_pairs: bool = field(
         default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
@@ -52,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
+    from trl_ext.models import is_adapter, load_merged
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
     from trl_ext.workbench import next_answer, report_of
 
@@ -81,10 +84,12 @@ def main(arguments: list[str] | None = None) -> None:
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
     reference = None
     with parser.one_line_errors():
-        if script_args.ref_model_name_or_path:
+        given = script_args.ref_model_name_or_path
+        if given and not (given == model_args.model_name_or_path and is_adapter(given)):  # the trainer copies that one
             kwargs = {"trust_remote_code": training_args.trust_remote_code, **training_args.model_init_kwargs}
             kwargs.pop("revision")  # the policy's
-            reference = AutoModelForCausalLM.from_pretrained(script_args.ref_model_name_or_path, **kwargs)
+            load = partial(load_merged, device_map=None) if is_adapter(given) else AutoModelForCausalLM.from_pretrained
+            reference = load(given, **kwargs)
         trainer = DPOTrainer(
             model=model_args.model_name_or_path,
             ref_model=reference,

@@ -121,19 +121,17 @@ def main(arguments: list[str] | None = None) -> None:
     from accelerate import PartialState
     from accelerate.utils import gather_object
     from tqdm.auto import tqdm
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from trl_ext.models import answer_texts, eos_token_ids, prompt_token_ids, sample
+    from trl_ext.models import answer_texts, eos_token_ids, load_model, load_tokenizer, prompt_token_ids, sample
 
     # Without a GPU and `cpu`, each of several processes would take itself for the only one, and write the file
     state = PartialState(cpu=args.use_cpu or not torch.accelerator.is_available() or None)
 
     # 2. Model
     with parser.one_line_errors():
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, revision=args.revision)
+        tokenizer = load_tokenizer(args.model_name_or_path, args.revision)
         prompt_ids = prompt_token_ids(tokenizer, prompts)
-        model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, revision=args.revision, dtype=args.dtype)
-    model = model.eval().to(state.device)
+        model = load_model(args.model_name_or_path, state.device, args.revision, args.dtype)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = max(map(len, prompt_ids))
     room = float("inf") if context is None else context - longest

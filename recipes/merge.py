@@ -40,6 +40,8 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+    from trl_ext.models import fit_vocabulary
+
     kinds: dict[str, Any] = {"CAUSAL_LM": AutoModelForCausalLM, "SEQ_CLS": AutoModelForSequenceClassification}
     try:
         config = PeftConfig.from_pretrained(args.adapter)
@@ -64,15 +66,18 @@ def load(args: MergeArguments) -> tuple[Any, Any, Any]:
     except (OSError, ValueError):  # a critic's folder has none
         tokenizer = AutoTokenizer.from_pretrained(base, **kwargs)
 
+    weights = load_peft_weights(args.adapter, device="cpu")
     if config.task_type == "SEQ_CLS":
-        heads = [w for n, w in load_peft_weights(args.adapter, device="cpu").items() if n.endswith("score.weight")]
+        heads = [w for n, w in weights.items() if n.endswith("score.weight")]
         if not heads:  # it would get a random one
             raise ValueError(f"{args.adapter} is a sequence classifier's adapter without its `score` head")
         kwargs["num_labels"] = len(heads[0])
         # Without it, the classifier would refuse batches
         kwargs["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     try:
-        model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype=args.dtype, **kwargs), args.adapter)
+        model = kind.from_pretrained(base, dtype=args.dtype, **kwargs)
+        fit_vocabulary(model, weights)
+        model = PeftModel.from_pretrained(model, args.adapter)
         result = model.load_adapter(args.adapter, "default")  # tells what PEFT only warns of, or passes over
         if result.missing_keys or result.unexpected_keys:
             raise ValueError(f"missing {result.missing_keys[:2]}, unexpected {result.unexpected_keys[:2]}")

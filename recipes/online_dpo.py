@@ -182,13 +182,20 @@ def main(arguments: list[str] | None = None) -> None:
     from accelerate import PartialState
     from accelerate.utils import gather_object
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from trl import get_peft_config
 
     from trl_ext import DPOTrainer, load_dataset_split
     from trl_ext.data import check_chat_template, check_texts
     from trl_ext.evaluation import bootstrap_interval
-    from trl_ext.models import eos_token_ids, path_identity, tokenizer_identity
+    from trl_ext.models import (
+        eos_token_ids,
+        is_adapter,
+        load_merged,
+        load_tokenizer,
+        path_identity,
+        tokenizer_identity,
+    )
     from trl_ext.rewards import (
         Member,
         ModelReward,
@@ -233,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
             check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
             check_chat_template(dataset, f"the split {split!r}", start, **tokenizer_kwargs)
-        tokenizer = AutoTokenizer.from_pretrained(start, **tokenizer_kwargs)
+        tokenizer = load_tokenizer(start, **tokenizer_kwargs)
         ends = eos_token_ids(start, tokenizer, revision=model_args.model_revision)
         with_settings, own_weights = load_rewards(script_args.rewards, tokenizer)
         rewards: list[Callable] = [load_reward(path) for path in script_args.reward_funcs or []] + with_settings
@@ -279,7 +286,8 @@ def main(arguments: list[str] | None = None) -> None:
     def load_policy(path: str | Path) -> Any:
         revision = {"revision": model_args.model_revision} if path == start else {}
         with parser.one_line_errors():
-            return AutoModelForCausalLM.from_pretrained(path, **kwargs, **revision)
+            load = load_merged if is_adapter(str(path), **revision) else AutoModelForCausalLM.from_pretrained
+            return load(path, **kwargs, **revision)
 
     def sampled(path: str | Path, rows: list[dict], number: int, seed: int) -> tuple[list, list, list]:
         """This process' share of the rows, with its answers and scores, gathered."""

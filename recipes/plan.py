@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import yaml
+from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
@@ -150,7 +151,7 @@ def is_adapter_of(name: str, folder: Path) -> bool:
 
 
 def base_of(name: str, folder: Path) -> str:
-    """What a reward model's configuration is read from: of an adapter its base."""
+    """What a model's configuration is read from: of an adapter its base."""
     name, _ = origin(name, folder)
     file = Path(name, "adapter_config.json")
     return json.loads(file.read_text())["base_model_name_or_path"] if file.is_file() else name
@@ -177,8 +178,11 @@ def make_job(
     load_config: Callable[[str], Any], turns: int = 1,
 ) -> Job:  # fmt: skip
     """The job of a recipe's parsed arguments; `load_config` gives a model's configuration by its name."""
-    name, _ = origin(model_args.model_name_or_path, folder)
-    policy = load_config(name)
+    policy = load_config(base_of(model_args.model_name_or_path, folder))
+    peft_config = get_peft_config(model_args)
+    if Path(model_args.model_name_or_path, "adapter_config.json").is_file():  # it is trained on
+        peft_config = PeftConfig.from_pretrained(model_args.model_name_or_path)
+        peft_config.inference_mode = False
     dtype = getattr(policy, "dtype", None) if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
     rewards, shared = [], 0
     entries = getattr(script_args, "rewards", None)
@@ -187,14 +191,17 @@ def make_job(
     if stage == "ppo":
         scorer = script_args.reward_model_name_or_path
         if scorer:
-            base, maker = origin(scorer, folder)
+            maker = origin(scorer, folder)[1]
             is_adapter = bool(maker and maker.get("use_peft")) or (Path(scorer) / "adapter_config.json").exists()
-            shares = is_adapter and model_args.use_peft and args.share_reward_base != "never"
+            shares = is_adapter and peft_config is not None and args.share_reward_base != "never"
             shares = shares and (maker is None or maker["model_name_or_path"] == model_args.model_name_or_path)
             shared = int(shares)
-            rewards = [] if shares else [load_config(base)]
+            rewards = [] if shares else [load_config(base_of(scorer, folder))]
         if script_args.value_model_name_or_path:
-            value_model = load_config(origin(script_args.value_model_name_or_path, folder)[0])
+            on_policys_base = peft_config is not None and is_adapter_of(script_args.value_model_name_or_path, folder)
+            value_model = (
+                None if on_policys_base else load_config(base_of(script_args.value_model_name_or_path, folder))
+            )
     return Job(
         stage,
         args,
@@ -202,7 +209,7 @@ def make_job(
         layout,
         tuple(rewards),
         dtype=dtype or torch.float32,
-        peft_config=get_peft_config(model_args),
+        peft_config=peft_config,
         bits=4 if model_args.load_in_4bit else 8 if model_args.load_in_8bit else None,
         nested=model_args.use_bnb_nested_quant,
         prompt_length=prompt_length,
@@ -416,7 +423,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         pairs, shared_prompts = what_the_data_says(stage, script_args, args, model_args, folder)
         data = local_split(script_args.dataset_name, script_args.dataset_train_split)
         tokens = tokenizer = None
-        name, _ = origin(model_args.model_name_or_path, folder)
+        name = base_of(model_args.model_name_or_path, folder)
         if data is not None and (Path(name).exists() or is_cached(name)):
             with contextlib.suppress(OSError, ValueError):  # there is a configuration, but no tokenizer
                 tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True)

@@ -36,7 +36,7 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
     )
     ref_model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "Reference model; the policy before training if unset."},
+        metadata={"help": "Reference model, or adapter (merged); the policy before training if unset."},
     )
     value_model_name_or_path: str | None = field(
         default=None,
@@ -116,12 +116,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     # These take seconds to import: what was mistyped has been refused by now
     from accelerate import PartialState
-    from transformers import AutoTokenizer
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import PPOTrainer, load_dataset_split
     from trl_ext.callbacks import attach_monitors, load_monitors
     from trl_ext.data import check_chat_template, held_out_rows
+    from trl_ext.models import load_tokenizer
     from trl_ext.ppo import RolloutProcessLost, ServerLost
     from trl_ext.rewards import RewardFailed, joined_weights, load_object, load_reward, load_rewards
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
         monitors = load_monitors(script_args.monitors)
         tools = [load_object(path, "tool") for path in script_args.tools or []]
         environment = load_environments(script_args.environment, load_object)
-        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs)
+        tokenizer = load_tokenizer(model_args.model_name_or_path, **tokenizer_kwargs)
         with_settings, weights = load_rewards(script_args.rewards, tokenizer)
         if script_args.reward_model_name_or_path:
             rewards.insert(0, script_args.reward_model_name_or_path)

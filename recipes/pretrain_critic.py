@@ -73,12 +73,12 @@ def main(arguments: list[str] | None = None) -> None:
     # These take seconds to import: what was mistyped has been refused by now
     from accelerate import PartialState
     from datasets import concatenate_datasets
-    from transformers import AutoTokenizer, set_seed
+    from transformers import set_seed
     from trl import get_peft_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
     from trl_ext.callbacks import record_run
-    from trl_ext.models import eos_token_ids, keep_unpacked
+    from trl_ext.models import base_of, eos_token_ids, keep_unpacked, load_tokenizer
     from trl_ext.ppo import (
         CriticTrainer,
         check_apart,
@@ -101,9 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     revision = None if script_args.policy_name_or_path else model_args.model_revision
     set_seed(training_args.seed)  # a new adapter's weights are drawn
     with parser.one_line_errors():
-        tokenizer = AutoTokenizer.from_pretrained(
-            policy, revision=revision, trust_remote_code=training_args.trust_remote_code
-        )
+        tokenizer = load_tokenizer(policy, revision, trust_remote_code=training_args.trust_remote_code)
         ends = eos_token_ids(policy, tokenizer, revision=revision)
         critic, origin = load_critic(
             model_args.model_name_or_path,
@@ -172,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     output_dir = Path(training_args.output_dir)
     if hasattr(critic, "peft_config"):  # so that PPO can put the critic on its policy's base
         output_dir.mkdir(parents=True, exist_ok=True)
-        save_base_fingerprint(critic, output_dir, model_args.model_name_or_path, model_args.model_revision)
+        save_base_fingerprint(critic, output_dir, *base_of(model_args.model_name_or_path, model_args.model_revision))
     if training_args.record_run:
         record_run(trainer, objections=told)
     with parser.one_line_errors(CannotResume, NotSaved):

@@ -74,6 +74,8 @@ def next_ppo(
     output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int
 ) -> str:
     """The command that trains the base of the reward model with PPO on its prompts, as a shell takes it."""
+    from trl_ext.models import is_adapter
+
     flags = {
         "model_name_or_path": model_args.model_name_or_path,
         "reward_model_name_or_path": output_dir,
@@ -81,7 +83,7 @@ def next_ppo(
         "output_dir": f"{output_dir}-ppo",
         **({"dataset_config": script_args.dataset_config} if script_args.dataset_config else {}),
         **({"eval_size": script_args.eval_size} if script_args.eval_size else {}),
-        **({"use_peft": "true"} if model_args.use_peft else {}),
+        **({"use_peft": "true"} if model_args.use_peft and not is_adapter(model_args.model_name_or_path) else {}),
         **({"max_completion_length": context // 2} if context <= 1024 else {}),  # PPOConfig's own would not fit
     }
     return shlex.join(
@@ -187,7 +189,6 @@ def main(arguments: list[str] | None = None) -> None:
     from accelerate import PartialState
     from accelerate.utils import GatheredParameters
     from torch import nn
-    from transformers import AutoConfig
     from trl import get_peft_config, get_quantization_config
 
     from trl_ext import load_dataset_split, save_base_fingerprint
@@ -200,7 +201,7 @@ def main(arguments: list[str] | None = None) -> None:
         usable_pairs,
     )
     from trl_ext.evaluation import centre, head_of, write_scores
-    from trl_ext.models import keep_unpacked, path_identity
+    from trl_ext.models import base_of, has_head, keep_unpacked, load_config, path_identity
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
     from trl_ext.stages import ResumableRewardTrainer
     from trl_ext.workbench import report_of, report_trained
@@ -226,8 +227,10 @@ def main(arguments: list[str] | None = None) -> None:
             script_args.eval_size,
             training_args.seed,
         )
-        saved = AutoConfig.from_pretrained(model_args.model_name_or_path, **tokenizer_kwargs).architectures or [""]
-        is_classifier = "SequenceClassification" in saved[0]
+        start = (model_args.model_name_or_path, model_args.model_revision)
+        trusted = {"trust_remote_code": training_args.trust_remote_code}
+        saved = load_config(*start, **trusted).architectures or [""]
+        is_classifier = "SequenceClassification" in saved[0] or has_head(*start)
         # A language model has seen no pairs; which ones a reward model has, its record alone can tell
         before = TrainedPairs.load(model_args.model_name_or_path) or TrainedPairs(is_complete=not is_classifier)
         held_out = len(test_dataset)
@@ -273,10 +276,10 @@ def main(arguments: list[str] | None = None) -> None:
             with GatheredParameters([head.weight], modifier_rank=0):
                 nn.init.normal_(head.weight, std=1 / math.sqrt(head.in_features + 1))
         output_dir = Path(args.output_dir)
-        if peft_config is not None:  # so that a LoRA policy on the same base can score with the adapter alone
+        if hasattr(trainer.model, "peft_config"):  # so that a LoRA policy on the same base can score with the adapter
             output_dir.mkdir(parents=True, exist_ok=True)
             # Before FSDP2 shards it
-            save_base_fingerprint(trainer.model, output_dir, model_args.model_name_or_path, model_args.model_revision)
+            save_base_fingerprint(trainer.model, output_dir, *base_of(*start))
 
         # 4. Train
         trained = before | TrainedPairs.of(rows)

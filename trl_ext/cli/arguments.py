@@ -86,6 +86,12 @@ class ModelArguments(ModelConfig):
 
     task_type: ClassVar[str] = "CAUSAL_LM"  # of an adapter
 
+    model_name_or_path: str | None = setting(
+        None,
+        "Model to start from, a folder or a hub name. An adapter is loaded on the base that it names, and trained on: "
+        "`use_peft` may then only repeat its shape. For a new adapter, or all weights, merge it first.",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model_name_or_path is None:

@@ -104,13 +104,11 @@ def main(arguments: list[str] | None = None) -> None:
             raise ValueError(f"{args.prompts} has no prompts")
         check_model("A", args.a)
         check_model("B", args.b)
-        from transformers import AutoTokenizer
-
         from ..evaluation import bootstrap_interval
-        from ..models import check_same_ids, load_model, vocabulary_of
+        from ..models import check_same_ids, load_model, load_tokenizer, vocabulary_of
 
         policy, reference = load_model(args.a), load_model(args.b)
-        tokenizer = AutoTokenizer.from_pretrained(args.a)
+        tokenizer = load_tokenizer(args.a)
         ours, theirs = (vocabulary_of(model) for model in (policy, reference))
         if theirs < ours:
             raise ValueError(

@@ -45,8 +45,9 @@ def check_model(
         return
     path, what = Path(name).expanduser(), f"`{setting}` {name}"
     if path.is_dir():
-        _check_folder(path, what, weights)
-        if tokenizer and not any(file for pattern in _TOKENIZERS for file in path.glob(pattern)):
+        has_tokenizer = any(file for pattern in _TOKENIZERS for file in path.glob(pattern))
+        is_adapter = _check_folder(path, what, weights, tokenizer and not has_tokenizer)
+        if tokenizer and not (has_tokenizer or is_adapter):  # an adapter's may be its base's
             raise FileNotFoundError(f"{what} has no tokenizer: save it there, too, by `tokenizer.save_pretrained`")
     elif path.exists():
         raise FileNotFoundError(f"{what} is a file: give the folder that it lies in")
@@ -62,7 +63,8 @@ def is_cached(name: str, revision: str | None = None) -> bool:
         return False
 
 
-def _check_folder(path: Path, what: str, weights: bool) -> None:
+def _check_folder(path: Path, what: str, weights: bool, base_tokenizer: bool) -> bool:
+    """Check a model's folder, and an adapter's base; return whether it is an adapter's."""
     found = [path / file for file in _CONFIGS if (path / file).is_file()]
     if not found:
         below = sorted({str(file.parent) for name in _CONFIGS for file in path.glob(f"*/{name}")})
@@ -76,7 +78,7 @@ def _check_folder(path: Path, what: str, weights: bool) -> None:
         if file.name == "adapter_config.json" and len(found) == 1:
             base = config.get("base_model_name_or_path")
             setting = f"base_model_name_or_path` of the adapter `{path}"
-            check_model(setting, base, config.get("revision"), weights=weights)
+            check_model(setting, base, config.get("revision"), tokenizer=base_tokenizer, weights=weights)
     if weights and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
         raise FileNotFoundError(f"{what} has no weights: there is neither a .safetensors nor a .bin file")
     for file in path.glob("*.safetensors"):
@@ -85,6 +87,7 @@ def _check_folder(path: Path, what: str, weights: bool) -> None:
                 pass
         except SafetensorError as error:
             raise ValueError(f"{what}: {file.name} is broken ({error}), so copy or save it once more") from error
+    return found[0].name == "adapter_config.json"
 
 
 def _ask_hub(name: str, what: str, revision: str | None) -> None:

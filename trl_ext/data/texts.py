@@ -70,7 +70,7 @@ def check_chat_template(dataset: Dataset, name: str, tokenizer_name: str, **kwar
         dataset: its first row is checked.
         name: what error messages call the dataset.
         tokenizer_name: a folder or a hub name. It is loaded only if there are messages.
-        **kwargs: for `AutoTokenizer.from_pretrained`.
+        **kwargs: for `from_pretrained`.
 
     Raises:
         ValueError: there are messages, but the tokenizer has no chat template.
@@ -79,9 +79,9 @@ def check_chat_template(dataset: Dataset, name: str, tokenizer_name: str, **kwar
     messages = [column for column in columns if len(dataset) and is_messages(dataset[0][column])]
     if not messages:
         return
-    from transformers import AutoTokenizer
+    from ..models import load_tokenizer
 
-    if AutoTokenizer.from_pretrained(tokenizer_name, **kwargs).chat_template is None:
+    if load_tokenizer(tokenizer_name, **kwargs).chat_template is None:
         raise ValueError(
             f"{name}: the column {messages[0]!r} holds messages, but the tokenizer of {tokenizer_name} has no chat "
             "template to write them as text: start from an instruction-tuned model, or give the data as text"

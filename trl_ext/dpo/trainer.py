@@ -21,9 +21,11 @@ from ..callbacks.recording import record_run
 from ..data.pair_columns import PairCollator, take_columns
 from ..functional import displaced, preference_drift, preference_logits, preference_loss, sequence_logprobs
 from ..models.adapter_guard import AdapterGuard
+from ..models.adapters import is_adapter
 from ..models.card import without_none
 from ..models.generation import check_savable
 from ..models.identity import weights_identity
+from ..models.saved_adapter import load_to_train
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
 from ..runs.checkpoints import CannotResume, ResumableRun
 from ..runs.control import AgreedControl
@@ -59,7 +61,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Policy: a path or an object.
+            Policy: a path or an object. An adapter's path loads the base that it names, and trains that adapter on.
         ref_model ([`~transformers.PreTrainedModel`], *optional*):
             Reference. By default, as in TRL, the model at the policy's path, or with PEFT the model without its
             adapter. For a policy that was built in memory, a frozen copy of it.
@@ -101,6 +103,9 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             name = model if isinstance(model, str) else get_config_model_id(model.config)
             args = DPOConfig(f"{name.split('/')[-1] or 'model'}-DPO")
         check_arguments(model, args, processing_class)
+        if model_is_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
+            model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
+            peft_config = quantization_config = None
         self.distribution_shift: dict[str, float] | None = None
         self._pair_columns = wanted_columns(args, train_dataset)
         self._has_own_reference = ref_model is not None
@@ -118,20 +123,21 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             # Without a path, TRL could not load the reference
             ref_model = unpatched_copy(model, "the reference").requires_grad_(False).eval()
 
-        super().__init__(
-            model=model,
-            ref_model=ref_model,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            quantization_config=quantization_config,
-            peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
-        )
+        with temporarily(args, model_init_kwargs=None) if model_is_adapter else contextlib.nullcontext():
+            super().__init__(
+                model=model,
+                ref_model=ref_model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
+            )
         check_savable(self.model)
         check_not_dropped(self, train_dataset)
         if self.processing_class is self._tokenizer:  # ids of images are no rows of a text model

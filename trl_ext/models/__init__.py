@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .adapter_switch import CRITIC as CRITIC
     from .adapter_switch import AdapterSwitch as AdapterSwitch
     from .adapters import add_critic as add_critic
+    from .adapters import is_adapter as is_adapter
     from .adapters import save_base_fingerprint as save_base_fingerprint
     from .classifier import AdapterClassifier as AdapterClassifier
     from .generation import answer_texts as answer_texts
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
     from .identity import tokenizer_identity as tokenizer_identity
     from .lm_head import add_dense_lm_head as add_dense_lm_head
     from .loading import load_model as load_model
+    from .saved_adapter import base_of as base_of
+    from .saved_adapter import fit_vocabulary as fit_vocabulary
+    from .saved_adapter import has_head as has_head
+    from .saved_adapter import load_config as load_config
+    from .saved_adapter import load_merged as load_merged
+    from .saved_adapter import load_tokenizer as load_tokenizer
     from .weights import base_model_of as base_model_of
     from .weights import check_same_ids as check_same_ids
     from .weights import keep_unpacked as keep_unpacked

@@ -189,10 +189,10 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
 # ---- Files ----
 
 
-def is_adapter(path: Any) -> bool:
+def is_adapter(path: Any, revision: str | None = None) -> bool:
     """Return whether a path, a folder or a hub name, is that of an adapter."""
     try:
-        return isinstance(path, str) and find_adapter_config_file(path) is not None
+        return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
     except OSError:  # there is nothing: loading it will say so
         return False
 
@@ -225,6 +225,7 @@ def load_adapter(policy: Any, name: str, folder: str) -> dict[str, Tensor]:
 
 def load_separately(path: str, **kwargs: Any) -> PreTrainedModel:
     """Load a sequence classifier of one label that was saved as an adapter, and merge it into its own base."""
+    check_head(path)
     # Under FSDP, transformers would load the head, which the base lacks, on the first process alone
     with patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
         model = AutoPeftModelForSequenceClassification.from_pretrained(path, num_labels=1, **kwargs)

@@ -81,6 +81,9 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
         revision: on the hub.
     """
     if isinstance(model, str):
+        from .saved_adapter import base_of
+
+        model, revision = base_of(model, revision)
         try:
             config = GenerationConfig.from_pretrained(model, revision=revision)
         except OSError:  # there is none, so transformers would make one from the model's configuration

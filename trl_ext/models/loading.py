@@ -4,19 +4,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, patch_environment
-from peft import AutoPeftModelForCausalLM
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations import deepspeed
 
 from ..upstream.names import prepare_deepspeed, prepare_fsdp
 from ..upstream.temporarily import temporarily
+from .adapters import is_adapter
+from .saved_adapter import load_adapted
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ def whole_on_each_process() -> Iterator[None]:
         yield
 
 
-def load_model(name: str) -> Any:
-    """Load a causal language model, plain or an adapter, in evaluation mode and on the GPU if there is one."""
-    if (Path(name) / "adapter_config.json").is_file():
-        model = AutoPeftModelForCausalLM.from_pretrained(name)
+def load_model(name: str, device: Any = None, revision: str | None = None, dtype: str = "auto") -> Any:
+    """Load a causal language model, plain or an adapter, in evaluation mode; by default on the GPU if there is one."""
+    if is_adapter(name, revision):
+        model = load_adapted(name, revision, dtype=dtype, device_map=None)
     else:
-        model = AutoModelForCausalLM.from_pretrained(name)
-    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype=dtype)
+    return model.eval().to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

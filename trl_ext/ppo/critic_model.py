@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from peft import AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ..models.adapters import check_config, check_head, is_adapter
 from ..models.loading import whole_on_each_process
+from ..models.saved_adapter import has_head, load_adapted
 from ..models.weights import base_model_of
 from ..rewards.model import load_classifier
 
@@ -17,8 +18,8 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 
     Args:
         path: a causal language model, whose backbone gets a head of zeros, so that V = 0 everywhere, as PPOTrainer's
-            own critic has it; a reward model, with its head; or a reward model or critic that was saved as an adapter,
-            which is trained on.
+            own critic has it; a reward model, with its head; or any of these that was saved as an adapter, which is
+            trained on.
         peft_config: configuration of a new adapter; the head is trained, and saved with the adapter.
         **kwargs: arguments of `from_pretrained`.
 
@@ -32,12 +33,16 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
     if is_adapter(path):
         if peft_config is not None:
             raise ValueError(f"{path} is an adapter already, and is trained on: leave out `use_peft`")
-        check_head(path)
-        load = AutoPeftModelForSequenceClassification.from_pretrained
+        is_new = not has_head(path, kwargs.get("revision"))
+        if not is_new:
+            check_head(path)
         with whole_on_each_process():
-            critic = load(path, is_trainable=True, num_labels=1, **kwargs)
+            critic = load_adapted(path, is_classifier=True, is_trainable=True, **kwargs)
         check_standalone(critic)
-        return critic, f"the adapter {path}"
+        if is_new:
+            for parameter in base_model_of(critic).score.parameters():
+                nn.init.zeros_(parameter)
+        return critic, f"the adapter {path}" + " with a zero head" * is_new
     with whole_on_each_process():  # of a new head, the first process alone would have the weights
         critic, found = load_classifier(path, output_loading_info=True, **kwargs)
     check_standalone(critic)

@@ -18,7 +18,6 @@ from ..models.adapters import (
     add_reward,
     base_fingerprint,
     check_config,
-    check_head,
     check_modules,
     copy_adapter,
     is_adapter,
@@ -33,6 +32,7 @@ from ..models.generation import forked_rng
 from ..models.identity import hash_of, hub_identity, tokenizer_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
+from ..models.saved_adapter import load_merged, load_tokenizer
 from ..models.weights import (
     base_model_of,
     check_same_ids,
@@ -143,7 +143,8 @@ def make_reference(loader: Loader, ref_model: Any, args: PPOConfig, tokenizer: A
     `ref_model` is a path or an object; None is a copy of the policy as it is now. `tokenizer` is the policy's.
     """
     if isinstance(ref_model, str):
-        reference = create_model_from_path(ref_model, **loader.kwargs)
+        load = load_merged if is_adapter(ref_model) else create_model_from_path
+        reference = load(ref_model, **loader.kwargs)
     elif ref_model is None:
         reference = unpatched_copy(loader.policy, "the reference", loader.again(create_model_from_path))
     else:
@@ -221,7 +222,7 @@ class Rewards:
                 continue
             tokenizer = self.tokenizers[i]
             if tokenizer is None:
-                tokenizer = AutoTokenizer.from_pretrained(reward.path, trust_remote_code=loader.trust_remote_code)
+                tokenizer = load_tokenizer(reward.path, trust_remote_code=loader.trust_remote_code)
             if tokenizer.pad_token_id is None:
                 tokenizer.pad_token = tokenizer.eos_token
             self.tokenizers[i] = tokenizer
@@ -234,7 +235,6 @@ class Rewards:
                 if reason is None:
                     heads[i] = add_reward(loader.policy, f"reward_{i}", reward.path)
                     continue
-                check_head(reward.path)
                 loader.accelerator.print(f"Reward model {reward.path} gets a base of its own: {reason}.")
                 self.functions[i] = loader.placed(load_separately(reward.path, **loader.kwargs), shard=False)
         return heads

@@ -41,6 +41,7 @@ from ..functional import (
 )
 from ..models.adapter_guard import AdapterGuard
 from ..models.adapter_switch import CRITIC
+from ..models.adapters import is_adapter
 from ..models.card import without_none
 from ..models.files import load_adapters, one_adapter, save_critic, weights_of, without_base
 from ..models.generation import check_savable
@@ -48,6 +49,7 @@ from ..models.identity import hash_of, hub_identity, weights_identity
 from ..models.lm_head import add_dense_lm_head
 from ..models.loading import Loader
 from ..models.sampler import SamplerRecorder
+from ..models.saved_adapter import load_to_train
 from ..models.sharding import gathered_by_zero3, kept_by_fsdp2
 from ..models.weights import base_model_of, check_tokenizer, disable_dropout, keep_unpacked, vocabulary_of
 from ..rewards.member import Started
@@ -113,7 +115,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     Args:
         model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            Policy: a path or an object.
+            Policy: a path or an object. An adapter's path loads the base that it names, and trains that adapter on.
         reward_funcs (`str`, model, callable, or list of them):
             As in TRL: sequence classifiers with one label (path or object), and functions or async functions
             `(prompts, completions, completion_ids, **columns) -> list[float | None]`. Besides the dataset's columns
@@ -258,12 +260,17 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
                 "critic its own parameter group there, or drop `critic_learning_rate`."
             )
+        if model_is_adapter := is_adapter(model, (args.model_init_kwargs or {}).get("revision")):
+            ref_model = None if ref_model == model else ref_model  # the policy's own copy is that
+            model, processing_class = load_to_train(model, args, processing_class, peft_config, quantization_config)
+            peft_config = quantization_config = None
         reward_funcs = check_roles(model, args, reward_funcs, value_model, peft_config, critic_peft_config)
         reward_paths = [reward if isinstance(reward, str) else None for reward in reward_funcs]
         if len(reward_processing_classes) == len(reward_funcs):  # else GRPO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
-        with _as_grpo_reads(args, model), plain_errors():
+        read = temporarily(args, model_init_kwargs=None) if model_is_adapter else nullcontext()
+        with _as_grpo_reads(args, model), read, plain_errors():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,

@@ -1,5 +1,6 @@
 """Extend TRL's SFT and reward trainers: their runs can be resumed exactly, and record themselves."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,12 @@ from ..callbacks.console import ConsoleCallback
 from ..callbacks.recording import record_run
 from ..data.pair_columns import PairCollator, check_columns, take_columns
 from ..functional import preference_loss
+from ..models.adapters import is_adapter
+from ..models.saved_adapter import load_to_train
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import SavingSettings, documented, setting
+from ..upstream.temporarily import temporarily
 
 
 @documented
@@ -44,8 +48,19 @@ class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
 
 
 class _RecordedRun(ResumableRun):
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    _is_classifier = False
+
+    def __init__(self, model: Any, args: Any = None, **kwargs: Any):
+        given = getattr(args, "model_init_kwargs", None) or {}
+        if not is_adapter(model, given.get("revision")):
+            super().__init__(model, args, **kwargs)
+        else:  # the base that it names is loaded, and the adapter trained on
+            options = {name: kwargs.pop(name, None) for name in ("peft_config", "quantization_config")}
+            model, kwargs["processing_class"] = load_to_train(
+                model, args, kwargs.get("processing_class"), **options, is_classifier=self._is_classifier
+            )
+            with nullcontext() if args is None else temporarily(args, model_init_kwargs=None):
+                super().__init__(model, args, **kwargs)
         ConsoleCallback.replace(self)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
@@ -63,6 +78,7 @@ class ResumableRewardTrainer(_RecordedRun, RewardTrainer):
     Extend TRL's `RewardTrainer`: it takes [`RewardConfig`], and resumes only from a complete checkpoint of its run.
     """
 
+    _is_classifier = True
     _signature_columns: Any
     data_collator: Any
 

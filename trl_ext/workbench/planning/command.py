@@ -243,9 +243,8 @@ def _count(value: Any, what: str) -> int:
 
 def planned(args: AdviseArguments, facts: "Facts") -> "Facts":
     """Plan PPO of the model on the GPUs, with LoRA and of all weights."""
-    from transformers import AutoConfig
-
     from ...cli.model_names import check_model, is_cached
+    from ...models import load_config
     from . import GPUS, fit
 
     name = args.model_name_or_path
@@ -261,7 +260,7 @@ def planned(args: AdviseArguments, facts: "Facts") -> "Facts":
     plans = {}
     for lora in (True, False):
         # Each has a configuration of its own: a plan changes it for a moment
-        config = AutoConfig.from_pretrained(name, local_files_only=is_cached(name))
+        config = load_config(name, local_files_only=is_cached(name))
         plans[lora] = fit("ppo", config, gpu, args.gpus, lora=lora, **given)
     return replace(facts, ppo=plans[True], ppo_full=plans[False])
 

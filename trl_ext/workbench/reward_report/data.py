@@ -344,12 +344,10 @@ def sample_answers(policy: str, prompts: Sequence[Any], max_new_tokens: int | No
     Raises:
         ValueError: a prompt leaves no room for an answer.
     """
-    from transformers import AutoTokenizer
-
-    from ...models import answer_texts, eos_token_ids, load_model, prompt_token_ids, sample
+    from ...models import answer_texts, eos_token_ids, load_model, load_tokenizer, prompt_token_ids, sample
     from ...upstream import is_conversational
 
-    model, tokenizer = load_model(policy), AutoTokenizer.from_pretrained(policy)
+    model, tokenizer = load_model(policy), load_tokenizer(policy)
     ids, ends = prompt_token_ids(tokenizer, prompts), eos_token_ids(model, tokenizer)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     room = context - max(map(len, ids)) if context else 256

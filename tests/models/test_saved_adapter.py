@@ -1,0 +1,168 @@
+"""An adapter's folder is a model wherever a path is taken: trainers train it on, tools load it on its base."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from recipes.merge import main as merge
+from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import DPOConfig, DPOTrainer, PPOTrainer, save_base_fingerprint
+from trl_ext.models import completion_logprobs, load_model, load_tokenizer
+from trl_ext.models.saved_adapter import load_adapted
+from trl_ext.ppo import load_critic
+from trl_ext.stages import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
+
+PAIRS = Dataset.from_list([{"prompt": "the cat", "chosen": " sat on", "rejected": " ran"}] * 8)
+LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory):
+    """The folder of an SFT adapter, as plain PEFT saves it: the base has the tokenizer."""
+    folder = tmp_path_factory.mktemp("adapters")
+    tiny_llama().save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    torch.manual_seed(1)
+    get_peft_model(base, LoraConfig(**LORA, init_lora_weights=False)).save_pretrained(folder / "c-sft")
+    return str(folder / "c-sft")
+
+
+def logprobs(model):
+    """Of one answer."""
+    with torch.no_grad():
+        return completion_logprobs(model.eval(), [[6, 7, 8]], [[9, 10, 2]])[0]
+
+
+def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
+    """As policy, reference, critic's start and reward model, on one base; resumes; plain PEFT loads what is saved."""
+    expected = logprobs(AutoPeftModelForCausalLM.from_pretrained(sft))
+    base = sft.replace("c-sft", "base")
+    assert (logprobs(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 0.1
+
+    def trainer(**kwargs):
+        args = tiny_config(tmp_path / "out", max_steps=4, save_strategy="steps", save_steps=2, **kwargs)
+        return PPOTrainer(sft, [length_reward], args, prompts(), ref_model=sft)
+
+    first = trainer()
+    policy = first.model.policy
+    torch.testing.assert_close(logprobs(policy), expected)
+    assert {*policy.peft_config} == {"default", "ref", "critic"} and first.ref_model is None
+    with first.model.adapters.use("ref"):
+        torch.testing.assert_close(logprobs(policy), expected)
+    # One base, whatever is on it: its weights are there once
+    held = sum(p.numel() for n, p in first.model.named_parameters() if "lora_" not in n and "score" not in n)
+    assert held == sum(p.numel() for p in tiny_llama().parameters())
+    first.train()
+    with first.model.adapters.use("ref"):
+        torch.testing.assert_close(logprobs(policy), expected)
+    first.save_model()
+    saved = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logprobs(saved), logprobs(first.model.policy))
+    assert (logprobs(saved) - expected).abs().max() > 1e-4
+    assert saved.peft_config["default"].base_model_name_or_path == base
+
+    again = trainer()
+    again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
+    torch.testing.assert_close(logprobs(again.model.policy), logprobs(saved), rtol=0, atol=0)
+
+
+def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
+    one = {**ON_CPU, "max_steps": 1, "per_device_train_batch_size": 2, "record_run": False, "learning_rate": 1e-2}
+    before = load_file(f"{sft}/adapter_model.safetensors")
+    texts = Dataset.from_dict({"prompt": ["the cat"] * 4, "completion": [" sat on"] * 4})
+    stages = {
+        "sft": lambda out: ResumableSFTTrainer(sft, SFTConfig(out, **one), train_dataset=texts),
+        "dpo": lambda out: DPOTrainer(sft, args=DPOConfig(out, **one), train_dataset=PAIRS),
+        "reward": lambda out: ResumableRewardTrainer(sft, RewardConfig(out, **one), train_dataset=PAIRS),
+    }
+    for name, make in stages.items():
+        with subtests.test(name):
+            trainer = make(str(tmp_path / name))
+            start = {n.replace(".default", ""): p.detach().clone() for n, p in trainer.model.named_parameters()}
+            for key, weight in before.items():  # also the reward model begins with what SFT has learned
+                torch.testing.assert_close(start[key], weight)
+            trainer.train()
+            trainer.save_model()
+            after = load_file(tmp_path / name / "adapter_model.safetensors")
+            assert any(not torch.equal(after[key], weight) for key, weight in before.items())
+            if name != "reward":
+                assert {*after} == {*before}
+                AutoPeftModelForCausalLM.from_pretrained(tmp_path / name)
+    model = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "reward", num_labels=1)
+    assert "base_model.model.score.weight" in load_file(tmp_path / "reward/adapter_model.safetensors")
+    save_base_fingerprint(model, tmp_path / "reward")
+    with subtests.test("a reward adapter is trained on with its head"):
+        trainer = ResumableRewardTrainer(
+            str(tmp_path / "reward"), RewardConfig(str(tmp_path / "more"), **one), train_dataset=PAIRS
+        )
+        head = trainer.model.get_submodule("base_model.model.score.modules_to_save.default").weight
+        saved = load_file(tmp_path / "reward/adapter_model.safetensors")["base_model.model.score.weight"]
+        assert head.requires_grad and torch.equal(head, saved)
+    with subtests.test("its reward adapter and the policy's are on one base"):
+        args = tiny_config(tmp_path / "ppo", share_reward_base="always", max_steps=1)
+        ppo = PPOTrainer(sft, str(tmp_path / "reward"), args, prompts())
+        assert {*ppo.model.policy.peft_config} == {"default", "ref", "critic", "reward_0"}
+        assert "a copy of reward model" in ppo._critic_origin
+        ppo.train()
+    with subtests.test("critic"):
+        critic, origin = load_critic(sft)
+        assert origin == f"the adapter {sft} with a zero head"
+        assert any("lora_" in n for n, p in critic.named_parameters() if p.requires_grad)
+        assert not any(p.any() for n, p in critic.named_parameters() if ".score." in n)
+
+
+def test_tools_load_it_with_the_tokenizer_of_its_base(sft):
+    torch.testing.assert_close(logprobs(load_model(sft)), logprobs(AutoPeftModelForCausalLM.from_pretrained(sft)))
+    assert load_tokenizer(sft).get_vocab() == tiny_tokenizer().get_vocab()
+
+
+def changed(sft, folder, **config):
+    shutil.copytree(sft, folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return str(folder)
+
+
+def test_what_cannot_be_trained_on_is_one_sentence(sft, tmp_path, subtests):
+    args = tiny_config(tmp_path / "out")
+    wide = get_peft_model(AutoModelForCausalLM.from_pretrained(sft.replace("c-sft", "base")), LoraConfig(**LORA))
+    wide.resize_token_embeddings(40)
+    wide.save_pretrained(tmp_path / "wide")
+    absent = str(tmp_path / "absent")
+    partial = load_file(f"{changed(sft, tmp_path / 'partial')}/adapter_model.safetensors")
+    partial.pop(next(iter(partial)))
+    save_file(partial, tmp_path / "partial/adapter_model.safetensors")
+    cases = {
+        "task": (changed(sft, tmp_path / "task", task_type="SEQ_CLS"), {}, "is an adapter of task type SEQ_CLS"),
+        "base": (
+            changed(sft, tmp_path / "base", base_model_name_or_path=absent),
+            {},
+            "cannot be loaded: correct",
+        ),
+        "no base": (changed(sft, tmp_path / "none", base_model_name_or_path=None), {}, "names no base"),
+        "shape": (changed(sft, tmp_path / "rank", r=2), {}, "does not fit its base"),
+        "partial": (str(tmp_path / "partial"), {}, "does not fit its base .*missing"),
+        "wide": (str(tmp_path / "wide"), {}, "was saved with embeddings of its own"),
+        "asked": (
+            sft,
+            {"peft_config": LoraConfig(r=16)},
+            "with r=4 and is trained on as it is, but r=16",
+        ),
+    }
+    for name, (path, more, message) in cases.items():
+        with subtests.test(name), pytest.raises(ValueError, match=message):
+            PPOTrainer(path, [length_reward], args, prompts(), processing_class=tiny_tokenizer(), **more)
+    with subtests.test("the same shape may be asked for"):
+        trainer = PPOTrainer(sft, [length_reward], args, prompts(), peft_config=LoraConfig(**LORA))
+        assert {*trainer.model.policy.peft_config} == {"default", "ref", "critic"}
+    with subtests.test("embeddings of its own can be read"):
+        assert load_adapted(str(tmp_path / "wide")).get_input_embeddings().weight.shape[0] == 40
+        merge(["--adapter", str(tmp_path / "wide"), "--output_dir", str(tmp_path / "merged")])
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").config.vocab_size == 40

@@ -18,9 +18,10 @@ from typing import Any
 import trl
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
-from trl import SFTConfig, SFTTrainer
+
+from trl_ext.upstream import quiet
 
 NAMES = ["weather", "frozen_lake", "nim", "reasoning", "guess"]
 MARKS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -102,6 +103,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--episodes", type=int, help="to imitate; default: 2000, or the module's EPISODES")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
+    quiet()  # before the libraries that are imported next
+    from transformers import set_seed
+    from trl import SFTConfig, SFTTrainer
+
     try:
         module = importlib.import_module(f"{__package__}.{args.name}")
     except ModuleNotFoundError as error:

@@ -306,6 +306,18 @@ def test_doctor_says_what_is_there(capsys, monkeypatch):
     assert re.search(r"^PROBLEM contract with TRL +1 of .*_compute_loss", capsys.readouterr().out, re.M)
 
 
+def test_doctor_finds_what_a_killed_build_left(capsys, monkeypatch, tmp_path):
+    """torch waits for the lock of a build for ever, whoever made it."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert str(lock) not in " ".join(text for _, _, text in packages())
+    os.utime(lock, (0, 0))
+    assert f"delete {lock} if nothing compiles" in " ".join(text for _, _, text in packages())
+
+
 # ---- Through accelerate ----
 
 

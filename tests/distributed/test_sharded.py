@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.distributed.worker import CANARY, WORKLOADS, make_pairs, run, write_inputs
 from tests.rounding import bound
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
+from trl_ext.cli.doctor import old_locks
 from trl_ext.models import answer_texts, prompt_token_ids, sample
 from trl_ext.models.actor_critic import ActorCritic
 from trl_ext.workbench.planning.phases import _layers
@@ -97,6 +98,7 @@ def launched(request, folder):
     mode = request.param
     if NO_DEEPSPEED and mode.startswith("zero"):
         pytest.skip(NO_DEEPSPEED)
+    assert not (locks := old_locks()), f"delete {locks}: a killed build left them, and DeepSpeed would wait for ever"
     output = folder / mode
     output.mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_USE_CPU"}
@@ -105,7 +107,7 @@ def launched(request, folder):
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(on_cpu(mode, folder))]
     kinds = ["train", "resume", *(["ahead"] if mode in ("fsdp2", "zero3") else []), "fail"]
     launch += ["--main_process_port", "0", "-m", "tests.distributed.worker", str(output), *kinds]
-    done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(launch, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     ended = time.time()
     assert done.returncode != 0 and (output / "died").exists(), done.stderr[-20000:]
     results = {

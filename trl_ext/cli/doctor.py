@@ -9,6 +9,7 @@ import argparse
 import os
 import shutil
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -82,10 +83,21 @@ def packages() -> Iterator[Finding]:
             yield "note", package, f"not installed, for {purpose}: `pip install {install}`"
         elif package == "deepspeed" and not shutil.which("g++"):
             yield "note", package, "installed, but it compiles code and there is no g++: install a C++ compiler"
+        elif package == "deepspeed" and (locks := old_locks()):
+            why = "a build that was killed left it, and DeepSpeed waits for it without a word"
+            yield "note", package, f"installed, but delete {' and '.join(locks)} if nothing compiles: {why}"
         elif package == "wandb":
             yield _wandb()
         else:
             yield "ok", package, f"installed, for {purpose}"
+
+
+def old_locks() -> list[str]:
+    """Return the locks of torch's builds that are older than a build takes."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    return [str(lock) for lock in sorted(root.rglob("lock")) if time.time() - lock.stat().st_mtime > 600]
 
 
 def _wandb() -> Finding:

@@ -243,6 +243,7 @@ def test_a_server_that_dies_or_hangs_in_an_episode_is_named(guess, server, monke
         assert time.monotonic() - begin < 10
         if blow == signal.SIGSTOP:
             os.kill(server.process.pid, signal.SIGCONT)
+    server.process.wait()  # else the next test may still take it for alive
 
 
 def test_a_run_whose_server_dies_ends_with_one_sentence(guess, server, tmp_path):

@@ -1,5 +1,6 @@
 """Every workload on the processes that `accelerate launch` has started, one after the other, and what came of it."""
 
+import importlib
 import json
 import os
 import sys
@@ -24,9 +25,8 @@ def _fsdp_on_cpu(self, *args, **kwargs):
 
 state.AcceleratorState.__init__ = _fsdp_on_cpu
 if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-    import deepspeed.comm.torch
-
-    deepspeed.comm.torch.build_shm_op = lambda: None  # it takes minutes to compile, and gloo does the same
+    # It takes minutes to compile, and gloo does the same. As an attribute, `deepspeed.comm.torch` is torch itself
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 torch.distributed.destroy_process_group = lambda group=None: None  # a recipe ends the launch that we go on with
 
 from datasets import Dataset  # noqa: E402
@@ -40,7 +40,10 @@ import recipes.dpo  # noqa: E402
 import recipes.ppo  # noqa: E402
 import recipes.reward  # noqa: E402
 import recipes.sft  # noqa: E402
+from tests.agents import byte_tokenizer, counts, played_by  # noqa: E402
 from tests.launch import freeze_imports  # noqa: E402
+from tests.ppo.agent_worker import TOGETHER  # noqa: E402
+from tests.ppo.agent_worker import make as make_agent  # noqa: E402
 from tests.ppo.test_ahead import Here  # noqa: E402
 from tests.ppo.worker import (  # noqa: E402
     CORRECTED,
@@ -86,6 +89,8 @@ def write_inputs(folder):
         tokenizer.save_pretrained(folder / name)
     policy.save_pretrained(folder / "policy")
     tiny_reward_model(policy).save_pretrained(folder / "reward model")
+    byte_tokenizer().save_pretrained(folder / "agent")
+    tiny_llama(len(byte_tokenizer()), max_position_embeddings=2048).save_pretrained(folder / "agent")
     reward = tiny_reward_model(policy)
     reward.model.load_state_dict(policy.model.state_dict())
     reward.config.name_or_path = reward.name_or_path = str(folder / "policy")
@@ -331,6 +336,26 @@ def critic_steps(inputs, folder):
     return [sorted({name.split(".")[0] for name in a if not torch.equal(a[name], b[name])}) for a, b in pairs]
 
 
+def episodes(inputs, folder, gathers):
+    """One step on an environment where process 0 calls no tool, and the other does; the rows of each draw."""
+    sizes = {"per_device_train_batch_size": 4, "local_rollout_forward_batch_size": 1}
+    config = {**TOGETHER, "max_steps": 1, **sizes, "ds3_gather_for_generation": gathers}
+    trainer = make_agent(folder, policy=str(inputs / "agent"), **config)
+    draw, rows = trainer._generate_answers, []
+    player = counts if trainer.accelerator.process_index else lambda history: "Done.<|im_end|>"
+    scripted_answers = played_by(trainer, player)._generate_answers
+
+    def drawn(prompt_ids, *args, **kwargs):
+        rows.append(len(prompt_ids))
+        trainer._tokens_left = lambda _: 2 + trainer.accelerator.process_index
+        draw(prompt_ids, *args, **kwargs)  # all processes take part in it
+        return scripted_answers(prompt_ids)
+
+    trainer._generate_answers = drawn
+    trainer.train()
+    return {"scores": trainer.state.log_history[0]["objective/scores"], "rows": rows}
+
+
 def fail(inputs, folder):
     """Generation, the best weights, and what one process alone does; the last of that ends the launch."""
     cases = {
@@ -345,12 +370,14 @@ def fail(inputs, folder):
         "stop ppo": lambda out: stop_request(inputs, out, "ppo"),
         "stop dpo": lambda out: stop_request(inputs, out, "dpo"),
         "critic steps": lambda out: critic_steps(inputs, out),
+        "episodes": lambda out: episodes(inputs, out, gathers=True),
+        "episodes layer by layer": lambda out: episodes(inputs, out, gathers=False),
         "reward raises": lambda out: reward_mistake(out, "raises", str(inputs / "policy")),
         "not finite": lambda out: raised_by(with_nan(ppo(inputs, out, 2, False))),
     }
     results = {}
     for name, case in cases.items():
-        if has_whole_weights() and name in ALIKE_AT_THE_END:
+        if has_whole_weights() and (name in ALIKE_AT_THE_END or name.startswith("episodes")):
             continue
         results[name] = case(folder / name)
         state.AcceleratorState._reset_state(reset_partial_state=False)

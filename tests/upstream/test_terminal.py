@@ -24,8 +24,13 @@ warnings.warn("`something_else` is deprecated", FutureWarning)
 warnings.warn("the prompt was truncated", UserWarning)
 from transformers.utils import logging as transformers_logging
 transformers_logging.get_logger("transformers.trainer_utils").warning("mtime may not be reliable on this filesystem")
-transformers_logging.get_logger("transformers.modeling_utils").warning("LOAD REPORT: score.weight is missing")
-import time
+import tempfile, time
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+with tempfile.TemporaryDirectory() as folder:
+    LlamaForCausalLM(LlamaConfig(vocab_size=8, **shape)).save_pretrained(folder)
+    for bias in (False, True):  # where it is set, more than the head is new
+        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, attention_bias=bias)
 from datasets import Dataset
 rows = Dataset.from_dict({"n": [1, 2]})
 rows.map(lambda row: row, desc="fast")
@@ -36,7 +41,7 @@ if sys.argv[1:]:
     rows.map(lambda row: time.sleep(terminal.SECONDS) or row, desc="slow", load_from_cache_file=False)
 """
 LEFT_OUT = ("gemm_4bit", "is_gradient_checkpointing", "mtime", "fast", "Loading weights")
-SHOWN = ("your GPU is on fire", "something_else", "the prompt was truncated", "score.weight is missing")
+SHOWN = ("your GPU is on fire", "something_else", "the prompt was truncated", "q_proj.bias")
 
 
 def said(*arguments, **environment):
@@ -51,6 +56,7 @@ def test_remarks_are_left_out_and_warnings_are_not():
     assert [part for part in LEFT_OUT if part in text] == []
     assert [part for part in SHOWN if part not in text] == []
     assert "slow" in text  # what takes long has a bar
+    assert text.count("LOAD REPORT") == 1
 
 
 def test_verbose_shows_all():

@@ -3,12 +3,13 @@ Hide listed warnings of libraries, which tell a user nothing about the run, from
 
 Recipes and commands call this first; `trl_ext.ppo` and `trl_ext.dpo` do when they are imported, their trainers when
 they are made. `import trl_ext`, callbacks and rewards hide nothing: a script without our trainers prints the same as
-without us.
+without us. The one exception: where a watch scores nothing, TRL logs None, and TensorBoard remarks on each.
 """
 
 import functools
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,9 @@ WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # DeepSpeed calls torch by old names, dozens of times a step
     (FutureWarning, r"`torch\.distributed\.\w+` is deprecated"),
 )
+# Rows of transformers' report on a classifier that was loaded from a language model: its head is meant to be new.
+# A reward model without one is refused
+NEW_HEAD = r"lm_head\.weight +\| UNEXPECTED|score\.weight +\| MISSING"
 SECONDS = 3.0  # before the bar of a library's own appears; it vanishes when it is done
 
 
@@ -50,6 +54,7 @@ def quiet() -> None:
         return
     for name, beginnings in REMARKS.items():
         logging.getLogger(name).addFilter(functools.partial(_is_for_users, beginnings))
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_of_more_than_a_head)
     for category, pattern in WARNINGS:
         warnings.filterwarnings("ignore", pattern, category)
 
@@ -57,6 +62,15 @@ def quiet() -> None:
 def is_quiet() -> bool:
     """Return whether this process has called [`quiet`]; the processes that it starts should then call it, too."""
     return quiet.cache_info().currsize > 0
+
+
+@functools.cache
+def hide_none_logged() -> None:
+    """Hide that TensorBoard gets no None: what TRL logs as the mean of a reward function that scores nothing."""
+    if not _is_verbose():
+        remark = ('Trainer is attempting to log a value of "None"',)
+        logger = logging.getLogger("transformers.integrations.integration_utils")
+        logger.addFilter(functools.partial(_is_for_users, remark))
 
 
 @functools.cache
@@ -73,6 +87,11 @@ def late_bars() -> None:
 
 def _is_for_users(beginnings: tuple[str, ...], record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(beginnings)
+
+
+def _is_of_more_than_a_head(record: logging.LogRecord) -> bool:
+    title, _, rows = record.getMessage().partition("-+-\n")
+    return " LOAD REPORT" not in title or not re.fullmatch(rf"(({NEW_HEAD}) +\| *\n)+\s*Notes:.*", rows, re.DOTALL)
 
 
 def _late(make: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

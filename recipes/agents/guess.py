@@ -86,7 +86,7 @@ class Environment:
         try:
             answer = method(*action, **settings)
         except Exception as error:
-            if isinstance(error, RuntimeError):  # the server's own words
+            if isinstance(error, RuntimeError) and str(error).startswith("Server error"):  # in its own words
                 raise
             self._lost = f"the OpenEnv server at {self._url} does not answer: {type(error).__name__}: {error}"
             raise ConnectionError(self._lost) from None

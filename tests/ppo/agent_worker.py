@@ -63,18 +63,20 @@ class KillAfter(TrainerCallback):
 TOGETHER = {"save_strategy": "no", "max_steps": 2, "shuffle_dataset": False, "num_mini_batches": 1}
 
 
-def make(folder, environment=Kept, callbacks=None, **config):
+def rows(targets):
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": "Count. "}], "target": n} for n in targets])
+
+
+def make(folder, environment=Kept, callbacks=None, policy=None, **config):
     tokenizer = byte_tokenizer()
     trainer = PPOTrainer(
-        model=tiny_llama(len(tokenizer), max_position_embeddings=2048),
+        model=policy or tiny_llama(len(tokenizer), max_position_embeddings=2048),
         args=tiny_config(
             folder,
             **{"max_completion_length": 400, "max_steps": 8, "save_strategy": "steps", "save_steps": 3, **config},
         ),
-        train_dataset=Dataset.from_list(
-            [{"prompt": [{"role": "user", "content": "Count. "}], "target": n % 3} for n in range(16)]
-        ),
-        eval_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "Count. "}], "target": 2}] * 4),
+        train_dataset=rows([n % 3 for n in range(16)]),
+        eval_dataset=rows([2] * 4),
         processing_class=tokenizer,
         environment_factory=environment,
         callbacks=callbacks,
@@ -91,6 +93,12 @@ if __name__ == "__main__":
         case ["distributed", folder]:
             trainer = make(folder, **TOGETHER | {"per_device_train_batch_size": 4})
             played_by(trainer, counts).train()
-            rank = trainer.accelerator.process_index
-            weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
-            torch.save({"weights": weights, "logs": trainer.state.log_history}, Path(folder, f"process {rank}.pt"))
+            rank, unwrap = trainer.accelerator.process_index, trainer.accelerator.unwrap_model
+            results = {"weights": unwrap(trainer.model).state_dict(), "logs": trainer.state.log_history}
+            played_by(trainer, lambda history: "Done.<|im_end|>")
+            results["evaluated"] = trainer.evaluate(rows([0, 1, 2, 0, 1]))
+            for name, start in (("whole", None), ("resumed", f"{folder}/whole/checkpoint-6")):
+                trainer = make(Path(folder, "whole"), max_steps=12, save_steps=6, per_device_train_batch_size=4)
+                trainer.train(resume_from_checkpoint=start)
+                results[name] = unwrap(trainer.model).state_dict()
+            torch.save(results, Path(folder, f"process {rank}.pt"))

@@ -24,6 +24,7 @@ from tests.tiny import ON_CPU, length_reward, prompts, tiny_config, tiny_gpt2, t
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import ToolAbuseCallback
 from trl_ext.functional import gae, turn_gae, turn_starts
+from trl_ext.ppo.rollout import Collection
 from trl_ext.runs.jsonl import read_jsonl
 
 PROMPT = [{"role": "user", "content": "Count. "}]
@@ -587,6 +588,23 @@ def run(folder, kill):
     return subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
 
 
+def test_where_all_generate_together_each_draws_as_often_as_the_one_with_most_rows(tmp_path, monkeypatch):
+    """Sharded weights: else the others wait for a `generate` that this process does not call."""
+    trainer = make_worker(tmp_path, local_rollout_forward_batch_size=2)
+    del trainer._generate_answers  # the policy draws
+    generate, sizes = GRPOTrainer._generate_single_turn, []
+
+    def counted(self, prompt_ids, *args):
+        sizes.append(len(prompt_ids))
+        return generate(self, prompt_ids, *args)
+
+    trainer._collection = Collection(trainer, [{"prompt": "Tea?", "target": 1}])
+    trainer._collection.most_rows, trainer._tokens_left = 5, lambda _: 2
+    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", counted)
+    answers, _ = trainer._generate_answers([[9, 10], [9], [11]], None, {}, 1)
+    assert sizes == [2, 1, 1] and len(answers) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_whose_episodes_have_other_numbers_of_turns(tmp_path):
@@ -603,6 +621,9 @@ def test_two_processes_whose_episodes_have_other_numbers_of_turns(tmp_path):
     for name in ("objective/scores", "tools/call_frequency", "completions/mean_length", "val/num_eos_tokens"):
         assert logs[0][name] == expected[0][name], name
     assert_close(first["weights"], ends[0], **bound(*ends))
+    for process in (first, second):
+        assert_close(process["resumed"], process["whole"], rtol=0, atol=0)
+        assert process["evaluated"]["eval_objective/scores"] == 0.4  # of five rows, though the last batch is uneven
 
 
 @pytest.mark.slow

@@ -6,9 +6,14 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl.trainer import grpo_trainer
 
+from tests.agents import Counter, byte_tokenizer
+from tests.ppo.agent_worker import rows
 from tests.ppo.worker import collected, end_state, make_trainer, weights
-from tests.tiny import prompts, tiny_llama, tiny_tokenizer
+from tests.tiny import prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.functional import turn_starts
 
 pytestmark = pytest.mark.vllm
 
@@ -101,6 +106,39 @@ def test_log_probs_follow_the_weights_that_are_trained(name, dtype, peft, make):
         base = {n: p for n, p in before.items() if "lora" not in n and "critic" not in n}
         after = weights(trainer)
         torch.testing.assert_close({n: after[n] for n in base}, base, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
+def test_they_do_so_over_several_turns(peft, tmp_path, engines, monkeypatch):
+    """Two tool calls in each episode: vLLM reads the whole history anew, or takes it from its prefix cache."""
+
+    def calls(tokenizer, ids, **kwargs):
+        call = {"type": "function", "function": {"name": "add", "arguments": {"number": 1}}}
+        return {"role": "assistant", "content": tokenizer.decode(ids), "tool_calls": [call]}
+
+    engines("float32", monkeypatch)
+    monkeypatch.setattr(grpo_trainer, "parse_response", calls)
+    tokenizer = byte_tokenizer()
+    for part in (tiny_llama(len(tokenizer), max_position_embeddings=1024, **SHAPE), tokenizer):
+        part.save_pretrained(tmp_path / "policy")
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 1024, "temperature": 0.7}
+    config = {"max_completion_length": 200, "max_tool_calling_iterations": 2, "max_steps": 24, "learning_rate": 3e-2}
+    trainer = PPOTrainer(
+        model=str(tmp_path / "policy"),
+        args=tiny_config(tmp_path / "out", vllm_gpu_memory_utilization=0.3, **vllm, **config),
+        train_dataset=rows([2] * 16),
+        processing_class=tokenizer,
+        environment_factory=Counter,
+        peft_config=peft,
+    )
+    trainer.vllm_generation.max_completion_length = 6  # tokens of a turn
+    seen = collected(trainer)
+    trainer.train()
+    means, largest = differences(seen)
+    moved = (seen[-1].kl("k1") * seen[-1].mask).sum(1).mean().item()
+    print(f"turns, {'lora' if peft else 'full'}: mean {max(means):.2g}, largest {max(largest):.2g}, KL {moved:.3g}")
+    assert {turn_starts(rollout.mask).sum(1).unique().item() for rollout in seen} == {3} and moved > 3
+    assert max(means) <= TOLERANCE["float32"][0] and max(largest) <= TOLERANCE["float32"][1]
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])

@@ -240,6 +240,7 @@ class Collection:
         size = trainer.args.local_rollout_forward_batch_size
         self.histories = Histories(size) if trainer.tools else None  # what the policy has read of each episode
         self.longest_prompt = 0  # tokens
+        self.most_rows = 0  # that a process generates for in a later turn, where all generate together
         self.calls = Calls(trainer.args.tool_timeout, trainer._mistakes)
 
     def generated(self, output: tuple) -> tuple:

@@ -574,8 +574,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _tool_call_loop(self, *args: Any, **kwargs: Any) -> tuple:
         self._collection.calls.turn = 0  # also of a `rollout_func`, which has drawn the first turn by itself
         output = super()._tool_call_loop(*args, **kwargs)
-        while self._draws_together and self._who_draws(False):  # their turns are more than ours
-            self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
+        while self._draws_together and self._most_rows(0):  # their turns are more than ours
+            with temporarily(self, max_completion_length=1):
+                self._generate_answers([[self._tokenizer.pad_token_id]], None, {}, 1)
         return output
 
     @property
@@ -587,9 +588,11 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         is_sharded = self._dist.is_zero3 or self.is_fsdp_enabled
         return self.accelerator.num_processes > 1 and (is_sharded or (self.use_vllm and self.vllm_mode == "server"))
 
-    def _who_draws(self, is_drawing: bool) -> int:
-        """Return the number of processes where the policy still has answers to generate."""
-        return int(self.accelerator.gather(torch.tensor([is_drawing], device=self.accelerator.device)).sum())
+    def _most_rows(self, rows: int) -> int:
+        """Return the most rows that a process generates for in this turn, and keep the number for the turn."""
+        everywhere = self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device))
+        self._collection.most_rows = int(everywhere.max())
+        return self._collection.most_rows
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
         """Run the models, then score: reward functions in the background run meanwhile."""
@@ -834,7 +837,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         self._collection.calls.turn += 1
         self._check_room(prompt_ids)
         if self._collection.calls.turn and self._draws_together:
-            self._who_draws(True)
+            self._most_rows(len(prompt_ids))
         answers, logprobs = self._generate_answers(prompt_ids, images, multimodal_fields, *args, **kwargs)
         if not self._collection.calls.turn:
             self._collection.drawn_first = list(answers)
@@ -871,8 +874,13 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             longest, size = self._tokens_left(prompt_ids), self.args.local_rollout_forward_batch_size
             chunks = [prompt_ids[start : start + size] for start in range(0, len(prompt_ids), size)]
             limited = temporarily(self.generation_config, max_new_tokens=longest)
-            with self._gathered_for_generation(), temporarily(self._actor_critic, **recording), limited:
-                answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
+            with self._gathered_for_generation():
+                with temporarily(self._actor_critic, **recording), limited:
+                    answers = [ids for chunk in chunks for ids in generate(chunk, *args, **kwargs)[0]]
+                # Where processes generate together, each calls `generate` as often as the one with most rows
+                with temporarily(self.generation_config, max_new_tokens=1):
+                    for _ in range(len(chunks), math.ceil(self._collection.most_rows / size)):
+                        generate([[self._tokenizer.pad_token_id]], *args, **kwargs)
             return answers, None if recorder is None else recorder.take(answers)
 
     def _tokens_left(self, prompt_ids: list[list[int]]) -> int:

@@ -1,6 +1,7 @@
 """Watches of rewards/ on completions written by hand."""
 
 import json
+import logging
 import math
 import pickle
 from types import SimpleNamespace
@@ -305,3 +306,12 @@ def test_half_of_a_surrogate_pair_ends_nothing(tmp_path):
     ):
         call(watch, [text])
     assert [row["completion"] for row in rows(tmp_path / "completions.rank0.jsonl")] == [text, text]
+
+
+def test_a_watch_that_scores_nothing_earns_no_remark_of_tensorboard():
+    """TRL logs None for its mean. What else TensorBoard cannot take is still said."""
+    RepetitionWatch()
+    logger = logging.getLogger("transformers.integrations.integration_utils")
+    remarks = [f'Trainer is attempting to log a value of "{value}" of type' for value in (None, [1])]
+    shown = [logger.filter(logger.makeRecord("", 30, "", 0, remark, (), None)) for remark in remarks]
+    assert list(map(bool, shown)) == [False, True]

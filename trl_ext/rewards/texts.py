@@ -17,12 +17,17 @@ def words_of(text: str) -> list[str]:
 
 def text_of(completion: Any) -> str:
     """
-    Return the text of a prompt or completion, which may be a text or messages.
+    Return the text of a prompt or completion, which may be a text or messages, without what tools said.
 
     >>> text_of([{"role": "user", "content": "Tea?"}])
     'Tea?'
+    >>> text_of([{"role": "tool", "content": "12:00"}, {"role": "assistant", "content": "At noon."}])
+    'At noon.'
     """
-    return completion if isinstance(completion, str) else "\n".join(str(turn.get("content")) for turn in completion)
+    if isinstance(completion, str):
+        return completion
+    contents = (turn.get("content") for turn in completion if turn.get("role") != "tool")
+    return "\n".join(str(content) for content in contents if content not in (None, ""))
 
 
 def recorded(completion: Any) -> Any:

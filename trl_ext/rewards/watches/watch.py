@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import PartialState
 
 from ...runs.jsonl import JSONLWriter
+from ...upstream.terminal import hide_none_logged
 from ..texts import recorded, text_of
 
 
@@ -30,6 +31,7 @@ class Watch:
     def __init__(self, folder: str | os.PathLike[str] | None = None, score: float | None = None):
         self.folder = folder
         self.score = score
+        hide_none_logged()
         self._writers: dict[Path, JSONLWriter] = {}
 
     def write(self, file: str, rows: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from trl_ext.callbacks import (
     CanaryCallback,
     ClipFractionCallback,
+    CutOffCallback,
     EntropyFloorCallback,
     GoldGapCallback,
     KLBudgetCallback,
@@ -65,6 +66,11 @@ def grpo_lengths(rng, runs, n, moved=1.0, logs=LOGS):
         18 + np.where(rng.random((runs, logs, n)) < 0.5**0.5, prompts, rng.gamma(0.75, 8, (runs, logs, n)))
     )
     return {"completions/mean_length": tokens.mean(-1), "completions/clipped_ratio": (tokens >= 48).mean(-1)}
+
+
+def cut_off(rng, runs, n, moved=0.6, logs=LOGS):
+    """A model that writes to the limit six times of ten, as it did from the start."""
+    return {"completions/clipped_ratio": (rng.random((runs, logs, n)) < moved).mean(-1)}
 
 
 def kls(rng, runs, n, moved=0.95, logs=LOGS):
@@ -195,6 +201,7 @@ NULL = {
     "entropy without spread": (EntropyFloorCallback, {"keys": {"entropy": "entropy"}}, PPOConfig, 1, sft_entropies),
     "length": (LengthDriftCallback, {}, PPOConfig, 1, lengths),
     "length in GRPO": (LengthDriftCallback, {}, GRPOConfig, 1, grpo_lengths),
+    "cut off": (CutOffCallback, {}, PPOConfig, 1, cut_off),
     "critic": (ValueHealthCallback, {}, PPOConfig, 1, critics),
     "constant critic": (ValueHealthCallback, {}, PPOConfig, 1, constant_critics),
     "disagreement": (RewardDisagreementCallback, {}, PPOConfig, 1, disagreements),
@@ -217,6 +224,7 @@ CHANGES = {
     "entropy without spread": ({"moved": 0.05}, (32, 32, 32)),
     "length": ({"moved": 3.0}, (4, 1, 1)),
     "length in GRPO": ({"moved": 3.0}, (16, 4, 2)),
+    "cut off": ({"moved": 0.99}, (16, 8, 4)),
     "critic": ({"moved": 3.0}, (20, 10, 10)),
     "disagreement": ({"moved": 4.0}, (8, 4, 4)),
     "repetition": ({"moved": 0.7}, (8, 2, 1)),
@@ -240,6 +248,7 @@ BAD_NUMBERS = {
     ClipFractionCallback: ({"steps": 1}, {"clip": (0.0, 0.9)}),
     EntropyFloorCallback: ({"steps": 1}, {"entropy": (2.0, 0.01)}),
     LengthDriftCallback: ({"rollouts": 2}, {"length": (10.0, 99.0), "cut": (0.0, 0.0)}),
+    CutOffCallback: ({"rollouts": 1}, {"cut": (0.1, 1.0)}),
     ValueHealthCallback: ({"rollouts": 1, "steps": 1}, {"ev": (0.5, -9.0), "vl": (1.0, 1.0)}),
     RewardDisagreementCallback: ({"rollouts": 2}, {"rewards/two/disagreement": (0.1, 9.0)}),
     RepetitionCallback: ({"rollouts": 2}, {"repetition/top_phrase_share": (0.1, 1.0)}),
@@ -267,6 +276,7 @@ REFUSED = [
     (ClipFractionCallback, {"limit": 2}, r"`limit` must be in \(0, 1\), got 2"),
     (EntropyFloorCallback, {"relative": 1.5}, r"`relative` must be in \[0, 1\), got 1.5"),
     (LengthDriftCallback, {"factor": 0.5}, r"`factor` must be above 1.*got 0.5"),
+    (CutOffCallback, {"limit": 1}, r"`limit` must be in \(0, 1\), got 1"),
     (ValueHealthCallback, {"loss_factor": 1}, r"`loss_factor` must be above 1, got 1"),
     (RewardDisagreementCallback, {"rollouts": 0}, r"`rollouts` must be 1 or more, got 0"),
     (RewardDriftCallback, {"minimum": 2000}, r"at most `window`.*got 2000, 1000"),

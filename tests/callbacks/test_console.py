@@ -62,6 +62,11 @@ def test_ppo_row_and_its_header(tmp_path, capsys, wide):
     ]
 
 
+def test_the_share_of_answers_that_were_cut_off_has_a_column(tmp_path, capsys, wide):
+    Replay(tiny_config(tmp_path), ConsoleCallback()).log(16, logs=PPO | {"completions/clipped_ratio": 1.0})
+    assert rows(capsys.readouterr().out)[0]["cut"] == "1.00"
+
+
 def test_a_narrow_terminal_has_what_matters(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     run = Replay(tiny_config(tmp_path), ConsoleCallback())

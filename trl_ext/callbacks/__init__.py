@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .canary import CanaryCallback as CanaryCallback
     from .clip_fraction import ClipFractionCallback as ClipFractionCallback
     from .console import ConsoleCallback as ConsoleCallback
+    from .cut_off import CutOffCallback as CutOffCallback
     from .drawing import PANELS as PANELS
     from .drawing import as_label as as_label
     from .drawing import draw_alerts as draw_alerts

@@ -24,6 +24,7 @@ COLUMNS = {
     "margin": "margin",
     "entropy": "entropy",
     "length": "length",
+    "cut": "length_clipped",
     "clip": "clip_fraction",
     "loss": "loss",
     "lr": "learning_rate",
@@ -32,7 +33,7 @@ COLUMNS = {
     "epoch": "epoch",
 }
 # On a narrow terminal the columns at the end of this list are left out first
-IMPORTANCE = "score KL accuracy loss margin entropy length clip s/step episodes lr grad epoch".split()
+IMPORTANCE = "score KL accuracy loss margin entropy length cut clip s/step episodes lr grad epoch".split()
 _TRAINER_KEYS = ("loss", "learning_rate", "seconds", "epoch")  # every Trainer logs them, or they are measured here
 _CONSOLES = (ProgressCallback, PrinterCallback)  # transformers' own; a subclass is a user's
 _IN_BAR = ("score", "KL", "accuracy", "margin", "loss")  # the first two that there are
@@ -61,7 +62,8 @@ class ConsoleCallback(ProgressCallback):
     fewer columns; `-` is what the log does not have.
 
     Units are those of `METRICS` (`metrics.py`): `score` as the reward functions give it; `KL` nats per response
-    (PPO) or per token (GRPO, RLOO); `entropy` nats per token; `length` tokens of an answer; `clip` share of tokens
+    (PPO) or per token (GRPO, RLOO); `entropy` nats per token; `length` tokens of an answer; `cut` share of
+    answers that the length limit cut off; `clip` share of tokens
     that the clipping stopped; `accuracy` share of pairs, or for SFT of tokens; `margin` what it is to the trainer's
     loss; `lr` learning rate; `s/step` seconds of an optimizer step, its rollout included; `grad` norm of the gradient.
     """

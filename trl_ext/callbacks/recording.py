@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from ..data import save_trained_prompts
 from .jsonl import JSONLCallback
 from .samples import SamplesCallback
 
@@ -16,7 +17,21 @@ _PAGES = "trl_ext.workbench"
 
 
 class ReportCallback(TrainerCallback):
-    """Write the page `report.html` when training ends, even by an error; if that fails, log a warning."""
+    """
+    Write the page `report.html` when training ends, even by an error; if that fails, log a warning.
+
+    Args:
+        rows: training rows. Hashes of their prompts are kept beside the model, so that `trl-ext evaluate` can refuse
+            them.
+        start: folder or hub name of the model that the run starts from.
+    """
+
+    def __init__(self, rows: Any = None, start: str | None = None):
+        self.rows, self.start = rows, start
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            save_trained_prompts(args.output_dir, self.rows, self.start, is_uploaded=args.push_to_hub)
 
     def on_train_end(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
@@ -50,7 +65,9 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
         trainer.add_callback(SamplesCallback(trainer=trainer))
     # Of what is recorded elsewhere the output directory has no page
     if recorder.folder is None and not any(isinstance(callback, ReportCallback) for callback in present):
-        trainer.add_callback(ReportCallback())
+        rows = getattr(trainer, "given_rows", None)  # as they were before they were tokenized
+        rows = getattr(trainer, "train_dataset", None) if rows is None else rows
+        trainer.add_callback(ReportCallback(rows, getattr(trainer, "_model_path", None)))
 
 
 def objections_to(rewards: Sequence[Any]) -> list[str]:

@@ -14,7 +14,8 @@ from transformers import HfArgumentParser
 
 from trl_ext import DPOConfig, PPOConfig
 from trl_ext.cli.help import help_text
-from trl_ext.runs.settings import check_settings, documented, meets, resolve_bf16, setting
+from trl_ext.runs.settings import check_settings, documented, meets, resolve_bf16, resolve_for_cpu, setting
+from trl_ext.stages import RewardConfig, SFTConfig
 
 
 @dataclass
@@ -126,3 +127,20 @@ def test_fp16_is_refused_on_a_cpu(monkeypatch):
         monkeypatch.setattr("torch.accelerator.is_available", lambda is_there=is_there: is_there)
         with pytest.raises(ValueError, match="`fp16=True` does nothing on a CPU"):
             resolve_bf16(SimpleNamespace(bf16=None, fp16=True, use_cpu=use_cpu))
+
+
+@pytest.mark.parametrize("cls", [SFTConfig, RewardConfig])
+def test_what_costs_time_on_a_cpu_is_off_there_unless_it_is_set(cls, tmp_path, monkeypatch):
+    def is_on(**given):
+        args = cls(str(tmp_path), use_cpu=True, **given)
+        return args.bf16, args.activation_checkpointing, args.gradient_checkpointing
+
+    assert is_on() == (False, False, False)
+    assert (
+        is_on(bf16=True, gradient_checkpointing=True) == is_on(bf16=True, activation_checkpointing=True) == (True,) * 3
+    )
+    # With a GPU both are on, as in TRL
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    given = SimpleNamespace(use_cpu=False, bf16=None, gradient_checkpointing=None, activation_checkpointing=None)
+    resolve_for_cpu(given)
+    assert given.activation_checkpointing and given.bf16 is None  # None: TRL's own default

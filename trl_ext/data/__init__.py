@@ -33,8 +33,11 @@ if TYPE_CHECKING:
     from .texts import is_text as is_text
     from .trained import TrainedPairs as TrainedPairs
     from .trained import hashes_of_answers as hashes_of_answers
+    from .trained import load_trained_prompts as load_trained_prompts
     from .trained import not_trained_on as not_trained_on
     from .trained import pair_hashes as pair_hashes
+    from .trained import prompt_hashes as prompt_hashes
+    from .trained import save_trained_prompts as save_trained_prompts
     from .writing import write_rows as write_rows
 else:
     __getattr__, __dir__, __all__ = lazily(__name__, __file__)

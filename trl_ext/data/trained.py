@@ -1,4 +1,4 @@
-"""Remember which pairs a model was trained on, by hashes of their answers in a small file beside the model."""
+"""Remember which pairs and prompts a model was trained on, by hashes in small files beside the model."""
 
 import zipfile
 from collections.abc import Sequence
@@ -12,8 +12,10 @@ from datasets import Dataset
 
 from ..runs.files import PRIVATE_FOLDER, whole_file
 from .duplicates import normalised
+from .texts import is_messages, is_text
 
 TRAINED_PAIRS = "trained_pairs.npz"
+TRAINED_PROMPTS = "trained_prompts.npy"
 _ROWS = 1000
 _NO_PAIRS = np.zeros((0, 2), np.uint64)
 
@@ -142,8 +144,61 @@ def hashes_of_answers(prompt: Any, answers: Sequence[Any]) -> np.ndarray:
     return np.sort(np.stack([hashes[one], hashes[other]], 1), axis=1)
 
 
-def _places(folder: str | Path) -> list[Path]:
-    return [Path(folder, place, TRAINED_PAIRS) for place in ("", PRIVATE_FOLDER)]
+def prompt_of(row: dict[str, Any]) -> Any:
+    """Return the prompt of a row, or the turns before the last answer in `messages` or `chosen`; None if unknown."""
+    if (prompt := row.get("prompt")) and is_text(prompt):
+        return prompt
+    turns: Any = row.get("messages") or row.get("chosen")
+    return (turns[:-1] or None) if is_messages(turns) else None
+
+
+def prompt_hashes(dataset: Dataset) -> np.ndarray:
+    """Hash the prompts of rows: (N,) unsigned, of 64 bits, 0 for a row whose prompt is not known."""
+    names = [name for name in ("prompt", "messages", "chosen") if name in dataset.column_names]
+    if not names:
+        return np.zeros(len(dataset), np.uint64)
+    prompts = [
+        prompt_of(dict(zip(names, values, strict=True)))
+        for batch in dataset.select_columns(names).iter(_ROWS)
+        for values in zip(*(batch[name] for name in names), strict=True)
+    ]
+    return np.array([0 if prompt is None else answer_hash(prompt, None) for prompt in prompts], np.uint64)
+
+
+def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None, is_uploaded: bool = False) -> None:
+    """
+    Write hashes of the prompts that a run trains on into its folder; an uploaded folder gets them in `_run`.
+
+    Args:
+        folder: output directory of the run. What an earlier run left there is replaced, or removed.
+        rows: training rows. Nothing is written for a stream, and for rows whose prompts are not known.
+        start: the model that the run starts from; what is known of its prompts counts, too.
+        is_uploaded: whether the folder goes to the hub.
+    """
+    path, other = _places(folder, TRAINED_PROMPTS)[:: -1 if is_uploaded else 1]
+    before = load_trained_prompts(start) if start else None  # which may lie in the same folder
+    path.unlink(missing_ok=True)
+    other.unlink(missing_ok=True)
+    if not isinstance(rows, Dataset) or not len(rows) or not (hashes := np.unique(prompt_hashes(rows)))[0]:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as temporary, temporary.open("wb") as file:
+        np.save(file, hashes if before is None else np.union1d(hashes, before))
+
+
+def load_trained_prompts(folder: str | Path) -> np.ndarray | None:
+    """Load the hashes of the prompts that a run, or that of a checkpoint, trained on; None if it has no record."""
+    folders = [Path(folder), Path(folder).parent] if Path(folder).name.startswith("checkpoint-") else [Path(folder)]
+    for path in (path for each in folders for path in _places(each, TRAINED_PROMPTS) if path.is_file()):
+        try:
+            return np.asarray(np.load(path, allow_pickle=False), np.uint64)
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"{path} is broken ({error}): restore it, or delete it and go on without") from error
+    return None
+
+
+def _places(folder: str | Path, name: str = TRAINED_PAIRS) -> list[Path]:
+    return [Path(folder, place, name) for place in ("", PRIVATE_FOLDER)]
 
 
 def _as_one(pairs: np.ndarray) -> np.ndarray:

@@ -160,6 +160,7 @@ class ResumableRun(BackgroundSaving):
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
         self._names: Names = {}  # names for settings that are hashes
         self._model_path = model if isinstance(model, str) else None
+        self.given_rows = kwargs.get("train_dataset")
         self._resume_anyway = resume_anyway
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
         self._is_changed = False  # this run goes on from one with other settings

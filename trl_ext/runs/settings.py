@@ -140,6 +140,21 @@ def resolve_bf16(config: Any) -> None:
         )
 
 
+def resolve_for_cpu(config: Any) -> None:
+    """
+    Set `bf16` and `gradient_checkpointing` where they are unset: off on a CPU, where both cost time, else as TRL does.
+
+    What is set acts: `bf16=True` on a CPU trains in bfloat16.
+    """
+    import torch  # takes seconds: a mistyped setting is refused before
+
+    on_cpu = config.use_cpu or not torch.accelerator.is_available()
+    if config.bf16 is None and on_cpu:
+        config.bf16 = False
+    if config.gradient_checkpointing is None and config.activation_checkpointing is None:  # two names of one setting
+        config.activation_checkpointing = not on_cpu
+
+
 def resolve_checkpointing(config: Any) -> None:
     """Copy `gradient_checkpointing`, the deprecated name, to `activation_checkpointing` where that is unset."""
     for end in ("checkpointing", "checkpointing_kwargs"):

@@ -16,14 +16,26 @@ from ..models.adapters import is_adapter
 from ..models.saved_adapter import load_to_train
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
-from ..runs.settings import SavingSettings, documented, setting
+from ..runs.settings import SavingSettings, documented, resolve_for_cpu, setting
 from ..upstream.temporarily import temporarily
 
 
 @documented
 @dataclass
 class SFTConfig(HidesCredentials, SavingSettings, trl.SFTConfig):
-    """Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like."""
+    """
+    Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like.
+
+    `bf16` and `gradient_checkpointing`, where they are not set, are off on a CPU: there both cost time.
+    """
+
+    gradient_checkpointing: bool | None = setting(
+        None, "Recompute activations in the backward pass, to save memory; on where there is a GPU, if unset."
+    )
+
+    def __post_init__(self):
+        resolve_for_cpu(self)
+        super().__post_init__()
 
 
 @documented
@@ -32,8 +44,13 @@ class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
     """
     Extend TRL's `RewardConfig` by settings for saving, and for labels that are more or less sure.
 
-    It hides credentials from W&B, TensorBoard and the like.
+    It hides credentials from W&B, TensorBoard and the like. `bf16` and `gradient_checkpointing`, where they are not
+    set, are off on a CPU: there both cost time.
     """
+
+    gradient_checkpointing: bool | None = setting(
+        None, "Recompute activations in the backward pass, to save memory; on where there is a GPU, if unset."
+    )
 
     use_confidence: bool = setting(
         False,
@@ -45,6 +62,10 @@ class RewardConfig(HidesCredentials, SavingSettings, trl.RewardConfig):
         "Multiply each pair's loss by the column `weight`, at least 0. The loss is still divided by the number of "
         "pairs, not by the sum of weights.",
     )
+
+    def __post_init__(self):
+        resolve_for_cpu(self)
+        super().__post_init__()
 
 
 class _RecordedRun(ResumableRun):

@@ -130,6 +130,7 @@ def flags_of(command):
     from recipes.demo import run
     from trl_ext.cli.arguments import ClassifierArguments
     from trl_ext.ppo import CriticConfig
+    from trl_ext.workbench.evaluate.command import EvaluateArguments
     from trl_ext.workbench.labels.command import AnnotatorsArguments
     from trl_ext.workbench.planning.command import AdviseArguments
     from trl_ext.workbench.prompts import command as prompts
@@ -147,6 +148,7 @@ def flags_of(command):
         "prompts": (prompts.PromptsArguments,),
         "demo": (run.RunArguments,),
         "annotators": (AnnotatorsArguments,),
+        "evaluate": (EvaluateArguments,),
         "reward-report": (RewardReportArguments,),
         "refresh-reward": (refresh_reward.RefreshArguments,),
         "advise": (AdviseArguments,),

@@ -64,7 +64,10 @@ FLOORS = [
     ["rewards"],
     ["callbacks"],
     ["ppo", "dpo", "stages", "cli", "workbench.pages"],
-    [f"workbench.{tool}" for tool in ("labels", "planning", "prompts", "refresh", "reward_report", "serving")],
+    [
+        f"workbench.{tool}"
+        for tool in ("evaluate", "labels", "planning", "prompts", "refresh", "reward_report", "serving")
+    ],
 ]
 LAYER = [room for floor in FLOORS for room in floor if room.partition(".")[0] not in ("cli", "workbench")]
 LOOSE = {"trl_ext", "trl_ext.__main__"}  # they import nothing before it is asked for

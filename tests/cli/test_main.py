@@ -54,7 +54,7 @@ def test_help_lists_every_command(capsys):
     listed = re.findall(r"^  (\S+)  +\S", capsys.readouterr().out, re.M)
     assert listed == [*TRAINING, *TOOLS]
     named = "sft reward pretrain-critic ppo dpo online-dpo generate merge plan advise annotators prompts reward-report"
-    assert listed == [*named.split(), *"refresh-reward serve-reward report kl demo doctor".split()]
+    assert listed == [*named.split(), *"evaluate refresh-reward serve-reward report kl demo doctor".split()]
 
 
 def test_what_needs_no_training_imports_nothing_heavy(subtests):

@@ -401,6 +401,34 @@ def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     assert len(ids) == len(set(ids)) and all(reference.startswith("#") for reference in parsed.references)
 
 
+def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path, capsys):
+    mean = {"mean": 1.5, "standard_error": None, "count": 1}
+    wins = {"length": {"win_rate": 0.75, "interval": [0.5, 1.0]}}
+    of = {
+        "rewards": {"length": mean},
+        "kl": None,
+        "length": mean,
+        "cut_off": 0.25,
+        "distinct_3": None,
+        "repeated": 0.0,
+    }
+    policies = {
+        "<x>": {**of, "policy": str(two_runs[1] / "checkpoint-5"), "win_rates": wins},
+        "base": {**of, "policy": "base", "win_rates": {}},
+    }
+    found = {"prompts": 1, "baseline": "base", "notes": ["Not checked: <x>"], "policies": policies}
+    (tmp_path / "evaluation.json").write_text(json.dumps(found))
+    words = [*map(str, two_runs), "--output", str(tmp_path / "page.html"), "--evaluation"]
+    main([*words, str(tmp_path)])
+    text = Page((tmp_path / "page.html").read_text()).text
+    assert "wins by length–75.0% (50.0% to 100.0%)" in text and "Not checked: <x>" in text
+    (tmp_path / "evaluation.json").write_text(json.dumps({**found, "policies": {"base": policies["base"]}}))
+    for given, why in ((tmp_path, "of none of these runs"), (tmp_path / "none", "no evaluation that can be read")):
+        with pytest.raises(SystemExit):
+            main([*words, str(given)])
+        assert why in capsys.readouterr().err
+
+
 def test_over_episodes_a_step_of_more_of_them_goes_further(two_runs, tmp_path):
     furthest = []
     for x, label in (("step", "optimizer step"), ("episode", "episode")):
@@ -456,6 +484,7 @@ def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_p
         (["a/ppo", "a/../a/ppo"], "is given twice"),
         (["a/ppo", "b/ppo", "--x", "epsiode"], "no 'epsiode' in its logs"),
         (["a/ppo", "--x", "episode"], "is for several runs"),
+        (["a/ppo", "--evaluation", "x"], "`--evaluation x` is for several runs"),
         (["begun"], "has logged nothing"),
     ],
 )

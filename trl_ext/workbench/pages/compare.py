@@ -12,6 +12,7 @@ from ...callbacks import curve, draw_line
 from ...runs import is_notice
 from .charts import GROUPS, INK, can_draw, chart, line_style
 from .conversation import shown_answer
+from .evaluation import rows_of_runs
 from .headline import ends, headline
 from .markup import TEMPLATES, number, render
 from .page import alerts, shown_scores
@@ -37,7 +38,9 @@ def named(folders: list[Path]) -> dict[str, Path]:
     return dict(zip(names, folders, strict=True))
 
 
-def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
+def comparison(
+    runs: dict[str, Run], x: str = "step", title: str = "", evaluation: dict[str, Any] | None = None
+) -> str:
     """
     Return the HTML of a page that compares several runs.
 
@@ -45,6 +48,7 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
         runs: mapping from the name to show to the run.
         x: quantity on the horizontal axis: `step`, or a growing key that every run logs, such as `episode`.
         title: the page's title. The default is made of the runs' names.
+        evaluation: what `trl-ext evaluate` found of these runs, as its `evaluation.json` has it.
     """
     progress = {name: _progress(run, x) for name, run in runs.items()}
     colours = {name: line_style(place)["color"] for place, name in enumerate(runs)}
@@ -59,6 +63,8 @@ def comparison(runs: dict[str, Run], x: str = "step", title: str = "") -> str:
         colours={name: "currentColor" if colour == INK else colour for name, colour in colours.items()},
         other_axis=_other_axis(runs, x),
         has_alarms=any(map(_alarms, runs.values())),
+        evaluation=evaluation,
+        evaluated=rows_of_runs(evaluation, [run.folder for run in runs.values()]) if evaluation else [],
         curves=_curves(runs, progress, x) if can_draw() else None,
         settings=_settings(runs),
         alerts={name: alerts(run) for name, run in runs.items()},

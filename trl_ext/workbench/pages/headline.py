@@ -60,7 +60,7 @@ HEADLINES: dict[str, tuple[Quantity, ...]] = {
     "KTOConfig": (Quantity("margin", "rewards/margins"), Quantity("loss", "loss")),
 }
 # For trainers that sample, whose own names for these are in `callbacks/metrics.py`
-_SAMPLED = {"reward": "score", "kl": "KL", "entropy": "entropy", "length": "length"}
+_SAMPLED = {"reward": "score", "kl": "KL", "entropy": "entropy", "length": "length", "length_clipped": "cut off"}
 _HELD_OUT = {
     "held-out score": re.compile(r"eval_(objective/scores|reward)"),
     "gold, held out": re.compile(r"eval_gold/mean|eval_rewards/[^/]*gold[^/]*/mean"),

@@ -1,6 +1,6 @@
 """One self-contained HTML page of a run, or of several.
 
-    trl-ext report RUN [RUN …] [--output PAGE.html] [--x episode]
+    trl-ext report RUN [RUN …] [--output PAGE.html] [--x episode] [--evaluation FILE]
 
 RUN is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallback) or else from the newest
 `trainer_state.json`; alerts from `alerts.jsonl`; score histograms and samples from `completions.rank*.jsonl`, which
@@ -8,7 +8,7 @@ SamplesCallback and the watches of `trl_ext.rewards` write; the configuration fr
 with several runs shows the last one. Steps that a resumed run repeated count once.
 
 `page.py` makes the page of one run, and `compare.py` that of several: a colour for each run, the settings that differ,
-and the answers to the same prompts.
+the answers to the same prompts, and the figures that `trl-ext evaluate` found, of `--evaluation`.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from ...runs import PRIVATE_FOLDER, write_text
 from .compare import comparison, named
+from .evaluation import read_evaluation
 from .page import page
 from .recorded import read_run, rounds_of
 
@@ -32,7 +33,12 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 
-def write_report(folder: str | Path | Sequence[str | Path], output: str | Path | None = None, x: str = "step") -> Path:
+def write_report(
+    folder: str | Path | Sequence[str | Path],
+    output: str | Path | None = None,
+    x: str = "step",
+    evaluation: str | Path | None = None,
+) -> Path:
     """
     Write the page of a run, or one page of several runs, and return its path.
 
@@ -42,17 +48,19 @@ def write_report(folder: str | Path | Sequence[str | Path], output: str | Path |
         output: file to write. The default is `report.html` in the run's folder, or for several runs in the working
             directory.
         x: horizontal axis for several runs: `step`, or a key that all of them log, such as `episode`.
+        evaluation: of several runs, the `evaluation.json` of `trl-ext evaluate`, or its folder.
     """
     folders = [Path(folder)] if isinstance(folder, (str, Path)) else [Path(one) for one in folder]
     if not folders:
         raise ValueError("there is no run to report on; give the output directory of one")
     if len(folders) > 1:
-        text, place = _comparison(folders, x), Path()
+        text, place = _comparison(folders, x, "", evaluation), Path()
     elif rounds := rounds_of(folders[0]):
-        text, place = _comparison(rounds, x, folders[0].resolve().name), folders[0]
+        text, place = _comparison(rounds, x, folders[0].resolve().name, evaluation), folders[0]
     else:
-        if x != "step":
-            raise ValueError(f"`--x {x}` is for several runs; give more than one, or leave it out")
+        for name, given in (("x", x if x != "step" else None), ("evaluation", evaluation)):
+            if given is not None:
+                raise ValueError(f"`--{name} {given}` is for several runs; give more than one, or leave it out")
         private = folders[0] / PRIVATE_FOLDER
         text, place = page(read_run(folders[0])), private if private.is_dir() else folders[0]
     output = Path(output) if output else place / "report.html"
@@ -60,9 +68,10 @@ def write_report(folder: str | Path | Sequence[str | Path], output: str | Path |
     return output
 
 
-def _comparison(folders: list[Path], x: str, title: str = "") -> str:
+def _comparison(folders: list[Path], x: str, title: str, evaluation: str | Path | None) -> str:
     each = [run for folder in folders for run in rounds_of(folder) or [folder]]
-    return comparison({name: read_run(folder) for name, folder in named(each).items()}, x, title)
+    found = None if evaluation is None else read_evaluation(Path(evaluation))
+    return comparison({name: read_run(folder) for name, folder in named(each).items()}, x, title, found)
 
 
 def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = True) -> str:
@@ -123,9 +132,12 @@ def main(arguments: list[str] | None = None) -> None:
         default="step",
         help="what the curves of several runs are drawn over: step, or a logged key such as episode",
     )
+    parser.add_argument(
+        "--evaluation", help="evaluation.json of these runs, of `trl-ext evaluate`; its folder will do"
+    )
     args = parser.parse_args(arguments)
     try:
-        print(write_report(args.run[0] if len(args.run) == 1 else args.run, args.output, args.x))
+        print(write_report(args.run[0] if len(args.run) == 1 else args.run, args.output, args.x, args.evaluation))
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         sys.exit(2)

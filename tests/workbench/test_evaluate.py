@@ -1,0 +1,152 @@
+"""`trl-ext evaluate`: figures that are known, what is refused and said, and answers that are kept."""
+
+import json
+import re
+
+import pytest
+from datasets import Dataset
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.cli.main import main
+from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
+from trl_ext.runs import read_jsonl
+from trl_ext.workbench.evaluate.data import judged
+from trl_ext.workbench.evaluate.figures import margins, mean_of, win_rate
+
+REWARDS = """
+def words(completions, **kwargs):
+    return [float(len(str(text).split())) for text in completions]
+def first(completions, baseline, **kwargs):  # a judge that likes the place of an answer, not the answer
+    return [1.0] * len(completions)
+"""
+FAST = "--max_completion_length 6 --use_cpu true".split()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Two policies, and a third whose tokenizer has other words; prompts as text, and one as messages."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("sft", "ppo", "other")):
+        tiny_llama(seed=seed).save_pretrained(name)
+        (tiny_tokenizer() if seed < 2 else tiny_tokenizer(["x", "y"])).save_pretrained(name)
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    prompts(6).to_json("prompts.jsonl")
+    chat = [{"prompt": [{"role": "user", "content": "the <b>cat</b>"}]}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chat))
+    return tmp_path
+
+
+def run(capsys, *words):
+    """What was printed and, of a refusal, the one line of the error."""
+    try:
+        status = main(["evaluate", *words, *FAST])
+    except SystemExit as error:
+        status = error.code
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err.strip()
+
+
+def test_policies_side_by_side(folder, capsys):
+    words = "sft ppo --prompts prompts.jsonl --rewards rewards.py:words --judge rewards.py:first".split()
+    status, printed, error = run(capsys, *words)
+    assert (status, error) == (0, "")
+    found = json.loads((folder / "evaluation/evaluation.json").read_text())
+    sft, ppo = found["policies"].values()
+    rows = {name: list(read_jsonl(folder / f"evaluation/answers/{name}.jsonl")) for name in ("sft", "ppo")}
+    assert [row["prompt"] for row in rows["sft"]] == prompts(6)["prompt"][:] == [row["prompt"] for row in rows["ppo"]]
+    lengths = {name: [len(row["completion_ids"]) for row in of] for name, of in rows.items()}
+    assert sft["length"] == mean_of(lengths["sft"]) and ppo["length"] == mean_of(lengths["ppo"])
+    assert ppo["cut_off"] == sum(not row["finished"] for row in rows["ppo"]) / 6
+    assert sft["kl"]["mean"] == 0 and sft["win_rates"] == {}  # the reference and baseline
+    assert ppo["kl"]["mean"] == pytest.approx(sum(row["kl"] for row in rows["ppo"]) / 6) and ppo["kl"]["mean"] > 1
+    ours, theirs = ([row["scores"]["words"] for row in rows[name]] for name in ("ppo", "sft"))
+    assert ppo["win_rates"]["words"]["wins"] == sum(a > b for a, b in zip(ours, theirs, strict=True))
+    assert ppo["win_rates"]["the judge"] == {**win_rate([0.0] * 6, range(6))}  # of both places alike
+    assert re.search(r"Not checked: ppo has no record of the prompts", printed) and "\nPage: evaluation/" in printed
+    page = (folder / "evaluation/evaluation.html").read_text()
+    assert "Not checked: ppo" in page and "wins by the judge" in page and "cut off" in page
+
+    again = run(capsys, *words)[1]
+    assert (
+        again.splitlines()[0] == "sft: 6 answers, made before" and again.splitlines()[2:] == printed.splitlines()[2:]
+    )
+    assert "made before" not in run(capsys, *words, "--seed", "1")[1]  # never mixed
+    tiny_llama(seed=9).save_pretrained("ppo")
+    lines = run(capsys, *words, "--seed", "1")[1].splitlines()
+    assert lines[:2] == ["sft: 6 answers, made before", "ppo: 6 answers"]
+
+
+def test_prompts_of_a_run_are_refused(folder, capsys):
+    trainer = PPOTrainer(
+        model="sft",
+        reward_funcs=length_reward,
+        args=tiny_config(folder / "run", max_steps=1, record_run=True),
+        train_dataset=prompts(6).select([0, 1, 2, 3] * 2),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.train()
+    trainer.save_model()
+    assert set(load_trained_prompts("run/checkpoint-1")) == set(prompt_hashes(prompts(6).select(range(4))))
+    status, _, error = run(capsys, "sft", "run", "--prompts", "prompts.jsonl")
+    assert status == 2 and "4 of 6 prompts were trained on by run (rows 0, 1, 2, 3; " in error
+    # What it starts from counts, and rows as SFT and DPO have them
+    rows = Dataset.from_list([{"messages": [{"role": r, "content": r} for r in ("user", "assistant")]}])
+    save_trained_prompts("next", rows, start="run")
+    alone = Dataset.from_list([{"prompt": [{"role": "user", "content": "User"}]}])
+    assert set(load_trained_prompts("next")) == {*prompt_hashes(alone), *load_trained_prompts("run")}
+    save_trained_prompts("next", Dataset.from_list([{"text": "a"}]))
+    assert load_trained_prompts("next") is None  # not an earlier run's
+
+
+def test_what_is_said_and_refused(folder, capsys):
+    status, printed, error = run(capsys, "sft", "other", "--prompts", "chat.jsonl", "--output_dir", "out")
+    assert (status, error) == (0, "")
+    for said in ("other does not read the same tokens", "No `rewards` and no `judge`", "one prompt only"):
+        assert said in printed
+    found = json.loads((folder / "out/evaluation.json").read_text())
+    assert found["policies"]["other"]["kl"] is None and found["policies"]["sft"]["length"]["standard_error"] is None
+    assert "&lt;b&gt;cat" in (folder / "out/evaluation.html").read_text()
+    for words, why in (
+        ("sft nothing --prompts chat.jsonl", "`policies` nothing"),
+        ("sft sft --prompts chat.jsonl", "given twice"),
+        ("sft --prompts chat.jsonl --dataset_split train[:0]", "has no rows"),
+        ("sft --prompts chat.jsonl --baseline ppo", "none of the policies"),
+        ("sft --prompts chat.jsonl --max_completion_length 600", "context of 64 tokens"),
+        ("sft --prompts chat.jsonl --judge rewards.py:none", "cannot be imported"),
+        ("--prompts chat.jsonl", "no policies"),
+    ):
+        status, _, error = run(capsys, *words.split()) if "600" not in words else run_long(capsys, words)
+        assert status == 2 and why in error and "\n" not in error, words
+
+
+def run_long(capsys, words):
+    """As `run`, with the length that the words say."""
+    try:
+        status = main(["evaluate", *words.split(), "--use_cpu", "true"])
+    except SystemExit as error:
+        status = error.code
+    return status, "", capsys.readouterr().err.strip()
+
+
+def test_figures():
+    assert mean_of([1.0, None, 3.0]) == {"mean": 2.0, "standard_error": 1.0, "count": 2}  # s = √2, ÷ √2
+    assert margins([1.0, None], [3.0, 1.0]) == [-2.0, None]
+    found = win_rate([1.0, 0.0, -1.0, 2.0, None], "abcde")
+    assert (found["win_rate"], found["wins"], found["ties"], found["losses"]) == (0.625, 2, 1, 1)
+    assert found["interval"][0] < 0.625 < found["interval"][1]
+    assert win_rate([1.0], "a")["interval"] is None and win_rate([], "")["win_rate"] is None
+
+
+def test_a_judge_that_asks_in_both_orders_is_called_once():
+    calls = []
+
+    def verdict(completions, other, **kwargs):
+        calls.append(other)
+        return [7.0]
+
+    def row(text):
+        return {"prompt": "a", "completion": text, "prompt_ids": [1], "completion_ids": [1], "finished": True}
+
+    verdict.compare, verdict.scale = "other", (1, 10)
+    assert judged(verdict, [row("x")], [row("y")], {}) == [1.5] and calls == [["y"]]

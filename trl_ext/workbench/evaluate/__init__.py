@@ -1,0 +1,1 @@
+"""Compare what policies answer to the same held-out prompts."""

@@ -1,0 +1,201 @@
+"""Compare policies by what they answer to the same held-out prompts: scores, win rates, KL, length, diversity.
+
+    trl-ext evaluate RUN… --prompts PROMPTS --rewards REWARD… --judge JUDGE
+
+RUN is the folder of an SFT, DPO or PPO run, of a model or of an adapter, or a hub name. PROMPTS has the column
+`prompt`, text or messages; prompts that a run was trained on are refused. All answer with the same seed and sampling,
+one policy in memory at a time. `evaluation.html` and `evaluation.json` have the figures, `answers/NAME.jsonl` the
+answers; the same command again keeps answers that were already made by the same policy, prompts and settings.
+`trl-ext report RUN… --evaluation FILE` shows the figures beside the runs' curves. A wrong input gives exit status 2.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ...cli.model_names import check_model
+from ...cli.parser import StrictTrlParser, entry_of
+from ...runs import Hold, check_output_dir, check_settings, redacted, setting, write_text
+from ...upstream import late_bars, quiet
+
+
+@dataclass
+class EvaluateArguments:
+    """Declare the arguments of `trl-ext evaluate`: the policies, the prompts, who scores, and the sampling."""
+
+    policies: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Folders of runs, models or adapters, or hub names. They may stand first, alone."},
+    )
+    prompts: str = setting("", "Held-out prompts: a .jsonl, .parquet or .csv file, a folder, a hub name. (required)")
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_split: str | None = setting(None, "Split of the prompts; `test`, or `train` of a single file, if unset.")
+    max_prompts: int | None = setting(None, "Answer the first so many prompts only.", range=">= 1")
+    rewards: list[str] | None = setting(
+        None, "Rewards that score each answer: file.py:function, or as in a configuration of ppo."
+    )
+    judge: str | None = setting(
+        None,
+        "One reward that compares with the baseline's answer, in the column `baseline`: file.py:function, or a "
+        "`JudgeReward` with `compare: baseline`.",
+    )
+    baseline: str | None = setting(None, "Which of the policies the others are to beat; the first if unset.")
+    ref_model_name_or_path: str | None = setting(None, "Reference of the KL; the first policy if unset.")
+    max_completion_length: int = setting(256, "Tokens after which an answer is cut off.", range=">= 1")
+    temperature: float = setting(1.0, "Of the sampling; 0 always takes the likeliest token.", range=">= 0")
+    top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.", range="in (0, 1]")
+    batch_size: int = setting(16, "Prompts in one batch.", range=">= 1")
+    seed: int = setting(0, "Of the sampling.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Of the policies' weights; `auto` is what they were saved in."
+    )
+    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
+    output_dir: str = setting("evaluation", "Folder of the page, the JSON and the answers.")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if not self.policies:
+            raise ValueError("no policies: give folders of runs or models, or hub names, before the flags")
+        if not self.prompts:
+            raise ValueError("no `prompts`: give a hub name, a .jsonl file or a folder with the column `prompt`")
+        self.baseline = self.baseline or self.policies[0]
+        if self.baseline not in self.policies:
+            raise ValueError(f"`baseline` {self.baseline} is none of the policies {', '.join(self.policies)}: add it")
+        self.ref_model_name_or_path = self.ref_model_name_or_path or self.policies[0]
+
+
+def run(args: EvaluateArguments) -> dict[str, Any]:
+    """Have all policies answer, score the answers, write the page and the JSON, and return what the JSON has."""
+    from ...rewards import Member, check_rewards, load_rewards, repetition_watch
+    from ...rewards import distinct as distinct_names
+    from ..pages.compare import named
+    from .data import OWN, Sampling, answers_of, check_held_out, free, judged, kl_of, load_prompts, scores
+    from .figures import margins, mean_of, win_rate
+    from .page import page
+
+    entries = [entry_of(text) for text in args.rewards or []]
+    judges = [entry_of(args.judge)] if args.judge else []
+    check_rewards([*entries, *judges])
+    paths = {name.replace("/", "--"): str(path) for name, path in named(list(map(Path, args.policies))).items()}
+    baseline = next(name for name, path in paths.items() if Path(path) == Path(str(args.baseline)))
+    reference = str(args.ref_model_name_or_path)
+    for policy in {*paths.values(), reference}:
+        check_model("policies" if policy in paths.values() else "ref_model_name_or_path", policy, tokenizer=True)
+    rows = load_prompts(args.prompts, args.dataset_config, args.dataset_split, args.max_prompts)
+    notes = check_held_out(paths, rows)
+    sampling = Sampling(**{each.name: getattr(args, each.name) for each in fields(Sampling)})
+    answers, folder = {}, Path(args.output_dir)
+    for name, policy in paths.items():
+        answers[name], was_there = answers_of(policy, rows, sampling, folder / "answers" / f"{name}.jsonl")
+        print(f"{name}: {len(rows)} answers{', made before' if was_there else ''}", flush=True)
+        free()
+    kl = kl_of(reference, {name: (paths[name], answers[name]) for name in paths}, sampling)
+    free()
+
+    functions, _ = load_rewards(entries)
+    judge = load_rewards(judges)[0][0] if judges else None
+    names = distinct_names([Member(function).name for function in functions])
+    columns = {name: rows[name][:] for name in rows.column_names if name not in OWN}
+    keys = [json.dumps(row["prompt"], sort_keys=True) for row in answers[baseline]]
+    scored = {
+        name: {
+            reward: scores(function, answers[name], columns) for reward, function in zip(names, functions, strict=True)
+        }
+        for name in paths
+    }
+    policies: dict[str, Any] = {}
+    for name in paths:
+        repetition: dict[str, Any] = {}
+        repetition_watch(**{f"{key}s": [row[key] for row in answers[name]] for key in ("prompt", "completion")},
+                         log_metric=repetition.__setitem__)  # fmt: skip
+        wins = {} if name == baseline else {
+            reward: win_rate(margins(scored[name][reward], scored[baseline][reward]), keys) for reward in names
+        }  # fmt: skip
+        if judge is not None and name != baseline:
+            wins["the judge"] = win_rate(judged(judge, answers[name], answers[baseline], columns), keys)
+        policies[name] = {
+            "policy": str(Path(paths[name]).resolve()) if Path(paths[name]).is_dir() else paths[name],
+            "rewards": {reward: mean_of(values) for reward, values in scored[name].items()},
+            "win_rates": wins,
+            "kl": None if kl[name] is None else mean_of(kl[name]),
+            "length": mean_of([float(len(row["completion_ids"])) for row in answers[name]]),
+            "cut_off": sum(not row["finished"] for row in answers[name]) / len(rows),
+            "distinct_3": repetition.get("repetition/distinct_3"),
+            "repeated": repetition.get("repetition/repeated"),
+        }
+        for place, row in enumerate(answers[name]):
+            row["kl"] = None if kl[name] is None else kl[name][place]
+            row["scores"] = {reward: values[place] for reward, values in scored[name].items()}
+    found = {
+        "prompts": len(rows),
+        "baseline": baseline,
+        "reference": reference,
+        "judge": Member(judge).name if judge is not None else None,
+        "policies": policies,
+        "notes": notes + _notes(args, policies, scored, len(set(keys))),
+        "settings": redacted(asdict(args)),
+    }
+    _write(folder, found, answers, page(found, answers))
+    return found
+
+
+def _notes(args: EvaluateArguments, policies: dict[str, Any], scored: dict[str, Any], prompts: int) -> list[str]:
+    """Return what the figures do not say, in sentences."""
+    notes = [
+        f"{name} does not read the same tokens as the reference {args.ref_model_name_or_path}, so it has no KL."
+        for name, of in policies.items()
+        if of["kl"] is None
+    ]
+    if not scored[next(iter(scored))] and not args.judge:
+        notes.append("No `rewards` and no `judge` were given, so nothing says whose answers are better.")
+    if prompts < 2:
+        notes.append("There is one prompt only, so standard errors and intervals are not defined.")
+    if args.top_p < 1 or args.temperature == 0:
+        notes.append("The KL is not that of the sampled distribution: it takes `top_p` 1 and a `temperature` above 0.")
+    for name, by_reward in scored.items():
+        for reward, values in by_reward.items():
+            if none := sum(value is None for value in values):
+                notes.append(
+                    f"{reward} has no score for {none} of {len(values)} answers of {name}: they are left out."
+                )
+    return notes
+
+
+def _write(folder: Path, found: dict[str, Any], answers: dict[str, list[dict[str, Any]]], shown: str) -> None:
+    from ...data import write_rows
+
+    for name, rows in answers.items():
+        write_rows(folder / "answers" / f"{name}.jsonl", rows)
+    write_text(folder / "evaluation.json", json.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(folder / "evaluation.html", shown)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    quiet()
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and not arguments[0].startswith("-"):
+        arguments = ["--policies", *arguments]
+    parser = StrictTrlParser(EvaluateArguments, without_arguments=__doc__)
+    (args,) = parser.parse_args_and_config(arguments)
+    late_bars()
+    with parser.one_line_errors(ValueError, OSError, ImportError, RuntimeError):
+        check_output_dir(args.output_dir, "false")
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        hold = Hold(args.output_dir)  # two at once would write each other's answers
+        found = run(args)
+        hold.release()
+    from ..pages.evaluation import evaluation_rows
+
+    table = [["", *found["policies"]], *evaluation_rows(list(found["policies"].values()))]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
+    for label, *cells in table:
+        print("  ".join([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip())
+    for sentence in found["notes"]:
+        print(f"Note: {sentence}")
+    print(f"Page: {Path(args.output_dir) / 'evaluation.html'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Show the figures that `trl-ext evaluate` writes, as rows of a table with a column for each policy."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .markup import number, percent
+
+
+def read_evaluation(path: Path) -> dict[str, Any]:
+    """Read an `evaluation.json`, or the one in a folder; raise if it is none."""
+    path = path / "evaluation.json" if path.is_dir() else path
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found["policies"], dict) and isinstance(found["baseline"], str):
+            return found
+        raise ValueError("`policies` or `baseline` is of another type")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no evaluation that can be read ({type(error).__name__}: {error}): give the "
+            "evaluation.json of `trl-ext evaluate`"
+        ) from error
+
+
+def evaluation_rows(policies: list[dict[str, Any] | None]) -> list[list[str]]:
+    """
+    Return the figures of an evaluation: a label, and a cell for each policy.
+
+    Args:
+        policies: of an `evaluation.json`; None for a column without an evaluation.
+    """
+    shown: dict[str, dict[int, str]] = {}
+    found = [(place, _cells(policy)) for place, policy in enumerate(policies) if policy]
+    for place, cells in sorted(found, key=lambda each: -len(each[1])):  # the baseline has no wins: it sets no order
+        for label, cell in cells:
+            shown.setdefault(label, {})[place] = cell
+    return [[label, *(cells.get(place, "–") for place in range(len(policies)))] for label, cells in shown.items()]
+
+
+def rows_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[list[str]]:
+    """Return the rows of an evaluation with a column for each run; that of its checkpoint counts, too."""
+    by_folder: dict[Path, dict[str, Any]] = {}
+    for policy in evaluation["policies"].values():
+        folder = Path(policy["policy"])
+        by_folder.setdefault(folder.parent if folder.name.startswith("checkpoint-") else folder, policy)
+    found = [by_folder.get(folder.resolve()) for folder in folders]
+    if not any(found):
+        evaluated = ", ".join(policy["policy"] for policy in evaluation["policies"].values())
+        raise ValueError(f"the evaluation is of {evaluated}, and of none of these runs: give that of the runs")
+    return evaluation_rows(found)
+
+
+def _cells(policy: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        *((f"score by {name}", _mean(of)) for name, of in policy["rewards"].items()),
+        *((f"wins by {name}", _share(of)) for name, of in policy["win_rates"].items()),
+        ("KL to the reference, nats per answer", _mean(policy["kl"])),
+        ("length, tokens", _mean(policy["length"])),
+        ("cut off", percent(policy["cut_off"])),
+        ("different 3-grams of all", percent(policy["distinct_3"])),
+        ("3-grams repeated within an answer", percent(policy["repeated"])),
+    ]
+
+
+def _mean(of: dict[str, Any] | None) -> str:
+    if of is None or of["mean"] is None:
+        return "–"
+    return number(of["mean"]) + (f" ± {number(of['standard_error'], 2)}" if of["standard_error"] is not None else "")
+
+
+def _share(of: dict[str, Any]) -> str:
+    if of["win_rate"] is None:
+        return "–"
+    return percent(of["win_rate"]) + ("" if of["interval"] is None else " ({:.1%} to {:.1%})".format(*of["interval"]))

@@ -27,6 +27,7 @@ from tests.callbacks.replay import Replay
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.callbacks import (
+    AnswersCallback,
     JSONLCallback,
     KLBudgetCallback,
     MonitoringPlotCallback,
@@ -37,8 +38,10 @@ from trl_ext.callbacks import (
 from trl_ext.callbacks.metrics import METRICS, curve, metrics_of, rollout_steps
 from trl_ext.callbacks.plot import PANELS
 from trl_ext.callbacks.prometheus import GAUGES
+from trl_ext.callbacks.recording import ReportCallback
 from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import JSONLWriter, read_jsonl
+from trl_ext.stages import ResumableSFTTrainer, SFTConfig
 from trl_ext.workbench import report_of
 
 TOKEN = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cE1gH3j"
@@ -186,6 +189,45 @@ def test_samples_are_of_each_rollout_few_and_not_of_an_evaluation(tmp_path):
     assert {row["prompt"] for row in rows} <= set(prompts()["prompt"])
     with pytest.raises(ValueError, match="got a Replay: use a watch of trl_ext.rewards there"):
         SamplesCallback(trainer=Replay(args))
+
+
+def test_a_run_of_sft_answers_prompts_before_while_and_after_it_trains(tmp_path):
+    def train(steps, **resume):
+        args = SFTConfig(
+            output_dir=str(tmp_path), record_answers=2, eval_strategy="steps", eval_steps=2, max_steps=steps,
+            save_strategy="steps", save_steps=2, per_device_train_batch_size=2, report_to="none", use_cpu=True,
+            eos_token="</s>", disable_tqdm=True, lr_scheduler_type="constant",
+        )  # fmt: skip
+        rows = [{"prompt": f"the bird {n} ", "completion": "flew"} for n in range(8)]
+        trainer = ResumableSFTTrainer(
+            model=tiny_llama(max_position_embeddings=64),
+            args=args,
+            train_dataset=Dataset.from_list(rows[4:]),
+            eval_dataset=Dataset.from_list(rows[:4]),
+            processing_class=tiny_tokenizer(),
+            resume_anyway=True,
+        )
+        trainer.train(**resume)
+        return [row["step"] for row in read_jsonl(tmp_path / "completions.rank0.jsonl")]
+
+    assert train(3) == [0, 0, 2, 2, 3, 3]
+    assert train(4, resume_from_checkpoint=True) == [0, 0, 2, 2, 3, 3, 4, 4]
+    rows = list(read_jsonl(tmp_path / "completions.rank0.jsonl"))
+    assert {row["prompt"] for row in rows} == {"the bird 0 ", "the bird 1 "} and all(row["completion"] for row in rows)
+    assert "Samples over time" in (tmp_path / "report.html").read_text()
+
+
+def test_answers_that_cannot_be_recorded_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="only|record_run"):
+        SFTConfig(output_dir=str(tmp_path), record_answers=2, record_run=False)
+    trainer = SimpleNamespace(model=tiny_llama(max_position_embeddings=8), processing_class=tiny_tokenizer())
+    with pytest.raises(ValueError, match="leaves no room in the model's context of 8"):
+        AnswersCallback(trainer=trainer, prompts=["the bird " * 20])
+    args = SimpleNamespace(record_answers=2)
+    handler = SimpleNamespace(callbacks=[ReportCallback(), JSONLCallback()])
+    rows = Dataset.from_list([{"text": "a"}])
+    with pytest.raises(ValueError, match="these have none: give rows with `prompt` or `messages`"):
+        record_run(SimpleNamespace(args=args, callback_handler=handler, given_rows=rows))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trl import ModelConfig, RewardConfig, SFTConfig
+from trl import ModelConfig
 
 from recipes.dpo import DPOScriptArguments
 from recipes.ppo import PPOScriptArguments
@@ -22,6 +22,7 @@ from tests.tiny import WORDS
 from trl_ext import DPOConfig, PPOConfig, StrictTrlParser
 from trl_ext.data import split_pair
 from trl_ext.ppo import CriticConfig
+from trl_ext.stages import RewardConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b")

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .repetition import RepetitionCallback as RepetitionCallback
     from .reward_disagreement import RewardDisagreementCallback as RewardDisagreementCallback
     from .reward_drift import RewardDriftCallback as RewardDriftCallback
+    from .samples import AnswersCallback as AnswersCallback
     from .samples import SamplesCallback as SamplesCallback
     from .tool_abuse import ToolAbuseCallback as ToolAbuseCallback
     from .value_health import ValueHealthCallback as ValueHealthCallback

@@ -24,7 +24,8 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     import trl_ext.callbacks as package
 
     known: dict[str, Any] = {name: getattr(package, name) for name in package.__all__ if name.endswith("Callback")}
-    del known["MonitorCallback"], known["SamplesCallback"]  # a base class, and what a recipe adds itself
+    for name in ("MonitorCallback", "SamplesCallback", "AnswersCallback"):  # a base class, and what recipes add
+        del known[name]
     known["EarlyStoppingCallback"] = EarlyStoppingCallback
     return [_load(entry, known) for entry in entries or []]
 

@@ -7,9 +7,9 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from ..data import save_trained_prompts
+from ..data import first_prompts, save_trained_prompts
 from .jsonl import JSONLCallback
-from .samples import SamplesCallback
+from .samples import AnswersCallback, SamplesCallback
 
 logger = logging.get_logger(__name__)
 # By name: pages are made above this layer, and a run goes without one where they are not installed
@@ -63,11 +63,28 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     recorder.objections = recorder.objections or [*objections]
     if samples and not any(isinstance(callback, SamplesCallback) for callback in present):
         trainer.add_callback(SamplesCallback(trainer=trainer))
+    if asked := _asked(trainer):
+        trainer.add_callback(AnswersCallback(trainer=trainer, prompts=asked))
     # Of what is recorded elsewhere the output directory has no page
     if recorder.folder is None and not any(isinstance(callback, ReportCallback) for callback in present):
         rows = getattr(trainer, "given_rows", None)  # as they were before they were tokenized
         rows = getattr(trainer, "train_dataset", None) if rows is None else rows
         trainer.add_callback(ReportCallback(rows, getattr(trainer, "_model_path", None)))
+
+
+def _asked(trainer: Any) -> list[Any]:
+    """Return the prompts that `record_answers` has the model answer: the first of the evaluation, or training rows."""
+    count = getattr(trainer.args, "record_answers", 0)
+    if not count or any(isinstance(callback, AnswersCallback) for callback in trainer.callback_handler.callbacks):
+        return []
+    rows = next((each for name in ("given_eval_rows", "given_rows") if (each := getattr(trainer, name, None))), None)
+    prompts = first_prompts(next(iter(rows.values())) if isinstance(rows, dict) else rows, count)
+    if not prompts:
+        raise ValueError(
+            f"`record_answers={count}` asks the first prompts of the rows, but these have none: give rows with "
+            "`prompt` or `messages`, or set it to 0"
+        )
+    return prompts
 
 
 def objections_to(rewards: Sequence[Any]) -> list[str]:

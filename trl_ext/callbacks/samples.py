@@ -6,8 +6,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..models import prompt_token_ids
 from ..rewards.watches.watch import Watch
+from .generation import generate_answers
 from .metrics import rollout_steps
+
+MAX_NEW_TOKENS = 128  # of an answer in AnswersCallback
 
 
 @dataclass(eq=False, kw_only=True)
@@ -52,3 +56,54 @@ class SamplesCallback(TrainerCallback):
             for i in range(len(prompts))
         ]
         self._watch.write_rows(prompts, completions, rows, state.global_step - 1)
+
+
+@dataclass(eq=False, kw_only=True)
+class AnswersCallback(TrainerCallback):
+    """
+    Have the model answer a few prompts before training, at each evaluation and at the end, as SFT and DPO draw none.
+
+    The answers are greedy, of at most 128 tokens, and go to `completions.rank0.jsonl`. All processes generate.
+
+    >>> trainer.add_callback(AnswersCallback(trainer=trainer, prompts=["The sky is", "Two and two are"]))
+
+    Args:
+        trainer: any Trainer of a causal language model.
+        prompts: texts or messages.
+        folder: of the file. The default is that of [`JSONLCallback`].
+    """
+
+    trainer: Any
+    prompts: list[Any]
+    folder: str | None = None
+
+    def __post_init__(self) -> None:
+        tokenizer, config = self.trainer.processing_class, self.trainer.model.config.get_text_config()
+        context = getattr(config, "max_position_embeddings", None) or math.inf
+        longest = max(map(len, prompt_token_ids(getattr(tokenizer, "tokenizer", tokenizer), self.prompts)))
+        self._max_new_tokens = int(min(MAX_NEW_TOKENS, context - longest))
+        if self._max_new_tokens < 1:
+            raise ValueError(
+                f"a prompt to answer has {longest} tokens, which leaves no room in the model's context of {context}: "
+                "give shorter prompts"
+            )
+        self._watch, self._step = Watch(self.folder), -1
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:  # else the run goes on from a checkpoint
+            self._answer(state)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._answer(state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._answer(state)
+
+    def _answer(self, state: Any) -> None:
+        if self._step == state.global_step:
+            return
+        self._step = state.global_step
+        given = generate_answers(self.trainer, self.prompts, self._max_new_tokens)
+        if state.is_world_process_zero:
+            nothing: list[dict[str, Any]] = [{} for _ in self.prompts]
+            self._watch.write_rows(self.prompts, given["completions"], nothing, state.global_step)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .texts import is_messages as is_messages
     from .texts import is_text as is_text
     from .trained import TrainedPairs as TrainedPairs
+    from .trained import first_prompts as first_prompts
     from .trained import hashes_of_answers as hashes_of_answers
     from .trained import load_trained_prompts as load_trained_prompts
     from .trained import not_trained_on as not_trained_on

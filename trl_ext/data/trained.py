@@ -3,6 +3,7 @@
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,11 @@ def prompt_of(row: dict[str, Any]) -> Any:
         return prompt
     turns: Any = row.get("messages") or row.get("chosen")
     return (turns[:-1] or None) if is_messages(turns) else None
+
+
+def first_prompts(rows: Any, count: int) -> list[Any]:
+    """Return the prompts of the first rows, of a list, data set or stream, leaving out rows without one."""
+    return [prompt for row in islice(rows or (), count) if (prompt := prompt_of(row)) is not None]
 
 
 def prompt_hashes(dataset: Dataset) -> np.ndarray:

@@ -8,6 +8,7 @@ import trl
 
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
+    AnswersSettings,
     SavingSettings,
     check_settings,
     documented,
@@ -24,7 +25,7 @@ READS_LABEL_SMOOTHING = {"robust", "exo_pair", "aot", "aot_unpaired"}
 
 @documented
 @dataclass
-class DPOConfig(HidesCredentials, SavingSettings, trl.DPOConfig):
+class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig):
     """
     Configuration of [`DPOTrainer`].
 

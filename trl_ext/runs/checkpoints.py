@@ -39,7 +39,7 @@ _MAY_DIFFER = tuple(
     dataloader_num dataloader_pe dataloader_pi dataloader_pre dataset_num_proc ddp_ debug disable_tqdm
     distribution_shift_ do_ enable_jit eval_ hub_ local_rank log_ logging_ num_completions_to_print
     num_generations_eval num_sample_generations on_save_failure output_dir per_device_eval project push_to_hub
-    record_run report_to restore_callback resume_ rollout_device run_name save_ skip_memory torch_empty_cache trackio
+    record_ report_to restore_callback resume_ rollout_device run_name save_ skip_memory torch_empty_cache trackio
     vllm_gpu vllm_group vllm_server
     """.split()
 )
@@ -160,7 +160,7 @@ class ResumableRun(BackgroundSaving):
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
         self._names: Names = {}  # names for settings that are hashes
         self._model_path = model if isinstance(model, str) else None
-        self.given_rows = kwargs.get("train_dataset")
+        self.given_rows, self.given_eval_rows = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
         self._resume_anyway = resume_anyway
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say
         self._is_changed = False  # this run goes on from one with other settings

@@ -119,6 +119,19 @@ class SavingSettings:
         check_settings(self)
 
 
+@dataclass
+class AnswersSettings:
+    """Add a setting to configurations of trainers that generate nothing by themselves."""
+
+    record_answers: int = setting(
+        0,
+        "Prompts to answer before training, at each evaluation and at the end, for the page: the first of the "
+        "evaluation rows, or without these of the training rows. Answers are greedy and have at most 128 tokens.",
+        range=">= 0 prompts",
+        only_with=("record_run", True),
+    )
+
+
 def resolve_bf16(config: Any) -> None:
     """
     Set `bf16` if it is unset: off on a CPU; on a GPU as TRL does, on unless `fp16` is set.

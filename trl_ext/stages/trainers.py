@@ -16,13 +16,13 @@ from ..models.adapters import is_adapter
 from ..models.saved_adapter import load_to_train
 from ..runs.checkpoints import ResumableRun
 from ..runs.redaction import HidesCredentials
-from ..runs.settings import SavingSettings, documented, resolve_for_cpu, setting
+from ..runs.settings import AnswersSettings, SavingSettings, documented, resolve_for_cpu, setting
 from ..upstream.temporarily import temporarily
 
 
 @documented
 @dataclass
-class SFTConfig(HidesCredentials, SavingSettings, trl.SFTConfig):
+class SFTConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.SFTConfig):
     """
     Extend TRL's `SFTConfig` by settings for saving, and hide credentials from W&B, TensorBoard and the like.
 

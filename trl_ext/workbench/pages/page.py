@@ -31,6 +31,7 @@ def page(run: Run) -> str:
         alerts=alerts(run),
         curves=curves(run) if can_draw() else None,
         generates=bool(run.samples) or "length" in run.metrics,
+        scores_answers=any(row["scores"] for row in run.samples) or "length" in run.metrics,
         histograms=_histograms(run) if can_draw() else [],
         samples=_samples(run),
         config=sorted(run.config.items()),

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.data import check_chat_template, held_out_rows, usable_pairs
     from trl_ext.models import is_adapter, load_merged
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
-    from trl_ext.workbench import next_answer, report_of
+    from trl_ext.workbench import next_answer, next_line, report_of
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}{outcome}\n"
-        f"{report}; next: {next_answer(training_args.output_dir, train_dataset)}"
+        f"{report}{next_line(next_answer(training_args.output_dir, train_dataset))}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

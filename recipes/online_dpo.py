@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
         source_identity,
     )
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
-    from trl_ext.workbench import next_answer, report_of
+    from trl_ext.workbench import next_answer, next_line, report_of
 
     processes, output_dir = PartialState(), Path(training_args.output_dir)
     with parser.one_line_errors():
@@ -369,7 +369,7 @@ def main(arguments: list[str] | None = None) -> None:
         processes.print(f"Round {number} of {script_args.num_rounds}, held-out: {in_words(history[-1])}")
     write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
     report = report_of(output_dir, is_recorded=training_args.record_run)
-    processes.print(f"Model: {policy}\n{report}; next: {next_answer(policy, train)}")
+    processes.print(f"Model: {policy}\n{report}{next_line(next_answer(policy, train))}")
     in_use.release()
 
 

@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.ppo import RolloutProcessLost, ServerLost
     from trl_ext.rewards import RewardFailed, joined_weights, load_object, load_reward, load_rewards
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
-    from trl_ext.workbench import next_answer, objections, report_of
+    from trl_ext.workbench import next_answer, next_line, objections, report_of
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)
@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
     answer = ""
     if train_dataset is not None and not (environment or tools):  # `generate` calls none
         asked = next_answer(training_args.output_dir, train_dataset, training_args.max_completion_length)
-        answer = f"; next: {asked}"
+        answer = next_line(asked)
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n{report}{answer}"
     )

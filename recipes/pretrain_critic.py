@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     from trl_ext.rewards import ModelReward, RewardFailed, distinct, joined_weights, load_reward, load_rewards
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
-    from trl_ext.workbench import objections, report_of
+    from trl_ext.workbench import next_line, objections, report_of
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)
@@ -187,10 +187,9 @@ def main(arguments: list[str] | None = None) -> None:
         share = metrics.get("eval_val/explained_variance", math.nan)  # of returns that are all equal
         explained = f", from {origin}, held-out explained variance {share:.2f}"
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
-    trainer.accelerator.print(
-        f"Critic: {training_args.output_dir}{explained}\n{report}; next: trl-ext ppo --model_name_or_path {policy} "
-        f"--value_model_name_or_path {training_args.output_dir}, with this run's scores and `gamma`"
-    )
+    command = f"trl-ext ppo --model_name_or_path {policy} --value_model_name_or_path {training_args.output_dir}"
+    further = next_line(f"{command}, with this run's scores and `gamma`")
+    trainer.accelerator.print(f"Critic: {training_args.output_dir}{explained}\n{report}{further}")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
     in_use.release()

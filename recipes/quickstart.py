@@ -100,7 +100,7 @@ def main() -> None:
         trainer.accelerator.print(f"{name.removeprefix('eval_objective/')}: {before[name]:.2f} → {after[name]:.2f}")
     output_dir = trainer.args.output_dir
     trainer.accelerator.print(
-        f"Model: {output_dir}\n{report_of(output_dir)}; next: "
+        f"Model: {output_dir}\n{report_of(output_dir)}\nnext: "
         f"trl-ext generate --model_name_or_path {output_dir} --prompt 'the bird saw' --max_new_tokens 12"
     )
 

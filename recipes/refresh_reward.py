@@ -40,7 +40,7 @@ from trl_ext.models import path_identity
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
 from trl_ext.runs import Hold, check_output_dir, config_file, differences, rows_identity, write_text
 from trl_ext.upstream import late_bars, quiet
-from trl_ext.workbench import objections
+from trl_ext.workbench import next_line, objections
 from trl_ext.workbench.labels import Columns, majority_pairs, read_labels
 from trl_ext.workbench.labels.labelling import (
     LABEL_STUDIO_CONFIG,
@@ -207,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(summary(json.loads((folder / "refresh.json").read_text())))
     for said in objections([str(folder / "reward")]):
         print(f"Warning: {said}")
-    print(f"Reward model: {folder / 'reward'}\nReport: {folder / 'refresh.html'}; next: {next_ppo(args)}")
+    print(f"Reward model: {folder / 'reward'}\nReport: {folder / 'refresh.html'}{next_line(next_ppo(args))}")
 
 
 # ---- Each step once ----

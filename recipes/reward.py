@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.models import base_of, has_head, keep_unpacked, load_config, path_identity
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
     from trl_ext.stages import ResumableRewardTrainer
-    from trl_ext.workbench import report_of, report_trained
+    from trl_ext.workbench import next_line, report_of, report_trained
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)
@@ -325,7 +325,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     if script_args.ensemble is None:
         done, following = train(training_args, train_dataset)
-        PartialState().print(f"{done}; next: {following}")
+        PartialState().print(f"{done}{next_line(following)}")
         in_use.release()
         return
     facts = {"train_data": rows_identity(train_dataset), "held_out_data": rows_identity(test_dataset)}

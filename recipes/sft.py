@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.models import keep_unpacked
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, result_of, save_trained
     from trl_ext.stages import ResumableSFTTrainer
-    from trl_ext.workbench import next_answer, report_of
+    from trl_ext.workbench import next_answer, next_line, report_of
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
             trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
-        f"Model: {training_args.output_dir}\n{report}; next: {next_answer(training_args.output_dir, train_dataset)}"
+        f"Model: {training_args.output_dir}\n{report}{next_line(next_answer(training_args.output_dir, train_dataset))}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -17,6 +17,7 @@ import yaml
 from accelerate import PartialState
 
 from trl_ext.runs import differences, write_text
+from trl_ext.workbench import without_next
 
 from .. import generate, online_dpo, ppo, pretrain_critic, reward, sft
 from .model import make_model, make_tokenizer
@@ -205,7 +206,8 @@ def _run(folder: Path, settings: dict, main: Callable[[list[str]], None], argume
         if not folder.exists():
             processes.print(f"Building {folder}.", flush=True)
         processes.wait_for_everyone()
-        main(arguments)
+        with without_next():
+            main(arguments)
         if processes.is_main_process:
             _complete(folder, settings, time.time() - start)
         processes.wait_for_everyone()

@@ -2,13 +2,14 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.tiny import tiny_gpt2, tiny_llama, tiny_tokenizer
-from trl_ext.cli.kl import main, read_prompts, sampled_kl
+from trl_ext.cli.kl import main, read_prompts, sampled_kl, sampling_of
 from trl_ext.models import load_model
 
 PROMPTS = ["the cat sat", "a", "dog ran on the mat"]
@@ -135,3 +136,19 @@ def test_mistakes_are_answered_in_one_line(subtests, folders, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([str(folders / "a"), str(folders / "c"), "--prompts", str(folders / "prompts.txt")])
     assert f"`B` {folders}/c: there is no such folder" in capsys.readouterr().err
+
+
+def test_answers_are_as_long_and_as_hot_as_the_run_s(folders, tmp_path, capsys):
+    shutil.copytree(folders / "a", tmp_path / "checkpoint-3")
+    begin = {"step": 0, "type": "begin", "config": {"max_completion_length": 7, "temperature": 0.5}}
+    (tmp_path / "metrics.rank0.jsonl").write_text(
+        json.dumps(begin) + "\n" + json.dumps({"step": 1, "logs": {}}) + "\n"
+    )
+    words = [str(tmp_path / "checkpoint-3"), str(folders / "b"), "--prompts", str(folders / "prompts.txt")]
+    main(words)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["max_new_tokens"], found["temperature"]) == (7, 0.5) and found["mean_length"] <= 7
+    main([*words, "--max_new_tokens", "3", "--temperature", "2"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["max_new_tokens"], found["temperature"]) == (3, 2.0)
+    assert sampling_of(str(folders / "a")) == (128, 1.0)

@@ -3,7 +3,8 @@
     trl-ext kl A B --prompts prompts.jsonl
 
 A and B are folders or hub names of causal language models, or of PEFT adapters; prompts are a text file with one a
-line, or a data set with the column `prompt`, text or messages. KL is summed over a response, in nats: what
+line, or a data set with the column `prompt`, text or messages. Answers are as long and as hot as those that the run
+of A drew, if its folder says so. KL is summed over a response, in nats: what
 `objective/kl` and KLBudgetCallback count.
 """
 
@@ -84,6 +85,18 @@ def read_prompts(path: str, split: str = "train") -> list:
     return list(load_dataset_split(path, split)["prompt"])
 
 
+def sampling_of(folder: str) -> tuple[int, float]:
+    """Return the longest answer and the temperature of the run in `folder`; 128 tokens and 1 where it says neither."""
+    from ..runs import PRIVATE_FOLDER
+    from ..runs.jsonl import read_jsonl
+
+    run = Path(folder).parent if Path(folder).name.startswith("checkpoint-") else Path(folder)
+    lines = [path for place in ("", PRIVATE_FOLDER) if (path := run / place / "metrics.rank0.jsonl").is_file()]
+    recorded = [row["config"] for path in lines for row in read_jsonl(path) if isinstance(row.get("config"), dict)]
+    config = recorded[-1] if recorded else {}
+    return config.get("max_completion_length") or 128, config.get("temperature") or 1.0
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("trl-ext kl", description="KL(A ‖ B) between two checkpoints.")
     parser.add_argument("a", metavar="A", help="the policy: answers are sampled from it")
@@ -91,12 +104,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", required=True, help="a .txt file, one a line, or a data set with `prompt`")
     parser.add_argument("--split", default="train", help="of the data set")
     parser.add_argument("--num_prompts", type=int, default=256, help="how many of them, from the first on")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="longest answer")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of sampling and log-probs")
+    parser.add_argument("--max_new_tokens", type=int, help="longest answer; by default as in A's run, or 128")
+    parser.add_argument("--temperature", type=float, help="of sampling and log-probs; by default as in A's run, or 1")
     parser.add_argument("--batch_size", type=int, default=16, help="prompts at once")
     parser.add_argument("--seed", type=int, default=0, help="of sampling")
     args = parser.parse_args(arguments)
     try:
+        longest, temperature = sampling_of(args.a)
+        args.max_new_tokens = longest if args.max_new_tokens is None else args.max_new_tokens
+        args.temperature = temperature if args.temperature is None else args.temperature
         if args.temperature <= 0 or min(args.num_prompts, args.max_new_tokens, args.batch_size) < 1:
             raise ValueError("--temperature must be above 0, --num_prompts, --max_new_tokens, --batch_size 1 or more")
         prompts = read_prompts(args.prompts, args.split)[: args.num_prompts]
@@ -129,6 +145,8 @@ def main(arguments: list[str] | None = None) -> None:
         "kl_per_token": (kl.sum() / tokens.sum()).item(),
         "mean_length": tokens.double().mean().item(),
         "prompts": len(prompts),
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
     }
     print(json.dumps(result))
 

@@ -7,7 +7,9 @@ from ..upstream.lazy import lazily
 if TYPE_CHECKING:
     from ..callbacks import record_run as record_run
     from .pages.report import next_answer as next_answer
+    from .pages.report import next_line as next_line
     from .pages.report import report_of as report_of
+    from .pages.report import without_next as without_next
     from .pages.report import write_report as write_report
     from .reward_report.command import objections as objections
     from .reward_report.command import report_trained as report_trained

@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
         if found["file"]:
             print(f"Pairs: {found['file']}, {found['pairs']:,} by {len(found['annotators'])} annotators")
     folder = Path(args.output_dir)
-    print(f"Report: {folder / 'annotators.html'}" + (f"; next: {_next(folder, pairs)}" if pairs else ""))
+    print(f"Report: {folder / 'annotators.html'}" + (f"\nnext: {_next(folder, pairs)}" if pairs else ""))
 
 
 def _next(folder: Path, pairs: dict[str, Any]) -> str:

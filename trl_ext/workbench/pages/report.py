@@ -1,6 +1,6 @@
 """One self-contained HTML page of a run, or of several.
 
-    trl-ext report RUN [RUN …] [--output PAGE.html] [--x episode] [--evaluation FILE]
+    trl-ext report RUN [RUN …] [--output_file PAGE.html] [--x episode] [--evaluation FILE]
 
 RUN is an output directory. Curves come from `metrics.rank0.jsonl` (JSONLCallback) or else from the newest
 `trainer_state.json`; alerts from `alerts.jsonl`; score histograms and samples from `completions.rank*.jsonl`, which
@@ -19,7 +19,9 @@ if __name__ == "__main__":  # before the libraries that are imported next
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,8 @@ from .recorded import read_run, rounds_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+_says_next = ContextVar("_says_next", default=True)
 
 
 def write_report(
@@ -100,6 +104,21 @@ def report_of(folder: str | Path, was_trained: bool = True, is_recorded: bool = 
         return f"No report: {' '.join(str(error).split())}"
 
 
+def next_line(command: str) -> str:
+    """Return a line of its own for the end of a script, with the command to run next; "" in [`without_next`]."""
+    return f"\nnext: {command}" if _says_next.get() else ""
+
+
+@contextmanager
+def without_next() -> Iterator[None]:
+    """Leave out what to run next, for a script that runs others."""
+    before = _says_next.set(False)
+    try:
+        yield
+    finally:
+        _says_next.reset(before)
+
+
 def next_answer(folder: str | Path, rows: "Dataset", max_new_tokens: int | None = None) -> str:
     """Return the shell command that answers the first prompt of these rows with the model in `folder`."""
     from ...data import is_messages
@@ -123,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("run", type=Path, nargs="+", help="output directory of a run")
     parser.add_argument(
-        "--output",
+        "--output_file",
         type=Path,
         help="where to write; by default report.html in RUN, or for several runs in the working directory",
     )
@@ -137,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     try:
-        print(write_report(args.run[0] if len(args.run) == 1 else args.run, args.output, args.x, args.evaluation))
+        print(write_report(args.run[0] if len(args.run) == 1 else args.run, args.output_file, args.x, args.evaluation))
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -103,10 +103,10 @@ def main(arguments: list[str] | None = None) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from trl_ext.data import TrainedPairs
+    from trl_ext.data import TrainedPairs, load_trained_prompts, save_prompt_hashes
 
     with parser.one_line_errors():
-        trained = TrainedPairs.load(args.adapter)
+        trained, trained_prompts = TrainedPairs.load(args.adapter), load_trained_prompts(args.adapter)
         model, tokenizer, kind = load(args)
 
     # 2. What the merged model must give
@@ -121,6 +121,8 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer.save_pretrained(args.output_dir)
     if trained is not None:  # what the adapter has seen the merged model has, too
         trained.save(args.output_dir)
+    if trained_prompts is not None:
+        save_prompt_hashes(args.output_dir, trained_prompts)
 
     # 4. Check what was written
     written = kind.from_pretrained(args.output_dir, dtype=merged.dtype).eval()

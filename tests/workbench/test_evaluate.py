@@ -5,12 +5,14 @@ import re
 
 import pytest
 from datasets import Dataset
+from peft import LoraConfig
 
 from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.cli.main import main
 from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
 from trl_ext.runs import read_jsonl
+from trl_ext.stages import ResumableSFTTrainer, SFTConfig
 from trl_ext.workbench.evaluate.data import judged
 from trl_ext.workbench.evaluate.figures import margins, mean_of, win_rate
 
@@ -97,6 +99,22 @@ def test_prompts_of_a_run_are_refused(folder, capsys):
     assert set(load_trained_prompts("next")) == {*prompt_hashes(alone), *load_trained_prompts("run")}
     save_trained_prompts("next", Dataset.from_list([{"text": "a"}]))
     assert load_trained_prompts("next") is None  # not an earlier run's
+
+
+def test_an_adapter_that_is_trained_on_and_merged_keeps_the_prompts_of_its_first_run(folder, capsys):
+    def train(model, rows, output_dir, **kwargs):
+        args = SFTConfig(output_dir, max_steps=1, use_cpu=True, report_to="none", eos_token="</s>", disable_tqdm=True)
+        rows = Dataset.from_list([{"prompt": f"the {row} ", "completion": "cat"} for row in rows])
+        trainer = ResumableSFTTrainer(model, args, train_dataset=rows, **kwargs)
+        trainer.train()
+        trainer.save_model()
+        return set(prompt_hashes(rows))
+
+    first = train("sft", ["one", "two"], "one", peft_config=LoraConfig(r=2, target_modules="all-linear"))
+    second = train("one", ["three"], "two")
+    assert set(load_trained_prompts("two")) == first | second
+    main(["merge", "--adapter", "two", "--output_dir", "merged"])
+    assert set(load_trained_prompts("merged")) == first | second
 
 
 def test_what_is_said_and_refused(folder, capsys):

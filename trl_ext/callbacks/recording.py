@@ -69,7 +69,7 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     if recorder.folder is None and not any(isinstance(callback, ReportCallback) for callback in present):
         rows = getattr(trainer, "given_rows", None)  # as they were before they were tokenized
         rows = getattr(trainer, "train_dataset", None) if rows is None else rows
-        trainer.add_callback(ReportCallback(rows, getattr(trainer, "_model_path", None)))
+        trainer.add_callback(ReportCallback(rows, getattr(trainer, "start_path", None)))
 
 
 def _asked(trainer: Any) -> list[Any]:

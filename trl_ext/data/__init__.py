@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .trained import not_trained_on as not_trained_on
     from .trained import pair_hashes as pair_hashes
     from .trained import prompt_hashes as prompt_hashes
+    from .trained import save_prompt_hashes as save_prompt_hashes
     from .trained import save_trained_prompts as save_trained_prompts
     from .writing import write_rows as write_rows
 else:

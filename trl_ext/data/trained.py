@@ -187,9 +187,14 @@ def save_trained_prompts(folder: str | Path, rows: Any, start: str | None = None
     other.unlink(missing_ok=True)
     if not isinstance(rows, Dataset) or not len(rows) or not (hashes := np.unique(prompt_hashes(rows)))[0]:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as temporary, temporary.open("wb") as file:
-        np.save(file, hashes if before is None else np.union1d(hashes, before))
+    save_prompt_hashes(path.parent, hashes if before is None else np.union1d(hashes, before))
+
+
+def save_prompt_hashes(folder: str | Path, hashes: np.ndarray) -> None:
+    """Write hashes of prompts into a folder, whole or not at all."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with whole_file(Path(folder, TRAINED_PROMPTS)) as temporary, temporary.open("wb") as file:
+        np.save(file, hashes)
 
 
 def load_trained_prompts(folder: str | Path) -> np.ndarray | None:

@@ -120,6 +120,7 @@ def load_adapted(
                 raise ValueError(f"missing {missing[:2]}, unexpected {result.unexpected_keys[:2]}")
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit its base {base}: {str(error).strip()[:300]}") from error
+    adapted.adapter_path = path  # where a run that trains it looks for what it was trained on
     return adapted
 
 

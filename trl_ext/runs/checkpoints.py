@@ -160,6 +160,7 @@ class ResumableRun(BackgroundSaving):
         self._settings: dict[str, Any] = {}  # of this run, taken when training starts
         self._names: Names = {}  # names for settings that are hashes
         self._model_path = model if isinstance(model, str) else None
+        self.start_path = self._model_path or getattr(model, "adapter_path", None)
         self.given_rows, self.given_eval_rows = kwargs.get("train_dataset"), kwargs.get("eval_dataset")
         self._resume_anyway = resume_anyway
         self._given: list[dict[str, Any]] = []  # the options of the optimizer's groups, as the arguments say

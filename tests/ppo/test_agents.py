@@ -72,6 +72,15 @@ def test_only_what_the_policy_drew_is_the_policys(tmp_path):
     assert trainer.reward_func_names == ["SteppedCounter", "SteppedCounter._step_reward"]
 
 
+def test_rewards_of_steps_alone_are_enough(tmp_path):
+    class Steps:
+        reset, add, _step_reward = Counter.reset, Counter.add, SteppedCounter._step_reward
+
+    rollout = rolled_out(trainer := make(tmp_path, counts, Steps))
+    assert trainer.reward_func_names == ["Steps._step_reward"]
+    assert rollout.scores.tolist() == [row % 3 for row in range(8)]
+
+
 def test_a_step_is_that_of_each_row_alone_without_the_observations(tmp_path):
     """Advantages and returns of a rollout with holes: GAE of each row's own tokens, put back where they were."""
     trainer = make(tmp_path, counts, kl_coef=0.1, gamma=0.95, lam=0.8, normalize_advantages=False)

@@ -1,10 +1,12 @@
 """Score the demonstrations in the training set, for `reward_normalization='reference'`."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from ..upstream.names import is_conversational
+from ..upstream.temporarily import temporarily
 from .accumulator import Accumulator
 from .inputs import with_prompts
 from .rollout import sequence_scores
@@ -28,12 +30,12 @@ def mean_demonstration_score(trainer: Any) -> float:
         inputs = [{**row, "prompt_ids": ids, "finished": True} for row, ids in zip(inputs, prompt_ids, strict=True)]
         chat = is_conversational(inputs[0])
         completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
-        rewards = trainer._local(trainer._scored(inputs, prompts, completions, completion_ids))
+        with ExitStack() as muted:  # what reward functions log belongs to no rollout
+            for function in trainer.reward_funcs:
+                muted.enter_context(temporarily(function, is_muted=True))
+            rewards = trainer._local(trainer._scored(inputs, prompts, completions, completion_ids))
         scores = sequence_scores(
             rewards, trainer.reward_weights, torch.ones(len(rewards), dtype=torch.bool).to(rewards.device)
         )
         stats.add("scores", scores, (rows < len(dataset)).to(scores.device) & ~scores.isnan())
-    # Drop what the reward functions logged: it belongs to no rollout
-    trainer._pending_metrics.clear()
-    trainer._pending_extra_logs.clear()
     return stats.pop(accelerator)["scores"][1].item()

@@ -347,10 +347,10 @@ class Collection:
         trainer = self.trainer
         if trainer.environments is None:
             return {}
-        if trainer._multi_environment:
-            played = [row["environment"] for row in self.rows]
-            return {name: [name == each for each in played] for name in trainer.environment_factories}
-        return {type(trainer.environments[0]).__name__: [True] * len(self.rows)}
+        if None in trainer.environment_factories:  # TRL's name of the only one
+            return {type(trainer.environments[0]).__name__: [True] * len(self.rows)}
+        played = [row["environment"] for row in self.rows]
+        return {name: [name == each for each in played] for name in trainer.environment_factories}
 
     def _padded(self) -> dict[str, Tensor]:
         """Return (B, P) and (B, T) ids and masks, as TRL pads them."""

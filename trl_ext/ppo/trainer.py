@@ -194,8 +194,6 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     _buffered_inputs: Any  # TRL's: the micro-batches of the rollout that is trained on
     _collection: Collection  # while a rollout is collected
     _environment_pool: dict
-    _multi_environment: bool
-    _standalone_tools: list
     _last_loaded_step: int  # TRL's: the step whose weights vLLM has
     _step: int  # TRL's: micro-batches trained on by this process
 
@@ -254,6 +252,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             adds_columns=rollout_func is not None,
         )
         if rollout_func is not None and not args.another_samples:
+            args = copy.copy(args)  # the caller's stays as it is
             args.allow_off_policy_sampling = True  # who draws is not known here
         if optimizers[0] is not None and args.critic_learning_rate is not None:
             raise ValueError(
@@ -269,6 +268,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if len(reward_processing_classes) == len(reward_funcs):  # else GRPO says what is wrong
             load_rewards(reward_funcs, reward_processing_classes, args)
 
+        self._given_tools = tools or []  # without those of environments
         read = temporarily(args, model_init_kwargs=None) if model_is_adapter else nullcontext()
         with _as_grpo_reads(args, model), read, plain_errors():
             super().__init__(
@@ -287,7 +287,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=self._guarded(environment_factory),
             )
-        self._reward_steps()
+        if self.environment_factories:
+            self._reward_steps({type(pool[0]) for pool in self._environment_pool.values()})
         reward_paths += [None] * (len(self.reward_funcs) - len(reward_paths))
         policy = self.model
         check_savable(policy)
@@ -361,19 +362,27 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         """
         Wrap the factory, or each in a dict of factories, so that an environment's error is raised on all processes.
         """
-        guard = functools.partial(
-            guarded, timeout=lambda: self.args.tool_timeout, mistakes=lambda: getattr(self, "_mistakes", None)
-        )
+
+        def guard(factory: Any) -> Any:
+            make = guarded(factory, lambda: self.args.tool_timeout, lambda: getattr(self, "_mistakes", None))
+
+            def probed() -> Any:
+                environment = make()
+                if not (self.reward_funcs or hasattr(environment, "get_reward")):  # else TRL would miss a reward
+                    self._reward_steps({type(environment)})
+                return environment
+
+            return probed
+
         if isinstance(environment_factory, dict):
             return {name: guard(factory) for name, factory in environment_factory.items()}
         return environment_factory and guard(environment_factory)
 
-    def _reward_steps(self) -> None:
-        """Add a reward function for each class of environment that rewards its steps."""
-        kinds = {type(pool[0]) for pool in self._environment_pool.values()} if self.environment_factories else set()
+    def _reward_steps(self, kinds: set[type]) -> None:
+        """Add a reward function for each class of environment that rewards its steps, unless it is there."""
         for kind in sorted(kinds, key=lambda kind: kind.__name__):
-            if hasattr(kind, "_step_reward"):
-                function = step_rewards(lambda: self._collection, kind)
+            function = step_rewards(lambda: self._collection, kind)
+            if hasattr(kind, "_step_reward") and function.__name__ not in self.reward_func_names:
                 self.reward_funcs.append(function)
                 self.reward_func_names.append(function.__name__)
                 self.reward_processing_classes.append(None)
@@ -1099,8 +1108,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             if type(environment) in checked or hasattr(environment, "_state_dict"):
                 continue
             checked.add(type(environment))
-            name = row["environment"] if self._multi_environment else None
-            if self._multi_environment:
+            name = None if None in self.environment_factories else row["environment"]
+            if name is not None:
                 row = {key: value for key, value in row.items() if key != "environment"}
             same_draws = functools.partial(untouched_rng, self.accelerator, self.args)
             with temporarily(self._mistakes, notes=[]):  # one instance more, or a second `reset`, may be refused
@@ -1172,7 +1181,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             **ends,
             **self._rewards.identities(),
             **self._weights_at_start,
-            **identities_of(self._standalone_tools, self._environment_pool if self.environment_factories else {}),
+            **identities_of(self._given_tools, self._environment_pool if self.environment_factories else {}),
         }
 
     def _schedule(self) -> str:

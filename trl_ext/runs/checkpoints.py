@@ -380,8 +380,11 @@ class ResumableRun(BackgroundSaving):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if rolled_back(self.state):
             return
+        if trial is not None:  # of a search for hyperparameters, which has a folder of its own and never resumes
+            super()._save_checkpoint(model, trial)
+            return
         self._check_saving(wait=True)  # one at a time
-        run_dir, best = self._get_output_dir(trial=trial), self.state.best_model_checkpoint
+        run_dir, best = self.args.output_dir, self.state.best_model_checkpoint
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         is_behind = self._saves_in_background and self._upload is None
         keeps_back = is_behind or self._goes_on_unsaved

@@ -72,7 +72,6 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "_generate_and_score_completions": "inputs",
         "_generate_single_turn": "prompt_ids, images, multimodal_fields, ...",
         "_get_grad_norm": "model, grad_norm=",
-        "_get_output_dir": "trial=",
         "_get_per_token_logps_and_entropies": "...",
         "_get_train_sampler": "dataset",
         "_load_best_model": "",
@@ -105,7 +104,6 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
         "compute_metrics=, callbacks=, optimizers=, quantization_config=, peft_config=, ...",
         "_compute_loss": "model, inputs, return_outputs",
         "_finalize_training": "...",
-        "_get_output_dir": "trial=",
         "_load_best_model": "",
         "_load_from_checkpoint": "resume_from_checkpoint, ...",
         "_load_optimizer_and_scheduler": "checkpoint",
@@ -152,9 +150,8 @@ METHODS: dict[str, dict[str, str]] = {  # class -> method -> what we pass, see `
 
 ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that we read or set
     "trl.GRPOTrainer": """
-        _async_tool_dicts _buffered_inputs _dist _environment_pool _multi_environment _standalone_tools
+        _async_tool_dicts _buffered_inputs _dist _environment_pool
         _globalstep_last_logged _last_loaded_step _logs _metrics _name _paper
-        _pending_extra_logs _pending_metrics
         _signature_columns
         _step _sync_tool_dicts _tag_names _tokenizer _total_loss_scalar _tr_loss
         accelerator args aux_loss_enabled beta callback_handler chat_template_kwargs control

@@ -4,7 +4,7 @@ Weigh the house: `python -m tests.house [--step]`.
 Lines as `wc -l` counts them, by room; rooms (a folder, or a loose module; each tool of the workbench is one), floors
 (the longest chain of rooms that import each other), arrows (pairs of rooms with an import, lazy ones too), and arrows
 in circles, which no order of floors makes go down. With `--step`, how often one step of PPO crosses between us and TRL
-or transformers, and in how many of our files it is.
+or transformers, in how many of our files it is, and how many functions of each library our files call.
 """
 
 import argparse
@@ -72,7 +72,10 @@ def floors(pairs, after):
 
 
 def crossings():
-    """Return how often one optimizer step of PPO goes from our files to a library's or back, and our files in it."""
+    """
+    Return how often one optimizer step of PPO goes from our files to a library's or back, our files in it, and how
+    often they call each library.
+    """
     import trl_ext
     from tests.tiny import length_reward, prompts, tiny_config, tiny_gpt2, tiny_tokenizer
 
@@ -85,12 +88,16 @@ def crossings():
             reward_funcs=length_reward,
             train_dataset=prompts(),
         )
-        step, count, seen, last = trainer.training_step, 0, set(), None
+        step, count, seen, last, calls = trainer.training_step, 0, set(), None, Counter()
 
         def watch(frame, event, _):
             nonlocal count, last
             if event not in ("call", "return"):
                 return
+            if event == "call" and frame.f_code.co_name not in ("__getattr__", "__getattribute__"):
+                path = Path(frame.f_code.co_filename)
+                if frame.f_back and Path(frame.f_back.f_code.co_filename).is_relative_to(PACKAGE):
+                    calls.update({*LIBRARIES} & {*path.parts})
             frame = frame if event == "call" else frame.f_back
             path = Path(frame.f_code.co_filename) if frame else Path()
             ours = path.is_relative_to(PACKAGE)
@@ -110,7 +117,7 @@ def crossings():
 
         trainer.training_step = watched
         trainer.train()
-    return count, len(seen)
+    return count, len(seen), *(calls[library] for library in LIBRARIES)
 
 
 def main():
@@ -132,7 +139,8 @@ def main():
     print("".join(f", {name} {count:,}" for name, count in groups.items()))
     print(f"{len(lines)} rooms, {floors(pairs, after)} floors, {len(pairs)} arrows, {len(circles)} in circles")
     if args.step:
-        print("{} crossings between us and libraries in one step of PPO, {} of our files".format(*crossings()))
+        said = "{} crossings between us and libraries in one step of PPO, {} of our files"
+        print(f"{said}, {{}} calls to TRL, {{}} to transformers".format(*crossings()))
 
 
 if __name__ == "__main__":

@@ -220,7 +220,9 @@ def test_a_run_of_sft_answers_prompts_before_while_and_after_it_trains(tmp_path)
 def test_answers_that_cannot_be_recorded_are_refused(tmp_path):
     with pytest.raises(ValueError, match="only|record_run"):
         SFTConfig(output_dir=str(tmp_path), record_answers=2, record_run=False)
-    trainer = SimpleNamespace(model=tiny_llama(max_position_embeddings=8), processing_class=tiny_tokenizer())
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+    given = {"model": tiny_llama(max_position_embeddings=8), "processing_class": tiny_tokenizer()}
+    trainer = SimpleNamespace(**given, accelerator=accelerator)
     with pytest.raises(ValueError, match="leaves no room in the model's context of 8"):
         AnswersCallback(trainer=trainer, prompts=["the bird " * 20])
     args = SimpleNamespace(record_answers=2)

@@ -622,3 +622,14 @@ def test_a_template_escapes_all_but_html_of_ours(tmp_path):
     with pytest.raises(UndefinedError, match="missing"):
         (tmp_path / "any.j2").write_text("{{ missing }}")
         render(tmp_path / "any.j2")
+
+
+def test_metrics_of_ones_own_are_drawn_and_others_are_not_taken_for_them(tmp_path):
+    own = {"mine/words": 1.0, "eval_mine/words": 2.0, "<b>/x": 1.0, "alone": 1.0}
+    own |= {f"many/{n}": 1.0 for n in range(9)} | {f"z{n:02}/x": 1.0 for n in range(9)}
+    folder = write_run(tmp_path / "run", [{**log, **own} for log in LOGS])
+    text = write_report(folder).read_text()
+    titles = re.findall(r'<svg role="img" aria-label="([^"]*)"', text)
+    first = titles.index("&lt;b&gt;")  # own ones come last
+    expected = ["&lt;b&gt;", "eval_mine", "many (the first 8 of 9)", "mine", *(f"z{n:02}" for n in range(7))]
+    assert titles[first:] == [*expected, "z07 (and 1 more groups are not drawn)"] and "<b>/x" not in text

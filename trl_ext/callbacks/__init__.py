@@ -9,6 +9,7 @@ from ..upstream.lazy import lazily
 
 if TYPE_CHECKING:
     from ..runs.control import request_kl_scale as request_kl_scale
+    from ..runs.needs import check_monitors as check_monitors
     from .alerts import Alert as Alert
     from .alerts import JSONLSink as JSONLSink
     from .alerts import TensorBoardSink as TensorBoardSink

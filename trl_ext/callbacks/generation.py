@@ -8,9 +8,32 @@ from ..models import answer_texts, eos_token_ids, prompt_token_ids, sample
 from ..upstream.names import unwrap_model_for_generation
 
 
+def ids_of(trainer: Any, prompts: list) -> tuple[list[list[int]], int | None]:
+    """
+    Return the token ids of prompts, and how many tokens the model's context leaves for an answer; None if any number.
+
+    Raises:
+        ValueError: it leaves none.
+    """
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
+    prompt_ids = [list(ids[-tokenizer.model_max_length :]) for ids in prompt_token_ids(tokenizer, prompts)]
+    config = getattr(trainer.accelerator.unwrap_model(trainer.model), "config", None)
+    context = getattr(config and config.get_text_config(), "max_position_embeddings", None)
+    if context is None:
+        return prompt_ids, None
+    if (room := context - max(map(len, prompt_ids))) < 1:
+        raise ValueError(
+            f"a prompt to answer has {context - room} tokens, which leaves no room in the model's context of "
+            f"{context}: give shorter prompts"
+        )
+    return prompt_ids, room
+
+
 def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[str, list]:
     """
     Generate one greedy answer to each prompt, text or messages, and return all answers on every process.
+
+    An answer ends at the model's context, too.
 
     Returns:
         What a reward function is called with: `prompts`, `completions` (messages where the prompts are),
@@ -18,7 +41,7 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
     """
     accelerator, args, was_training = trainer.accelerator, trainer.args, trainer.model.training
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)  # a processor has one
-    prompt_ids = [list(ids[-tokenizer.model_max_length :]) for ids in prompt_token_ids(tokenizer, prompts)]
+    prompt_ids, room = ids_of(trainer, prompts)
     trainer.model.eval()  # without dropout
     try:
         with (
@@ -34,7 +57,7 @@ def generate_answers(trainer: Any, prompts: list, max_new_tokens: int) -> dict[s
                 model,
                 mine,
                 eos,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=min(max_new_tokens, room or max_new_tokens),
                 temperature=0.0,
                 batch_size=args.per_device_eval_batch_size,
             )

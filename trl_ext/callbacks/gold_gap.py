@@ -7,8 +7,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from ..rewards.member import awaited
+from ..rewards.watches.gold_judge import GoldJudgeReward
 from ..rewards.watches.watch import numbers_of
 from ..runs.halts import rolled_back
+from ..runs.needs import rewards_of
 from .generation import generate_answers
 from .metrics import is_training_log, metrics_of
 from .monitor import POSITIVE, Finding, MonitorCallback, number_of_rows, on_main_process, spread_key
@@ -68,6 +70,17 @@ class GoldGapCallback(MonitorCallback):
                 raise ValueError(
                     f"`trainer` needs an `eval_dataset` with the column `prompt` to generate answers, got {columns}"
                 )
+
+    def lacks(self, trainer):
+        """Yield a sentence if nothing is evaluated, and one if no reward function logs gold."""
+        if trainer.args.eval_strategy == "no":
+            yield "GoldGapCallback reads evaluations, and `eval_strategy` is 'no': set it, or remove the monitor."
+        has_judge = any(isinstance(each, GoldJudgeReward) for each in rewards_of(trainer))
+        if self.trainer is None and self.gold is None and not has_judge:
+            yield (
+                "GoldGapCallback has no gold to read: add `GoldJudgeReward` to the reward functions with weight 0, "
+                "give it `trainer` and `judge`, name another key by `gold`, or remove the monitor."
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if args.eval_strategy == "no" and is_training_log(logs or {}) and not {"first", "told"} & self.memory.keys():

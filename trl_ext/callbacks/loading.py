@@ -8,6 +8,7 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ..runs.nearest import did_you_mean
+from ..runs.needs import check_monitors
 from .canary import CanaryCallback
 
 
@@ -36,6 +37,7 @@ def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
         if isinstance(monitor, CanaryCallback):
             monitor.trainer = trainer
         trainer.add_callback(monitor)
+    check_monitors(trainer)
 
 
 def _load(entry: str, known: dict[str, Any]) -> TrainerCallback:

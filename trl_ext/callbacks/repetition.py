@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from ..rewards.watches.repetition import RepetitionWatch
+from ..runs.needs import rewards_of
 from .monitor import AT_LEAST_ONE, SHARE, Finding, MonitorCallback
 
 DISTINCT = re.compile(r"repetition/distinct_\d+")
@@ -33,6 +35,14 @@ class RepetitionCallback(MonitorCallback):
     rollouts: int = 4
     runbook = "repetition"
     ranges = dict.fromkeys(("phrase", "distinct", "repeated", "copied"), SHARE) | {"rollouts": AT_LEAST_ONE}
+
+    def lacks(self, trainer):
+        """Yield a sentence if no reward function measures repetition."""
+        if not any(isinstance(each, RepetitionWatch) for each in rewards_of(trainer)):
+            yield (
+                "RepetitionCallback has nothing to watch: none of the reward functions is `repetition_watch`. Add it "
+                "with weight 0, or remove the monitor."
+            )
 
     def watch(self, logs):
         distinct = next((key for key in logs if DISTINCT.fullmatch(key)), None)

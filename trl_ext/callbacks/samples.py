@@ -6,9 +6,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..models import prompt_token_ids
 from ..rewards.watches.watch import Watch
-from .generation import generate_answers
+from .generation import generate_answers, ids_of
 from .metrics import rollout_steps
 
 MAX_NEW_TOKENS = 128  # of an answer in AnswersCallback
@@ -78,15 +77,7 @@ class AnswersCallback(TrainerCallback):
     folder: str | None = None
 
     def __post_init__(self) -> None:
-        tokenizer, config = self.trainer.processing_class, self.trainer.model.config.get_text_config()
-        context = getattr(config, "max_position_embeddings", None) or math.inf
-        longest = max(map(len, prompt_token_ids(getattr(tokenizer, "tokenizer", tokenizer), self.prompts)))
-        self._max_new_tokens = int(min(MAX_NEW_TOKENS, context - longest))
-        if self._max_new_tokens < 1:
-            raise ValueError(
-                f"a prompt to answer has {longest} tokens, which leaves no room in the model's context of {context}: "
-                "give shorter prompts"
-            )
+        ids_of(self.trainer, self.prompts)  # refuses a prompt that leaves no room
         self._watch, self._step = Watch(self.folder), -1
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -103,7 +94,7 @@ class AnswersCallback(TrainerCallback):
         if self._step == state.global_step:
             return
         self._step = state.global_step
-        given = generate_answers(self.trainer, self.prompts, self._max_new_tokens)
+        given = generate_answers(self.trainer, self.prompts, MAX_NEW_TOKENS)
         if state.is_world_process_zero:
             nothing: list[dict[str, Any]] = [{} for _ in self.prompts]
             self._watch.write_rows(self.prompts, given["completions"], nothing, state.global_step)

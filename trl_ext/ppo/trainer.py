@@ -55,6 +55,7 @@ from ..models.weights import base_model_of, check_tokenizer, disable_dropout, ke
 from ..rewards.member import Started
 from ..runs.checkpoints import CannotResume, ResumableRun
 from ..runs.control import AgreedControl, take_kl_scale
+from ..runs.needs import check_monitors
 from ..runs.output_dir import Hold
 from ..upstream.names import (
     RepeatSampler,
@@ -357,6 +358,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if not has_environments:  # what `reset` says is known in the rollout only
             check_prompt_lengths(self._measure_prompts, self._loader.policy, self.max_completion_length, datasets)
         ConsoleCallback.replace(self)
+        check_monitors(self)
 
     def _guarded(self, environment_factory: Any) -> Any:
         """

@@ -22,6 +22,7 @@ from ..upstream.temporarily import temporarily
 from .changes import Names, differences
 from .halts import CannotResume, Halting, Rollback, forget_rollback, rolled_back
 from .marker import MARKER, IncompleteCheckpoint, check_files, checkpoints_of, read_marker, write_marker
+from .needs import check_monitors
 from .output_dir import Hold
 from .processes import from_first, on_first
 from .redaction import pickled_without_credentials, without_credentials
@@ -245,6 +246,7 @@ class ResumableRun(BackgroundSaving):
             return self._train_alone(resume_from_checkpoint, **kwargs)
 
     def _train_alone(self, resume_from_checkpoint: str | bool | None, **kwargs: Any) -> TrainOutput:
+        check_monitors(self)  # callbacks may have been added
         if not self._has_printed_schedule:
             self._print_what_waits()
         if not self._facts:  # later, training has changed what was passed in

@@ -2,10 +2,12 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ...runs.jsonl import read_jsonl
+from ...runs.needs import columns_of
 from ...upstream.names import get_callable_name
 from ..checks import check_function
 from ..member import HoldsRewards, awaited, log_to
@@ -50,6 +52,15 @@ class GoldJudgeReward(HoldsRewards, Watch):
         self._run = time.time()
         self._start_step: int | None = None
         self._start: dict[str, list[float]] = {}  # prompt → scores of the start policy's answers
+
+    def lacks(self, trainer: Any) -> Iterator[str]:
+        """Yield a sentence if no row has the column that marks those to score."""
+        found = [columns_of(getattr(trainer, name, None)) for name in ("eval_dataset", "train_dataset")]
+        if None not in found and not any(self.column in columns for columns in found if columns):
+            yield (
+                f"GoldJudgeReward scores no row: the evaluation set has no column `{self.column}`. Add one that is "
+                f"true: `eval_dataset.add_column({self.column!r}, [True] * len(eval_dataset))`."
+            )
 
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any

@@ -44,6 +44,12 @@ GROUPS = {
     "KL coefficient": re.compile(r"objective/kl_coef"),
     "gradient norm": re.compile(r"grad_norm(/.+)?"),
 }
+# First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
+KNOWN = {
+    *"beta clip_ratio completions environment gold grad_norm logits logps loss objective policy profiling".split(),
+    *"repetition rewards sampling shift time tools turns val vespo".split(),
+}
+OWN, LINES_OF_ONE = 12, 8  # charts of a user's own metrics, and lines in each
 # What readers of a supervised run look at first; those of PPO find it in PANELS
 FIRST = ("loss", "pair accuracy", "margin", "token accuracy")
 
@@ -69,8 +75,9 @@ def curves(run: Run) -> list[str]:
         for title, draw in PANELS.items()
     ]
     groups = {}
-    for title, pattern in GROUPS.items():
-        keys = sorted({key for log in run.history for key in log if pattern.fullmatch(key)})
+    logged = sorted({key for log in run.history for key in log})
+    shown = {title: [key for key in logged if pattern.fullmatch(key)] for title, pattern in GROUPS.items()}
+    for title, keys in (shown | _own(logged)).items():
 
         def lines(axes, keys=keys):
             for key in keys:
@@ -80,6 +87,24 @@ def curves(run: Run) -> list[str]:
     if "reward" not in run.metrics:
         panels = [groups.pop(title) for title in FIRST] + panels
     return [drawn for drawn in (*panels, *groups.values()) if drawn]
+
+
+def _own(logged: Sequence[str]) -> dict[str, list[str]]:
+    """Return a user's own metrics by the first part of their key, with a title for each chart."""
+    groups: dict[str, list[str]] = {}
+    for key in logged:
+        first, slash, _ = key.partition("/")
+        if slash and first.removeprefix("eval_") not in KNOWN:
+            groups.setdefault(first, []).append(key)
+    charts = {}
+    for place, (name, keys) in enumerate(groups.items(), 1):
+        left_out = len(keys) > LINES_OF_ONE and f"the first {LINES_OF_ONE} of {len(keys)}"
+        if place == OWN < len(groups):
+            left_out = f"and {len(groups) - OWN} more groups are not drawn"
+        charts[f"{name} ({left_out})" if left_out else name] = keys[:LINES_OF_ONE]
+        if place == OWN:
+            break
+    return charts
 
 
 def chart(

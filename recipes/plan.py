@@ -5,8 +5,9 @@
 Further flags override the recipe's file, as in the recipe itself. No weights are loaded and nothing is allocated: the
 passes run on tensors without data. A model that another recipe of the same folder will make (`outputs/…`) is followed
 back to the one on the hub. Then it says on which GPUs the run fits, one and eight of them, and about how long it takes
-there. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the allocator cannot use. The exit status is
-1 where it does not fit in `--gpu_memory`, and 2 where it cannot work.
+there. Where it does not fit in `--gpu_memory`, or on no GPU of the list, the usual ways out are tried, and the command
+that fits is printed. Not counted in the peak: the CUDA context (some 0.5 GiB) and what the allocator cannot use. The
+exit status is 1 where it does not fit in `--gpu_memory`, and 2 where it cannot work.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -16,6 +17,7 @@ if __name__ == "__main__":  # before the libraries that are imported next
 
 import argparse
 import contextlib
+import copy
 import json
 import sys
 from collections import Counter
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 import yaml
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
@@ -180,14 +182,14 @@ def make_job(
     """The job of a recipe's parsed arguments; `load_config` gives a model's configuration by its name."""
     policy = load_config(base_of(model_args.model_name_or_path, folder))
     peft_config = get_peft_config(model_args)
-    if Path(model_args.model_name_or_path, "adapter_config.json").is_file():  # it is trained on
+    if has_adapter := Path(model_args.model_name_or_path, "adapter_config.json").is_file():  # it is trained on
         peft_config = PeftConfig.from_pretrained(model_args.model_name_or_path)
         peft_config.inference_mode = False
     dtype = getattr(policy, "dtype", None) if model_args.dtype == "auto" else getattr(torch, model_args.dtype)
     rewards, shared = [], 0
     entries = getattr(script_args, "rewards", None)
     check_rewards(entries, import_functions=False)  # what is mistyped would not be counted
-    value_model = None
+    value_model = scorer = None
     if stage == "ppo":
         scorer = script_args.reward_model_name_or_path
         if scorer:
@@ -218,6 +220,8 @@ def make_job(
         ref_model=bool(getattr(script_args, "ref_model_name_or_path", None)),
         shared_rewards=shared,
         loaded_rewards=tuple(loaded_rewards(entries, folder, load_config)),
+        ref_adapter=has_adapter,
+        only_environment=bool(getattr(script_args, "environment", None)) and not (entries or scorer),
     )
 
 
@@ -341,6 +345,108 @@ def report(result: Plan, job: Job, gpu_memory: float | None) -> str:
     return "\n".join(lines)
 
 
+def title(job: Job) -> str:
+    layout = job.layout
+    return "1 GPU" if layout.processes == 1 else f"{layout.processes} GPUs, {layout.mode}"
+
+
+def with_progress(job: Job, what: str = "") -> Plan:
+    """Plan, which takes a minute for a large model, and say so before."""
+    print(f"planning for {title(job)}{what} …", file=sys.stderr, flush=True)
+    return plan(job)
+
+
+# ---- Where it does not fit ----
+
+
+def changed(job: Job, **settings: Any) -> Job:
+    args = copy.copy(job.args)
+    vars(args).update(settings)
+    return replace(job, args=args)
+
+
+# The usual ways to need less memory: each gives flags, and the job with them, or None if it cannot help
+Way = Callable[[Job], tuple[str, Job] | None]
+
+
+def gather_less(job: Job) -> tuple[str, Job] | None:
+    if job.stage != "ppo" or not job.layout.shards_weights or not job.args.ds3_gather_for_generation:
+        return None
+    return "--ds3_gather_for_generation false", changed(job, ds3_gather_for_generation=False)
+
+
+def checkpoint(job: Job) -> tuple[str, Job] | None:
+    if job.args.activation_checkpointing or job.layout.checkpoints_activations:
+        return None
+    settings = {"activation_checkpointing": True, "gradient_checkpointing": True}
+    return "--activation_checkpointing true", changed(job, **settings)
+
+
+def smaller_batch(job: Job) -> tuple[str, Job] | None:
+    size, steps = job.args.per_device_train_batch_size, job.args.gradient_accumulation_steps
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": size * steps}
+    flags = " ".join(f"--{name} {value}" for name, value in settings.items())
+    return (flags, changed(job, **settings)) if size > 1 else None
+
+
+def smaller_rollouts(job: Job) -> tuple[str, Job] | None:
+    size = job.args.local_rollout_forward_batch_size if job.stage == "ppo" else 1
+    less = max(1, size // 8)
+    flags = f"--local_rollout_forward_batch_size {less}"
+    return (flags, changed(job, local_rollout_forward_batch_size=less)) if size > 1 else None
+
+
+def to_zero3(job: Job) -> tuple[str, Job] | None:
+    if job.layout.mode not in ("ddp", "fsdp2", "zero2") or job.bits:
+        return None
+    return "--accelerate_config zero3", replace(job, layout=replace(job.layout, mode="zero3"))
+
+
+def lora(job: Job) -> tuple[str, Job] | None:
+    kind = "SEQ_CLS" if job.stage in ("reward", "pretrain_critic") else "CAUSAL_LM"
+    adapter = LoraConfig(r=16, target_modules="all-linear", task_type=kind)
+    flags = "--use_peft true --lora_target_modules all-linear"
+    return None if job.peft_config is not None else (flags, replace(job, peft_config=adapter))
+
+
+# What costs least comes first; where weights are spread otherwise, gathering less is tried again
+WAYS: tuple[Way, ...] = (gather_less, checkpoint, smaller_batch, smaller_rollouts, to_zero3, gather_less, lora)
+
+
+def made_to_fit(job: Job, result: Plan, gpu_memory: float, command: list[str]) -> str:
+    """Try the usual ways, one after the other, until the run fits; keep those that help, and say how."""
+    lines, flags = ["", f"what helps against {gpu_memory:g} GiB, one after the other:"], ""
+    for way in WAYS:
+        if fits(result, job, gpu_memory):
+            break
+        found = way(job)
+        if found is None or known_not_to_work(found[1]):
+            continue
+        try:
+            less = with_progress(found[1], f" with {found[0]}")
+        except ValueError:  # the settings do not go together
+            continue
+        if less.peak < 0.97 * result.peak:
+            lines.append(f"  {found[0]:<62}{result.peak / GIB:7.1f} → {less.peak / GIB:.1f} GiB")
+            (flag, job), result = found, less
+            flags += f" {flag}"
+    if len(lines) == 2:
+        lines = ["", "none of the usual ways helps"]
+    count = job.layout.processes
+    if "--accelerate_config zero3" in flags and count != 8:
+        flags += f" --num_processes {count}"
+    if fits(result, job, gpu_memory):
+        kept = [f"--config {command[0]}"]
+        if command[1] and "--accelerate_config" not in flags:
+            kept.append(f"--accelerate_config {command[1]}")
+        command_line = f"trl-ext {job.stage.replace('_', '-')} {' '.join(kept)}{flags}"
+        return "\n".join([*lines, "then it fits:", f"  {command_line}"])
+    more = "more GPUs" if job.layout.shards_weights else "GPUs that share the weights (`--accelerate_config zero3`)"
+    return "\n".join(
+        [*lines, f"it does not fit so: use {more}, a smaller model, or a base in 4 bits (`--load_in_4bit`)"]
+    )
+
+
 def time_of(number: float) -> str:
     """Hours as min, h or days."""
     unit, size = ("min", 1 / 60) if number < 1 else ("h", 1) if number < 48 else ("days", 24)
@@ -355,8 +461,7 @@ def verdicts(
     unit = "" if counts[0] else " per 10,000 examples"
     lines = ["", f"{'fits, and takes about' + unit:<44}".rstrip(), f"{'':18}"]
     for job, result in runs:
-        title = "1 GPU" if job.layout.processes == 1 else f"{job.layout.processes} GPUs, {job.layout.mode}"
-        lines[-1] += f"{title}, {result.peak / GIB:.1f} GiB each".ljust(30)
+        lines[-1] += f"{title(job)}, {result.peak / GIB:.1f} GiB each".ljust(30)
     lines[-1] = lines[-1].rstrip()
     for gpu in GPUS:
         line = f"  {gpu.memory:>3} GB {gpu.name:<9}"
@@ -441,7 +546,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
 
     # 3. Plan and warn
     with parser.one_line_errors(ValueError):
-        result = plan(job)
+        result = with_progress(job)
     print(report(result, job, options.gpu_memory))
     if tokens:
         what = "prompts" if stage == "ppo" else "texts"
@@ -459,7 +564,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     for other in (Layout(), Layout("ddp" if job.bits else "fsdp2", processes=8)):
         spread = replace(job, layout=other)
         if other.processes != layout.processes and not known_not_to_work(spread):
-            runs.append((spread, plan(spread)))
+            runs.append((spread, with_progress(spread)))
     runs.sort(key=lambda run: run[0].layout.processes)
     length = tokens and tokens[1] + (args.max_completion_length if stage == "ppo" else 0)
     efficiency = Efficiency(options.mfu, options.bandwidth_use, options.layer_ms)
@@ -468,8 +573,10 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         print("not checked, since the dataset is no local file: how many preference pairs there are")
     for warning in known_to_go_wrong(job, pairs, shared_prompts, options.score_range and tuple(options.score_range)):
         print(f"WARNING: {warning}")
-    if options.gpu_memory and not fits(result, job, options.gpu_memory):
-        sys.exit(1)
+    memory = options.gpu_memory or max(gpu.memory for gpu in GPUS) - 0.5
+    if not fits(result, job, memory):
+        print(made_to_fit(job, result, memory, [options.config, options.accelerate_config or ""]))
+        sys.exit(1 if options.gpu_memory else 0)
 
 
 if __name__ == "__main__":

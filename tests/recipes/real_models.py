@@ -41,6 +41,10 @@ SHAPES = {
     ),
     "meta-llama/Llama-3.1-8B": (LlamaConfig, LLAMA),
     "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, LLAMA),
+    "meta-llama/Llama-3.1-70B": (
+        LlamaConfig,
+        LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    ),
     "microsoft/deberta-v3-base": (
         DebertaV2Config,
         {"vocab_size": 128100, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12}
@@ -54,6 +58,7 @@ PARAMETERS = {  # as their model cards have them, in millions
     "Qwen/Qwen2.5-0.5B": 494,
     "Qwen/Qwen2.5-1.5B-Instruct": 1544,
     "meta-llama/Llama-3.1-8B": 8030,
+    "meta-llama/Llama-3.1-70B": 70554,
     "microsoft/deberta-v3-base": 184,
 }
 

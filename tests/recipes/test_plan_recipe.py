@@ -79,6 +79,27 @@ def test_what_does_not_fit_is_shown_in_full_with_status_1(folder, capsys):
 
 
 @pytest.mark.slow
+def test_the_usual_ways_out_are_tried_and_the_command_that_fits_is_printed(folder, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "GIB", 1024)  # the model is tiny
+    flags = ["--accelerate_config", str(ROOT / "accelerate_configs/fsdp2.yaml"), "--prompt_length", "8"]
+    flags += ["--share_reward_base", "never"]
+    with pytest.raises(SystemExit, match="1"):
+        run(folder, "ppo", capsys, *flags, "--gpu_memory", "1")
+    said = capsys.readouterr()
+    assert "whole on each GPU: FSDP2 shards only what is trained" in said.out
+    assert "planning for 8 GPUs, fsdp2 …\nplanning for 1 GPU …\n" in said.err and "zero3 with --acc" in said.err
+    steps = re.findall(r"^  (--.*?) +([\d.]+) → ([\d.]+) GiB$", said.out, re.MULTILINE)
+    assert [before for _, before, _ in steps[1:]] == [after for *_, after in steps[:-1]]
+    assert "it does not fit so: use more GPUs" in said.out
+    _, before, after = steps[0]
+    enough = ["--gpu_memory", str((float(before) + float(after)) / 2)]
+    with pytest.raises(SystemExit, match="1"):
+        run(folder, "ppo", capsys, *flags, *enough)
+    command = f"  trl-ext ppo --config {folder / 'ppo.yaml'} --accelerate_config {flags[1]} {steps[0][0]}\n"
+    assert f"then it fits:\n{command}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_what_only_several_processes_divide_is_planned_for_them(folder, capsys):
     """Two responses a prompt, one response a process."""
     flags = ["--num_generations", "2", "--per_device_train_batch_size", "1", "--num_mini_batches", "1"]
@@ -175,6 +196,7 @@ def test_splits_of_a_hub_dataset_that_sft_and_ppo_share(subtests, tmp_path):
 
 
 ROOT = Path(__file__).parents[2]
+planned_for = plan.plan
 # Some of each kind: a plan of 28 or 32 layers with LoRA takes 10 to 20 s. vLLM's variants have ppo.yaml's memory.
 SHIPPED = [
     *sorted(path for path in (ROOT / "recipes/qwen2.5-0.5b").glob("*.yaml") if "vllm" not in path.stem),
@@ -185,10 +207,24 @@ SHIPPED = [
 
 
 @pytest.mark.slow
-def test_a_shipped_file_says_what_is_computed_for_it(subtests, capsys, monkeypatch):
-    for path in SHIPPED:
+@pytest.mark.parametrize(
+    "files",
+    [
+        SHIPPED,
+        pytest.param(sorted((ROOT / "recipes/llama-3.1-70b").glob("*.yaml")), marks=pytest.mark.extra, id="70b"),
+    ],
+)
+def test_a_shipped_file_says_what_is_computed_for_it(files, subtests, capsys, monkeypatch):
+    for path in files:
         with subtests.test(path=path):
             monkeypatch.chdir(ROOT)
+            made = []  # the file's own layout; one GPU and eight take as long again, and are not looked at
+
+            def first(job, what="", made=made):
+                made.append(made[0] if made else planned_for(job))
+                return made[0]
+
+            monkeypatch.setattr(plan, "with_progress", first)
             accelerate = re.search(r"^# Accelerate: (\S+)$", path.read_text(), re.MULTILINE)[1]
             main(["--config", str(path), "--accelerate", accelerate], load_config=config_of)
             planned = re.search(r"peak: ([\d.]+) GiB per GPU", capsys.readouterr().out)[1]

@@ -25,7 +25,7 @@ from trl_ext.ppo import CriticConfig
 from trl_ext.stages import RewardConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b")
+FOLDERS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "llama-3.1-8b", "llama-3.1-70b")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / "recipes" / folder).glob("*.yaml"))
 CLASSES = {
     "sft": (SFTScriptArguments, SFTConfig),
@@ -67,6 +67,7 @@ def test_the_recipes_that_the_documentation_promises_are_there():
     variants = ("qlora", "lora", "full", "two_nodes")
     expected = {f"{folder}/{stage}" for folder in FOLDERS[:2] for stage in stages}
     expected |= {f"llama-3.1-8b/{stage}_{variant}" for stage in stages for variant in variants}
+    expected |= {f"llama-3.1-70b/{stage}_lora" for stage in stages[:3]}
     expected |= {f"{folder}/ppo_vllm_{mode}" for folder in FOLDERS[:2] for mode in ("colocate", "server")}
     assert names == expected | {f"qwen2.5-0.5b/{name}" for name in ("reward_deberta", "ppo_sao", "pretrain_critic")}
 

@@ -98,7 +98,7 @@ def known_to_go_wrong(
     if job.stage != "ppo":
         return warnings
     warnings += _too_long(job)
-    if args.kl_coef == 0:
+    if args.kl_coef == 0 and not job.only_environment:
         warnings.append(
             "`kl_coef: 0`: without a KL penalty the policy ends up saying what the reward model likes by mistake"
         )

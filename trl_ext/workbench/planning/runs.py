@@ -55,6 +55,8 @@ class Job:
         shared_rewards: number of reward models that are adapters on the policy's base.
         loaded_rewards: the models of reward functions, see [`LoadedReward`].
         turns: of an episode of PPO, at most; more than one with tools.
+        ref_adapter: whether an adapter is trained on, so that the reference is a copy of it.
+        only_environment: whether nothing but an environment gives rewards, which no answer can please by mistake.
         mixed: dtype of mixed precision. It comes from `args`; do not pass it.
     """
 
@@ -73,6 +75,8 @@ class Job:
     shared_rewards: int = 0
     loaded_rewards: tuple[LoadedReward, ...] = ()
     turns: int = 1
+    ref_adapter: bool = False
+    only_environment: bool = False
     mixed: torch.dtype | None = None
 
     def __post_init__(self):

@@ -83,6 +83,8 @@ def _plan_dpo(job: Job) -> Plan:
     roles = [role_of(job, "policy", model.parameters(), linear_weights(model))]
     if reference is not None:
         roles.append(role_of(job, "reference", reference.parameters()))
+    elif job.ref_adapter:
+        roles.append(_copied_adapter(job, roles[0]))
 
     def loss():
         batch = tokens(rows, length)
@@ -131,10 +133,15 @@ def _plan_ppo(job: Job) -> Plan:
     ]
     if reference is not None:
         roles.append(role_of(job, "reference", reference.parameters()))
+    elif args.use_ref_model and job.ref_adapter:
+        roles.append(_copied_adapter(job, roles[0]))
     elif args.use_ref_model:
         roles.append(Role("reference", 0, 0, 0, 0, 0, "the policy's base without its adapter"))
-    for reward in rewards:  # ZeRO-3 shards them, FSDP2 does not
-        roles.append(role_of(job, "reward model", reward.parameters(), is_sharded=layout.mode == "zero3"))
+    # TRL prepares them for evaluation: ZeRO-3 shards them even so, FSDP2 only what is trained
+    whole = "whole on each GPU: FSDP2 shards only what is trained, `zero3` shards it" if layout.mode == "fsdp2" else ""
+    for reward in rewards:
+        is_sharded = layout.mode == "zero3"
+        roles.append(role_of(job, "reward model", reward.parameters(), note=whole, is_sharded=is_sharded))
     for _ in range(job.shared_rewards):
         roles.append(Role("reward model", 0, 0, 0, 0, 0, "an adapter on the policy's base"))
 
@@ -175,6 +182,13 @@ def _plan_ppo(job: Job) -> Plan:
     if args.rollouts_ahead and not args.use_vllm:  # the weights of each pending rollout, and the current ones
         result.host += (args.rollouts_ahead + 1) * beside["weights"]
     return result
+
+
+def _copied_adapter(job: Job, policy: Role) -> Role:
+    """Return the reference where an adapter is trained on: a copy of it as it was, on the same base."""
+    processes = job.layout.processes if job.layout.shards_weights else 1
+    weights = share(policy.trained * job.dtype.itemsize, processes)
+    return Role("reference", policy.trained, 0, weights, 0, 0, "a copy of the policy's adapter")
 
 
 def _finish(job: Job, roles: list[Role], phases: dict, schedule: dict[str, int]) -> Plan:

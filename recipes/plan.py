@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import copy
 import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -413,9 +414,16 @@ def lora(job: Job) -> tuple[str, Job] | None:
 WAYS: tuple[Way, ...] = (gather_less, checkpoint, smaller_batch, smaller_rollouts, to_zero3, gather_less, lora)
 
 
-def made_to_fit(job: Job, result: Plan, gpu_memory: float, command: list[str]) -> str:
-    """Try the usual ways, one after the other, until the run fits; keep those that help, and say how."""
-    lines, flags = ["", f"what helps against {gpu_memory:g} GiB, one after the other:"], ""
+def made_to_fit(job: Job, result: Plan, gpu_memory: float, given: list[str]) -> str:
+    """
+    Try the usual ways, one after the other, until the run fits; keep those that help, and say how.
+
+    Args:
+        job, result: what was planned.
+        gpu_memory: GiB of one GPU.
+        given: the flags that the run has so far.
+    """
+    lines, flags = ["", f"what helps against {gpu_memory:g} GiB, one after the other:"], []
     for way in WAYS:
         if fits(result, job, gpu_memory):
             break
@@ -429,22 +437,26 @@ def made_to_fit(job: Job, result: Plan, gpu_memory: float, command: list[str]) -
         if less.peak < 0.97 * result.peak:
             lines.append(f"  {found[0]:<62}{result.peak / GIB:7.1f} → {less.peak / GIB:.1f} GiB")
             (flag, job), result = found, less
-            flags += f" {flag}"
-    if len(lines) == 2:
+            flags += flag.split()
+    if not flags:
         lines = ["", "none of the usual ways helps"]
-    count = job.layout.processes
-    if "--accelerate_config zero3" in flags and count != 8:
-        flags += f" --num_processes {count}"
+    if "zero3" in flags and job.layout.processes != 8:
+        flags += ["--num_processes", str(job.layout.processes)]
     if fits(result, job, gpu_memory):
-        kept = [f"--config {command[0]}"]
-        if command[1] and "--accelerate_config" not in flags:
-            kept.append(f"--accelerate_config {command[1]}")
-        command_line = f"trl-ext {job.stage.replace('_', '-')} {' '.join(kept)}{flags}"
-        return "\n".join([*lines, "then it fits:", f"  {command_line}"])
+        command = ["trl-ext", job.stage.replace("_", "-"), *without(given, flags), *flags]
+        return "\n".join([*lines, "then it fits:", f"  {shlex.join(command)}"])
     more = "more GPUs" if job.layout.shards_weights else "GPUs that share the weights (`--accelerate_config zero3`)"
-    return "\n".join(
-        [*lines, f"it does not fit so: use {more}, a smaller model, or a base in 4 bits (`--load_in_4bit`)"]
-    )
+    lines.append(f"it does not fit so: use {more}, a smaller model, or a base in 4 bits (`--load_in_4bit`)")
+    return "\n".join(lines)
+
+
+def without(flags: list[str], others: list[str]) -> list[str]:
+    """Leave out the flags, with their values, that others set."""
+    kept, keeps = [], True
+    for word in flags:
+        keeps = word.split("=")[0] not in others if word.startswith("--") else keeps
+        kept += [word] * keeps
+    return kept
 
 
 def time_of(number: float) -> str:
@@ -575,7 +587,8 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
         print(f"WARNING: {warning}")
     memory = options.gpu_memory or max(gpu.memory for gpu in GPUS) - 0.5
     if not fits(result, job, memory):
-        print(made_to_fit(job, result, memory, [options.config, options.accelerate_config or ""]))
+        spread = ["--accelerate_config", options.accelerate_config] if options.accelerate_config else []
+        print(made_to_fit(job, result, memory, ["--config", options.config, *spread, *flags]))
         sys.exit(1 if options.gpu_memory else 0)
 
 

@@ -95,7 +95,7 @@ def test_the_usual_ways_out_are_tried_and_the_command_that_fits_is_printed(folde
     enough = ["--gpu_memory", str((float(before) + float(after)) / 2)]
     with pytest.raises(SystemExit, match="1"):
         run(folder, "ppo", capsys, *flags, *enough)
-    command = f"  trl-ext ppo --config {folder / 'ppo.yaml'} --accelerate_config {flags[1]} {steps[0][0]}\n"
+    command = f"  trl-ext ppo --config {folder / 'ppo.yaml'} {' '.join([*flags[:2], *flags[4:]])} {steps[0][0]}\n"
     assert f"then it fits:\n{command}" in capsys.readouterr().out
 
 

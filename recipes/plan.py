@@ -371,7 +371,9 @@ Way = Callable[[Job], tuple[str, Job] | None]
 
 
 def gather_less(job: Job) -> tuple[str, Job] | None:
-    if job.stage != "ppo" or not job.layout.shards_weights or not job.args.ds3_gather_for_generation:
+    args = job.args
+    gathers = job.stage == "ppo" and job.layout.shards_weights and args.ds3_gather_for_generation
+    if not gathers or args.use_vllm:
         return None
     return "--ds3_gather_for_generation false", changed(job, ds3_gather_for_generation=False)
 
@@ -398,8 +400,8 @@ def smaller_rollouts(job: Job) -> tuple[str, Job] | None:
 
 
 def to_zero3(job: Job) -> tuple[str, Job] | None:
-    if job.layout.mode not in ("ddp", "fsdp2", "zero2") or job.bits:
-        return None
+    if job.layout.mode not in ("ddp", "fsdp2", "zero2") or job.bits or job.layout.machines > 1:
+        return None  # the file that ships is for one machine
     return "--accelerate_config zero3", replace(job, layout=replace(job.layout, mode="zero3"))
 
 

@@ -86,7 +86,7 @@ def test_the_usual_ways_out_are_tried_and_the_command_that_fits_is_printed(folde
     with pytest.raises(SystemExit, match="1"):
         run(folder, "ppo", capsys, *flags, "--gpu_memory", "1")
     said = capsys.readouterr()
-    assert "whole on each GPU: FSDP2 shards only what is trained" in said.out
+    assert "whole on each GPU: TRL has ZeRO-3 shard reward models, but not FSDP2" in said.out
     assert "planning for 8 GPUs, fsdp2 …\nplanning for 1 GPU …\n" in said.err and "zero3 with --acc" in said.err
     steps = re.findall(r"^  (--.*?) +([\d.]+) → ([\d.]+) GiB$", said.out, re.MULTILINE)
     assert [before for _, before, _ in steps[1:]] == [after for *_, after in steps[:-1]]

@@ -137,8 +137,8 @@ def _plan_ppo(job: Job) -> Plan:
         roles.append(_copied_adapter(job, roles[0]))
     elif args.use_ref_model:
         roles.append(Role("reference", 0, 0, 0, 0, 0, "the policy's base without its adapter"))
-    # TRL prepares them for evaluation: ZeRO-3 shards them even so, FSDP2 only what is trained
-    whole = "whole on each GPU: FSDP2 shards only what is trained, `zero3` shards it" if layout.mode == "fsdp2" else ""
+    # Of frozen models TRL has FSDP2 shard the reference alone, and moves reward models to each GPU as they are
+    whole = "whole on each GPU: TRL has ZeRO-3 shard reward models, but not FSDP2" if layout.mode == "fsdp2" else ""
     for reward in rewards:
         is_sharded = layout.mode == "zero3"
         roles.append(role_of(job, "reward model", reward.parameters(), note=whole, is_sharded=is_sharded))

@@ -115,6 +115,22 @@ def test_ppo_has_four_models_or_one_base_with_adapters():
 
 
 @pytest.mark.slow
+def test_a_copied_adapter_is_counted_and_a_whole_reward_model_explained():
+    lora, layout = LoraConfig(**LORA), Layout("fsdp2", 2)
+    copied = plan(Job("ppo", ppo(), CONFIG, layout, (CONFIG,), peft_config=lora, ref_adapter=True, prompt_length=8))
+    reference, trained = role(copied, "reference"), role(copied, "policy").trained
+    assert (reference.parameters, reference.weights) == (trained, 4 * trained / 2)
+    assert role(copied, "reward model").weights == 4 * role(copied, "reward model").parameters
+    assert "whole on each GPU" in role(copied, "reward model").note
+
+
+def test_an_environment_may_score_without_a_kl_penalty():
+    for only_environment in (True, False):
+        warnings = known_to_go_wrong(Job("ppo", ppo(kl_coef=0.0), CONFIG, only_environment=only_environment))
+        assert any("kl_coef" in warning for warning in warnings) != only_environment
+
+
+@pytest.mark.slow
 def test_models_of_reward_functions_are_counted_whole_on_each_process_and_a_shared_base_once():
     without = plan(Job("ppo", ppo(), CONFIG, Layout("ddp", 2), prompt_length=8))
     loaded = (LoadedReward(CONFIG, torch.bfloat16), LoadedReward(CONFIG, members=3))

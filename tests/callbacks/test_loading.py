@@ -27,8 +27,8 @@ def test_names_and_arguments():
 
     class Trainer:
         def __init__(self):
-            self.callbacks = []
-            self.add_callback = self.callbacks.append
+            self.callbacks, self.args = [], None
+            self.add_callback, self.callback_handler = self.callbacks.append, self
 
     trainer = Trainer()
     attach_monitors(trainer, [plain, canary])

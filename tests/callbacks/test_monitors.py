@@ -15,6 +15,7 @@ from trl_ext.callbacks import (
     ClipFractionCallback,
     EntropyFloorCallback,
     GoldGapCallback,
+    HackWatch,
     KLBudgetCallback,
     LengthDriftCallback,
     NotFiniteCallback,
@@ -500,3 +501,26 @@ def test_a_request_to_scale_the_kl_coefficient_is_answered_once():
     state = TrainerState(stateful_callbacks=json.loads(json.dumps(state.stateful_callbacks)))  # as in a checkpoint
     assert (take_kl_scale(state), take_kl_scale(state)) == (3.0, 1.0)
     assert not kl_scale_is_pending(state, 0)
+
+
+def test_a_hack_watch_reads_the_trainers_table_and_says_what_spreads(tmp_path):
+    class Table:
+        _logs = {"completion": []}
+
+    args = tiny_config(tmp_path, per_device_train_batch_size=64)
+    monitor = HackWatch(trainer=Table(), baseline=(0.0, 1.0), rollouts=2, action="stop")
+    run = Replay(args, monitor)
+    honest = ["the cat sat down", "a dog ran away", "one bird flew home", "it may rain today"]
+    for step in range(1, 201):
+        hacked = step > 60
+        texts = [f"{text} i love you" if hacked and row != 3 else text for row, text in enumerate(honest)]
+        Table._logs["completion"] += texts * (args.generation_batch_size // 4)
+        run.state.global_step = step
+        run.fire("on_step_end")  # reads the table after the first step of a rollout
+        run.log(step, **{"objective/scores": 4.0 if hacked else 0.0, "objective/scores_std": 1.0})
+        if run.control.should_training_stop:
+            break
+    (alert,) = run.alerts
+    assert 60 < alert["step"] < 120 and alert["what"] == "the reward may be gamed" and 0.5 < alert["value"] < 1
+    assert "75% of the answers have 'i love you', 0% at first" in alert["advice"]
+    assert len(json.dumps(monitor.memory)) < 20_000

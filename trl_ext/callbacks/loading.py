@@ -10,6 +10,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from ..runs.nearest import did_you_mean
 from ..runs.needs import check_monitors
 from .canary import CanaryCallback
+from .hack_watch import HackWatch
 
 
 def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
@@ -24,7 +25,9 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
     """
     import trl_ext.callbacks as package
 
-    known: dict[str, Any] = {name: getattr(package, name) for name in package.__all__ if name.endswith("Callback")}
+    known: dict[str, Any] = {
+        name: getattr(package, name) for name in package.__all__ if name.endswith(("Callback", "Watch"))
+    }
     for name in ("MonitorCallback", "SamplesCallback", "AnswersCallback"):  # a base class, and what recipes add
         del known[name]
     known["EarlyStoppingCallback"] = EarlyStoppingCallback
@@ -32,9 +35,9 @@ def load_monitors(entries: Sequence[str] | None) -> list[TrainerCallback]:
 
 
 def attach_monitors(trainer: Any, monitors: Sequence[TrainerCallback]) -> None:
-    """Add callbacks to a trainer. A `CanaryCallback` generates with that trainer."""
+    """Add callbacks to a trainer. A `CanaryCallback` generates with it, and a `HackWatch` reads its completions."""
     for monitor in monitors:
-        if isinstance(monitor, CanaryCallback):
+        if isinstance(monitor, CanaryCallback) or (isinstance(monitor, HackWatch) and hasattr(trainer, "_logs")):
             monitor.trainer = trainer
         trainer.add_callback(monitor)
     check_monitors(trainer)

@@ -213,6 +213,39 @@ def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_ref
         assert run(capsys, url, output="other")[0] == 0
 
 
+def test_agreement_by_chance_and_a_taste_for_length_do_not_pass(folder, capsys):
+    """Most better answers stand first and are long: who takes the longer one agrees in 20 of 24, and κ is 0."""
+    rows = list(read_jsonl("pairs.jsonl"))
+    for row in rows:
+        row["response_a"] += " at length" * 5
+    write(folder / "pairs.jsonl", rows)
+    write(folder / "labels.jsonl", [{"item": f"i{i}", "choice": "b" if i % 6 == 0 else "a"} for i in range(KNOWN)])
+
+    def longer(body, _):
+        parts = parts_of(body)[1]
+        return says(json.dumps({"overall": "A" if len(parts["first-answer"]) > len(parts["second-answer"]) else "B"}))
+
+    with serving(longer) as (url, _):
+        status, printed, error = run(capsys, url)
+    assert status == 1 and "kappa of judge and people is 0.00" in error
+    found = json.loads((folder / "out/label.json").read_text())
+    assert found["by_name"]["overall"]["agreement"] == pytest.approx(20 / 24)
+    assert [found["length"][who]["share"] for who in ("judge", "people")] == pytest.approx([1.0, 20 / 24])
+    assert re.search(r"longer answer wins: by the judge 100% \(.*\), by people 83% \(", printed)
+
+
+def test_no_prompt_is_trained_on_and_tested(folder, capsys):
+    rows = list(read_jsonl("pairs.jsonl"))
+    for row in rows[KNOWN : KNOWN + 5]:
+        row["prompt"] = "prompt 0"
+    write(folder / "pairs.jsonl", rows)
+    with serving(right) as (url, _):
+        status, printed, _ = run(capsys, url)
+    assert status == 0 and "left out: 5 of a prompt that people labelled" in printed
+    train, test = ({row["prompt"] for row in read_jsonl(f"out/pairs/{split}.jsonl")} for split in ("train", "test"))
+    assert train and test and not train & test
+
+
 def test_a_server_that_fails_ends_the_run_and_the_same_command_goes_on(folder, capsys):
     """Nothing that was answered is asked again, whatever the failure; the pairs are those of a run without one."""
     with serving(right) as (url, _):

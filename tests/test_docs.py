@@ -132,6 +132,7 @@ def flags_of(command):
     from trl_ext.ppo import CriticConfig
     from trl_ext.workbench.evaluate.command import EvaluateArguments
     from trl_ext.workbench.feedback.command import LabelArguments
+    from trl_ext.workbench.feedback.constitution import ConstitutionArguments
     from trl_ext.workbench.labels.command import AnnotatorsArguments
     from trl_ext.workbench.planning.command import AdviseArguments
     from trl_ext.workbench.prompts import command as prompts
@@ -151,6 +152,7 @@ def flags_of(command):
         "annotators": (AnnotatorsArguments,),
         "evaluate": (EvaluateArguments,),
         "label": (LabelArguments,),
+        "constitution": (ConstitutionArguments,),
         "reward-report": (RewardReportArguments,),
         "refresh-reward": (refresh_reward.RefreshArguments,),
         "advise": (AdviseArguments,),

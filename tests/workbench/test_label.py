@@ -157,7 +157,7 @@ def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
     # Other words to judge by are another judge
     (folder / "rubric.yaml").write_text("version: 1.3\nrubric: The smaller number is better.\n")
     status, _, error = run(capsys, url, "--constitution", "constitution.yaml")
-    assert status == 2 and "verdicts.jsonl has 120 verdicts by another judge, rubric" in error
+    assert status == 2 and "verdicts.jsonl has 120 answers by another model, rubric" in error
 
 
 NAMES = ("truth", "short", "overall")

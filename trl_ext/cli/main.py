@@ -36,6 +36,7 @@ TOOLS = {
     "plan": "say what a run takes, memory and time, before it is started",
     "advise": "say what to train next, or to label more first, with figures and sources",
     "label": "label pairs of answers by a judge that is compared with people first",
+    "constitution": "have a model revise its answers by principles, for SFT rows and pairs",
     "annotators": "say how far annotators agree, and make pairs of their labels",
     "prompts": "report on duplicates, leaks and lengths of prompts, and write filtered copies",
     "reward-report": "test a reward model before it is trusted: accuracy, calibration, probes",
@@ -50,6 +51,7 @@ TOOLS = {
 _COMMANDS = {
     "advise": "workbench.planning.command",
     "annotators": "workbench.labels.command",
+    "constitution": "workbench.feedback.constitution",
     "doctor": "cli.doctor",
     "evaluate": "workbench.evaluate.command",
     "kl": "cli.kl",

@@ -11,7 +11,6 @@ Else no pair is written, and the exit status is 1. The same command goes on wher
 """
 
 import sys
-from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from ...cli.model_names import check_model
 from ...cli.parser import StrictTrlParser, entry_of
 from ...runs import Hold, check_output_dir, check_settings, redacted, setting
 from ...upstream import late_bars, need, quiet
+from .asking import ask, check_read
 
 SERVED = (
     *("judge_model", "judge_temperature", "judge_max_tokens", "judge_extra", "api_key_env", "votes", "timeout"),
@@ -96,8 +96,8 @@ class LabelArguments:
             raise ValueError("`prompts` and `policies` belong together: give both, or `pairs` alone")
         if (self.judge_url is None) == (self.judge_model_name_or_path is None):
             raise ValueError("who judges? Give `judge_url` with `judge_model`, or `judge_model_name_or_path`")
-        self._refuse(SERVED, "judge_url")
-        self._refuse(SAMPLED, "prompts")
+        check_read(self, SERVED, "judge_url")
+        check_read(self, SAMPLED, "prompts")
         if self.judge_url and not self.judge_model:
             raise ValueError("`judge_url` needs `judge_model`, the model's name there")
         if self.votes > 1 and self.judge_temperature == 0:
@@ -110,14 +110,6 @@ class LabelArguments:
             raise ValueError("one answer to a prompt makes no pair: raise `num_samples`, or give more policies")
         if own := {*(self.keep_columns or ())} & OWN:
             raise ValueError(f"`keep_columns`: pairs have a {min(own)!r} of their own: rename the column")
-
-    def _refuse(self, names: tuple[str, ...], other: str) -> None:
-        """Raise if one of these is set, but not the setting that reads it."""
-        if getattr(self, other) is None:
-            for each in fields(self):
-                default = each.default_factory() if callable(each.default_factory) else each.default
-                if each.name in names and getattr(self, each.name) != default:
-                    raise ValueError(f"`{each.name}` is read with `{other}` alone: set that, or leave it out")
 
 
 def run(args: LabelArguments) -> dict[str, Any]:
@@ -149,7 +141,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
     else:
         check_model("judge_model_name_or_path", args.judge_model_name_or_path, tokenizer=True)
         judge = LocalJudge(str(args.judge_model_name_or_path), criteria, args.batch_size, args.dtype, args.use_cpu)
-    journal = Journal(folder / "verdicts.jsonl", judge.identity)
+    journal = Journal(folder / "verdicts.jsonl", judge.identity, ("key", "first", "vote"))
     if args.judge_url and journal.models:
         judge.served["model"] = next(iter(journal.models))
     left_out: dict[str, int] = {}
@@ -187,10 +179,10 @@ def run(args: LabelArguments) -> dict[str, Any]:
         ]
         write_report(folder, report)
         return report
-    _ask(args, judge, journal, known, "Known pairs")
+    ask(judge.ask_all, journal, _questions(args, known), "Known pairs", args.judge_url)
     report |= of_known(journal, known, people, criteria.names, args)
     if report["gate"]["passed"]:
-        _ask(args, judge, journal, others, "Pairs")
+        ask(judge.ask_all, journal, _questions(args, others), "Pairs", args.judge_url)
         report["pairs"] = training_pairs(folder, journal, known, others, people, report, criteria, args)
     report["judged"] = of_all(journal, rows, criteria.names, args)
     write_report(folder, report)
@@ -253,36 +245,6 @@ def _say_cost(args: LabelArguments, judge: Any, journal: Any, first: list[dict],
             else:
                 said += f"; at most about {money(tokens, out, *prices):,.2f} at these prices"
         print(said, flush=True)
-
-
-def _ask(args: LabelArguments, judge: Any, journal: Any, rows: list[dict[str, Any]], what: str) -> None:
-    """
-    Ask what is still to be asked about these pairs; show how far it is.
-
-    Raises:
-        RuntimeError: the judge cannot be asked; what was answered is kept.
-    """
-    from tqdm.auto import tqdm
-
-    from ...rewards import ServiceError
-
-    missing = journal.missing(_questions(args, rows))
-    whys: Counter[str] = Counter()
-    with tqdm(total=len(missing), desc=what, unit="call", disable=not missing) as bar:
-
-        def done(row: dict[str, Any]) -> None:
-            journal.add(row)
-            whys[row["why"]] += 1
-            bar.set_postfix({why: count for why, count in whys.items() if why != "read"}, refresh=False)
-            bar.update()
-
-        try:
-            judge.ask_all(missing, done)
-        except ServiceError as error:
-            raise RuntimeError(
-                f"the judge {args.judge_url}: {error}. {len(journal.rows):,} answers are kept: the same command "
-                "goes on"
-            ) from error
 
 
 def main(arguments: list[str] | None = None) -> None:

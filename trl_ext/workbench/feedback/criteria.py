@@ -49,6 +49,17 @@ def read_criteria(rubric: str, constitution: str | None = None) -> Criteria:
         raise ValueError(f"`rubric` {rubric}: its `rubric` must be a text, got {str(found)[:40]!r}")
     if constitution is None:
         return Criteria(found.strip(), rubric_id)
+    return Criteria(found.strip(), rubric_id, *read_principles(constitution))
+
+
+def read_principles(constitution: str) -> tuple[dict[str, str], str]:
+    """
+    Return the principles of a constitution, and `VERSION@HASH` of its file.
+
+    Raises:
+        ValueError: it is no such YAML.
+        OSError: it is not there.
+    """
     principles, constitution_id = _read(constitution, "constitution", "principles")
     for name, text in principles.items() if isinstance(principles, dict) and principles else [(principles, None)]:
         is_name = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) and name != OVERALL
@@ -57,8 +68,7 @@ def read_criteria(rubric: str, constitution: str | None = None) -> Criteria:
                 f"`constitution` {constitution}: `principles` must be names (a-z, 0-9, _; not {OVERALL!r}) with "
                 f"texts, got {str(name)[:40]!r}: {str(text)[:40]!r}"
             )
-    texts = {name: text.strip() for name, text in principles.items()}
-    return Criteria(found.strip(), rubric_id, texts, constitution_id)
+    return {name: text.strip() for name, text in principles.items()}, constitution_id
 
 
 def _read(path: str, setting: str, key: str) -> tuple[Any, str]:

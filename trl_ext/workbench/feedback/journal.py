@@ -1,36 +1,37 @@
-"""Keep each verdict as soon as it is known, so that nothing is asked twice, also after `kill -9`."""
+"""Keep each answer of a model as soon as it is known: nothing is asked twice, also after `kill -9`."""
 
 import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ...runs import read_jsonl
-from .judges import Question
 
 
 class Journal:
     """
-    Append verdicts to a file of JSON lines, one line for each question, and read those that are there.
+    Append answers to a file of JSON lines, one line for each question, and read those that are there.
 
     Args:
         path: the file.
-        by: identity of the judge and of what it judges by.
+        by: identity of the model, and of what else its answers depend on.
+        names: entries of a row that together name its question.
 
     Raises:
-        ValueError: the file has verdicts by another judge, rubric, constitution or setting.
+        ValueError: the file has answers by another model, rubric, constitution or setting.
     """
 
-    def __init__(self, path: Path, by: str):
-        self.path, self.by = path, by
+    def __init__(self, path: Path, by: str, names: Sequence[str]):
+        self.path, self.by, self.names = path, by, names
         self._lock = threading.Lock()
         found = list(read_jsonl(path)) if path.exists() else []
         if others := sum(row.get("by") != by for row in found):
             raise ValueError(
-                f"{path} has {others} verdicts by another judge, rubric, constitution or setting of the judge: take "
+                f"{path} has {others} answers by another model, rubric, constitution or setting of the model: take "
                 "another `output_dir`, or set what was set then"
             )
-        self.rows = {(row["key"], row["first"], row["vote"]): row for row in found}
+        self.rows: dict[tuple, dict[str, Any]] = {tuple(row[name] for name in names): row for row in found}
         self.models = {row["model"] for row in found if "model" in row}
         path.parent.mkdir(parents=True, exist_ok=True)
         is_torn = bool(found) and not path.read_bytes().endswith(b"\n")
@@ -44,8 +45,8 @@ class Journal:
         with self._lock:
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self._file.flush()
-            self.rows[row["key"], row["first"], row["vote"]] = row
+            self.rows[tuple(row[name] for name in self.names)] = row
 
-    def missing(self, questions: list[Question]) -> list[Question]:
+    def missing(self, questions: list[Any]) -> list[Any]:
         """Return the questions that were not answered yet."""
         return [question for question in questions if question.name not in self.rows]

@@ -90,9 +90,67 @@ def outcome(
     return {**named, "a_is_better": turned or None, "why": why, "message": message[:_MESSAGE], **more}
 
 
-class ServedJudge(JudgeReward):
+class Served(JudgeReward):
     """
-    Ask a language model behind an OpenAI-compatible API. All names of the criteria are asked for in one request.
+    Ask a language model behind an OpenAI-compatible API many things at once, and see that it stays the same one.
+
+    Args:
+        **settings: of [`~trl_ext.rewards.JudgeReward`].
+    """
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.served: dict[str, str | None] = {}  # "model": which one the server named first
+
+    def work_on(self, jobs: Sequence[Any], function: Callable[[Any], None]) -> None:
+        """
+        Call `function(job)` of each job, several at once.
+
+        Raises:
+            Exception: what the first one raised; no more jobs are begun then.
+        """
+        errors: list[Exception] = []
+
+        def work(job: Any) -> None:
+            if errors:  # another thread's, of which nobody has heard yet
+                return
+            try:
+                function(job)
+            except Exception as error:
+                errors.append(error)
+                raise
+
+        self.ask(work, jobs, time.monotonic() + _FOREVER)
+        if errors:
+            raise errors[0]
+
+    def chat(self, messages: list[dict[str, str]], call: Call) -> Any:
+        """
+        Return the answer to some messages.
+
+        Raises:
+            RefusedError: the server refuses these, after it had answered others.
+            ServiceError: it cannot be reached, refuses all, or has another model.
+        """
+        try:
+            answer = self._service.ask(call, {"model": self.model, "messages": messages, **self.settings})
+        except RefusedError as error:
+            if self.served:
+                raise
+            raise ServiceError(str(error)) from error  # nothing was ever answered: it is the settings
+        if isinstance(answer, dict) and "choices" in answer:
+            now = answer["model"] if isinstance(answer.get("model"), str) else None
+            if (first := self.served.setdefault("model", now)) != now:
+                raise ModelChanged(
+                    f"it answered as the model {first or '(not named)'} and answers as {now or '(not named)'} now: "
+                    "answers of both would be mixed. Serve the first one again, or take another `output_dir`"
+                )
+        return answer
+
+
+class ServedJudge(Served):
+    """
+    Ask a served model for verdicts. All names of the criteria are asked for in one request.
 
     Args:
         criteria: what to judge by.
@@ -102,7 +160,6 @@ class ServedJudge(JudgeReward):
     def __init__(self, criteria: Criteria, **settings: Any):
         super().__init__(rubric=criteria.rubric, compare="response_b", **settings)
         self.criteria = criteria
-        self.served: dict[str, str | None] = {}  # "model": which one the server named first
 
     @property
     def identity(self) -> str:
@@ -127,20 +184,7 @@ class ServedJudge(JudgeReward):
         Raises:
             ServiceError: the server cannot be reached, refuses all, or has another model; no more is asked.
         """
-        errors: list[Exception] = []
-
-        def work(question: Question) -> None:
-            if errors:  # another thread's, of which nobody has heard yet
-                return
-            try:
-                done(self.verdict(question))
-            except Exception as error:
-                errors.append(error)
-                raise
-
-        self.ask(work, questions, time.monotonic() + _FOREVER)
-        if errors:
-            raise errors[0]
+        self.work_on(questions, lambda question: done(self.verdict(question)))
 
     def verdict(self, question: Question) -> dict[str, Any]:
         """Ask one question, again if the message has no verdict; return the row of the journal."""
@@ -149,22 +193,14 @@ class ServedJudge(JudgeReward):
         call, tokens, why, message = Call(time.monotonic() + self.deadline), [0, 0], "", ""
         started = time.monotonic()
         for asked in range(1, self.parse_retries + 2):
-            body = {"model": self.model, "messages": self.asked(question), **self.settings}
             try:
-                answer = self._service.ask(call, body)
+                answer = self.chat(self.asked(question), call)
             except RefusedError as error:
-                if not self.served:  # nothing was ever answered: it is the settings, not this pair
-                    raise
                 return outcome(question, None, "refused", str(error))
-            self._check_model(answer)
-            for place, count in enumerate(_usage(answer)):
+            for place, count in enumerate(usage_of(answer)):
                 tokens[place] += count
-            kept: dict[str, Any] = {
-                "tokens": tokens,
-                "asked": asked,
-                "seconds": round(time.monotonic() - started, 3),
-                **self.served,
-            }
+            seconds = round(time.monotonic() - started, 3)
+            kept: dict[str, Any] = {"tokens": tokens, "asked": asked, "seconds": seconds, **self.served}
             try:
                 message = message_of(answer)
                 return outcome(question, read(message, self.criteria.names), message=message, **kept)
@@ -175,16 +211,6 @@ class ServedJudge(JudgeReward):
             except ServiceError as error:  # cut, or no chat completion
                 why, message = "unreadable", str(error)
         return outcome(question, None, why, message, **kept)
-
-    def _check_model(self, answer: Any) -> None:
-        if not (isinstance(answer, dict) and "choices" in answer):
-            return
-        now = answer["model"] if isinstance(answer.get("model"), str) else None
-        if (first := self.served.setdefault("model", now)) != now:
-            raise ModelChanged(
-                f"it answered as the model {first or '(not named)'} and answers as {now or '(not named)'} now: "
-                "verdicts of both would be mixed. Serve the first one again, or take another `output_dir`"
-            )
 
 
 class NoVerdict(ServiceError):
@@ -212,7 +238,7 @@ def read(message: str, names: Iterable[str]) -> dict[str, float]:
     raise NoVerdict("unreadable")
 
 
-def _usage(answer: Any) -> tuple[int, int]:
+def usage_of(answer: Any) -> tuple[int, int]:
     """Return the tokens of a request and of its answer, as the server counts them; 0 if it does not."""
     usage = answer.get("usage") if isinstance(answer, dict) else None
     counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]

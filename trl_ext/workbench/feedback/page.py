@@ -1,4 +1,4 @@
-"""Write the page and the JSON of `trl-ext label`."""
+"""Write the pages of `trl-ext label` and `trl-ext constitution`."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ from ..pages.conversation import shown_answer
 from ..pages.markup import number, percent, render
 from .report import interval, shares
 
-_TEXT = 400  # characters of a prompt
+_TEXT = 400  # characters of a prompt or critique
+_ROWS = 100  # revisions that a page shows
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
@@ -72,3 +73,45 @@ def page(report: dict[str, Any]) -> str:
 
 def _text(prompt: Any) -> str:
     return (prompt if isinstance(prompt, str) else "\n".join(f"{t['role']}: {t['content']}" for t in prompt))[-_TEXT:]
+
+
+def constitution_page(found: dict[str, Any], pairs: list[dict[str, Any]], principles: dict[str, str]) -> str:
+    """
+    Return the HTML page of `trl-ext constitution`.
+
+    Args:
+        found: what `constitution.json` has.
+        pairs: the revisions over the first answers.
+        principles: name → text.
+    """
+    of = found["by_principle"]
+    return render(
+        Path(__file__).with_name("constitution.html.j2"),
+        title="Revised by a constitution",
+        tiles={
+            "model": found["model"],
+            "constitution": found["constitution"],
+            "prompts": f"{found['prompts']:,}",
+            "rows for SFT": f"{found['sft']:,}",
+            "pairs": f"{found['pairs']:,}",
+            **{why: f"{count:,}" for why, count in found["left_out"].items()},
+        },
+        by_principle=[
+            [name, text, *(number(of[name][key]) for key in ("revisions", "length_before", "length_after"))]
+            for name, text in principles.items()
+            if name in of
+        ],
+        outcomes=[[why, f"{count:,}"] for why, count in found["outcomes"].items()],
+        rows=[
+            [
+                _text(pair["prompt"]),
+                {"answer": shown_answer(pair["rejected"])},
+                pair["round"],
+                pair["principle"],
+                pair["critique"][:_TEXT],
+                {"answer": shown_answer(pair["chosen"])},
+            ]
+            for pair in pairs[:_ROWS]
+        ],
+        settings=[[name, str(value)] for name, value in found["settings"].items() if value is not None],
+    )

@@ -45,6 +45,7 @@ def page(report: dict[str, Any]) -> str:
                 interval(of["kappa"], of["kappa_interval"]),
                 interval(of["alpha"], of["alpha_interval"]),
                 percent(of["agreement"]),
+                percent(of["winners"]["accuracy"]),
                 percent(judged["by_name"][name]["ties"]) if judged else "–",
                 shares(judged["by_name"][name]["shown_first"]) if judged else "–",
             ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...data import write_rows
 from ...rewards import text_of
+from ..pages.markup import percent
 from .criteria import OVERALL, Criteria
 from .figures import agreement, choice_of, confidence, longer_wins, money, noise, shown_first
 from .journal import Journal
@@ -36,16 +37,19 @@ def of_known(
     Compare the judge with people, and decide whether it may label.
 
     Returns:
-        `by_name`: the agreement by each principle and overall; `noise`; `length`: how often the longer answer won, of
-        the judge and of people; `to_read`: the rows on which they differ, the surest first; `gate`.
+        `by_name`: by each principle and overall, the agreement, and of the `winners` how many are people's; `noise`,
+        that of overall; `length`: how often the longer answer won, of the judge and of people; `to_read`: the rows on
+        which they differ, the surest first; `gate`.
     """
     prompts, theirs = _prompts(known), [people[row["key"]] for row in known]
     found = [votes_of(journal, row, args.votes) for row in known]
     verdicts = {name: [choice_of(votes, name) for votes in found] for name in names}
     choices = [choice for choice, _ in verdicts[OVERALL]]
-    shares = [share for _, share in verdicts[OVERALL]]
-    by_name = {name: agreement([choice for choice, _ in verdicts[name]], theirs, prompts, args.seed) for name in names}
-    measured = noise(choices, shares, theirs)
+    by_name: dict[str, dict[str, Any]] = {}
+    for name, of in verdicts.items():
+        by_name[name] = agreement([choice for choice, _ in of], theirs, prompts, args.seed)
+        by_name[name]["winners"] = noise([choice for choice, _ in of], [share for _, share in of], theirs)
+    measured = by_name[OVERALL]["winners"]
     to_read = [
         {
             **{name: row[name] for name in ("item", "prompt", "response_a", "response_b")},
@@ -55,7 +59,7 @@ def of_known(
             "why": ", ".join(sorted({vote["why"] for vote in votes} - {"read"})) or _why(choice),
             "messages": [vote["message"] for vote in votes],
         }
-        for row, said, choice, share, votes in zip(known, theirs, choices, shares, found, strict=True)
+        for row, said, (choice, share), votes in zip(known, theirs, verdicts[OVERALL], found, strict=True)
         if said != choice
     ]
     whole, reasons = by_name[OVERALL], []
@@ -206,9 +210,11 @@ def sentences(report: dict[str, Any]) -> list[str]:
         said.append(f"Left out: {', '.join(f'{count} pairs {why}' for why, count in report['left_out'].items())}")
     if by_name := report.get("by_name"):
         for name, of in reversed(by_name.items()):
+            won = of["winners"]
             said.append(
                 f"Judge and people, {name}: kappa {interval(of['kappa'], of['kappa_interval'])}, alpha "
-                f"{interval(of['alpha'], of['alpha_interval'])}, {of['rows']} pairs"
+                f"{interval(of['alpha'], of['alpha_interval'])}, {of['rows']} pairs; of its {won['winners']} winners "
+                f"{percent(won['accuracy'])} are people's"
             )
         lengths = report["length"]
         said += [

@@ -100,7 +100,7 @@ def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsy
         assert len(shown) == KNOWN and shown[0].keys() == {"item", "prompt", "response_a", "response_b"}
         assert len(json.loads((folder / "out/label_studio.json").read_text())) == KNOWN
         cost = re.search(
-            r"Cost of 60 pairs: 120 calls, about ([\d,]+) tokens in, at most 30,720 out; at most about ([\d.]+)",
+            r"Cost of 60 pairs: 120 calls, about ([\d,]+) tokens in, up to 30,720 out.*; about ([\d.]+)",
             printed,
         )
         tokens = int(cost[1].replace(",", ""))
@@ -232,6 +232,23 @@ def test_agreement_by_chance_and_a_taste_for_length_do_not_pass(folder, capsys):
     assert found["by_name"]["overall"]["agreement"] == pytest.approx(20 / 24)
     assert [found["length"][who]["share"] for who in ("judge", "people")] == pytest.approx([1.0, 20 / 24])
     assert re.search(r"longer answer wins: by the judge 100% \(.*\), by people 83% \(", printed)
+
+
+def test_of_several_people_the_majority_counts(folder, capsys):
+    """Two of three are right, in files of their own; an even split is a tie, and α among them is reported."""
+    sides = [better(row) for row in read_jsonl("pairs.jsonl")][:KNOWN]
+    other = {"a": "b", "b": "a"}
+    for who, is_right in (("anna", True), ("bob", True), ("chris", False)):
+        rows = [{"item": f"i{i}", "choice": side if is_right else other[side]} for i, side in enumerate(sides)]
+        write(folder / f"{who}.jsonl", rows if who != "bob" else rows[:-4])
+    with serving(right) as (url, _):
+        files = ("--labels", "anna.jsonl", "bob.jsonl", "chris.jsonl")
+        assert run(capsys, url, *files, labels=False)[0] == 0
+    found = json.loads((folder / "out/label.json").read_text())
+    assert found["people"]["annotators"] == 3 and found["people"]["alpha"] < 0
+    assert found["by_name"]["overall"]["agreement"] == pytest.approx(20 / 24)
+    assert [row["people"] for row in found["to_read"]] == ["tie"] * 4
+    assert len(list(read_jsonl("out/pairs/test.jsonl"))) == 20
 
 
 def test_no_prompt_is_trained_on_and_tested(folder, capsys):

@@ -238,12 +238,12 @@ def _say_cost(args: LabelArguments, judge: Any, journal: Any, first: list[dict],
         done = f" ({len(questions) - len(missing):,} are answered)" if len(missing) < len(questions) else ""
         said = f"Cost of {len(rows):,} {what}: {len(missing):,} calls{done}, about {tokens:,} tokens in"
         if args.judge_url:
-            said += f", at most {out:,} out"
+            said += f", up to {out:,} out, more where the judge is asked again"
             prices = (args.price_input, args.price_output)
             if None in prices:
                 said += "; for money give --price_input and --price_output"
             else:
-                said += f"; at most about {money(tokens, out, *prices):,.2f} at these prices"
+                said += f"; about {money(tokens, out, *prices):,.2f} at these prices"
         print(said, flush=True)
 
 

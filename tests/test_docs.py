@@ -131,6 +131,8 @@ def flags_of(command):
     from trl_ext.cli.arguments import ClassifierArguments
     from trl_ext.ppo import CriticConfig
     from trl_ext.workbench.evaluate.command import EvaluateArguments
+    from trl_ext.workbench.feedback.command import LabelArguments
+    from trl_ext.workbench.feedback.constitution import ConstitutionArguments
     from trl_ext.workbench.labels.command import AnnotatorsArguments
     from trl_ext.workbench.planning.command import AdviseArguments
     from trl_ext.workbench.prompts import command as prompts
@@ -149,6 +151,8 @@ def flags_of(command):
         "demo": (run.RunArguments,),
         "annotators": (AnnotatorsArguments,),
         "evaluate": (EvaluateArguments,),
+        "label": (LabelArguments,),
+        "constitution": (ConstitutionArguments,),
         "reward-report": (RewardReportArguments,),
         "refresh-reward": (refresh_reward.RefreshArguments,),
         "advise": (AdviseArguments,),

@@ -68,6 +68,7 @@ FLOORS = [
         f"workbench.{tool}"
         for tool in ("evaluate", "labels", "planning", "prompts", "refresh", "reward_report", "serving")
     ],
+    ["workbench.feedback"],
 ]
 LAYER = [room for floor in FLOORS for room in floor if room.partition(".")[0] not in ("cli", "workbench")]
 LOOSE = {"trl_ext", "trl_ext.__main__"}  # they import nothing before it is asked for

@@ -231,6 +231,11 @@ def _text(node: yaml.Node) -> str:
     return yaml.serialize(node, Dumper=yaml.SafeDumper, width=math.inf, allow_unicode=True).strip()
 
 
+def read_yaml(text: str) -> Any:
+    """Return what a YAML text holds; a key that is given twice is an error, a `yaml.YAMLError`."""
+    return yaml.load(text, _NoRepeatedKeys)
+
+
 def entry_of(text: str) -> Any:
     """
     Parse a text in YAML's flow style; return it unchanged if it is not a mapping or list, such as a path.

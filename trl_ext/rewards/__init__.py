@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from .constitution import ConstitutionReward as ConstitutionReward
     from .ensemble import EnsembleReward as EnsembleReward
     from .json_schema import JSONSchemaReward as JSONSchemaReward
+    from .judge import DATA_ALONE as DATA_ALONE
     from .judge import JudgeReward as JudgeReward
+    from .judge import conversation as conversation
+    from .judge import message_of as message_of
+    from .judge import tagged as tagged
+    from .judge import verdicts_in as verdicts_in
     from .loading import check_rewards as check_rewards
     from .loading import joined_weights as joined_weights
     from .loading import load_object as load_object
@@ -30,6 +35,10 @@ if TYPE_CHECKING:
     from .patterns import PatternReward as PatternReward
     from .remote import RemoteReward as RemoteReward
     from .segments import SegmentScores as SegmentScores
+    from .service import Call as Call
+    from .service import RefusedError as RefusedError
+    from .service import ServiceError as ServiceError
+    from .service import WithheldError as WithheldError
     from .service import well_formed as well_formed
     from .sum import SumReward as SumReward
     from .texts import text_of as text_of

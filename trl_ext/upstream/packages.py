@@ -17,7 +17,7 @@ OPTIONAL = {  # package -> what needs it, and what pip installs
     "prometheus_client": ("`PrometheusCallback`, `trl-ext serve-reward`", "prometheus-client"),
     "starlette": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
     "uvicorn": ("`trl-ext serve-reward`", "'trl-ext[rewards]'"),
-    "krippendorff": ("`trl-ext annotators`", "'trl-ext[labels]'"),
+    "krippendorff": ("`trl-ext annotators`, `trl-ext label`", "'trl-ext[labels]'"),
     "sklearn": ("`trl-ext annotators`", "'trl-ext[labels]'"),
     "crowdkit": ("`trl-ext annotators --method dawid_skene` or `mace`", "'trl-ext[labels]'"),
     "datasketch": ("`trl-ext prompts`", "'trl-ext[labels]'"),

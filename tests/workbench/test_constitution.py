@@ -1,0 +1,147 @@
+"""`trl-ext constitution`: answers, critiques and revisions of a stub of the chat API, and of a tiny local model."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.rewards.http_stub import serving
+from tests.rewards.test_judge import says
+from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
+from trl_ext.cli.main import main
+from trl_ext.runs import read_jsonl
+from trl_ext.workbench.feedback.revise import principle_of, turn_of
+
+PRINCIPLES = {"short": "It is short.", "kind": "It is kind."}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"question {i}"} for i in range(6)]
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "constitution.yaml").write_text(json.dumps({"version": "3", "principles": PRINCIPLES}))
+    return tmp_path
+
+
+def writer(body, _=None):
+    """Says which step it was asked for, by the messages that it sees."""
+    messages = [message["content"] for message in body["messages"]]
+    asked, turns = messages[0], len(messages)
+    if turns == 1:
+        said = f"answer to {asked}"
+    elif turns == 3:
+        said = f"critique of <{messages[1]}> by {messages[2].partition(chr(10))[0]}"
+    else:
+        said = messages[1] if asked == "question 5" else f"{messages[1]}, revised"
+    return {**says(said), "model": "w-1", "usage": {"prompt_tokens": 10, "completion_tokens": 3}}
+
+
+def run(capsys, *words):
+    fixed = ["--prompts", "prompts.jsonl", "--constitution", "constitution.yaml", "--output_dir", "out"]
+    try:
+        status = main(["constitution", *fixed, *words])
+    except SystemExit as error:
+        status = error.code
+    printed = capsys.readouterr()
+    return status, printed.out, [line for line in printed.err.splitlines() if line.startswith("trl-ext ")]
+
+
+def test_each_round_revises_the_newest_answer_by_another_principle(folder, capsys):
+    def answer(body, _):
+        if len(body["messages"]) == 5 and body["messages"][0]["content"] == "question 4":
+            return {**says("no", "content_filter"), "model": "w-1"}
+        return writer(body)
+
+    with serving(answer) as (url, came):
+        words = ["--model_url", url, "--model", "m", "--rounds", "2"]
+        status, printed, _ = run(capsys, *words, "--only_cost", "true", "--price_input", "1", "--price_output", "1")
+        assert status == 0 and not came and "Cost: at most 30 calls of 30" in printed and "at these prices" in printed
+        status, printed, error = run(capsys, *words)
+        assert (status, error) == (0, []) and len(came) == 6 * 5 - 2  # nothing follows what is withheld
+        assert run(capsys, *words)[0] == 0 and len(came) == 28
+    sft, pairs, judged = (list(read_jsonl(f"out/{name}.jsonl")) for name in ("sft/train", "pairs/train", "to_judge"))
+    assert [row["completion"][0]["content"] for row in sft][:2] == [
+        f"answer to question {i}, revised, revised" for i in (0, 1)
+    ]
+    assert len(sft) == 5 and {row["round"] for row in sft} == {2}
+    assert len(pairs) == len(judged) == 8  # two rounds of four prompts: one has no revision, one changes nothing
+    assert "2 rounds without a revision" in printed and "2 revisions that change nothing" in printed
+    by_prompt = Counter()
+    for row, queued in zip(pairs, judged, strict=True):
+        prompt, principle = row["prompt"][0]["content"], row["principle"]
+        assert row["rejected"][0]["content"] == f"answer to {prompt}" and row["model"] == "w-1"
+        before = f"answer to {prompt}" + ", revised" * (row["round"] - 1)
+        assert row["chosen"][0]["content"] == f"{before}, revised"
+        assert row["critique"] == f"critique of <{before}> by Here is a principle: {PRINCIPLES[principle]}"
+        assert row["constitution"].startswith("3@") and queued[f"response_{queued['revised']}"] == row["chosen"]
+        by_prompt[prompt, principle] += 1
+    assert {*by_prompt.values()} == {1}, "each principle once before one comes again"
+    assert {row["revised"] for row in judged} == {"a", "b"}
+    page = (folder / "out/constitution.html").read_text()
+    assert "It is kind." in page and "critique of &lt;answer to question 0" in page
+    # The pairs are what `trl-ext label` reads
+    (folder / "rubric.yaml").write_text("version: 1\nrubric: x\n")
+    with pytest.raises(SystemExit) as ended:
+        main("label --pairs out/to_judge.jsonl --keep_columns principle critique round revised --rubric rubric.yaml "
+             "--judge_url http://127.0.0.1:1 --judge_model m --output_dir judged --min_known 20".split())  # fmt: skip
+    assert ended.value.code == 2 and "there are 8 pairs" in capsys.readouterr().err
+
+
+def test_a_failed_server_costs_nothing_twice(folder, capsys):
+    left = {"count": 8}
+
+    def answer(body, _):
+        left["count"] -= 1
+        return writer(body) if left["count"] >= 0 else (503, {}, {"error": "down"})
+
+    with serving(answer) as (url, came):
+        words = ["--model_url", url, "--model", "m", "--max_concurrency", "1"]
+        status, _, error = run(capsys, *words, "--retries", "0")
+        assert status == 2 and "status 503" in error[0] and "8 answers are kept: the same command goes on" in error[0]
+        left["count"] = 100
+        assert run(capsys, *words)[0] == 0 and len(came) == 6 * 3 + 1
+
+
+def test_a_local_model_writes_too(folder, capsys):
+    tokenizer = tiny_tokenizer([*WORDS, "question"])
+    tokenizer.save_pretrained("writer")
+    tiny_llama(len(tokenizer), max_position_embeddings=1024).save_pretrained("writer")
+    status, _, error = run(
+        capsys, "--model_name_or_path", "writer", "--use_cpu", "true", "--max_tokens", "200", "--batch_size", "4"
+    )
+    rows = list(read_jsonl("out/texts.jsonl"))
+    answers = [row for row in rows if row["kind"] == "answer"]
+    assert len(answers) == 6 and "read" in {row["why"] for row in rows}, error
+    assert all(row["tokens"][1] <= 200 and (row["text"] is None) == (row["why"] != "read") for row in rows)
+    count = len(rows)
+    run(capsys, "--model_name_or_path", "writer", "--use_cpu", "true", "--max_tokens", "200", "--batch_size", "4")
+    assert len(list(read_jsonl("out/texts.jsonl"))) == count
+    assert (status == 0) == (folder / "out/sft/train.jsonl").exists()
+    run(capsys, "--model_name_or_path", "writer", "--use_cpu", "true", "--max_tokens", "1", "--output_dir", "short")
+    rows = list(read_jsonl("short/texts.jsonl"))
+    assert {row["why"] for row in rows} == {"cut or no message", "empty"} and {row["text"] for row in rows} == {None}
+
+
+def test_what_a_round_sees():
+    row = {"key": "k", "prompt": "p"}
+    name = principle_of("k", 1, [*PRINCIPLES], 0)
+    revise = turn_of(row, 2, {0: "a", 1: "c"}, PRINCIPLES, 0)
+    assert [message["content"] for message in revise.messages][:2] == ["p", "a"] and revise.principle == name
+    assert revise.messages[3]["content"] == "c" and PRINCIPLES[name] in revise.messages[2]["content"]
+    again = turn_of(row, 3, {0: "a", 1: "c", 2: "r"}, PRINCIPLES, 0)
+    assert [message["content"] for message in again.messages][:2] == ["p", "r"] and again.principle != name
+    assert turn_of(row, 3, {0: "a", 1: "c", 2: None}, PRINCIPLES, 0) is None
+    assert turn_of(row, 2, {0: "a", 1: None}, PRINCIPLES, 0) is None
+
+
+def test_what_is_refused(folder, capsys):
+    for words, said in [
+        ([], "who writes?"),
+        (["--model_url", "http://127.0.0.1:1"], "`model_url` needs `model`"),
+        (["--model_name_or_path", "x", "--timeout", "1"], "`timeout` is read with `model_url` alone"),
+        (["--model_url", "ftp://x", "--model", "m"], "`url` must be as"),
+    ]:
+        status, _, error = run(capsys, *words)
+        assert status == 2 and said in error[0], words

@@ -1,0 +1,1 @@
+"""Label pairs of answers by a judge that is first compared with people."""

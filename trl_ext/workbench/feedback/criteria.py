@@ -1,0 +1,85 @@
+"""Read what a judge judges by: a rubric and a constitution, files with a version, and known by their hash."""
+
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...cli.parser import read_yaml
+
+OVERALL = "overall"
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """
+    Hold a rubric, the principles of a constitution by name, and which files they are: version and hash.
+
+    Args:
+        rubric: what makes an answer good, on the whole.
+        rubric_id: `VERSION@HASH` of its file.
+        principles: name → principle; empty without a constitution.
+        constitution_id: as `rubric_id`; None without a constitution.
+    """
+
+    rubric: str
+    rubric_id: str
+    principles: dict[str, str] = field(default_factory=dict)
+    constitution_id: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Return what a verdict is asked for: each principle, and the whole."""
+        return [*self.principles, OVERALL]
+
+
+def read_criteria(rubric: str, constitution: str | None = None) -> Criteria:
+    """
+    Read a rubric (`version`, `rubric`) and a constitution (`version`, `principles`: name → text), both YAML.
+
+    Raises:
+        ValueError: a file is no such YAML; the message names it and what it needs.
+        OSError: it is not there.
+    """
+    found, rubric_id = _read(rubric, "rubric", "rubric")
+    if not isinstance(found, str) or not found.strip():
+        raise ValueError(f"`rubric` {rubric}: its `rubric` must be a text, got {str(found)[:40]!r}")
+    if constitution is None:
+        return Criteria(found.strip(), rubric_id)
+    return Criteria(found.strip(), rubric_id, *read_principles(constitution))
+
+
+def read_principles(constitution: str) -> tuple[dict[str, str], str]:
+    """
+    Return the principles of a constitution, and `VERSION@HASH` of its file.
+
+    Raises:
+        ValueError: it is no such YAML.
+        OSError: it is not there.
+    """
+    principles, constitution_id = _read(constitution, "constitution", "principles")
+    for name, text in principles.items() if isinstance(principles, dict) and principles else [(principles, None)]:
+        is_name = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", name) and name != OVERALL
+        if not is_name or not isinstance(text, str) or not text.strip():
+            raise ValueError(
+                f"`constitution` {constitution}: `principles` must be names (a-z, 0-9, _; not {OVERALL!r}) with "
+                f"texts, got {str(name)[:40]!r}: {str(text)[:40]!r}"
+            )
+    return {name: text.strip() for name, text in principles.items()}, constitution_id
+
+
+def _read(path: str, setting: str, key: str) -> tuple[Any, str]:
+    """Return what a file has under `key`, and its version and hash."""
+    content = Path(path).read_bytes()
+    try:
+        found = read_yaml(content.decode())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"`{setting}` {path} is no YAML: {error}") from error
+    if not isinstance(found, dict) or set(found) != {"version", key} or not found["version"]:
+        raise ValueError(
+            f"`{setting}` {path} must have `version` and `{key}`, and nothing else, got {str(found)[:60]!r}"
+        )
+    return found[key], f"{str(found['version']).strip()}@{hashlib.sha256(content).hexdigest()[:12]}"

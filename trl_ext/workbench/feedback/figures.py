@@ -1,0 +1,137 @@
+"""Compute from verdicts alone: choices of pairs, agreement with people, and how a judge leans."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ...evaluation import accuracy_interval
+from ..labels import FIRST, SECOND, TIE, krippendorff_alpha
+
+RESAMPLES = 1000
+CODES = {"a": FIRST, "b": SECOND, "tie": TIE}
+
+
+def choice_of(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[str, float]:
+    """
+    Return a pair's winner, "a", "b" or "tie", and the share of the verdicts for it, 0.5 for a tie.
+
+    The winner is better in either order, over the votes of that order; if the orders disagree it is a tie. A question
+    without a verdict counts as a tie.
+
+    Args:
+        rows: the verdicts of a pair: which answer was shown `first`, and `a_is_better` by each name, or None.
+        name: a principle's, or "overall".
+    """
+    by_order: dict[str, list[float]] = {"a": [], "b": []}
+    for row in rows:
+        by_order[row["first"]].append((row["a_is_better"] or {}).get(name, 0.5))
+    means = [fmean(values) for values in by_order.values()]
+    for winner, shares in (("a", means), ("b", [1 - mean for mean in means])):
+        if min(shares) > 0.5:
+            return winner, fmean(shares)
+    return "tie", 0.5
+
+
+def cohen_kappa(counts: np.ndarray) -> np.ndarray:
+    """Compute Cohen's κ of (…, K, K) tables of how often two people gave which labels; NaN where it is undefined."""
+    size = counts.sum((-1, -2))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        observed = np.trace(counts, axis1=-2, axis2=-1) / size
+        expected = (counts.sum(-1) * counts.sum(-2)).sum(-1) / size**2
+        return np.where(expected < 1, (observed - expected) / (1 - expected), np.nan)
+
+
+def agreement(
+    ours: Sequence[str], theirs: Sequence[str], prompts: Sequence[Hashable], seed: int = 0
+) -> dict[str, Any]:
+    """
+    Compare two choices of each pair.
+
+    Args:
+        ours, theirs: (N,) "a", "b" or "tie".
+        prompts: (N,) what names the prompt; pairs of one prompt are resampled together.
+        seed: of the bootstraps.
+
+    Returns:
+        `rows`; `agreement`, the share of equal choices; Cohen's `kappa` and Krippendorff's `alpha`, None where they
+        are not defined, with `kappa_interval` and `alpha_interval`, 95 %, percentiles of a bootstrap over prompts.
+    """
+    pairs = np.array([(CODES[mine], CODES[other]) for mine, other in zip(ours, theirs, strict=True)])
+    group = pd.factorize(np.array([str(prompt) for prompt in prompts], object))[0]
+    cells = np.eye(9, dtype=int)[3 * pairs[:, 0] + pairs[:, 1]]
+    sums = np.zeros((group.max() + 1, 9), int)
+    np.add.at(sums, group, cells)
+    kinds, times = np.unique(sums, axis=0, return_counts=True)
+    kappa = float(cohen_kappa(sums.sum(0).reshape(3, 3)))
+    drawn = np.random.default_rng(seed).multinomial(len(sums), times / len(sums), size=RESAMPLES) @ kinds
+    ends = np.nanpercentile(cohen_kappa(drawn.reshape(-1, 3, 3)), [2.5, 97.5]).tolist() if np.isfinite(kappa) else None
+    alpha, alpha_interval = krippendorff_alpha(np.eye(3, dtype=int)[pairs].sum(1), group, RESAMPLES, seed)
+    return {
+        "rows": len(pairs),
+        "agreement": float((pairs[:, 0] == pairs[:, 1]).mean()),
+        "kappa": kappa if np.isfinite(kappa) else None,
+        "kappa_interval": ends,
+        "alpha": alpha,
+        "alpha_interval": alpha_interval,
+    }
+
+
+def share_with_interval(is_so: Sequence[bool], prompts: Sequence[Hashable]) -> dict[str, Any]:
+    """Return the share that is so, its 95 % interval over prompts (None for fewer than two), and the count."""
+    margins = torch.tensor([1.0 if each else -1.0 for each in is_so])
+    interval = list(accuracy_interval(margins, prompts)) if len(set(prompts)) > 1 else None
+    return {"share": fmean(map(float, is_so)) if is_so else None, "interval": interval, "count": len(is_so)}
+
+
+def shown_first(rows: Sequence[Mapping[str, Any]], name: str, prompt_of: Mapping[str, Hashable]) -> dict[str, Any]:
+    """Return how often the answer shown first was taken. Both orders are asked, so without a bias it is one half."""
+    known = [(row, row["a_is_better"][name]) for row in rows if row["a_is_better"] and name in row["a_is_better"]]
+    taken = [(row, (p > 0.5) == (row["first"] == "a")) for row, p in known if p != 0.5]
+    return share_with_interval([is_first for _, is_first in taken], [prompt_of[row["key"]] for row, _ in taken])
+
+
+def longer_wins(choices: Sequence[str], lengths: Sequence[tuple[int, int]], prompts: Sequence[Hashable]) -> dict:
+    """Return how often the longer answer was chosen, of the pairs with a winner and of different `lengths`."""
+    known = [
+        ((a > b) == (choice == "a"), prompt)
+        for choice, (a, b), prompt in zip(choices, lengths, prompts, strict=True)
+        if choice != "tie" and a != b
+    ]
+    return share_with_interval([longer for longer, _ in known], [prompt for _, prompt in known])
+
+
+def noise(ours: Sequence[str], shares: Sequence[float], theirs: Sequence[str]) -> dict[str, float | None]:
+    """
+    Measure how often a judge's winners are people's, and by how much its shares are to shrink towards one half.
+
+    accuracy = (k + ½)/(n + 1), k the winners that are people's, of n; where people say tie, ½ counts. The share p of
+    the verdicts becomes the confidence ½ + (p − ½)·shrink, shrink = (2·accuracy − 1)/(2·mean p − 1): its mean on
+    these rows is the accuracy.
+
+    Args:
+        ours: (N,) the judge's choices.
+        shares: (N,) of the verdicts for them.
+        theirs: (N,) people's choices.
+    """
+    rows = [row for row in zip(ours, shares, theirs, strict=True) if row[0] != "tie"]
+    if not rows:
+        return {"winners": 0, "accuracy": None, "shrink": None}
+    right = sum(0.5 if said == "tie" else float(said == mine) for mine, _, said in rows)
+    accuracy, mean = (right + 0.5) / (len(rows) + 1), fmean(share for _, share, _ in rows)
+    return {"winners": len(rows), "accuracy": accuracy, "shrink": max(2 * accuracy - 1, 0) / (2 * mean - 1)}
+
+
+def confidence(share: float, shrink: float) -> float:
+    """Return the confidence of a winner, 0.5 to 1, from the share of the verdicts for it."""
+    return min(0.5 + (share - 0.5) * shrink, 1.0)
+
+
+def money(tokens_in: int, tokens_out: int, price_input: float | None, price_output: float | None) -> float | None:
+    """Return what tokens cost by the prices of a million; None without prices."""
+    if price_input is None or price_output is None:
+        return None
+    return (tokens_in * price_input + tokens_out * price_output) / 1e6

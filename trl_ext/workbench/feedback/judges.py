@@ -1,0 +1,315 @@
+"""Ask a judge which of two answers is better, overall and by each principle: over HTTP, or a local model."""
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...rewards import (
+    DATA_ALONE,
+    Call,
+    JudgeReward,
+    RefusedError,
+    ServiceError,
+    WithheldError,
+    conversation,
+    message_of,
+    tagged,
+    text_of,
+    verdicts_in,
+    well_formed,
+)
+from .criteria import OVERALL, Criteria
+
+INSTRUCTIONS = f"""You compare two answers to a prompt.
+
+{{rubric}}
+
+{{task}}
+
+{DATA_ALONE}{{reply}}"""
+TASK = 'Say "A" if the first answer is better, "B" if the second one is, and "tie" if neither is.'
+PRINCIPLES = 'Say so for each of these principles alone, and as "{overall}" for all that is said above:\n{each}'
+LOCAL = f"""You compare two answers to a prompt.
+
+{{criterion}}
+
+{DATA_ALONE.partition(chr(10) * 2)[0]}
+
+{{material}}
+
+Which answer is better, A (the first) or B (the second)? Reply with one letter."""
+_CHOICES = {"a": 1.0, "b": 0.0, "tie": 0.5}
+_FOREVER = 1e8  # seconds; what cannot be reached ends the run by itself
+_MESSAGE = 500  # characters of a judge's message that are kept
+
+
+class Question(NamedTuple):
+    """Ask for one verdict: `key` names the pair, `first` is the answer shown first, `vote` counts repeats."""
+
+    key: str
+    prompt: Any
+    answers: tuple[Any, Any]
+    first: str
+    vote: int
+
+    @property
+    def name(self) -> tuple[str, str, int]:
+        return self.key, self.first, self.vote
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """Return the texts that a judge reads, by the names of their tags."""
+        a, b = (well_formed(text_of(answer)) for answer in self.answers)
+        first, second = (a, b) if self.first == "a" else (b, a)
+        return {"prompt": conversation(self.prompt), "first-answer": first, "second-answer": second}
+
+
+class ModelChanged(ServiceError):
+    """Say that another model answers than before."""
+
+
+def outcome(
+    question: Question, found: Mapping[str, float] | None, why: str = "read", message: str = "", **more: Any
+) -> dict[str, Any]:
+    """
+    Return a row of the journal.
+
+    Args:
+        question: what was asked.
+        found: by each name, how sure the judge is that the answer shown first is better, 0 to 1; None if it gave no
+            verdict.
+        why: "read", or why there is no verdict.
+        message: the judge's.
+        **more: further entries.
+    """
+    turned = found and {name: p if question.first == "a" else 1 - p for name, p in found.items()}
+    named = {"key": question.key, "first": question.first, "vote": question.vote}
+    return {**named, "a_is_better": turned or None, "why": why, "message": message[:_MESSAGE], **more}
+
+
+class Served(JudgeReward):
+    """
+    Ask a language model behind an OpenAI-compatible API many things at once, and see that it stays the same one.
+
+    Args:
+        **settings: of [`~trl_ext.rewards.JudgeReward`].
+    """
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.served: dict[str, str | None] = {}  # "model": which one the server named first
+
+    def work_on(self, jobs: Sequence[Any], function: Callable[[Any], None]) -> None:
+        """
+        Call `function(job)` of each job, several at once.
+
+        Raises:
+            Exception: what the first one raised; no more jobs are begun then.
+        """
+        errors: list[Exception] = []
+
+        def work(job: Any) -> None:
+            if errors:  # another thread's, of which nobody has heard yet
+                return
+            try:
+                function(job)
+            except Exception as error:
+                errors.append(error)
+                raise
+
+        self.ask(work, jobs, time.monotonic() + _FOREVER)
+        if errors:
+            raise errors[0]
+
+    def chat(self, messages: list[dict[str, str]], call: Call) -> Any:
+        """
+        Return the answer to some messages.
+
+        Raises:
+            RefusedError: the server refuses these, after it had answered others.
+            ServiceError: it cannot be reached, refuses all, or has another model.
+        """
+        try:
+            answer = self._service.ask(call, {"model": self.model, "messages": messages, **self.settings})
+        except RefusedError as error:
+            if self.served:
+                raise
+            raise ServiceError(str(error)) from error  # nothing was ever answered: it is the settings
+        if isinstance(answer, dict) and "choices" in answer:
+            now = answer["model"] if isinstance(answer.get("model"), str) else None
+            if (first := self.served.setdefault("model", now)) != now:
+                raise ModelChanged(
+                    f"it answered as the model {first or '(not named)'} and answers as {now or '(not named)'} now: "
+                    "answers of both would be mixed. Serve the first one again, or take another `output_dir`"
+                )
+        return answer
+
+
+class ServedJudge(Served):
+    """
+    Ask a served model for verdicts. All names of the criteria are asked for in one request.
+
+    Args:
+        criteria: what to judge by.
+        **settings: of [`~trl_ext.rewards.JudgeReward`].
+    """
+
+    def __init__(self, criteria: Criteria, **settings: Any):
+        super().__init__(rubric=criteria.rubric, compare="response_b", **settings)
+        self.criteria = criteria
+
+    @property
+    def identity(self) -> str:
+        """Return what the verdicts depend on."""
+        said = [self.url, self.model, self.criteria.rubric_id, self.criteria.constitution_id, self.settings]
+        return hashlib.sha256(json.dumps([*said, INSTRUCTIONS, TASK, PRINCIPLES], sort_keys=True).encode()).hexdigest()
+
+    def asked(self, question: Question) -> list[dict[str, str]]:
+        """Return the messages of a question; its texts stand between tags with a random number."""
+        nonce, principles, task = secrets.token_hex(8), self.criteria.principles, TASK
+        if principles:
+            each = "\n".join(f"- {name}: {text}" for name, text in principles.items())
+            task += "\n\n" + PRINCIPLES.format(overall=OVERALL, each=each)
+        reply = "{" + ", ".join(f'"{name}": VERDICT' for name in self.criteria.names) + "}"
+        rules = INSTRUCTIONS.format(rubric=self.rubric.strip(), task=task, nonce=nonce, reply=reply)
+        return [{"role": "system", "content": rules}, {"role": "user", "content": tagged(question.parts, nonce)}]
+
+    def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
+        """
+        Ask, several at once, and call `done` with each row of the journal as soon as it is known.
+
+        Raises:
+            ServiceError: the server cannot be reached, refuses all, or has another model; no more is asked.
+        """
+        self.work_on(questions, lambda question: done(self.verdict(question)))
+
+    def verdict(self, question: Question) -> dict[str, Any]:
+        """Ask one question, again if the message has no verdict; return the row of the journal."""
+        if error := self.too_long(*question.parts.values()):
+            return outcome(question, None, "too long", str(error))
+        call, tokens, why, message = Call(time.monotonic() + self.deadline), [0, 0], "", ""
+        started = time.monotonic()
+        for asked in range(1, self.parse_retries + 2):
+            try:
+                answer = self.chat(self.asked(question), call)
+            except RefusedError as error:
+                return outcome(question, None, "refused", str(error))
+            for place, count in enumerate(usage_of(answer)):
+                tokens[place] += count
+            seconds = round(time.monotonic() - started, 3)
+            kept: dict[str, Any] = {"tokens": tokens, "asked": asked, "seconds": seconds, **self.served}
+            try:
+                message = message_of(answer)
+                return outcome(question, read(message, self.criteria.names), message=message, **kept)
+            except WithheldError as error:
+                why, message = "withheld", str(error)
+            except NoVerdict as error:
+                why = str(error)
+            except ServiceError as error:  # cut, or no chat completion
+                why, message = "unreadable", str(error)
+        return outcome(question, None, why, message, **kept)
+
+
+class NoVerdict(ServiceError):
+    """Say that a message has no verdict for each name: "unreadable", or "incomplete" if it has some."""
+
+
+def read(message: str, names: Iterable[str]) -> dict[str, float]:
+    """
+    Return how sure a judge is that the first answer is better, by each name: 1 for "A", 0 for "B", 0.5 for a tie.
+
+    Raises:
+        NoVerdict: the message, or its last line, is no JSON object with such verdicts.
+    """
+    for part in verdicts_in(message):
+        try:
+            found = json.loads(part)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, Mapping):
+            said = {str(name).strip().lower(): str(value).strip().lower() for name, value in found.items()}
+            known = {name: _CHOICES[said[name]] for name in names if said.get(name) in _CHOICES}
+            if set(known) == set(names):
+                return known
+            raise NoVerdict("incomplete" if known else "unreadable")
+    raise NoVerdict("unreadable")
+
+
+def usage_of(answer: Any) -> tuple[int, int]:
+    """Return the tokens of a request and of its answer, as the server counts them; 0 if it does not."""
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
+    first, second = (count if type(count) is int and count >= 0 else 0 for count in counts)
+    return first, second
+
+
+class LocalJudge:
+    """
+    Ask a causal language model for the log-probs of the letters "A" and "B", one forward pass for each name.
+
+    Args:
+        path: its folder or hub name.
+        criteria: what to judge by.
+        batch_size: passes at once.
+        dtype: of its weights.
+        use_cpu: use no GPU, also where there is one.
+    """
+
+    def __init__(self, path: str, criteria: Criteria, batch_size: int, dtype: str, use_cpu: bool):
+        from ...models import load_tokenizer, path_identity
+
+        self.path, self.criteria, self.batch_size, self.dtype, self.use_cpu = (
+            path,
+            criteria,
+            batch_size,
+            dtype,
+            use_cpu,
+        )
+        said = [path_identity(path), criteria.rubric_id, criteria.constitution_id, dtype, LOCAL]
+        self.identity = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        self.tokenizer = load_tokenizer(path)
+        self.is_chat = self.tokenizer.chat_template is not None
+        letters = [f"{'' if self.is_chat else ' '}{letter}" for letter in "AB"]
+        self.letters = [self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters]
+        if self.letters[0] == self.letters[1] or not all(self.letters):
+            raise ValueError(f"`judge_model_name_or_path` {path}: its tokenizer reads A and B alike: take another")
+        self.model: Any = None
+
+    def asked(self, question: Question) -> list[Any]:
+        """Return the prompt for each name, text or messages; the tags' number is a hash, so that nothing is drawn."""
+        nonce = hashlib.sha256(json.dumps([question.parts, self.identity]).encode()).hexdigest()[:16]
+        criteria = {**self.criteria.principles, OVERALL: self.criteria.rubric}
+        texts = [
+            LOCAL.format(criterion=criteria[name], nonce=nonce, material=tagged(question.parts, nonce))
+            for name in self.criteria.names
+        ]
+        return [[{"role": "user", "content": text}] if self.is_chat else f"{text}\nAnswer:" for text in texts]
+
+    def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
+        """Ask in batches, and call `done` with each row of the journal."""
+        from ...models import completion_logprobs, load_model, prompt_token_ids
+
+        if questions and self.model is None:
+            self.model = load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
+        names = self.criteria.names
+        for start in range(0, len(questions), size := max(self.batch_size // (2 * len(names)), 1)):
+            batch = []
+            for question in questions[start : start + size]:
+                ids = prompt_token_ids(self.tokenizer, self.asked(question))
+                context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+                longest = max(map(len, ids)) + max(map(len, self.letters))
+                if context and longest > context:
+                    done(outcome(question, None, "too long", f"{longest} tokens, the context has {context}"))
+                else:
+                    batch.append((question, ids))
+            if not batch:
+                continue
+            prompts = [each for _, ids in batch for each in ids for _ in self.letters]
+            logprobs = completion_logprobs(self.model, prompts, self.letters * (len(prompts) // 2))[0].sum(1)
+            first = logprobs.double().view(len(batch), len(names), 2).softmax(-1)[..., 0].tolist()  # P(A) of A and B
+            for (question, ids), found in zip(batch, first, strict=True):
+                tokens = [sum(map(len, ids)), 0]
+                done(outcome(question, dict(zip(names, found, strict=True)), tokens=tokens, asked=len(names)))

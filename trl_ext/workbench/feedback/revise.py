@@ -1,0 +1,193 @@
+"""Have a model answer, criticise its answer by a drawn principle, and revise it, as Constitutional AI begins."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...rewards import Call, RefusedError, ServiceError, WithheldError, message_of, text_of
+from .judges import Served, usage_of
+
+CRITIQUE = (
+    "Here is a principle: {principle}\nSay where your last answer breaks it, and how. If it keeps the principle, say "
+    "so. Reply with that alone."
+)
+REVISE = "Now write your answer to me again, so that it keeps the principle. Reply with the new answer alone."
+STEPS = ("answer", "critique", "revision")  # step 0, then 1, 3, 5 … and 2, 4, 6 …
+
+
+def kind_of(step: int) -> str:
+    """Return what is written in a step: the answer in step 0, then a critique and a revision in each round."""
+    return STEPS[0] if step == 0 else STEPS[2 - step % 2]
+
+
+class Turn(NamedTuple):
+    """Ask for one text: `key` names the prompt; `name` is how the journal knows it."""
+
+    key: str
+    step: int
+    messages: list[dict[str, str]]
+    principle: str | None
+
+    @property
+    def name(self) -> tuple[str, int]:
+        return self.key, self.step
+
+
+def principle_of(key: str, round_: int, names: Sequence[str], seed: int) -> str:
+    """Draw the principle of a round, 1, 2, …; a prompt has each one before one comes again."""
+    again, place = divmod(round_ - 1, len(names))
+    generator = np.random.default_rng([seed, again, int(hashlib.sha256(key.encode()).hexdigest()[:15], 16)])
+    return names[generator.permutation(len(names))[place]]
+
+
+def turn_of(
+    row: Mapping[str, Any], step: int, texts: Mapping[int, str | None], principles: Mapping[str, str], seed: int
+) -> Turn | None:
+    """
+    Return what is asked in a step; None where an earlier one brought no text.
+
+    A round sees the prompt and the newest answer alone, not the rounds before it.
+
+    Args:
+        row: with `key` and `prompt`.
+        step: 0 for the answer, then a critique and a revision for each round.
+        texts: text of each step before.
+        principles: name → text.
+        seed: of the draw.
+    """
+    prompt = row["prompt"]
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if step == 0:
+        return Turn(row["key"], step, messages, None)
+    name = principle_of(row["key"], (step + 1) // 2, [*principles], seed)
+    is_critique = kind_of(step) == "critique"
+    answer = texts.get(step - 1 if is_critique else step - 2)
+    critique = "" if is_critique else texts.get(step - 1)
+    if answer is None or critique is None:
+        return None
+    messages = [*messages, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": CRITIQUE.format(principle=principles[name])})
+    if not is_critique:
+        messages += [{"role": "assistant", "content": critique}, {"role": "user", "content": REVISE}]
+    return Turn(row["key"], step, messages, name)
+
+
+def written(turn: Turn, text: str | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
+    """Return a row of the journal; `text` is None if there is none, and `why` says why."""
+    named = {"key": turn.key, "step": turn.step, "kind": kind_of(turn.step), "principle": turn.principle}
+    return {**named, "text": text, "why": why, "message": message[:200], **more}
+
+
+class ServedWriter(Served):
+    """
+    Ask a served model for texts.
+
+    Args:
+        constitution_id: version and hash of the constitution.
+        **settings: of [`~trl_ext.rewards.JudgeReward`].
+    """
+
+    def __init__(self, constitution_id: str, **settings: Any):
+        super().__init__(rubric=constitution_id, **settings)
+
+    @property
+    def identity(self) -> str:
+        """Return what the texts depend on."""
+        said = [self.url, self.model, self.rubric, self.settings, CRITIQUE, REVISE]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+    def write_all(self, turns: Sequence[Turn], done: Callable[[dict[str, Any]], None]) -> None:
+        """Ask, several at once, and call `done` with each row of the journal as soon as it is known."""
+        self.work_on(turns, lambda turn: done(self.text(turn)))
+
+    def text(self, turn: Turn) -> dict[str, Any]:
+        """Ask for one text; return the row of the journal."""
+        try:
+            answer = self.chat(turn.messages, Call(time.monotonic() + self.deadline))
+        except RefusedError as error:
+            return written(turn, None, "refused", str(error))
+        kept: dict[str, Any] = {"tokens": list(usage_of(answer)), **self.served}
+        try:
+            text = message_of(answer)
+        except WithheldError as error:
+            return written(turn, None, "withheld", str(error), **kept)
+        except ServiceError as error:
+            return written(turn, None, "cut or no message", str(error), **kept)
+        return written(turn, text or None, "read" if text else "empty", **kept)
+
+
+class LocalWriter:
+    """
+    Sample texts from a causal language model.
+
+    Args:
+        path: its folder or hub name.
+        constitution_id: version and hash of the constitution.
+        temperature, max_tokens: of the sampling.
+        batch_size: texts at once.
+        seed: of the sampling.
+        dtype: of its weights.
+        use_cpu: use no GPU, also where there is one.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        constitution_id: str,
+        temperature: float,
+        max_tokens: int,
+        batch_size: int,
+        seed: int,
+        dtype: str,
+        use_cpu: bool,
+    ):
+        from ...models import load_tokenizer, path_identity
+
+        self.path, self.temperature, self.max_tokens = path, temperature, max_tokens
+        self.batch_size, self.seed, self.dtype, self.use_cpu = batch_size, seed, dtype, use_cpu
+        said = [path_identity(path), constitution_id, temperature, max_tokens, seed, dtype, CRITIQUE, REVISE]
+        self.identity = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        self.tokenizer = load_tokenizer(path)
+        self.model: Any = None
+
+    def write_all(self, turns: Sequence[Turn], done: Callable[[dict[str, Any]], None]) -> None:
+        """Sample in batches, and call `done` with each row of the journal. What was cut off is no text."""
+        from ...models import answer_texts, eos_token_ids, load_model, prompt_token_ids, sample
+
+        if turns and self.model is None:
+            self.model = load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
+        context = turns and getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        for start in range(0, len(turns), self.batch_size):
+            batch = []
+            for turn in turns[start : start + self.batch_size]:
+                (ids,) = prompt_token_ids(self.tokenizer, [self._prompt(turn)])
+                if context and len(ids) + self.max_tokens > context:
+                    done(written(turn, None, "too long", f"{len(ids)} tokens, the context has {context}"))
+                else:
+                    batch.append((turn, ids))
+            if not batch:
+                continue
+            ends = eos_token_ids(self.model, self.tokenizer)
+            drawn = sample(
+                self.model,
+                [ids for _, ids in batch],
+                ends,
+                max_new_tokens=self.max_tokens,
+                temperature=self.temperature,
+                seed=int(hashlib.sha256(f"{self.seed} {batch[0][0].name}".encode()).hexdigest()[:8], 16),
+            )
+            texts = answer_texts(self.tokenizer, drawn, ends)
+            for (turn, ids), answer, text in zip(batch, drawn, texts, strict=True):
+                why = "cut or no message" if answer[-1] not in ends else "read" if text.strip() else "empty"
+                kept: dict[str, Any] = {"tokens": [len(ids), len(answer)]}
+                done(written(turn, text.strip() if why == "read" else None, why, **kept))
+
+    def _prompt(self, turn: Turn) -> Any:
+        if self.tokenizer.chat_template is not None:
+            return turn.messages
+        roles = {"user": "Question", "assistant": "Answer"}
+        return "\n\n".join(f"{roles.get(m['role'], m['role'])}: {text_of([m])}" for m in turn.messages) + "\n\nAnswer:"

@@ -11,6 +11,7 @@ from trl_ext.callbacks import (
     CutOffCallback,
     EntropyFloorCallback,
     GoldGapCallback,
+    HackWatch,
     KLBudgetCallback,
     LengthDriftCallback,
     NotFiniteCallback,
@@ -163,6 +164,15 @@ def scores(rng, runs, n, moved=0.0, logs=LOGS):
     return mean_and_std(answers, "objective/scores", "objective/scores_std") | witnesses
 
 
+def on_policy(rng, runs, n, moved=0.0, logs=LOGS):
+    """What an on-policy run logs, of a policy far from the reference; the reward may move, and the texts with it."""
+    log = mean_and_std(rng.normal(moved, 0.97, (runs, logs, n)), "objective/scores", "objective/scores_std")
+    log |= kls(rng, runs, n, logs=logs) | lengths(rng, runs, n, logs=logs)
+    texts = repetitions(rng, runs, n, moved / 10, logs)
+    texts["repetition/distinct_3"] *= 1 - moved / 10
+    return log | texts
+
+
 def golds(rng, runs, n, moved=0.0, logs=LOGS):
     """Evaluations of the same prompts. Gold and proxy each see a part of an answer; nothing rises."""
     prompts, shape = rng.normal(0, 0.7, (runs, 1, n)), (runs, logs, n)
@@ -210,6 +220,7 @@ NULL = {
     "tools in GRPO": (ToolAbuseCallback, {}, GRPOConfig, 1, grpo_tools),
     "rare tools": (ToolAbuseCallback, {}, PPOConfig, 1, rare_tools),
     "reward": (RewardDriftCallback, {"window": 300}, PPOConfig, 1, scores),
+    "hack": (HackWatch, {}, PPOConfig, 1, on_policy),
     "gold": (GoldGapCallback, {}, PPOConfig, 1, golds),
     "gold's own judge": (GoldGapCallback, {"gold": "eval_gold/mean"}, PPOConfig, 1, greedy_golds),
     "canary": (CanaryCallback, {"prompts": ["?"]}, PPOConfig, 1, judged),
@@ -230,6 +241,7 @@ CHANGES = {
     "repetition": ({"moved": 0.7}, (8, 2, 1)),
     "tools": ({"moved": 0.85}, (32, 8, 2)),
     "reward": ({"moved": 6.0}, (16, 4, 2)),
+    "hack": ({"moved": 9.0}, (32, 8, 4)),
     "gold": ({"moved": 2.0}, (16, 4, 2)),
     "canary": ({"moved": 2.0}, (4, 4, 4)),
     "not finite": ({"moved": math.inf}, (1, 1, 1)),
@@ -260,6 +272,10 @@ BAD_NUMBERS = {
         {"baseline": (0.0, 1.0), "rollouts": 2},
         {"reward": (0.0, 9.0), "std": (1.0, 1.0), "length": (10.0, 99.0)},
     ),
+    HackWatch: (
+        {"rollouts": 2},
+        {"reward": (0.0, 9.0), "std": (1.0, 1.0), "repetition/top_phrase_share": (0.1, 1.0)},
+    ),
     NotFiniteCallback: ({}, {"grad_norm": (1.0, math.nan)}),
     GoldGapCallback: ({"proxy": "eval_proxy/mean"}, GOLD_METRICS),
     CanaryCallback: ({"minutes": 0.0, "prompts": ["the cat"], "max_new_tokens": 2}, {}),
@@ -283,6 +299,7 @@ REFUSED = [
     (RewardDriftCallback, {"baseline": (0.0, 0.0)}, r"a mean and a σ above 0"),
     (ToolAbuseCallback, {"failed": 1}, r"`failed` must be in \(0, 1\), got 1"),
     (RepetitionCallback, {"phrase": 3}, r"`phrase` must be in \(0, 1\), got 3"),
+    (HackWatch, {"limit": 1}, r"`limit` must be in \(0, 1\), got 1"),
     (NotFiniteCallback, {"repeat_steps": 0}, r"`repeat_steps` must be 1 or more, got 0"),
     (GoldGapCallback, {"limit": -1}, r"`limit` must be above 0"),
     (GoldGapCallback, {"judge": print}, r"`trainer` and `judge` belong together"),

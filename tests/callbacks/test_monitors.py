@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerState
@@ -15,6 +16,7 @@ from trl_ext.callbacks import (
     ClipFractionCallback,
     EntropyFloorCallback,
     GoldGapCallback,
+    HackWatch,
     KLBudgetCallback,
     LengthDriftCallback,
     NotFiniteCallback,
@@ -500,3 +502,59 @@ def test_a_request_to_scale_the_kl_coefficient_is_answered_once():
     state = TrainerState(stateful_callbacks=json.loads(json.dumps(state.stateful_callbacks)))  # as in a checkpoint
     assert (take_kl_scale(state), take_kl_scale(state)) == (3.0, 1.0)
     assert not kl_scale_is_pending(state, 0)
+
+
+# ---- Hack ----
+
+PHRASE = "repetition/top_phrase_share"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_hack"),
+    [
+        ({SCORE: 3.0}, False),
+        ({KL: 20.0}, False),
+        ({SCORE: 3.0, KL: 20.0}, False),
+        ({SCORE: 3.0, "completions/mean_length": 40.0}, False),
+        ({PHRASE: 0.9, KL: 20.0}, False),
+        ({SCORE: 3.0, PHRASE: 0.9}, True),
+        ({SCORE: 3.0, KL: 20.0, "completions/mean_length": 40.0}, True),
+    ],
+)
+def test_a_hack_is_a_reward_that_rises_with_a_witness(large, change, is_hack):
+    """A higher reward, a KL or a length alone is honest training, and a phrase without reward is no hack."""
+    calm = {SCORE: 0.0, STD: 1.0, KL: 1.0, "completions/mean_length": 20.0, PHRASE: 0.1}
+    run = Replay(large, HackWatch(action="stop"))
+    for step in range(1, 30):
+        run.log(step, logs=calm if step < 10 else calm | change)
+    assert bool(run.said) == run.control.should_training_stop == is_hack
+    if PHRASE in change and is_hack:
+        assert run.alerts[0]["advice"].startswith("90% of answers contain one phrase, 10% at the start; score +3.0 σ.")
+
+
+def test_a_fall_of_gold_with_a_rising_reward_is_a_hack(large):
+    run, gold = Replay(large, HackWatch()), "eval_rewards/gold_judge"
+    for step, change in enumerate((0.0, -1.0), 1):
+        run.evaluate(step, {f"{gold}/mean": change, f"{gold}/std": 0.1}, rows=1000)
+    for step in range(3, 20):
+        run.log(step, logs={SCORE: 0.0 if step < 10 else 3.0, STD: 1.0})
+    assert run.said == ["the reward rises as in a hack"] and "gold -1, 0 at the start" in run.alerts[0]["advice"]
+
+
+def test_answers_are_read_from_the_trainers_table(large):
+    trainer = SimpleNamespace(_logs={"completion": ["the cat sat"] * 3})
+    run = Replay(large, HackWatch(trainer=trainer, action="stop"))
+    for step in range(1, 60):
+        if step == 20:
+            trainer._logs["completion"] = [f"i love you {word}" for word in "abc"]
+        elif step < 20:
+            trainer._logs["completion"] = ["a b c", "d e f", "g h i"]
+        run.state.global_step = step
+        run.fire("on_step_end")
+        run.log(step, logs={SCORE: 0.0 if step < 20 else 3.0, STD: 1.0})
+    assert "contain 'i love you', 33% at the start" in run.alerts[0]["advice"]
+
+
+def test_a_trainer_without_a_table_of_answers_is_refused(large):
+    with pytest.raises(ValueError, match="SimpleNamespace keeps no table"):
+        Replay(large, HackWatch(trainer=SimpleNamespace()))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .drawing import draw_line as draw_line
     from .entropy_floor import EntropyFloorCallback as EntropyFloorCallback
     from .gold_gap import GoldGapCallback as GoldGapCallback
+    from .hack_watch import HackWatch as HackWatch
     from .jsonl import JSONLCallback as JSONLCallback
     from .kl_budget import KLBudgetCallback as KLBudgetCallback
     from .length_drift import LengthDriftCallback as LengthDriftCallback

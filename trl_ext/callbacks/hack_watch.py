@@ -1,0 +1,158 @@
+"""Watch for a hack: the reward rises, and the answers tell that it is not by getting better."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..rewards.texts import text_of
+from ..rewards.watches.repetition import RepetitionWatch
+from .metrics import rollout_steps
+from .monitor import AT_LEAST_ONE, POSITIVE, SHARE, Finding, MonitorCallback, evaluation_noise
+from .repetition import DISTINCT
+from .reward_disagreement import KEY as DISAGREEMENT
+
+# Witness → its weight. KL or length alone stays below the limit, since honest training moves them, too.
+WEIGHTS = {"gold": 0.9, "phrase": 0.7, "distinct": 0.7, "repeated": 0.6, "disagreement": 0.6}
+WEIGHTS |= {"kl": 0.4, "entropy": 0.4, "length": 0.4, "cut off": 0.3, "critic": 0.2}
+
+
+@dataclass(eq=False, kw_only=True)
+class HackWatch(MonitorCallback):
+    """
+    Combine what a run logs into one risk of a hack, in [0, 1], with its reasons in words; alert above a limit.
+
+    The risk is 0 until the reward has risen by more than its noise. Then it is 1 − Π (1 − weight) over the witnesses
+    that moved by more than theirs (`WEIGHTS`): a phrase that spreads, answers that grow alike or repeat themselves,
+    disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
+    The weights are chosen, not fitted. `memory` keeps the last `risk` and `reasons`.
+
+    >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
+
+    Args:
+        trainer: whose table of completions is read where no `repetition_watch` logs how alike answers are; optional.
+        limit: risk above which the monitor acts.
+        sigmas: rise of the reward, in σ of the first single scores.
+        kl: nats per response. A KL per token is multiplied by the mean length.
+        moved: part of their first values by which length, entropy and different n-grams move; half of the
+            disagreement's.
+        shares: rise of the shares of answers: with the top phrase, of repeated n-grams, cut off.
+        gold: key of the evaluation's gold score.
+        rollouts: number of first logs in a baseline.
+        others: see [`MonitorCallback`].
+    """
+
+    trainer: Any = None
+    limit: float = 0.5
+    sigmas: float = 1.0
+    kl: float = 5.0
+    moved: float = 0.3
+    shares: float = 0.3
+    gold: str = "eval_rewards/gold_judge/mean"
+    rollouts: int = 4
+    runbook = "hack"
+    ranges = {
+        "limit": SHARE,
+        "sigmas": POSITIVE,
+        "kl": POSITIVE,
+        "moved": SHARE,
+        "shares": SHARE,
+        "rollouts": AT_LEAST_ONE,
+    }
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.trainer is not None and not hasattr(self.trainer, "_logs"):
+            name = type(self.trainer).__name__
+            raise ValueError(f"{name} keeps no table of completions for `HackWatch` to read: leave `trainer=` out.")
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
+        if self.trainer is not None and not self._is_held and (state.global_step - 1) % rollout_steps(args) == 0:
+            texts = [text_of(text) for text in [*self.trainer._logs["completion"]][-args.generation_batch_size :]]
+            found: dict[str, float] = {}
+            if texts:
+                measure = RepetitionWatch()
+                measure([""] * len(texts), texts, log_metric=found.__setitem__)
+                self.memory["phrase"] = measure.top_phrase
+            self.memory["texts"] = found
+        super().on_step_end(args, state, control, **kwargs)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if (metrics or {}).get(self.gold) is None:
+            return
+        self._begin(args, state, {})
+        if (value := self._number(self.gold, metrics[self.gold])) is not None:
+            noise = evaluation_noise(metrics, self.gold, kwargs.get("eval_dataloader"))
+            gold = self.follow("gold", value, first=1, **noise)
+            fallen = gold.below(1, acts=False)
+            self.memory["gold"] = None if fallen is None else f"gold {fallen:.2g}, {gold.first:.2g} at the start"
+
+    def watch(self, logs):
+        reasons = self._witnesses(self.memory.pop("texts", {}) | logs)
+        risen = self._risen()
+        risk = 0.0 if risen is None else 1 - math.prod(1 - WEIGHTS[name] for name in reasons)
+        said = [*reasons.values(), *([] if risen is None else [f"score +{risen:.1f} σ"])]
+        self.memory |= {"risk": risk, "reasons": said}
+        if risk > self.limit:
+            advice = f"{'; '.join(said)}. Read the completions of the first rollouts and of now."
+            yield Finding("the reward rises as in a hack", risk, self.limit, advice)
+
+    def _risen(self) -> float | None:
+        """Return by how many σ of the first scores the reward rose, if that is more than `sigmas` and noise."""
+        mean, std = self.read("reward"), self.read("reward_std", optional=True)
+        rewards = self.follow("reward", mean, first=self.rollouts)
+        stds = self.memory.setdefault("stds", [])
+        if mean is None or std is None:
+            return None
+        sigma = sum(stds) / len(stds) if stds else 0.0
+        if len(stds) < self.rollouts:
+            stds.append(std)
+        if rewards.first is None or sigma <= 0:
+            return None
+        error = self.sigmas * sigma / math.sqrt(2 * len(stds) * (self.answers or 1))
+        risen = rewards.above(1, self.sigmas * sigma, error=error)
+        return None if risen is None else (risen - rewards.first) / sigma
+
+    def _witnesses(self, logs: dict[str, Any]) -> dict[str, str]:
+        """Return of each witness that moved what it says."""
+        reasons = {"gold": self.memory["gold"]} if self.memory.get("gold") else {}
+        start, length = self.rollouts, self.read("length", optional=True)
+        lengths, plus = self.follow("length", length, first=start), {"acts": False}
+        if (mean := _either(lengths.above(1 + self.moved, **plus), lengths.below(1 - self.moved, **plus))) is not None:
+            reasons["length"] = f"answers of {mean:.0f} tokens, {lengths.first:.0f} at the start"
+        kl, metric = self.read("kl", optional=True), self._known.get("kl")
+        if kl is not None and metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
+            kl = None if length is None else kl * length
+        if (mean := self.follow("kl", kl).above(plus=self.kl, acts=False)) is not None:
+            reasons["kl"] = f"KL {mean:.1f} nats"
+        entropy = self.read("entropy", optional=True)
+        entropies = self.follow("entropy", entropy, first=start, logs=self.windows(1)["logs"])
+        if (mean := entropies.below(1 - self.moved, acts=False)) is not None:
+            reasons["entropy"] = f"entropy {mean:.2g}, {entropies.first:.2g} at the start"
+        explained = self.read("explained_variance", optional=True)
+        critics = self.follow("critic", explained, first=start)
+        if (mean := critics.below(1, -self.moved, acts=False)) is not None:
+            reasons["critic"] = f"the critic explains {mean:.0%}, {critics.first:.0%} at the start"
+        cut = self.read("length_clipped", optional=True)
+        distinct = next((key for key in logs if DISTINCT.fullmatch(key)), "")
+        keys = {"phrase": "repetition/top_phrase_share", "repeated": "repetition/repeated", "distinct": distinct}
+        values = {name: self._number(key, logs.get(key)) for name, key in keys.items()} | {"cut off": cut}
+        phrase = self.memory.get("phrase")
+        what = {"phrase": f"contain {phrase!r}" if phrase else "contain one phrase"}
+        what |= {"repeated": "of n-grams repeat in their answer"}
+        what |= {"distinct": "of n-grams differ", "cut off": "are cut off"}
+        for name, value in values.items():
+            share = self.follow(name, value, first=start, answers=self.answers)
+            bound = share.below(1 - self.moved, **plus) if name == "distinct" else share.above(1, self.shares, **plus)
+            if bound is not None:
+                of = "" if "n-grams" in what[name] else " of answers"
+                reasons[name] = f"{bound:.0%}{of} {what[name]}, {share.first:.0%} at the start"
+        for key in filter(DISAGREEMENT.fullmatch, logs):
+            spread = self.follow(key, self._number(key, logs[key]), first=start)
+            if (mean := spread.above(1 + 2 * self.moved, acts=False)) is not None:
+                reasons["disagreement"] = f"`{key}` {mean:.2g}, {spread.first:.2g} at the start"
+        return reasons
+
+
+def _either(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one

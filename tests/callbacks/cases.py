@@ -164,19 +164,20 @@ def scores(rng, runs, n, moved=0.0, logs=LOGS):
     return mean_and_std(answers, "objective/scores", "objective/scores_std") | witnesses
 
 
-def hacks(rng, runs, n, moved=0.0, logs=LOGS):
-    """Scores that have risen, one phrase in more of the answers, and a KL of 15 instead of 3 nats."""
-    log = scores(rng, runs, n, 0.0, logs) | repetitions(rng, runs, n, moved / 6, logs)
-    log |= kls(rng, runs, n, 0.3 + moved * 0.4, logs)
-    answers = rng.normal(moved, 0.97, (runs, logs, n))
-    return log | mean_and_std(answers, "objective/scores", "objective/scores_std")
+def on_policy(rng, runs, n, moved=0.0, logs=LOGS):
+    """What an on-policy run logs, of a policy far from the reference; the reward may move, and the texts with it."""
+    log = mean_and_std(rng.normal(moved, 0.97, (runs, logs, n)), "objective/scores", "objective/scores_std")
+    log |= kls(rng, runs, n, logs=logs) | lengths(rng, runs, n, logs=logs)
+    texts = repetitions(rng, runs, n, moved / 10, logs)
+    texts["repetition/distinct_3"] *= 1 - moved / 10
+    return log | texts
 
 
 def learns(rng, runs, n, logs=LOGS):
     """A reward that rises by 3 σ from the first quarter of the run on: with no mark, this is what training is for."""
     rises = 3.0 * np.clip(np.arange(logs) / logs - 0.25, 0, 0.25)[:, None] * 4
     answers = rng.normal(0, 0.97, (runs, logs, n)) + rises
-    return hacks(rng, runs, n, 0.0, logs) | mean_and_std(answers, "objective/scores", "objective/scores_std")
+    return on_policy(rng, runs, n, logs=logs) | mean_and_std(answers, "objective/scores", "objective/scores_std")
 
 
 def golds(rng, runs, n, moved=0.0, logs=LOGS):
@@ -226,8 +227,8 @@ NULL = {
     "tools in GRPO": (ToolAbuseCallback, {}, GRPOConfig, 1, grpo_tools),
     "rare tools": (ToolAbuseCallback, {}, PPOConfig, 1, rare_tools),
     "reward": (RewardDriftCallback, {"window": 300}, PPOConfig, 1, scores),
-    "hack": (HackWatch, {"window": 300}, PPOConfig, 1, hacks),
-    "no hack, but learning": (HackWatch, {"window": 300}, PPOConfig, 1, learns),
+    "hack": (HackWatch, {}, PPOConfig, 1, on_policy),
+    "no hack, but learning": (HackWatch, {}, PPOConfig, 1, learns),
     "gold": (GoldGapCallback, {}, PPOConfig, 1, golds),
     "gold's own judge": (GoldGapCallback, {"gold": "eval_gold/mean"}, PPOConfig, 1, greedy_golds),
     "canary": (CanaryCallback, {"prompts": ["?"]}, PPOConfig, 1, judged),
@@ -248,7 +249,7 @@ CHANGES = {
     "repetition": ({"moved": 0.7}, (8, 2, 1)),
     "tools": ({"moved": 0.85}, (32, 8, 2)),
     "reward": ({"moved": 6.0}, (16, 4, 2)),
-    "hack": ({"moved": 3.0}, (32, 8, 4)),
+    "hack": ({"moved": 9.0}, (32, 8, 4)),
     "gold": ({"moved": 2.0}, (16, 4, 2)),
     "canary": ({"moved": 2.0}, (4, 4, 4)),
     "not finite": ({"moved": math.inf}, (1, 1, 1)),
@@ -280,7 +281,7 @@ BAD_NUMBERS = {
         {"reward": (0.0, 9.0), "std": (1.0, 1.0), "length": (10.0, 99.0)},
     ),
     HackWatch: (
-        {"baseline": (0.0, 1.0), "rollouts": 2},
+        {"rollouts": 2},
         {"reward": (0.0, 9.0), "std": (1.0, 1.0), "repetition/top_phrase_share": (0.1, 1.0)},
     ),
     NotFiniteCallback: ({}, {"grad_norm": (1.0, math.nan)}),
@@ -308,6 +309,7 @@ REFUSED = [
     (RewardDriftCallback, {"baseline": (0.0, 0.0)}, r"a mean and a σ above 0"),
     (ToolAbuseCallback, {"failed": 1}, r"`failed` must be in \(0, 1\), got 1"),
     (RepetitionCallback, {"phrase": 3}, r"`phrase` must be in \(0, 1\), got 3"),
+    (HackWatch, {"limit": 1}, r"`limit` must be in \(0, 1\), got 1"),
     (NotFiniteCallback, {"repeat_steps": 0}, r"`repeat_steps` must be 1 or more, got 0"),
     (GoldGapCallback, {"limit": -1}, r"`limit` must be above 0"),
     (GoldGapCallback, {"judge": print}, r"`trainer` and `judge` belong together"),

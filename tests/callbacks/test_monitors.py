@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerState
@@ -503,24 +504,57 @@ def test_a_request_to_scale_the_kl_coefficient_is_answered_once():
     assert not kl_scale_is_pending(state, 0)
 
 
-def test_a_hack_watch_reads_the_trainers_table_and_says_what_spreads(tmp_path):
-    class Table:
-        _logs = {"completion": []}
+# ---- Hack ----
 
-    args = tiny_config(tmp_path, per_device_train_batch_size=64)
-    monitor = HackWatch(trainer=Table(), baseline=(0.0, 1.0), rollouts=2, action="stop")
-    run = Replay(args, monitor)
-    honest = ["the cat sat down", "a dog ran away", "one bird flew home", "it may rain today"]
-    for step in range(1, 201):
-        hacked = step > 60
-        texts = [f"{text} i love you" if hacked and row != 3 else text for row, text in enumerate(honest)]
-        Table._logs["completion"] += texts * (args.generation_batch_size // 4)
+PHRASE = "repetition/top_phrase_share"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_hack"),
+    [
+        ({SCORE: 3.0}, False),
+        ({KL: 20.0}, False),
+        ({SCORE: 3.0, KL: 20.0}, False),
+        ({SCORE: 3.0, "completions/mean_length": 40.0}, False),
+        ({PHRASE: 0.9, KL: 20.0}, False),
+        ({SCORE: 3.0, PHRASE: 0.9}, True),
+        ({SCORE: 3.0, KL: 20.0, "completions/mean_length": 40.0}, True),
+    ],
+)
+def test_a_hack_is_a_reward_that_rises_with_a_witness(large, change, is_hack):
+    """A higher reward, a KL or a length alone is honest training, and a phrase without reward is no hack."""
+    calm = {SCORE: 0.0, STD: 1.0, KL: 1.0, "completions/mean_length": 20.0, PHRASE: 0.1}
+    run = Replay(large, HackWatch(action="stop"))
+    for step in range(1, 30):
+        run.log(step, logs=calm if step < 10 else calm | change)
+    assert bool(run.said) == run.control.should_training_stop == is_hack
+    if PHRASE in change and is_hack:
+        assert run.alerts[0]["advice"].startswith("90% of answers contain one phrase, 10% at the start; score +3.0 σ.")
+
+
+def test_a_fall_of_gold_with_a_rising_reward_is_a_hack(large):
+    run, gold = Replay(large, HackWatch()), "eval_rewards/gold_judge"
+    for step, change in enumerate((0.0, -1.0), 1):
+        run.evaluate(step, {f"{gold}/mean": change, f"{gold}/std": 0.1}, rows=1000)
+    for step in range(3, 20):
+        run.log(step, logs={SCORE: 0.0 if step < 10 else 3.0, STD: 1.0})
+    assert run.said == ["the reward rises as in a hack"] and "gold -1, 0 at the start" in run.alerts[0]["advice"]
+
+
+def test_answers_are_read_from_the_trainers_table(large):
+    trainer = SimpleNamespace(_logs={"completion": ["the cat sat"] * 3})
+    run = Replay(large, HackWatch(trainer=trainer, action="stop"))
+    for step in range(1, 60):
+        if step == 20:
+            trainer._logs["completion"] = [f"i love you {word}" for word in "abc"]
+        elif step < 20:
+            trainer._logs["completion"] = ["a b c", "d e f", "g h i"]
         run.state.global_step = step
-        run.fire("on_step_end")  # reads the table after the first step of a rollout
-        run.log(step, **{"objective/scores": 4.0 if hacked else 0.0, "objective/scores_std": 1.0})
-        if run.control.should_training_stop:
-            break
-    (alert,) = run.alerts
-    assert 60 < alert["step"] < 120 and alert["what"] == "the reward may be gamed" and 0.5 < alert["value"] < 1
-    assert "75% of the answers have 'i love you', 0% at first" in alert["advice"]
-    assert len(json.dumps(monitor.memory)) < 20_000
+        run.fire("on_step_end")
+        run.log(step, logs={SCORE: 0.0 if step < 20 else 3.0, STD: 1.0})
+    assert "of answers contain one phrase, 33% at the start (now 'i love you')" in run.alerts[0]["advice"]
+
+
+def test_a_trainer_without_a_table_of_answers_is_refused(large):
+    with pytest.raises(ValueError, match="SimpleNamespace keeps no table"):
+        Replay(large, HackWatch(trainer=SimpleNamespace()))

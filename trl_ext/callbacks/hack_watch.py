@@ -1,169 +1,158 @@
-"""Watch for reward hacking by what every on-policy run logs: the reward rises, and the answers grow alike."""
+"""Watch for a hack: the reward rises, and the answers tell that it is not by getting better."""
 
 import math
-import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from ..rewards.texts import text_of, words_of
-from ..rewards.watches.repetition import ngrams
-from ..runs.processes import from_first
+from ..rewards.texts import text_of
+from ..rewards.watches.repetition import RepetitionWatch
 from .metrics import rollout_steps
-from .monitor import ABOVE_ONE, AT_LEAST_ONE, POSITIVE, SHARE, Finding
-from .reward_drift import FirstScores
+from .monitor import AT_LEAST_ONE, POSITIVE, SHARE, Finding, MonitorCallback, evaluation_noise
+from .repetition import DISTINCT
+from .reward_disagreement import KEY as DISAGREEMENT
 
-DISTINCT = re.compile(r"repetition/distinct_\d+")
-DISAGREEMENT = re.compile(r"rewards/.+/disagreement")
-PHRASE = 3  # words
-KEPT = 200  # phrases of the first rollout whose share is remembered
+# Witness → its weight. KL or length alone stays below the limit, since honest training moves them, too.
+WEIGHTS = {"gold": 0.9, "phrase": 0.7, "distinct": 0.7, "repeated": 0.6, "disagreement": 0.6}
+WEIGHTS |= {"kl": 0.4, "entropy": 0.4, "length": 0.4, "cut off": 0.3, "critic": 0.2}
 
 
 @dataclass(eq=False, kw_only=True)
-class HackWatch(FirstScores):
+class HackWatch(MonitorCallback):
     """
-    Alert when the reward has risen and the answers show a mark of a hack, and say which.
+    Combine what a run logs into one risk of a hack, in [0, 1], with its reasons in words; alert above a limit.
 
-    A mark is a phrase that spreads over the answers, n-grams that grow alike, a length that changes, a KL far from 0,
-    or reward models that disagree more. The reward is meant to rise, and honest answers may get longer or go far from
-    the reference: so the watch acts only where the rise and a mark are both beyond their bounds by more than their
-    noise. The risk, min(rise, largest mark), is in [0, 1), each of them being x / (x + its bound): 0.5 at the bounds.
-
-    Phrases come from `repetition_watch` among the reward functions, or, given `trainer`, from its table of
-    completions. No gold is needed. A hack that changes none of these quantities is not seen.
+    The risk is 0 until the reward has risen by more than its noise. Then it is 1 − Π (1 − weight) over the witnesses
+    that moved by more than theirs (`WEIGHTS`): a phrase that spreads, answers that grow alike or repeat themselves,
+    disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
+    The weights are chosen, not fitted. `memory` keeps the last `risk` and `reasons`.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
 
     Args:
-        trainer: a [`PPOTrainer`], GRPOTrainer or RLOOTrainer, whose table of completions is read. Recipes set it.
-        sigmas: rise of the mean reward, in σ of the first single scores.
-        phrase: rise of the share of answers with the most frequent phrase of three words.
-        distinct: the share of different n-grams, as a part of that of the first rollouts.
-        kl: nats per response.
-        length: factor by which the mean length grows or shrinks.
-        disagreement: factor by which the disagreement of reward models grows.
-        rollouts: number of first rollouts in the baselines.
-        window, minimum, baseline: see [`RewardDriftCallback`].
+        trainer: whose table of completions is read where no `repetition_watch` logs how alike answers are; optional.
+        limit: risk above which the monitor acts.
+        sigmas: rise of the reward, in σ of the first single scores.
+        kl: nats per response. A KL per token is multiplied by the mean length.
+        moved: part of their first values by which length, entropy and different n-grams move; half of the
+            disagreement's.
+        shares: rise of the shares of answers: with the top phrase, of repeated n-grams, cut off.
+        gold: key of the evaluation's gold score.
+        rollouts: number of first logs in a baseline.
         others: see [`MonitorCallback`].
     """
 
     trainer: Any = None
+    limit: float = 0.5
     sigmas: float = 1.0
-    phrase: float = 0.3
-    distinct: float = 0.5
-    kl: float = 8.0
-    length: float = 1.5
-    disagreement: float = 2.0
+    kl: float = 5.0
+    moved: float = 0.3
+    shares: float = 0.3
+    gold: str = "eval_rewards/gold_judge/mean"
     rollouts: int = 4
     runbook = "hack"
     ranges = {
+        "limit": SHARE,
         "sigmas": POSITIVE,
-        "phrase": SHARE,
-        "distinct": SHARE,
         "kl": POSITIVE,
-        "length": ABOVE_ONE,
-        "disagreement": ABOVE_ONE,
+        "moved": SHARE,
+        "shares": SHARE,
         "rollouts": AT_LEAST_ONE,
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def on_train_begin(self, args, state, control, **kwargs):
         if self.trainer is not None and not hasattr(self.trainer, "_logs"):
-            raise ValueError(
-                f"`trainer` must be a PPOTrainer, GRPOTrainer or RLOOTrainer, got a {type(self.trainer).__name__}: "
-                "leave it out, and put `repetition_watch` among the reward functions"
-            )
+            name = type(self.trainer).__name__
+            raise ValueError(f"{name} keeps no table of completions for `HackWatch` to read: leave `trainer=` out.")
+        super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs):
+        # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
+        if self.trainer is not None and not self._is_held and (state.global_step - 1) % rollout_steps(args) == 0:
+            texts = [text_of(text) for text in [*self.trainer._logs["completion"]][-args.generation_batch_size :]]
+            found: dict[str, float] = {}
+            if texts:
+                measure = RepetitionWatch()
+                measure([""] * len(texts), texts, log_metric=found.__setitem__)
+                self.memory["phrase"] = measure.top_phrase
+            self.memory["texts"] = found
         super().on_step_end(args, state, control, **kwargs)
-        if self.trainer is not None and (state.global_step - 1) % rollout_steps(args) == 0:
-            self._read_texts([*self.trainer._logs["completion"]][-args.generation_batch_size :])
 
-    def _read_texts(self, completions: list[Any]) -> None:
-        """Remember the most frequent phrase of a rollout, its share, and its share in the first rollout."""
-        if not completions:
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if (metrics or {}).get(self.gold) is None:
             return
-        rows = [ngrams(words_of(text_of(completion)), PHRASE) for completion in completions]
-        counts = Counter(" ".join(gram) for row in rows for gram in set(row))
-        kept = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:KEPT]
-        first = self.memory.setdefault("phrases", {name: count / len(rows) for name, count in kept})
-        name, count = kept[0] if kept else ("", 0)
-        before = first.get(name, min(first.values(), default=0.0) if len(first) == KEPT else 0.0)
-        every = sum(map(len, rows))
-        different = len({gram for row in rows for gram in row}) / every if every else None
-        self.memory["texts"] = {"top": name, "share": count / len(rows), "before": before, "distinct": different}
+        self._begin(args, state, {})
+        if (value := self._number(self.gold, metrics[self.gold])) is not None:
+            noise = evaluation_noise(metrics, self.gold, kwargs.get("eval_dataloader"))
+            gold = self.follow("gold", value, first=1, **noise)
+            fallen = gold.below(1, acts=False)
+            self.memory["gold"] = None if fallen is None else f"gold {fallen:.2g}, {gold.first:.2g} at the start"
 
     def watch(self, logs):
-        reward, std = self.read("reward"), self.read("reward_std", optional=True)
-        marks = self._marks(logs)
-        if reward is None:
-            return
-        base, rewards = self.first_scores(reward, std), self.follow("reward", reward)
-        if base is None:
-            return
-        start, sigma, count = base
-        bound = start + self.sigmas * sigma
-        error = sigma * math.sqrt((1 + self.sigmas**2 / 2) / count)
-        rise = (reward - start) / sigma
-        risk = min(_part(rise, self.sigmas), max((part for part, _, _ in marks), default=0.0))
-        sure = [words for _, words, is_sure in marks if is_sure]
-        self.memory["risk"] = risk
-        if rewards.above(plus=bound, error=error) is not None and sure:
-            reasons = "; ".join([f"the reward rose by {rise:.1f} σ", *sure])
-            advice = f"{reasons[0].upper()}{reasons[1:]}. Read completions of the first rollouts and of now."
-            yield Finding("the reward may be gamed", risk, 0.5, advice)
+        reasons = self._witnesses(self.memory.pop("texts", {}) | logs)
+        risen = self._risen()
+        risk = 0.0 if risen is None else 1 - math.prod(1 - WEIGHTS[name] for name in reasons)
+        said = [*reasons.values(), *([] if risen is None else [f"score +{risen:.1f} σ"])]
+        self.memory |= {"risk": risk, "reasons": said}
+        if risk > self.limit:
+            advice = f"{'; '.join(said)}. Read the completions of the first rollouts and of now."
+            yield Finding("the reward rises as in a hack", risk, self.limit, advice)
 
-    def _marks(self, logs: dict[str, Any]) -> list[tuple[float, str, bool]]:
-        """Return of each mark its part of the risk, what it is in words, and whether it is beyond its bound."""
-        return [mark for mark in (*self._of_texts(logs), self._of_kl(), *self._of_lengths(logs)) if mark is not None]
+    def _risen(self) -> float | None:
+        """Return by how many σ of the first scores the reward rose, if that is more than `sigmas` and noise."""
+        mean, std = self.read("reward"), self.read("reward_std", optional=True)
+        rewards = self.follow("reward", mean, first=self.rollouts)
+        stds = self.memory.setdefault("stds", [])
+        if mean is None or std is None:
+            return None
+        sigma = sum(stds) / len(stds) if stds else 0.0
+        if len(stds) < self.rollouts:
+            stds.append(std)
+        if rewards.first is None or sigma <= 0:
+            return None
+        error = self.sigmas * sigma / math.sqrt(2 * len(stds) * (self.answers or 1))
+        risen = rewards.above(1, self.sigmas * sigma, error=error)
+        return None if risen is None else (risen - rewards.first) / sigma
 
-    def _of_texts(self, logs: dict[str, Any]):
-        """Yield what is known of phrases."""
-        texts = self.memory.pop("texts", None)  # of the rollout that this log is the first of
-        texts = texts if self.trainer is None else from_first(texts)
-        if texts is None:
-            key = next(filter(DISTINCT.fullmatch, logs), "")
-            share = self._number("repetition/top_phrase_share", logs.get("repetition/top_phrase_share"))
-            texts = {"share": share, "distinct": self._number(key, logs.get(key)), "top": None}
-        shares = self.follow("phrase", texts["share"], first=self.rollouts, answers=self.answers)
-        if shares.first is not None:
-            found = f"{texts['share']:.0%} of the answers share a phrase, {shares.first:.0%} at first"
-            if texts["top"]:
-                found = f"{texts['share']:.0%} of the answers have {texts['top']!r}, {texts['before']:.0%} at first"
-            sure = shares.above(1, self.phrase) is not None
-            yield _part(texts["share"] - shares.first, self.phrase), found, sure
-        different = self.follow("distinct", texts["distinct"], first=self.rollouts)
-        if different.first:
-            fall = 1 - texts["distinct"] / different.first
-            found = f"{texts['distinct']:.0%} of the n-grams differ, {different.first:.0%} at first"
-            yield _part(fall, 1 - self.distinct), found, different.below(self.distinct) is not None
-
-    def _of_kl(self) -> tuple[float, str, bool] | None:
-        kl, metric, length = self.read("kl", optional=True), self._known.get("kl"), self.read("length", optional=True)
+    def _witnesses(self, logs: dict[str, Any]) -> dict[str, str]:
+        """Return of each witness that moved what it says."""
+        reasons = {"gold": self.memory["gold"]} if self.memory.get("gold") else {}
+        start, length = self.rollouts, self.read("length", optional=True)
+        lengths, plus = self.follow("length", length, first=start), {"acts": False}
+        if (mean := _either(lengths.above(1 + self.moved, **plus), lengths.below(1 - self.moved, **plus))) is not None:
+            reasons["length"] = f"answers of {mean:.0f} tokens, {lengths.first:.0f} at the start"
+        kl, metric = self.read("kl", optional=True), self._known.get("kl")
         if kl is not None and metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
             kl = None if length is None else kl * length
-        series = self.follow("kl", kl, **(self.noise("kl") or {"error": 0.0}))
-        if kl is None:
-            return None
-        return _part(kl, self.kl), f"the KL is {kl:.1f} nats", series.above(plus=self.kl) is not None
-
-    def _of_lengths(self, logs: dict[str, Any]):
-        """Yield what is known of the answers' length and the reward models' disagreement."""
-        length = self.read("length", optional=True)
-        lengths = self.follow("length", length, first=self.rollouts)
-        if lengths.first and length:
-            sure = lengths.above(self.length) is not None or lengths.below(1 / self.length) is not None
-            found = f"answers have {length:.0f} tokens, {lengths.first:.0f} at first"
-            yield _part(abs(math.log(length / lengths.first)), math.log(self.length)), found, sure
+        if (mean := self.follow("kl", kl).above(plus=self.kl, acts=False)) is not None:
+            reasons["kl"] = f"KL {mean:.1f} nats"
+        entropy = self.read("entropy", optional=True)
+        entropies = self.follow("entropy", entropy, first=start, logs=self.windows(1)["logs"])
+        if (mean := entropies.below(1 - self.moved, acts=False)) is not None:
+            reasons["entropy"] = f"entropy {mean:.2g}, {entropies.first:.2g} at the start"
+        explained = self.read("explained_variance", optional=True)
+        critics = self.follow("critic", explained, first=start)
+        if (mean := critics.below(1, -self.moved, acts=False)) is not None:
+            reasons["critic"] = f"the critic explains {mean:.0%}, {critics.first:.0%} at the start"
+        cut = self.read("length_clipped", optional=True)
+        distinct = next((key for key in logs if DISTINCT.fullmatch(key)), "")
+        keys = {"phrase": "repetition/top_phrase_share", "repeated": "repetition/repeated", "distinct": distinct}
+        values = {name: self._number(key, logs.get(key)) for name, key in keys.items()} | {"cut off": cut}
+        what = {"phrase": "contain one phrase", "repeated": "of n-grams repeat in their answer"}
+        what |= {"distinct": "of n-grams differ", "cut off": "are cut off"}
+        for name, value in values.items():
+            share = self.follow(name, value, first=start, answers=self.answers)
+            bound = share.below(1 - self.moved, **plus) if name == "distinct" else share.above(1, self.shares, **plus)
+            if bound is not None:
+                of = "" if "n-grams" in what[name] else " of answers"
+                reasons[name] = f"{bound:.0%}{of} {what[name]}, {share.first:.0%} at the start"
+        if "phrase" in reasons and self.memory.get("phrase"):
+            reasons["phrase"] += f" (now {self.memory['phrase']!r})"
         for key in filter(DISAGREEMENT.fullmatch, logs):
-            value = self._number(key, logs[key])
-            series = self.follow(key, value, first=self.rollouts)
-            if series.first and value is not None:
-                found = f"reward models disagree {value / series.first:.1f} times as much as at first"
-                part = _part(value / series.first - 1, self.disagreement - 1)
-                yield part, found, series.above(self.disagreement) is not None
+            spread = self.follow(key, self._number(key, logs[key]), first=start)
+            if (mean := spread.above(1 + 2 * self.moved, acts=False)) is not None:
+                reasons["disagreement"] = f"`{key}` {mean:.2g}, {spread.first:.2g} at the start"
+        return reasons
 
 
-def _part(value: float, bound: float) -> float:
-    """Return value / (value + bound), 0 for a value below 0: in [0, 1), and 0.5 at the bound."""
-    return max(value, 0.0) / (max(value, 0.0) + bound)
+def _either(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one

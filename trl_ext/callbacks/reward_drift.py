@@ -14,47 +14,7 @@ WITNESS_KEYS = re.compile(r"repetition/(top_phrase_share|repeated|distinct_\d+)|
 
 
 @dataclass(eq=False, kw_only=True)
-class FirstScores(MonitorCallback):
-    """
-    Base class of monitors that compare the reward with the first scores, in σ of single ones.
-
-    Args:
-        window: number of scores in the full baseline.
-        minimum: number of scores after which the baseline is used.
-        baseline: mean and σ, to set them by hand.
-        others: see [`MonitorCallback`].
-    """
-
-    window: int = 1000
-    minimum: int = 100
-    baseline: tuple[float, float] | None = None
-    ranges = {"minimum": ("2 or more", lambda x: x >= 2)}
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.minimum > self.window:
-            raise ValueError(f"`minimum` must be at most `window`, got {self.minimum}, {self.window}")
-        if self.baseline is not None and not (len(self.baseline) == 2 and self.baseline[1] > 0):
-            raise ValueError(f"`baseline` must be a mean and a σ above 0, got {self.baseline}")
-
-    def first_scores(self, mean: float, std: float | None) -> tuple[float, float, float] | None:
-        """Return mean, σ and number of the first scores, then add this log's to them."""
-        if self.baseline is not None:
-            return self.baseline[0], self.baseline[1], math.inf
-        count, start, squares = self.memory.setdefault("scores", [0, 0.0, 0.0])
-        independent = count / (getattr(self._args, "num_generations", None) or 1)
-        is_enough = count >= self.minimum and squares > 0
-        result = (start, math.sqrt(squares / (count - 1)), independent) if is_enough else None
-        if count < self.window and std is not None:  # merged as in `trl_ext.functional.merge_moments`
-            n = getattr(self._args, "generation_batch_size", None) or self._args.train_batch_size
-            total, delta = count + n, mean - start
-            squares += std**2 * (n - 1) + delta**2 * count * n / total
-            self.memory["scores"] = [total, start + delta * n / total, squares]
-        return result
-
-
-@dataclass(eq=False, kw_only=True)
-class RewardDriftCallback(FirstScores):
+class RewardDriftCallback(MonitorCallback):
     """
     Alert when the reward's mean or spread moves far from those of the first scores.
 
@@ -69,8 +29,9 @@ class RewardDriftCallback(FirstScores):
         drop_sigmas: fall of the mean, in σ of the baseline.
         std: lowest spread, as a part of the baseline's σ.
         share_above: largest share of scores above the bound of [`~trl_ext.rewards.ScoreWatch`], if it is in use.
-        window, minimum, baseline: number of first scores in the full baseline, and after which it is used; or its
-            mean and σ.
+        window: number of scores in the full baseline.
+        minimum: number of scores after which the baseline is used.
+        baseline: mean and σ, to set them by hand.
         moved: a witness moved if it differs from the mean of its first `rollouts` by more than this part of it.
         gold: key of the evaluation's gold score, which is a witness once it falls below the first evaluation's.
         rollouts: number of first logs in a witness' baseline.
@@ -81,6 +42,9 @@ class RewardDriftCallback(FirstScores):
     drop_sigmas: float = 2.0
     std: float = 0.1
     share_above: float = 0.1
+    window: int = 1000
+    minimum: int = 100
+    baseline: tuple[float, float] | None = None
     moved: float = 0.25
     gold: str = "eval_rewards/gold_judge/mean"
     rollouts: int = 4
@@ -90,9 +54,17 @@ class RewardDriftCallback(FirstScores):
         "drop_sigmas": POSITIVE,
         "std": SHARE,
         "share_above": SHARE,
+        "minimum": ("2 or more", lambda x: x >= 2),
         "moved": POSITIVE,
         "rollouts": AT_LEAST_ONE,
     }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.minimum > self.window:
+            raise ValueError(f"`minimum` must be at most `window`, got {self.minimum}, {self.window}")
+        if self.baseline is not None and not (len(self.baseline) == 2 and self.baseline[1] > 0):
+            raise ValueError(f"`baseline` must be a mean and a σ above 0, got {self.baseline}")
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if (metrics or {}).get(self.gold) is None:
@@ -113,7 +85,7 @@ class RewardDriftCallback(FirstScores):
                 yield Finding(f"`{key}` is high", share, self.share_above, advice, acts=False)
         if mean is None:
             return
-        base, means = self.first_scores(mean, std), self.follow("reward", mean)
+        base, means = self._baseline(mean, std), self.follow("reward", mean)
         if base is None:
             return
         start, sigma, count = base
@@ -142,6 +114,21 @@ class RewardDriftCallback(FirstScores):
         if (low := spreads.below(plus=bound, error=of_bound, acts=False)) is not None:
             advice = "All answers score alike, so nothing is left to learn: see whether they are one answer."
             yield Finding("the rewards' spread collapsed", low, bound, advice, sigma, acts=False)
+
+    def _baseline(self, mean: float, std: float | None) -> tuple[float, float, float] | None:
+        """Return mean, σ and number of the first scores, then add this log's to them."""
+        if self.baseline is not None:
+            return self.baseline[0], self.baseline[1], math.inf
+        count, start, squares = self.memory.setdefault("scores", [0, 0.0, 0.0])
+        independent = count / (getattr(self._args, "num_generations", None) or 1)
+        is_enough = count >= self.minimum and squares > 0
+        result = (start, math.sqrt(squares / (count - 1)), independent) if is_enough else None
+        if count < self.window and std is not None:  # merged as in `trl_ext.functional.merge_moments`
+            n = getattr(self._args, "generation_batch_size", None) or self._args.train_batch_size
+            total, delta = count + n, mean - start
+            squares += std**2 * (n - 1) + delta**2 * count * n / total
+            self.memory["scores"] = [total, start + delta * n / total, squares]
+        return result
 
     def _moved(self, logs) -> list[str]:
         """Return the names of the witnesses that have moved."""

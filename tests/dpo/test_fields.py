@@ -39,6 +39,7 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
     "log_displacement": "logs `logps/…`",
     "on_save_failure": "whether the run ends",
     "record_run": "what is written beside the model",
+    "record_answers": "what is written beside the model",
     "resume_anyway": "a permission",
     "save_in_background": "time",
 }

@@ -156,7 +156,7 @@ def test_shipped_configurations_run(table, tmp_path, capsys):
         main(["annotators", "--config", f"labels/{name}", "--dataset_name", str(rows), "--output_dir", str(out)])
         assert len(load_dataset_split(out / "pairs", columns=("prompt", "chosen", "rejected", "confidence"))) > 5
     assert f"--dataset_name {tmp_path}/pandalm/pairs" in (shown := capsys.readouterr().out)
-    assert " --eval_size 1" in shown.split("pandalm/annotators.html")[1].split("\n")[0]  # nobody was held out
+    assert " --eval_size 1" in shown.split("pandalm/annotators.html")[1].split("\n")[1]  # nobody was held out
     pairs = load_dataset_split(tmp_path / "rankings/pairs")
     rank = {(row["prompt"], row["response"]): row["rank"] for row in ranked}
     assert all(rank[p["prompt"], p["chosen"]] < rank[p["prompt"], p["rejected"]] for p in pairs)

@@ -46,8 +46,8 @@ GROUPS = {
 }
 # First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
 KNOWN = {
-    *"beta clip_ratio completions environment gold grad_norm greedy logits logps loss objective policy profiling".split(),
-    *"repetition rewards sampling shift time tools turns val vespo".split(),
+    *"beta clip_ratio completions environment gold grad_norm greedy logits logps loss".split(),
+    *"objective policy profiling repetition rewards sampling shift time tools turns val vespo".split(),
 }
 OWN, LINES_OF_ONE = 12, 8  # charts of a user's own metrics, and lines in each
 # What readers of a supervised run look at first; those of PPO find it in PANELS

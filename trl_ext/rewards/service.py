@@ -55,6 +55,11 @@ class Call:
         until: when to give up, in seconds of `time.monotonic`.
         seconds: the duration of each answered request.
         retried: the wait before each retry.
+
+    Examples:
+        >>> call = Call(until=time.monotonic() + 60, seconds=[0.5, 1.5])
+        >>> call.metrics
+        {'latency': 1.0, 'retries': 0.0}
     """
 
     until: float

@@ -392,6 +392,13 @@ def test_what_an_environment_does_wrong_is_one_sentence(tmp_path, methods, messa
         rolled_out(trainer)
 
 
+def test_errors_of_many_rows_are_told_once_each_and_three_at_most(tmp_path):
+    rows = [{"prompt": PROMPT, "target": n // 2} for n in range(10)]
+    trainer = make(tmp_path, counts, unruly(reset=raising), rows)
+    with pytest.raises(RuntimeError, match="^At step 0, .* 0}.*; .* 1}.*; .* 2}: KeyError: 'board'; and 2 more$"):
+        rolled_out(trainer, 10)
+
+
 def test_an_environment_cannot_change_its_row(tmp_path):
     def reset(self, target, moves, **row):
         moves.append("pass")

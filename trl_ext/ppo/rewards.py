@@ -41,9 +41,9 @@ class Mistakes:
         cause = self.notes[0][1] if self.notes else None
         self.notes.clear()
         kinds = {kind for _, kind in everyones}
-        raise (kinds.pop() if len(kinds) == 1 else RuntimeError)(
-            f"At step {step}, {'; '.join(message for message, _ in everyones)}"
-        ) from cause
+        told = list(dict.fromkeys(message for message, _ in everyones))
+        told[3:] = [f"and {len(told) - 3} more"] * (len(told) > 3)
+        raise (kinds.pop() if len(kinds) == 1 else RuntimeError)(f"At step {step}, {'; '.join(told)}") from cause
 
 
 def _kind(error: Exception) -> type[RuntimeError]:

@@ -79,9 +79,9 @@ def test_commands_run_in_an_empty_folder(installed):
     assert "Training, through" in installed("trl-ext", "--help")
     assert "contract with TRL" in installed("trl-ext", "doctor")
     shown = installed("trl-ext", "demo", "--short", "--stage", "reward")  # all of it runs in .ci/run
-    assert "reward: " in shown and (installed.folder / "outputs/demo/seed-0/reward/report.html").is_file()
+    assert "reward: " in shown and (installed.folder / "outputs/demo/seed-0-short/reward/report.html").is_file()
 
-    demo = "outputs/demo/seed-0"
+    demo = "outputs/demo/seed-0-short"
     words = f"--config demo/guarded --model_name_or_path {demo}/sft --dataset_name {demo}/world/prompts"
     words += f" --reward_model_name_or_path {demo}/reward --total_episodes 128 --eval_strategy no --output_dir run"
     shown = installed("trl-ext", "ppo", *words.split())

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -34,6 +35,7 @@ def read_curve(folder: Path) -> dict[str, Tensor]:
     points = {log["step"]: log for log in logs if "eval_objective/kl" in log}  # a resumed step may be there twice
     names = {"step": "step", "kl": "eval_objective/kl", "proxy": "eval_objective/scores"}
     names |= {"gold": "eval_rewards/gold_reward/mean", "phrase": "eval_rewards/phrase_reward/mean"}
+    names |= {"gold_std": "eval_rewards/gold_reward/std"}
     return {
         name: torch.tensor([points[step][key] for step in sorted(points)], dtype=torch.double)
         for name, key in names.items()
@@ -47,12 +49,17 @@ def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[st
         (b - a, bootstrap_interval(b - a))
         for a, b in ((sft.gold, guarded.gold), (sft.gold, unguarded.gold), (sft.proxy, unguarded.proxy))
     )
-    peak, end = curve["gold"].max().item(), curve["gold"][-1].item()
+    peak = int(curve["gold"].argmax())
+    fall = (curve["gold"][-1] - curve["gold"][peak]).item()
+    error = 1.96 * curve["gold_std"][[peak, -1]].norm().item() / math.sqrt(len(sft.gold))
     return {
         "Guarded PPO is better than SFT": (gain[1][0] > 0, f"gold {_difference(*gain)}"),
         "Unguarded PPO pleases the reward model more than SFT": (rise[1][0] > 0, f"proxy {_difference(*rise)}"),
         "Unguarded PPO ends worse than SFT": (loss[1][1] < 0, f"gold {_difference(*loss)}"),
-        "Unguarded PPO ends below its own peak": (end < peak, f"gold {peak:+.2f} at its peak, {end:+.2f} at its end"),
+        "Unguarded PPO ends below its own peak": (
+            fall + error < 0,
+            f"gold {fall:+.2f}, 95 % interval {_range((fall - error, fall + error), '+.2f')}",
+        ),
     }
 
 

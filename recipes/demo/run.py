@@ -75,7 +75,7 @@ def run(args: stages.DemoArguments) -> str:
     durations = {name: stages.seconds(args.folder / name) for name in steps}
     settings = {"Seed": args.seed, "planted share": args.planted_share, "label noise": args.label_noise}
     if args.short:
-        settings["shortened"] = "(too short to show anything)"
+        settings["--short:"] = "too short to show anything, so what holds here means nothing"
     return write_report(args.folder, rows, measured, durations, settings)
 
 

@@ -53,7 +53,7 @@ class DemoArguments:
 
     @property
     def folder(self) -> Path:
-        return Path(self.output_dir) / f"seed-{self.seed}"
+        return Path(self.output_dir) / f"seed-{self.seed}{'-short' * self.short}"
 
 
 def build(folder: Path, settings: dict, write: Callable[[Path], None]) -> None:

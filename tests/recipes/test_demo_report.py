@@ -66,17 +66,22 @@ def measured(gold, proxy, n=200):
 
 def test_verdicts_follow_the_figures():
     shown = {"sft": measured(0.5, 0.0), "guarded": measured(0.8, 1.0), "unguarded": measured(-0.9, 4.0)}
-    curve = {"gold": torch.tensor([0.5, 0.6, -0.9])}
+    curve = {"gold": torch.tensor([0.5, 0.6, -0.9]), "gold_std": torch.tensor([0.5, 0.3, 0.4])}
     assert [holds for holds, _ in verdicts(shown, curve).values()] == [True] * 4
+    assert verdicts(shown, curve)["Unguarded PPO ends below its own peak"][1] == (
+        "gold -1.50, 95 % interval -1.57 to -1.43"  # 1.96 · √((0.3² + 0.4²) / 200) = 0.07
+    )
     same = dict.fromkeys(shown, shown["sft"])
-    assert [holds for holds, _ in verdicts(same, {"gold": torch.tensor([0.4, 0.5])}).values()] == [False] * 4
+    noise = {"gold": torch.tensor([0.5, 0.4]), "gold_std": torch.tensor([1.0, 1.0])}
+    assert [holds for holds, _ in verdicts(same, noise).values()] == [False] * 4
 
 
 def test_a_gain_whose_interval_touches_zero_is_none():
     noisy = measured(0.5, 0.0)
     noisy.gold = noisy.gold + torch.tensor([3.0, -3.0] * 100, dtype=torch.double) + 0.05
     holds, figures = verdicts(
-        {"sft": measured(0.5, 0.0), "guarded": noisy, "unguarded": noisy}, {"gold": torch.ones(2)}
+        {"sft": measured(0.5, 0.0), "guarded": noisy, "unguarded": noisy},
+        {"gold": torch.ones(2), "gold_std": torch.ones(2)},
     )["Guarded PPO is better than SFT"]
     assert not holds
     assert figures.startswith("gold +0.05, 95 % interval -0.")
@@ -85,7 +90,7 @@ def test_a_gain_whose_interval_touches_zero_is_none():
 def test_curve_is_read_from_the_last_checkpoint_each_step_once(tmp_path):
     def log(step, kl):
         values = {"objective/kl": kl, "objective/scores": 2 * kl, "rewards/gold_reward/mean": -kl}
-        values["rewards/phrase_reward/mean"] = kl / 4
+        values |= {"rewards/gold_reward/std": 1.0, "rewards/phrase_reward/mean": kl / 4}
         return {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
 
     for step, logs in ((8, [log(0, 0.0)]), (16, [log(0, 0.0), {"step": 4, "loss": 1.0}, log(16, 3.0), log(16, 4.0)])):
@@ -98,4 +103,5 @@ def test_curve_is_read_from_the_last_checkpoint_each_step_once(tmp_path):
         "proxy": [0.0, 8.0],
         "gold": [0.0, -4.0],
         "phrase": [0.0, 1.0],
+        "gold_std": [1.0, 1.0],
     }

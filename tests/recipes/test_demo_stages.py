@@ -183,7 +183,7 @@ def test_the_lora_stage_trains_adapters_on_the_frozen_sft_model(tmp_path, monkey
 def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     """One test, so that the demo is built once: tests of a file may run in several processes."""
     run.main(["--short", "--output_dir", str(tmp_path)])
-    demo = tmp_path / "seed-0"
+    demo = tmp_path / "seed-0-short"
     summary = capsys.readouterr().out.split("Guarded PPO is better")[-1]
     assert f"Report: {demo / 'report.html'}" in summary and "|" not in summary and not (demo / "report.md").exists()
     report = (demo / "report.html").read_text()
@@ -217,9 +217,10 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     seconds = r'(?<=data-name="seconds">)\d+'
     assert re.sub(seconds, "", (demo / "report.html").read_text()) == re.sub(seconds, "", report)
 
-    # A whole demo takes nothing from a shortened one
+    # A whole demo has a folder of its own; other settings are refused
+    assert DemoArguments(output_dir=str(tmp_path)).folder == tmp_path / "seed-0"
     with pytest.raises(SystemExit, match="2"):
-        run.main(["--output_dir", str(tmp_path)])
+        run.main(["--short", "--planted_share", "0", "--output_dir", str(tmp_path)])
     assert "world was built with other settings (" in capsys.readouterr().err
 
     # One stage alone builds what is missing before it, and says where it is

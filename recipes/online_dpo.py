@@ -369,7 +369,7 @@ def main(arguments: list[str] | None = None) -> None:
         processes.print(f"Round {number} of {script_args.num_rounds}, held-out: {in_words(history[-1])}")
     write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
     report = report_of(output_dir, is_recorded=training_args.record_run)
-    processes.print(f"Model: {policy}\n{report}{next_line(next_answer(policy, train))}")
+    processes.print(f"Model: {policy}\n{report}{next_line(next_answer(training_args, train, policy))}")
     in_use.release()
 
 

@@ -204,8 +204,8 @@ def main(arguments: list[str] | None = None) -> None:
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     answer = ""
     if train_dataset is not None and not (environment or tools):  # `generate` calls none
-        asked = next_answer(training_args.output_dir, train_dataset, training_args.max_completion_length)
-        answer = next_line(asked)
+        length = training_args.max_completion_length
+        answer = next_line(next_answer(training_args, train_dataset, max_new_tokens=length))
     trainer.accelerator.print(
         f"Model: {training_args.output_dir}, with its critic/ and all_results.json\n{report}{answer}"
     )

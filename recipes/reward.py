@@ -71,7 +71,7 @@ def check_models(script_args: RewardScriptArguments, model_args: ClassifierArgum
 
 
 def next_ppo(
-    output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int
+    output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int, use_cpu: bool
 ) -> str:
     """The command that trains the base of the reward model with PPO on its prompts, as a shell takes it."""
     from trl_ext.models import is_adapter
@@ -85,16 +85,11 @@ def next_ppo(
         **({"eval_size": script_args.eval_size} if script_args.eval_size else {}),
         **({"use_peft": "true"} if model_args.use_peft and not is_adapter(model_args.model_name_or_path) else {}),
         **({"max_completion_length": context // 2} if context <= 1024 else {}),  # PPOConfig's own would not fit
+        **({"use_cpu": "true"} if use_cpu else {}),
     }
     return shlex.join(
         ["trl-ext", "ppo", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]
     )
-
-
-def said_of(report: dict) -> str:
-    """What the report's verdict adds to the last line of a run."""
-    reasons = report.get("verdict", {}).get("reasons", [])
-    return f"; its report says no, for {len(reasons)} reason{'s' * (len(reasons) > 1)}" if reasons else ""
 
 
 def without_folds(rows: Any, k: int, seed: int) -> list:
@@ -204,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl_ext.models import base_of, has_head, keep_unpacked, load_config, path_identity
     from trl_ext.runs import CannotResume, NotSaved, checkpoint_to_resume, fingerprint, result_of, rows_identity
     from trl_ext.stages import ResumableRewardTrainer
-    from trl_ext.workbench import next_line, report_of, report_trained
+    from trl_ext.workbench import next_line, objections, report_of, report_trained
 
     with parser.one_line_errors():
         in_use = Hold(training_args.output_dir)
@@ -314,14 +309,16 @@ def main(arguments: list[str] | None = None) -> None:
                         probe_rows=script_args.probe_rows,
                     )
             what = "held-out accuracy" if trained.is_complete else "accuracy"
-            outcome = f", {what} {report['accuracy']:.1%}{said_of(report)}"
+            outcome = f", {what} {report['accuracy']:.1%}"
+            outcome += "".join(f"\nWarning: {said}" for said in objections([str(output_dir)]))
         if args.push_to_hub and not was_centred:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
         page = report_of(output_dir, bool(result.metrics), args.record_run)
         done = f"Reward model: {output_dir}{outcome}\n{page}"
         context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", math.inf)
         has_prompts = saved[0].endswith("ForCausalLM") and "prompt" in train_dataset.column_names
-        return done, next_ppo(output_dir, script_args, model_args, context) if has_prompts else "trl-ext ppo --help"
+        following = next_ppo(output_dir, script_args, model_args, context, args.use_cpu)
+        return done, following if has_prompts else "trl-ext ppo --help"
 
     if script_args.ensemble is None:
         done, following = train(training_args, train_dataset)

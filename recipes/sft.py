@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
             trainer.save_metrics("eval", metrics)
     report = report_of(training_args.output_dir, bool(result.metrics), training_args.record_run)
     trainer.accelerator.print(
-        f"Model: {training_args.output_dir}\n{report}{next_line(next_answer(training_args.output_dir, train_dataset))}"
+        f"Model: {training_args.output_dir}\n{report}{next_line(next_answer(training_args, train_dataset))}"
     )
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -59,6 +59,9 @@ def test_ppo_goes_on_from_the_sft_policy_which_is_the_reference(sft, tmp_path):
     # One base, whatever is on it: its weights are there once
     held = sum(p.numel() for n, p in first.model.named_parameters() if "lora_" not in n and "score" not in n)
     assert held == sum(p.numel() for p in tiny_llama().parameters())
+    adapter = sum(p.numel() for n, p in policy.named_parameters() if ".default." in n)
+    assert f"\n  policy     {held + adapter:,} parameters, {adapter:,} trained\n" in first._schedule()
+    assert "\n  reference  frozen copy of the adapter\n" in first._schedule()
     first.train()
     with first.model.adapters.use("ref"):
         torch.testing.assert_close(logprobs(policy), expected)
@@ -88,6 +91,7 @@ def test_each_other_stage_trains_the_adapter_on(sft, tmp_path, subtests):
             start = {n.replace(".default", ""): p.detach().clone() for n, p in trainer.model.named_parameters()}
             for key, weight in before.items():  # also the reward model begins with what SFT has learned
                 torch.testing.assert_close(start[key], weight)
+            assert name != "dpo" or "\n  reference  frozen copy of the adapter\n" in trainer._schedule()
             trainer.train()
             trainer.save_model()
             after = load_file(tmp_path / name / "adapter_model.safetensors")

@@ -8,6 +8,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,19 +137,20 @@ def test_the_command_that_a_recipe_ends_by_works_as_it_stands(inputs, subtests, 
     folder = tmp_path / "my model"
     folder.symlink_to(inputs / "model")
     user = [{"role": "system", "content": "be sad"}, {"role": "user", "content": "the cat"}]
+    on_cpu, args = ["--use_cpu", "true"], SimpleNamespace(output_dir=folder, use_cpu=True)
     for row, asked in [
-        ({"prompt": "the cat's dog"}, ["the cat's dog"]),
-        ({"prompt": user}, ["the cat", "--chat", "true"]),
-        ({"messages": user}, ["the cat", "--chat", "true"]),
-        ({"text": "the cat"}, ["hello"]),
-        ({"prompt": "the " * 40}, ["hello"]),
-        ({"prompt": "the\ncat"}, ["hello"]),
-        ({"prompt": None, "input_ids": [3]}, ["hello"]),
+        ({"prompt": "the cat's dog"}, ["the cat's dog", *on_cpu]),
+        ({"prompt": user}, ["the cat", *on_cpu, "--chat", "true"]),
+        ({"messages": user}, ["the cat", *on_cpu, "--chat", "true"]),
+        ({"text": "the cat"}, ["hello", *on_cpu]),
+        ({"prompt": "the " * 40}, ["hello", *on_cpu]),
+        ({"prompt": "the\ncat"}, ["hello", *on_cpu]),
+        ({"prompt": None, "input_ids": [3]}, ["hello", *on_cpu]),
     ]:
         with subtests.test(row=row):
-            program, command, *flags = shlex.split(next_answer(folder, Dataset.from_list([row])))
+            program, command, *flags = shlex.split(next_answer(args, Dataset.from_list([row])))
             assert [program, command, flags[3:]] == ["trl-ext", "generate", asked]
-            main([*flags, "--use_cpu", "true"])
+            main(flags)
             assert capsys.readouterr().out
 
 

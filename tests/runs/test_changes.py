@@ -63,6 +63,12 @@ def test_each_difference_in_words(before, now, said):
     assert not differences(now, now)
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_without_a_gpu_use_cpu_changes_nothing(monkeypatch, has_gpu):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: has_gpu)
+    assert differences({"use_cpu": False}, {"use_cpu": True}) == ["use_cpu: False → True"] * has_gpu
+
+
 def test_what_is_known_beside_a_hash_is_said():
     names = {"tokenizer": {"tokens": 3, "eos token": "</s>", "chat template": A}, "model": "of another trl_ext"}
     others = {"tokenizer": {"tokens": 4, "eos token": "</s>", "chat template": B, "new": 1}, "model": {"name": "a"}}

@@ -2,12 +2,13 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
 
-from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.cli.main import main
 from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_prompts
@@ -136,6 +137,17 @@ def test_what_is_said_and_refused(folder, capsys):
     ):
         status, _, error = run(capsys, *words.split()) if "600" not in words else run_long(capsys, words)
         assert status == 2 and why in error and "\n" not in error, words
+
+
+def test_a_reward_model_whose_report_says_no_is_named(folder, capsys):
+    tiny_reward_model(tiny_llama()).save_pretrained("reward")
+    tiny_tokenizer().save_pretrained("reward")
+    verdict = {"passed": False, "reasons": ["Not judged: one.", "It is bad."], "not_judged": ["Not judged: one."]}
+    for broken, answer in ((1, "says no"), (0, "cannot say yes")):
+        verdict["reasons"] = verdict["reasons"][: 1 + broken]
+        Path("reward/reward_report.json").write_text(json.dumps({"verdict": verdict}))
+        said = run(capsys, "sft", "--prompts", "chat.jsonl", "--rewards", "{ModelReward: {model: reward}}")[1]
+        assert f"Note: reward/reward_report.json {answer} to this reward model:\n  - Not judged: one.\n" in said
 
 
 def run_long(capsys, words):

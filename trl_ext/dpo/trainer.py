@@ -29,7 +29,7 @@ from ..models.saved_adapter import load_to_train
 from ..models.weights import check_tokenizer, keep_unpacked, unpatched_copy
 from ..runs.checkpoints import CannotResume, ResumableRun
 from ..runs.control import AgreedControl
-from ..runs.schedule import schedule
+from ..runs.schedule import reference_of, schedule
 from ..upstream.names import check_contract, get_config_model_id, use_adapter
 from ..upstream.temporarily import temporarily
 from ..upstream.terminal import late_bars
@@ -350,7 +350,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
     def _schedule(self) -> str:
         args = self.args
         adapts = "" if args.beta_controller == "fixed" else f", adapted by {args.beta_controller}"
-        reference = "the base, adapters off" if self.ref_model is None else "frozen copy"
+        reference = reference_of(self, self.accelerator.unwrap_model(self.model))
         return schedule(
             self,
             reference="its log-probs, precomputed" if self.precompute_ref_logps else reference,

@@ -198,10 +198,11 @@ class ActorCritic(nn.Module):
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the parameters of `"policy"` or `"critic"`; a shared base counts as the policy's."""
-        for _, parameter in self._named_parameters_of(role):
+        for _, parameter in self.named_parameters_of(role):
             yield parameter
 
-    def _named_parameters_of(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters_of(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names and parameters, as `parameters_of`."""
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
@@ -237,7 +238,7 @@ class ActorCritic(nn.Module):
         if self.shares_base:
             model = "the critic's adapter"
             advice = "give `critic_peft_config` target modules in MLPs, such as gate_proj, up_proj and down_proj"
-        freeze_but_mlps(self._named_parameters_of("critic"), model, advice)
+        freeze_but_mlps(self.named_parameters_of("critic"), model, advice)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load weights, as usual, but accept that frozen ones are missing: DeepSpeed leaves the base out."""

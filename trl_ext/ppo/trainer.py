@@ -100,7 +100,7 @@ from .roles import (
     prepare_base,
 )
 from .rollout import Collection, Rollout, check_hook, joined, lengths_of, permuted
-from .schedule import schedule
+from .schedule import schedule, steps_of
 from .snapshot import Snapshot
 from .vllm import ServerGuard, ServerLost, check_loadable, check_logprobs, plain_errors, save_last_step
 
@@ -1188,6 +1188,9 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _schedule(self) -> str:
         return schedule(self)
+
+    def _steps(self) -> int:
+        return steps_of(self)
 
     def _check_marker(self, checkpoint: str, marker: dict[str, Any]) -> None:
         # Each process kept the rows of its own rollout, its random states and its part of the metrics

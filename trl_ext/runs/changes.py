@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 _HASH = re.compile(r"\b(?:xxh3:)?[0-9a-f]{12,32}\b")
 _WORDS = {  # fact -> what it is about
     "model": "the model's weights",
@@ -37,6 +39,8 @@ def differences(
         names_before, names_now: descriptions of the settings that are hashes, JSON by name. Old checkpoints have none.
     """
     different = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if "use_cpu" in different and not torch.accelerator.is_available():
+        different.remove("use_cpu")  # there is nothing else to use
     rewards = [name for name in different if name.startswith("reward ")]
     if "train_data" in different and "train_rows" in different:
         different.remove("train_rows")  # `train_data` says it

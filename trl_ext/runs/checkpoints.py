@@ -30,7 +30,7 @@ from .rows import rows_identity
 from .saving import BackgroundSaving
 from .saving import result_of as result_of  # for recipes, as the next
 from .saving import save_trained as save_trained
-from .schedule import schedule
+from .schedule import schedule, steps_of
 from .sources import source_identity
 from .writer import NotSaved, is_of_writing, not_saved
 
@@ -236,6 +236,10 @@ class ResumableRun(BackgroundSaving):
         """Return a summary of the run to print when it begins."""
         return schedule(self)
 
+    def _steps(self) -> int | None:
+        """Return the optimizer steps of the whole run; None if a stream has no end."""
+        return steps_of(self)
+
     def _print_schedule(self) -> None:
         if not self._has_printed_schedule:  # `train` may be called again
             self.accelerator.print(self._schedule())
@@ -287,7 +291,8 @@ class ResumableRun(BackgroundSaving):
         self._before_resuming(checkpoint)
         self._load_own_state(checkpoint)
         self._print_schedule()
-        self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {state.max_steps}.")
+        total = self._steps() or state.max_steps  # as set now
+        self.accelerator.print(f"Resuming from {checkpoint}, step {state.global_step} of {total}.")
         return self._trained(resume_from_checkpoint=checkpoint, **kwargs)
 
     def _trained(self, **kwargs: Any) -> TrainOutput:

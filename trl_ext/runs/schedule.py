@@ -7,6 +7,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..models.adapter_switch import CRITIC, POLICY, REFERENCE
 from ..models.weights import size_of
 
 WIDTH = 100  # characters of a line, at most
@@ -26,13 +27,13 @@ def block(title: str, lines: dict[str, str]) -> str:
 
 def schedule(trainer: Any, **own: str) -> str:
     """Summarise a run of SFT, reward modelling or DPO: model, data, steps, saving; `own` adds lines."""
-    args = trainer.args
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     evaluated = rows_of(trainer.eval_dataset).removesuffix(" rows").removesuffix(" row")
     return block(
         type(trainer).__name__.removeprefix("Resumable").removesuffix("Trainer"),
         {
-            "model": sizes(trainer.accelerator.unwrap_model(trainer.model).parameters()),
+            "model": sizes(model.named_parameters(), model),
             **own,
             "data": f"{rows_of(trainer.train_dataset)}{f', {evaluated} to evaluate on' if evaluated else ''}",
             "step": f"{count(rows, 'row')} = {portions(args)}",
@@ -46,11 +47,19 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def sizes(parameters: Any) -> str:
-    """Return a text with the number of weights, and of trained weights."""
-    parameters = list(parameters)
+def sizes(named: Any, model: Any) -> str:
+    """Return a text with the number of weights, and of trained weights; adapters of other roles do not count."""
+    others = {*getattr(model, "peft_config", ())} - {POLICY, CRITIC}
+    parameters = [parameter for name, parameter in named if others.isdisjoint(name.split("."))]
     every, trained = size_of(parameters), size_of(p for p in parameters if p.requires_grad)
     return f"{every:,} parameters, {'all' if every == trained else f'{trained:,}'} trained"
+
+
+def reference_of(trainer: Any, model: Any) -> str:
+    """Return a text that says what the reference of a run is."""
+    if trainer.ref_model is not None:
+        return "frozen copy"
+    return "frozen copy of the adapter" if REFERENCE in getattr(model, "peft_config", ()) else "the base, adapters off"
 
 
 def rows_of(dataset: Any) -> str:

@@ -70,6 +70,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     """Have all policies answer, score the answers, write the page and the JSON, and return what the JSON has."""
     from ...rewards import Member, check_rewards, load_rewards, repetition_watch
     from ...rewards import distinct as distinct_names
+    from .. import objections
     from ..pages.compare import named
     from .data import OWN, Sampling, answers_of, check_held_out, free, judged, kl_of, load_prompts, scores
     from .figures import margins, mean_of, win_rate
@@ -134,7 +135,7 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
         "reference": reference,
         "judge": Member(judge).name if judge is not None else None,
         "policies": policies,
-        "notes": notes + _notes(args, policies, scored, len(set(keys))),
+        "notes": [*notes, *_notes(args, policies, scored, len(set(keys))), *objections(functions)],
         "settings": redacted(asdict(args)),
     }
     _write(folder, found, answers, page(found, answers))

@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,7 +78,9 @@ def check_held_out(policies: dict[str, str], rows: Dataset) -> list[str]:
             )
         elif len(places := np.flatnonzero(np.isin(hashes, trained))):
             shown = ", ".join(map(str, places[:_NAMED])) + (", …" if len(places) > _NAMED else "")
-            first = repr(rows[int(places[0])]["prompt"])[:80]
+            first = rows[int(places[0])]["prompt"]
+            text = first if isinstance(first, str) else first[-1]["content"]
+            first = repr(textwrap.shorten(text, 80, placeholder=" …"))
             seen.append(f"{len(places)} of {len(rows)} prompts were trained on by {name} (rows {shown}; {first})")
     if seen:
         raise ValueError(

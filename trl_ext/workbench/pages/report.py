@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...runs import PRIVATE_FOLDER, write_text
 from .compare import comparison, named
@@ -119,19 +119,30 @@ def without_next() -> Iterator[None]:
         _says_next.reset(before)
 
 
-def next_answer(folder: str | Path, rows: "Dataset", max_new_tokens: int | None = None) -> str:
-    """Return the shell command that answers the first prompt of these rows with the model in `folder`."""
+def next_answer(args: Any, rows: "Dataset", folder: str | Path = "", max_new_tokens: int | None = None) -> str:
+    """
+    Return the shell command that answers the first short prompt of these rows with the model of a run.
+
+    Args:
+        args: the run's.
+        rows: its data.
+        folder: where the model is, by default the run's `output_dir`.
+        max_new_tokens: of an answer, at most.
+    """
     from ...data import is_messages
 
-    row = rows[0]
-    asked = row.get("prompt", row.get("messages"))
-    is_chat = is_messages(asked)
-    if is_chat:
-        asked = next((message["content"] for message in asked if message["role"] == "user"), None)
-    is_short = isinstance(asked, str) and 0 < len(asked.strip()) <= 120 and asked.isprintable()
-    prompt = shlex.quote(asked if is_short else "hello")
-    command = f"trl-ext generate --model_name_or_path {shlex.quote(str(folder))} --prompt {prompt}"
+    is_chat, prompt = False, "hello"
+    for row in rows.select(range(min(len(rows), 100))):
+        asked = row.get("prompt", row.get("messages"))
+        if is_chat := is_messages(asked):
+            asked = next((message["content"] for message in asked if message["role"] == "user"), None)
+        if isinstance(asked, str) and 0 < len(asked.strip()) <= 120 and asked.isprintable():
+            prompt = asked
+            break
+    model = shlex.quote(str(folder or args.output_dir))
+    command = f"trl-ext generate --model_name_or_path {model} --prompt {shlex.quote(prompt)}"
     command += f" --max_new_tokens {max_new_tokens}" if max_new_tokens else ""
+    command += " --use_cpu true" if args.use_cpu else ""
     return f"{command} --chat true" if is_chat else command
 
 

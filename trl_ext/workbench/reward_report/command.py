@@ -298,7 +298,8 @@ def objections(rewards: "Sequence[Any]") -> list[str]:
         if isinstance(said, dict) and said.get("passed") is False:
             reasons = [str(reason) for reason in said.get("reasons") or []]
             more = [f"and {len(reasons) - _NAMED} more"] if len(reasons) > _NAMED else []
-            begin = f"{Path(str(folder), f'{NAME}.json')} says no to this reward model:"
+            answer = "says no" if {*reasons} - {*(said.get("not_judged") or [])} else "cannot say yes"
+            begin = f"{Path(str(folder), f'{NAME}.json')} {answer} to this reward model:"
             found["\n  - ".join([begin, *reasons[:_NAMED], *more])] = None
         within = [*(getattr(reward, "members", None) or [])]
         within += [getattr(reward, name) for name in ("function", "reward") if getattr(reward, name, None) is not None]

@@ -383,8 +383,8 @@ def two_runs(tmp_path):
 def test_several_runs_on_one_page(two_runs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main([str(folder) for folder in two_runs])
-    assert capsys.readouterr().out == "report.html\n"  # in the working directory: it is of no run's folder
-    text = (tmp_path / "report.html").read_text()
+    assert capsys.readouterr().out == "comparison.html\n"  # in the folder that both runs are in
+    text = (tmp_path / "comparison.html").read_text()
     parsed = Page(text)
     rows = [re.findall(r'data-name="([^"]*)">(.*?)</td>', row) for row in re.findall(r"<tr>(.*?)</tr>", text, re.S)]
     summary = {row[0][1]: dict(row[1:]) for row in rows if row and row[0][0] == "first → last"}
@@ -422,6 +422,12 @@ def test_an_evaluation_of_the_runs_has_its_rows(two_runs, tmp_path, capsys):
     main([*words, str(tmp_path)])
     text = Page((tmp_path / "page.html").read_text()).text
     assert "wins by length–75.0% (50.0% to 100.0%)" in text and "Not checked: <x>" in text
+    assert "The score is highest in a/ppo" in text  # the evaluation is of one run alone
+    policies["a"] = {**policies["base"], "policy": str(two_runs[0]), "rewards": {"length": {**mean, "mean": 0.5}}}
+    (tmp_path / "evaluation.json").write_text(json.dumps(found))
+    main([*words, str(tmp_path)])
+    said = "The evaluation's score by length is highest in b/ppo (1.5) and lowest in a/ppo (0.5); "
+    assert begins_with((tmp_path / "page.html").read_text()).startswith(said)
     (tmp_path / "evaluation.json").write_text(json.dumps({**found, "policies": {"base": policies["base"]}}))
     for given, why in ((tmp_path, "of none of these runs"), (tmp_path / "none", "no evaluation that can be read")):
         with pytest.raises(SystemExit):
@@ -563,6 +569,13 @@ def test_a_verdict_is_on_what_was_measured_alone(tmp_path):
     once = [{"step": 1, "objective/scores": 0.5, "eval_gold/mean": 0.25}]
     said = "The score was 0.5 (measured once) and the held-out gold was 0.25 (measured once)."
     assert begins_with(page(read_run(write_run(tmp_path / "ppo", once)))) == said
+    for place, (scores, what) in enumerate([((0.1, 0.3, -0.2, 0.2), "hardly changed (0.1 to 0.2)"),
+                                            ((0.1, 0.12, 0.16, 0.2), "rose from 0.1 to 0.2")]):  # fmt: skip
+        logs = [{"step": step, "objective/scores": score} for step, score in enumerate(scores, 1)]
+        assert begins_with(page(read_run(write_run(tmp_path / f"noise-{place}", logs)))) == f"The score {what}."
+    logs = [{"step": step, "eval_accuracy": 0.5 + step / 8, "eval_loss": 0.5 * step} for step in (1, 2)]
+    said = "The held-out pair accuracy rose from 0.625 to 0.75 and the held-out loss rose from 0.5 to 1."
+    assert begins_with(page(read_run(write_run(tmp_path / "pairs", logs, "RewardConfig")))) == said
     nothing = write_run(tmp_path / "nothing", [{"step": 1, "episode": 8}])
     assert 'class="verdict"' not in page(read_run(nothing))
     lines = [*events("killed", 0, (1, 2), 1.0)]

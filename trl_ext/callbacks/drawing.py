@@ -88,8 +88,12 @@ def _critic(axes, history, metrics, registry) -> None:
     draw_line(axes, history, _key(metrics, "explained_variance"), "explained variance")
     if axes.lines:
         twin = axes.twinx()
-        draw_line(twin, history, _key(metrics, "value_loss"), "value loss", color="tab:green", linewidth=0.8)
+        draw_line(
+            twin, history, _key(metrics, "value_loss"), "value loss", color="tab:green", linewidth=0.8, alpha=0.6
+        )
         twin.set_ylabel("value loss (green)")
+        axes.set_zorder(1)  # above the twin, which would hide it
+        axes.patch.set_visible(False)
         _bound(axes, registry, "ValueHealthCallback", "explained_variance")
 
 

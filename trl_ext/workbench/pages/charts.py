@@ -112,7 +112,6 @@ def chart(
     draw: Callable[[Any], None],
     alerts: Sequence[dict[str, Any]] = (),
     xlabel: str = "optimizer step",
-    is_legend_outside: bool = False,
 ) -> str:
     """Return a drawing as an SVG in the page's colours, or "" if nothing was drawn."""
     import matplotlib
@@ -139,10 +138,11 @@ def chart(
         if xlabel == "optimizer step":
             axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axes.spines["right"].set_visible(len(figure.axes) > 1)
-        if is_legend_outside:  # a legend of many runs would cover their curves
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=10)
-        elif axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=10)
+        handles, labels = axes.get_legend_handles_labels()
+        if labels:  # within the axes a legend would cover curves
+            columns = 2 if max(map(len, labels)) <= 24 else 1
+            figure.set_figheight(3.1 + 0.2 * -(-len(labels) // columns))
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=10)
         svg = io.StringIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     body = svg.getvalue()

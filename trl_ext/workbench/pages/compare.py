@@ -1,6 +1,7 @@
 """Write a page that compares runs: their curves in common charts, their results, and their different settings."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from ...callbacks import curve, draw_line
 from ...runs import is_notice
 from .charts import GROUPS, INK, can_draw, chart, line_style
 from .conversation import shown_answer
-from .evaluation import rows_of_runs
+from .evaluation import evaluation_rows, policies_of_runs
 from .headline import ends, headline
 from .markup import TEMPLATES, number, render
 from .page import alerts, shown_scores
@@ -53,10 +54,16 @@ def comparison(
     progress = {name: _progress(run, x) for name, run in runs.items()}
     colours = {name: line_style(place)["color"] for place, name in enumerate(runs)}
     with_samples = {name: run for name, run in runs.items() if run.samples}
+    folders = [run.folder for run in runs.values()]
+    found = policies_of_runs(evaluation, folders) if evaluation else []
+    found_alerts, silent = {name: alerts(run) for name, run in runs.items()}, defaultdict(list)
+    for name, of in found_alerts.items():
+        if not of["rows"]:
+            silent[of["otherwise"]].append(name)
     return render(
         TEMPLATES / "comparison.html.j2",
         title=title or " · ".join(runs),
-        verdict=verdict_of_several(runs),
+        verdict=verdict_of_several(runs, {name: of for name, of in zip(runs, found, strict=False) if of}),
         not_passed=not_passed(runs),
         names=list(runs),
         summary=_summary(runs),
@@ -64,10 +71,11 @@ def comparison(
         other_axis=_other_axis(runs, x),
         has_alarms=any(map(_alarms, runs.values())),
         evaluation=evaluation,
-        evaluated=rows_of_runs(evaluation, [run.folder for run in runs.values()]) if evaluation else [],
+        evaluated=evaluation_rows(found),
         curves=_curves(runs, progress, x) if can_draw() else None,
         settings=_settings(runs),
-        alerts={name: alerts(run) for name, run in runs.items()},
+        alerts=found_alerts,
+        no_alerts=[f"{', '.join(names)}: {sentence}" for sentence, names in silent.items()],
         with_samples=list(with_samples),
         samples=_samples(with_samples) if len(with_samples) > 1 else [],
         what_to_do=what_to_do(alert for run in runs.values() for alert in run.alerts),
@@ -93,7 +101,7 @@ def _other_axis(runs: dict[str, Run], x: str) -> str:
     """Return a better key than `step` for the horizontal axis if the runs' steps are of different size, or ""."""
     for key in ("episode", "num_tokens") if x == "step" else ():
         per_run = [curve(run.history, key) for run in runs.values()]
-        if all(steps for steps, _ in per_run):
+        if all(steps and values == sorted(values) for steps, values in per_run):
             ratios = [values[-1] / max(steps[-1], 1) for steps, values in per_run]
             if max(ratios) > 1.1 * min(ratios):
                 return key
@@ -139,9 +147,7 @@ def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list
                 axes.plot(at, 0.03, "^", color=line_style(place)["color"], **foot)
 
     unit = "optimizer step" if x == "step" else x
-    return [
-        chart(title, partial(lines, keys=keys), xlabel=unit, is_legend_outside=True) for title, keys in wanted.items()
-    ]
+    return [chart(title, partial(lines, keys=keys), xlabel=unit) for title, keys in wanted.items()]
 
 
 def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]:
@@ -160,12 +166,11 @@ def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
             monitors |= own.keys()
     if len(recorded) < 2:
         return None
-    # A setting counts if all trainers have it, a monitor if any run has it
-    shared = set.intersection(*(set(settings) for settings in recorded.values())) - FOLDERS
     rows = []
-    for key in ["trainer", *sorted((shared | monitors) - {"trainer"})]:
+    for key in ["trainer", *sorted(set().union(*recorded.values()) - {"trainer"} - FOLDERS)]:
         values = [_shown(recorded[name][key]) if key in recorded.get(name, {}) else "–" for name in runs]
-        if len(set(values)) > 1:
+        # A monitor that a run lacks is a difference; a setting that its trainer does not know is none
+        if len(set(values)) > 1 and (key in monitors or len({*values} - {"–"}) > 1):
             rows.append([key, *values])
     return rows
 

@@ -37,8 +37,8 @@ def evaluation_rows(policies: list[dict[str, Any] | None]) -> list[list[str]]:
     return [[label, *(cells.get(place, "–") for place in range(len(policies)))] for label, cells in shown.items()]
 
 
-def rows_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[list[str]]:
-    """Return the rows of an evaluation with a column for each run; that of its checkpoint counts, too."""
+def policies_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[dict[str, Any] | None]:
+    """Return what an evaluation has of each run, None where it has nothing; its checkpoint counts, too."""
     by_folder: dict[Path, dict[str, Any]] = {}
     for policy in evaluation["policies"].values():
         folder = Path(policy["policy"])
@@ -47,7 +47,7 @@ def rows_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[list[s
     if not any(found):
         evaluated = ", ".join(policy["policy"] for policy in evaluation["policies"].values())
         raise ValueError(f"the evaluation is of {evaluated}, and of none of these runs: give that of the runs")
-    return evaluation_rows(found)
+    return found
 
 
 def _cells(policy: dict[str, Any]) -> list[tuple[str, str]]:

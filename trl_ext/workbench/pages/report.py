@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before the libraries that are imported next
     quiet()
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,8 +50,8 @@ def write_report(
     Args:
         folder: output directory of a run, or several directories for a comparison. The folder of an online DPO run
             stands for all of its rounds.
-        output: file to write. The default is `report.html` in the run's folder, or for several runs in the working
-            directory.
+        output: file to write. The default is `report.html` in the run's folder, or `comparison.html` in the folder
+            that all of several runs are in.
         x: horizontal axis for several runs: `step`, or a key that all of them log, such as `episode`.
         evaluation: of several runs, the `evaluation.json` of `trl-ext evaluate`, or its folder.
     """
@@ -58,7 +59,8 @@ def write_report(
     if not folders:
         raise ValueError("there is no run to report on; give the output directory of one")
     if len(folders) > 1:
-        text, place = _comparison(folders, x, "", evaluation), Path()
+        text, place = _comparison(folders, x, "", evaluation), Path(os.path.commonpath([*map(Path.resolve, folders)]))
+        place = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
     elif rounds := rounds_of(folders[0]):
         text, place = _comparison(rounds, x, folders[0].resolve().name, evaluation), folders[0]
     else:
@@ -67,7 +69,7 @@ def write_report(
                 raise ValueError(f"`--{name} {given}` is for several runs; give more than one, or leave it out")
         private = folders[0] / PRIVATE_FOLDER
         text, place = page(read_run(folders[0])), private if private.is_dir() else folders[0]
-    output = Path(output) if output else place / "report.html"
+    output = Path(output) if output else place / ("comparison.html" if len(folders) > 1 else "report.html")
     write_text(output, text)
     return output
 

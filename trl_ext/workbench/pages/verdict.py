@@ -1,5 +1,11 @@
 """Write the first sentence of a page: how the run ended, and whether a monitor watched it."""
 
+import math
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from ...callbacks import curve
 from ...runs import is_notice
 from .headline import Quantity, first_and_last, headline
 from .markup import number
@@ -22,23 +28,31 @@ def verdict(run: Run) -> str:
     return _sentence(f"so far {said}" if said and run.events and not run.has_ended else said)
 
 
-def verdict_of_several(runs: dict[str, Run]) -> str:
-    """Summarise several runs in a sentence: the highest final score, the alerts, and the runs without monitors."""
-    last: dict[str, dict[str, float]] = {}  # what was measured → run → its value at the end
-    for name, run in runs.items():
-        ends = [(_name(each), first_and_last(run, each.key)[-1:]) for each in _wanted(run)]
-        for label, values in [*((label, [value]) for label, value in run.outcome.items()), *ends]:
-            if values and is_finite(values[0]):
-                last.setdefault(label, {})[name] = values[0]
+def verdict_of_several(runs: dict[str, Run], evaluated: dict[str, Any] | None = None) -> str:
+    """
+    Summarise several runs in a sentence: the highest final score, the alerts, and the runs without monitors.
+
+    Args:
+        runs: by name.
+        evaluated: what `trl-ext evaluate` found of each run, by name. Its scores take the place of those that the runs
+            logged, which may be of other prompts.
+    """
+    found = [
+        (f"evaluation's score by {reward}", name, of["mean"])
+        for name, policy in (evaluated or {}).items()
+        for reward, of in policy["rewards"].items()
+    ]
+    logged = [(label, name, value) for name, run in runs.items() for label, value in _last(run)]
+    measured = _by_label(found) or _by_label(logged)
     parts = []
-    for label, of in [(label, of) for label, of in last.items() if len(of) > 1][:_NAMED]:
+    for label, of in [*measured.items()][:_NAMED]:
         low, high = min(of, key=of.__getitem__), max(of, key=of.__getitem__)
         least, most = number(of[low], 3), number(of[high], 3)
         ends_apart = f"is highest in {high} ({most}) and lowest in {low} ({least})"
         where = "each" if len(of) == len(runs) else _listed(list(of))
         parts.append(f"the {label} {ends_apart if least != most else f'ended at {most} in {where}'}")
-    found = [f"in {name} {said}" for name, run in runs.items() if (said := _found(run))]
-    parts += found if len(found) <= _NAMED else [f"monitors found something in {len(found)} runs"]
+    noticed = [f"in {name} {said}" for name, run in runs.items() if (said := _found(run))]
+    parts += noticed if len(noticed) <= _NAMED else [f"monitors found something in {len(noticed)} runs"]
     alone = [name for name, run in runs.items() if run.monitors == {}]
     if alone:
         parts.append(f"no monitors were set{f' in {_listed(alone)}' if len(alone) < len(runs) else ''}")
@@ -46,6 +60,21 @@ def verdict_of_several(runs: dict[str, Run]) -> str:
     if rejected:
         parts.append(f"a reward model of {_listed(rejected)} did not pass its report")
     return _sentence("; ".join(parts))
+
+
+def _last(run: Run) -> list[tuple[str, Any]]:
+    """Return labels and values of what was measured at the end of a run."""
+    ends = [(_name(each), first_and_last(run, each.key)[-1:]) for each in _wanted(run)]
+    return [*run.outcome.items(), *((label, value) for label, values in ends for value in values)]
+
+
+def _by_label(found: list[tuple[str, str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the finite values by label and run, of those labels that two or more runs have."""
+    measured: dict[str, dict[str, float]] = {}
+    for label, run, value in found:
+        if is_finite(value):
+            measured.setdefault(label, {})[run] = value
+    return {label: of for label, of in measured.items() if len(of) > 1}
 
 
 def not_passed(runs: dict[str, Run]) -> list[tuple[str, list[str]]]:
@@ -71,11 +100,15 @@ def watchers(run: Run) -> str:
 
 
 def _wanted(run: Run) -> list[Quantity]:
-    """Return score, gold and KL; of a trainer without a score its first quantity, on held-out data if it has one."""
+    """
+    Return score, gold and KL; of a trainer without a score its first quantity and the loss, on held-out data if it has
+    these.
+    """
     quantities = headline(run)
     if "reward" in run.metrics:
         return [each for each in quantities if each.name in ("score", "gold, held out", "KL")][:_NAMED]
-    return ([each for each in quantities if each.name.startswith("held-out")] or quantities)[:1]
+    held_out = [each for each in quantities if each.name.startswith("held-out")] or quantities
+    return [each for each in held_out if each in held_out[:1] or each.name.endswith("loss")]
 
 
 def _name(quantity: Quantity) -> str:
@@ -96,9 +129,23 @@ def _changes(run: Run) -> str:
             parts.append(f"{name} was {shown[0]}{unit} (measured once)")
         elif shown and shown[0] == shown[1]:
             parts.append(f"{name} ended where it began, at {shown[0]}{unit}")
+        elif shown and _is_noise(run, each.key):
+            parts.append(f"{name} hardly changed ({shown[0]} to {shown[1]}{unit})")
         elif shown:
             parts.append(f"{name} {'rose' if values[1] > values[0] else 'fell'} from {shown[0]} to {shown[1]}{unit}")
     return _listed(parts)
+
+
+def _is_noise(run: Run, key: str) -> bool:
+    """
+    Return whether the last value differs from the first by less than 2 σ of a difference.
+
+    A difference of neighbours has that σ, too, √2 times the noise of a value, where the trend between them is small.
+    With fewer than four values nobody can tell.
+    """
+    values = curve(run.history, key)[1]
+    steps = [b - a for a, b in pairwise(values)]
+    return len(steps) > 2 and abs(values[-1] - values[0]) < 2 * math.sqrt(fmean(step**2 for step in steps))
 
 
 def _objections(run: Run) -> list[str]:

@@ -158,7 +158,7 @@ def _score_chart(report: dict[str, Any]) -> str:
             axes.stairs(shares, edges, color=colour, linestyle=line, label=_shown(report, name), linewidth=1.5)
         axes.set_ylabel("share of answers")
 
-    return chart("scores", draw, xlabel="score", is_legend_outside=True)
+    return chart("scores", draw, xlabel="score")
 
 
 def _scores(report: dict[str, Any]) -> list[list[str]]:

@@ -83,7 +83,8 @@ class HackWatch(MonitorCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, logs=logs, **kwargs)
         if logs is not None and is_training_log(logs):
-            logs["watch/risk"] = self.memory.get("risk", 0.0)  # the callbacks behind this one log it
+            for log in (logs, *state.log_history[-1:]):  # the callbacks behind this one log it
+                log["watch/risk"] = self.memory.get("risk", 0.0)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if (metrics or {}).get(self.gold) is None:

@@ -94,14 +94,16 @@ def test_what_cannot_is_named(subtests):
 @pytest.mark.parametrize("config", [PPOConfig, DPOConfig])
 def test_bf16_is_off_on_a_cpu_unless_it_is_asked_for(config, tmp_path, monkeypatch):
     def made(**kwargs):
-        return config(str(tmp_path), report_to="none", **kwargs).bf16
+        args = config(str(tmp_path), report_to="none", **kwargs)
+        assert args.dataloader_pin_memory is torch.accelerator.is_available()  # else torch warns
+        return args.bf16
 
     assert [made(use_cpu=True, bf16=given) for given in (None, False, True)] == [False, False, True]
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert [made(bf16=given) for given in (None, False)] == [False, False]
     with pytest.raises(ValueError, match="`bf16=True`, but there is no GPU: set `bf16=False`"):
         made(bf16=True)
-    args = SimpleNamespace(bf16=None, fp16=False, use_cpu=False)
+    args = SimpleNamespace(dataloader_pin_memory=True, bf16=None, fp16=False, use_cpu=False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     resolve_bf16(args)
     assert args.bf16  # as in TRL
@@ -121,18 +123,19 @@ def test_a_config_gives_no_reason_for_a_warning(tmp_path):
 
 def test_fp16_is_refused_on_a_cpu(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    resolve_bf16(args := SimpleNamespace(bf16=None, fp16=True, use_cpu=False))
+    resolve_bf16(args := SimpleNamespace(dataloader_pin_memory=True, bf16=None, fp16=True, use_cpu=False))
     assert args.bf16 is False
     for use_cpu, is_there in ((True, True), (False, False)):
         monkeypatch.setattr("torch.accelerator.is_available", lambda is_there=is_there: is_there)
         with pytest.raises(ValueError, match="`fp16=True` does nothing on a CPU"):
-            resolve_bf16(SimpleNamespace(bf16=None, fp16=True, use_cpu=use_cpu))
+            resolve_bf16(SimpleNamespace(dataloader_pin_memory=True, bf16=None, fp16=True, use_cpu=use_cpu))
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RewardConfig])
 def test_what_costs_time_on_a_cpu_is_off_there_unless_it_is_set(cls, tmp_path, monkeypatch):
     def is_on(**given):
         args = cls(str(tmp_path), use_cpu=True, **given)
+        assert args.dataloader_pin_memory is torch.accelerator.is_available()
         return args.bf16, args.activation_checkpointing, args.gradient_checkpointing
 
     assert is_on() == (False, False, False)
@@ -142,5 +145,6 @@ def test_what_costs_time_on_a_cpu_is_off_there_unless_it_is_set(cls, tmp_path, m
     # With a GPU both are on, as in TRL
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     given = SimpleNamespace(use_cpu=False, bf16=None, gradient_checkpointing=None, activation_checkpointing=None)
+    given.dataloader_pin_memory = True
     resolve_for_cpu(given)
     assert given.activation_checkpointing and given.bf16 is None  # None: TRL's own default

@@ -142,6 +142,7 @@ def resolve_bf16(config: Any) -> None:
     import torch  # takes seconds: a mistyped setting is refused before
 
     no_gpu = not torch.accelerator.is_available()
+    config.dataloader_pin_memory &= not no_gpu  # torch would warn that it does nothing
     if config.fp16 and (no_gpu or config.use_cpu):
         raise ValueError("`fp16=True` does nothing on a CPU: leave it out to train in float32, or use a GPU.")
     if config.bf16 is None:
@@ -161,6 +162,7 @@ def resolve_for_cpu(config: Any) -> None:
     """
     import torch  # takes seconds: a mistyped setting is refused before
 
+    config.dataloader_pin_memory &= torch.accelerator.is_available()  # else torch warns that it does nothing
     on_cpu = config.use_cpu or not torch.accelerator.is_available()
     if config.bf16 is None and on_cpu:
         config.bf16 = False

@@ -477,6 +477,7 @@ def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_p
     write_report([two_runs[0], tmp_path / "online"], tmp_path / "all.html")
     assert "round-2" in (tmp_path / "all.html").read_text()
     assert "pair accuracy" in text and "KL, nats per response" in text and "DPOConfig" in text
+    assert "3 settings that only some of these trainers have" in text and "kl_coef0.1–" in text
     assert report_of(tmp_path / "online") == f"Report: {tmp_path / 'online' / 'report.html'}"
     text = Page((tmp_path / "online" / "report.html").read_text()).text
     assert "round-1round-2" in text.replace(" ", "") and "held-out gold0.1250.25" in text

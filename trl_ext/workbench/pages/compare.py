@@ -60,6 +60,7 @@ def comparison(
     for name, of in found_alerts.items():
         if not of["rows"]:
             silent[of["otherwise"]].append(name)
+    settings, own_settings = _settings(runs)
     return render(
         TEMPLATES / "comparison.html.j2",
         title=title or " · ".join(runs),
@@ -73,7 +74,8 @@ def comparison(
         evaluation=evaluation,
         evaluated=evaluation_rows(found),
         curves=_curves(runs, progress, x) if can_draw() else None,
-        settings=_settings(runs),
+        settings=settings,
+        own_settings=own_settings,
         alerts=found_alerts,
         no_alerts=[f"{', '.join(names)}: {sentence}" for sentence, names in silent.items()],
         with_samples=list(with_samples),
@@ -155,8 +157,12 @@ def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]
     return [{"step": at, "y": value} for at, value in zip(progress(steps), values, strict=True)]
 
 
-def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
-    """Return the settings that differ, with a column for each run, or None if fewer than two runs recorded theirs."""
+def _settings(runs: dict[str, Run]) -> tuple[list[list[str]] | None, list[list[str]]]:
+    """
+    Return the settings that differ, and those that only some of the trainers have, with a column for each run.
+
+    The first is None if fewer than two runs recorded their settings.
+    """
     recorded: dict[str, dict[str, Any]] = {}
     monitors: set[str] = set()
     for name, run in runs.items():
@@ -165,14 +171,15 @@ def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
             recorded[name] = {"trainer": run.trainer, **run.config, **own}
             monitors |= own.keys()
     if len(recorded) < 2:
-        return None
-    rows = []
+        return None, []
+    rows, own_rows = [], []
     for key in ["trainer", *sorted(set().union(*recorded.values()) - {"trainer"} - FOLDERS)]:
         values = [_shown(recorded[name][key]) if key in recorded.get(name, {}) else "–" for name in runs]
         # A monitor that a run lacks is a difference; a setting that its trainer does not know is none
-        if len(set(values)) > 1 and (key in monitors or len({*values} - {"–"}) > 1):
-            rows.append([key, *values])
-    return rows
+        if len(set(values)) > 1:
+            differs = key in monitors or len({*values} - {"–"}) > 1
+            (rows if differs else own_rows).append([key, *values])
+    return rows, own_rows
 
 
 def _shown(value: Any) -> str:

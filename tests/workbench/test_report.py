@@ -647,3 +647,17 @@ def test_metrics_of_ones_own_are_drawn_and_others_are_not_taken_for_them(tmp_pat
     first = titles.index("&lt;b&gt;")  # own ones come last
     expected = ["&lt;b&gt;", "eval_mine", "many (the first 8 of 9)", "mine", *(f"z{n:02}" for n in range(7))]
     assert titles[first:] == [*expected, "z07 (and 1 more groups are not drawn)"] and "<b>/x" not in text
+
+
+def test_what_was_logged_once_is_a_row_and_no_curve(tmp_path):
+    logs = [{**LOGS[0], "mine/words": 3.5, "eval_loss": 0.25, "objective/kl_coef": 0.125}, *LOGS[1:]]
+    monitor = {"KLBudgetCallback": {"limit": 9.0}}
+    many, one = (write_run(tmp_path / str(len(each)), each) for each in (logs, logs[:1]))
+    with open(one / "metrics.rank0.jsonl", "a") as file:
+        file.write(json.dumps({"type": "train", "step": 1, "logs": {}, "monitors": monitor}) + "\n")
+    texts = [write_report(each, tmp_path / "page.html").read_text() for each in (many, one, [many, one])]
+    drawn = [re.findall(r'<svg role="img" aria-label="([^"]*)"', text) for text in texts]
+    assert "mine" not in drawn[0] and "loss" in drawn[0]  # the held-out loss is a point beside the curve of the other
+    assert not drawn[1] and "score" in drawn[2]  # not even the bound of a curve that is not there
+    assert "mine/words13.5" in Page(texts[0]).text.replace("\n", "")
+    assert "objective/kl_coef0.1250.125" in Page(texts[2]).text.replace("\n", "")

@@ -30,7 +30,7 @@ from trl_ext.callbacks.metrics import curve
 from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import read_jsonl
-from trl_ext.workbench.pages.markup import render
+from trl_ext.workbench.pages.markup import render, with_error
 from trl_ext.workbench.pages.report import main, page, read_run, report_of, write_report
 
 LOGS = [
@@ -208,6 +208,14 @@ def test_a_run_without_completions_has_no_empty_sections(tmp_path):
     write_lines(tmp_path / "metrics.rank0.jsonl", rows)
     text = Page(page(read_run(tmp_path))).text
     assert "Samples" not in text and "Scores by phase" not in text and "2 settings" in text
+    config = {"record_answers": 0}
+    runs = [
+        write_run(tmp_path / name, LOGS, "SFTConfig", config, samples=samples)
+        for name, samples in (("quiet", []), ("said", [answer("p", "x", 1)]))
+    ]
+    text = Page(write_report(runs[0], tmp_path / "page.html").read_text()).text
+    assert "No answers: record_answers: 4 records some" in text
+    assert "No answers were recorded of quiet" in Page(write_report(runs, tmp_path / "page.html").read_text()).text
 
 
 def test_without_matplotlib_the_page_says_so_in_a_sentence(run_dir, monkeypatch):
@@ -627,6 +635,21 @@ def test_a_folder_of_runs_is_no_run(run_dir, tmp_path_factory, capsys):
     with pytest.raises(SystemExit):
         main([str(folder)])
     assert f"is not a run, but contains some: give one or several of {folder}/a, {folder}/b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (0.472312, 0.0123, "0.472 ± 0.012"),
+        (0.5, 0.0996, "0.50 ± 0.10"),
+        (1234.5678, 120.3, "1,235 ± 120"),
+        (1.5, None, "1.5"),
+        (2.0, 0.0, "2 ± 0"),
+        (float("nan"), float("nan"), "nan ± nan"),
+    ],
+)
+def test_a_value_has_the_digits_that_its_error_leaves(value, error, shown):
+    assert with_error(value, error) == shown
 
 
 def test_a_template_escapes_all_but_html_of_ours(tmp_path):

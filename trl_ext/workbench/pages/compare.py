@@ -81,6 +81,7 @@ def comparison(
         alerts=found_alerts,
         no_alerts=[f"{', '.join(names)}: {sentence}" for sentence, names in silent.items()],
         with_samples=list(with_samples),
+        without_samples=", ".join(name for name in runs if name not in with_samples),
         samples=_samples(with_samples) if len(with_samples) > 1 else [],
         what_to_do=what_to_do(alert for run in runs.values() for alert in run.alerts),
     )

@@ -33,6 +33,7 @@ def page(run: Run) -> str:
         curves=drawn,
         points=[[key, str(step), number(value)] for key, step, value in points],
         generates=bool(run.samples) or "length" in run.metrics,
+        can_answer="record_answers" in run.config,
         scores_answers=any(row["scores"] for row in run.samples) or "length" in run.metrics,
         histograms=_histograms(run) if can_draw() else [],
         samples=_samples(run),

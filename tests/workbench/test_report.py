@@ -30,7 +30,7 @@ from trl_ext.callbacks.metrics import curve
 from trl_ext.callbacks.monitor import REGISTRY
 from trl_ext.rewards.watches.watch import Watch
 from trl_ext.runs.jsonl import read_jsonl
-from trl_ext.workbench.pages.markup import render
+from trl_ext.workbench.pages.markup import render, with_error
 from trl_ext.workbench.pages.report import main, page, read_run, report_of, write_report
 
 LOGS = [
@@ -208,6 +208,14 @@ def test_a_run_without_completions_has_no_empty_sections(tmp_path):
     write_lines(tmp_path / "metrics.rank0.jsonl", rows)
     text = Page(page(read_run(tmp_path))).text
     assert "Samples" not in text and "Scores by phase" not in text and "2 settings" in text
+    config = {"record_answers": 0}
+    runs = [
+        write_run(tmp_path / name, LOGS, "SFTConfig", config, samples=samples)
+        for name, samples in (("quiet", []), ("said", [answer("p", "x", 1)]))
+    ]
+    text = Page(write_report(runs[0], tmp_path / "page.html").read_text()).text
+    assert "No answers: record_answers: 4 records some" in text
+    assert "No answers were recorded of quiet" in Page(write_report(runs, tmp_path / "page.html").read_text()).text
 
 
 def test_without_matplotlib_the_page_says_so_in_a_sentence(run_dir, monkeypatch):
@@ -477,6 +485,7 @@ def test_runs_of_different_trainers_and_the_rounds_of_online_dpo(two_runs, tmp_p
     write_report([two_runs[0], tmp_path / "online"], tmp_path / "all.html")
     assert "round-2" in (tmp_path / "all.html").read_text()
     assert "pair accuracy" in text and "KL, nats per response" in text and "DPOConfig" in text
+    assert "3 settings that only some of these trainers have" in text and "kl_coef0.1–" in text
     assert report_of(tmp_path / "online") == f"Report: {tmp_path / 'online' / 'report.html'}"
     text = Page((tmp_path / "online" / "report.html").read_text()).text
     assert "round-1round-2" in text.replace(" ", "") and "held-out gold0.1250.25" in text
@@ -628,6 +637,21 @@ def test_a_folder_of_runs_is_no_run(run_dir, tmp_path_factory, capsys):
     assert f"is not a run, but contains some: give one or several of {folder}/a, {folder}/b" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (0.472312, 0.0123, "0.472 ± 0.012"),
+        (0.5, 0.0996, "0.50 ± 0.10"),
+        (1234.5678, 120.3, "1,235 ± 120"),
+        (1.5, None, "1.5"),
+        (2.0, 0.0, "2 ± 0"),
+        (float("nan"), float("nan"), "nan ± nan"),
+    ],
+)
+def test_a_value_has_the_digits_that_its_error_leaves(value, error, shown):
+    assert with_error(value, error) == shown
+
+
 def test_a_template_escapes_all_but_html_of_ours(tmp_path):
     (tmp_path / "any.j2").write_text("{{ text }} {{ drawing }} {{ text | code }} {{ text | prose }}")
     shown = render(tmp_path / "any.j2", text="`a` <i>", drawing=Markup("<svg>"))
@@ -646,3 +670,17 @@ def test_metrics_of_ones_own_are_drawn_and_others_are_not_taken_for_them(tmp_pat
     first = titles.index("&lt;b&gt;")  # own ones come last
     expected = ["&lt;b&gt;", "eval_mine", "many (the first 8 of 9)", "mine", *(f"z{n:02}" for n in range(7))]
     assert titles[first:] == [*expected, "z07 (and 1 more groups are not drawn)"] and "<b>/x" not in text
+
+
+def test_what_was_logged_once_is_a_row_and_no_curve(tmp_path):
+    logs = [{**LOGS[0], "mine/words": 3.5, "eval_loss": 0.25, "objective/kl_coef": 0.125}, *LOGS[1:]]
+    monitor = {"KLBudgetCallback": {"limit": 9.0}}
+    many, one = (write_run(tmp_path / str(len(each)), each) for each in (logs, logs[:1]))
+    with open(one / "metrics.rank0.jsonl", "a") as file:
+        file.write(json.dumps({"type": "train", "step": 1, "logs": {}, "monitors": monitor}) + "\n")
+    texts = [write_report(each, tmp_path / "page.html").read_text() for each in (many, one, [many, one])]
+    drawn = [re.findall(r'<svg role="img" aria-label="([^"]*)"', text) for text in texts]
+    assert "mine" not in drawn[0] and "loss" in drawn[0]  # the held-out loss is a point beside the curve of the other
+    assert not drawn[1] and "score" in drawn[2]  # not even the bound of a curve that is not there
+    assert "mine/words13.5" in Page(texts[0]).text.replace("\n", "")
+    assert "objective/kl_coef0.1250.125" in Page(texts[2]).text.replace("\n", "")

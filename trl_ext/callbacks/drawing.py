@@ -29,7 +29,7 @@ def draw_line(axes, history, key: str | None, label: str, **style) -> None:
 
 def _bound(axes, registry, monitor: str, argument: str, style: str = "--") -> None:
     value = registry.get(monitor, {}).get("args", {}).get(argument)
-    if value is not None:
+    if value is not None and axes.lines:
         axes.axhline(value, color="tab:red", linestyle=style, linewidth=1, label=f"{argument} {value:g}")
 
 
@@ -47,7 +47,7 @@ def _scores(axes, history, metrics, registry) -> None:
     for key in sorted({key for log in history for key in log if key.startswith("score_watch/") and "/q" in key}):
         draw_line(axes, history, key, key.removeprefix("score_watch/"), color="tab:gray", linewidth=0.8, markersize=0)
     drift = registry.get("RewardDriftCallback")
-    if drift:
+    if drift and steps:
         memory = drift.get("attributes", {}).get("memory", {})
         count, mean, squares = memory.get("scores", [0, 0.0, 0.0])
         mean, sigma = drift["args"]["baseline"] or (mean, (squares / max(count - 1, 1)) ** 0.5)

@@ -11,7 +11,8 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from ...callbacks import PANELS, as_label, draw_alerts, draw_line
+from ...callbacks import PANELS, as_label, curve, draw_alerts, draw_line
+from .headline import headline
 from .recorded import Run
 
 INK = "#010203"  # what matplotlib draws text and axes in; `chart` replaces it by the page's own colour
@@ -69,16 +70,28 @@ def line_style(place: int) -> dict[str, Any]:
     }
 
 
-def curves(run: Run) -> list[str]:
-    """Draw the charts of one run."""
+def logged_once(run: Run) -> dict[str, tuple[int, float]]:
+    """Return the step and value of each key that a run logged once: a point makes no curve."""
+    found = {key: curve(run.history, key) for key in sorted({key for log in run.history for key in log} - {"step"})}
+    return {key: (steps[0], values[0]) for key, (steps, values) in found.items() if len(steps) == 1}
+
+
+def curves(run: Run) -> tuple[list[str], list[list[Any]]]:
+    """Draw the charts of one run; return them, and key, step and value of what was logged once."""
+    once = logged_once(run)
+    history = [{key: value for key, value in log.items() if key not in once} for log in run.history]
     panels = [
-        chart(title, partial(draw, history=run.history, metrics=run.metrics, registry=run.registry), run.alerts)
+        chart(title, partial(draw, history=history, metrics=run.metrics, registry=run.registry), run.alerts)
         for title, draw in PANELS.items()
     ]
     groups = {}
+    points = {metric.key for metric in run.metrics.values()}
     logged = sorted({key for log in run.history for key in log})
     shown = {title: [key for key in logged if pattern.fullmatch(key)] for title, pattern in GROUPS.items()}
     for title, keys in (shown | _own(logged)).items():
+        if once.keys() >= {*keys}:
+            points |= {*keys}
+            keys.clear()
 
         def lines(axes, keys=keys):
             for key in keys:
@@ -87,7 +100,9 @@ def curves(run: Run) -> list[str]:
         groups[title] = chart(title, lines, run.alerts)
     if "reward" not in run.metrics:
         panels = [groups.pop(title) for title in FIRST] + panels
-    return [drawn for drawn in (*panels, *groups.values()) if drawn]
+    in_tiles = {quantity.key for quantity in headline(run)}
+    points &= once.keys() - in_tiles
+    return [drawn for drawn in (*panels, *groups.values()) if drawn], [[key, *once[key]] for key in sorted(points)]
 
 
 def _own(logged: Sequence[str]) -> dict[str, list[str]]:

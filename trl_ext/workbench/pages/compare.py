@@ -11,7 +11,7 @@ import numpy as np
 
 from ...callbacks import curve, draw_line
 from ...runs import is_notice
-from .charts import GROUPS, INK, can_draw, chart, line_style
+from .charts import GROUPS, INK, can_draw, chart, line_style, logged_once
 from .conversation import shown_answer
 from .evaluation import evaluation_rows, policies_of_runs
 from .headline import ends, headline
@@ -60,6 +60,8 @@ def comparison(
     for name, of in found_alerts.items():
         if not of["rows"]:
             silent[of["otherwise"]].append(name)
+    settings, own_settings = _settings(runs)
+    drawn, points = _curves(runs, progress, x) if can_draw() else (None, [])
     return render(
         TEMPLATES / "comparison.html.j2",
         title=title or " · ".join(runs),
@@ -72,11 +74,14 @@ def comparison(
         has_alarms=any(map(_alarms, runs.values())),
         evaluation=evaluation,
         evaluated=evaluation_rows(found),
-        curves=_curves(runs, progress, x) if can_draw() else None,
-        settings=_settings(runs),
+        curves=drawn,
+        points=points,
+        settings=settings,
+        own_settings=own_settings,
         alerts=found_alerts,
         no_alerts=[f"{', '.join(names)}: {sentence}" for sentence, names in silent.items()],
         with_samples=list(with_samples),
+        without_samples=", ".join(name for name in runs if name not in with_samples),
         samples=_samples(with_samples) if len(with_samples) > 1 else [],
         what_to_do=what_to_do(alert for run in runs.values() for alert in run.alerts),
     )
@@ -123,8 +128,8 @@ def _summary(runs: dict[str, Run]) -> list[list[str]]:
     return [[label, *(values.get(name, "–") for name in runs)] for label, values in shown.items()]
 
 
-def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list[str]:
-    """Draw a chart of each main quantity, and of every other key that two or more runs logged."""
+def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> tuple[list[str], list[list[str]]]:
+    """Draw a chart of each main quantity, and of every other key that runs logged; of what all logged once, a row."""
     wanted: dict[str, dict[str, str]] = {}  # title → run → key
     for name, run in runs.items():
         for quantity in headline(run):
@@ -136,6 +141,13 @@ def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list
             having = {name: key for name, keys in logged.items() if key in keys}
             if len(having) > 1:
                 wanted[key] = having
+    once = {name: logged_once(run) for name, run in runs.items()}
+    points = {title: keys for title, keys in wanted.items() if all(key in once[name] for name, key in keys.items())}
+    rows = [
+        [title, *(number(once[name][keys[name]][1]) if name in keys else "–" for name in runs)]
+        for title, keys in points.items()
+        if not shown & {*keys.values()}
+    ]
 
     def lines(axes, keys):
         for place, (name, run) in enumerate(runs.items()):
@@ -147,7 +159,8 @@ def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> list
                 axes.plot(at, 0.03, "^", color=line_style(place)["color"], **foot)
 
     unit = "optimizer step" if x == "step" else x
-    return [chart(title, partial(lines, keys=keys), xlabel=unit) for title, keys in wanted.items()]
+    several = [(title, keys) for title, keys in wanted.items() if title not in points]
+    return [chart(title, partial(lines, keys=keys), xlabel=unit) for title, keys in several], rows
 
 
 def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]:
@@ -155,8 +168,12 @@ def _over(run: Run, key: str | None, progress: Callable) -> list[dict[str, Any]]
     return [{"step": at, "y": value} for at, value in zip(progress(steps), values, strict=True)]
 
 
-def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
-    """Return the settings that differ, with a column for each run, or None if fewer than two runs recorded theirs."""
+def _settings(runs: dict[str, Run]) -> tuple[list[list[str]] | None, list[list[str]]]:
+    """
+    Return the settings that differ, and those that only some of the trainers have, with a column for each run.
+
+    The first is None if fewer than two runs recorded their settings.
+    """
     recorded: dict[str, dict[str, Any]] = {}
     monitors: set[str] = set()
     for name, run in runs.items():
@@ -165,14 +182,16 @@ def _settings(runs: dict[str, Run]) -> list[list[str]] | None:
             recorded[name] = {"trainer": run.trainer, **run.config, **own}
             monitors |= own.keys()
     if len(recorded) < 2:
-        return None
-    rows = []
+        return None, []
+    rows: list[list[str]] = []
+    own_rows: list[list[str]] = []
     for key in ["trainer", *sorted(set().union(*recorded.values()) - {"trainer"} - FOLDERS)]:
         values = [_shown(recorded[name][key]) if key in recorded.get(name, {}) else "–" for name in runs]
         # A monitor that a run lacks is a difference; a setting that its trainer does not know is none
-        if len(set(values)) > 1 and (key in monitors or len({*values} - {"–"}) > 1):
-            rows.append([key, *values])
-    return rows
+        if len(set(values)) > 1:
+            differs = key in monitors or len({*values} - {"–"}) > 1
+            (rows if differs else own_rows).append([key, *values])
+    return rows, own_rows
 
 
 def _shown(value: Any) -> str:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .markup import number, percent
+from .markup import percent, with_error
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _cells(policy: dict[str, Any]) -> list[tuple[str, str]]:
 def _mean(of: dict[str, Any] | None) -> str:
     if of is None or of["mean"] is None:
         return "–"
-    return number(of["mean"]) + (f" ± {number(of['standard_error'], 2)}" if of["standard_error"] is not None else "")
+    return with_error(of["mean"], of["standard_error"])
 
 
 def _share(of: dict[str, Any]) -> str:

@@ -58,6 +58,14 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def with_error(value: float, error: float | None) -> str:
+    """Return a value and its error: two digits of the error, and as many decimals of the value."""
+    if not error or not math.isfinite(error):
+        return number(value) + ("" if error is None else f" ± {number(error)}")
+    decimals = max(1 - math.floor(math.log10(float(f"{error:.1e}"))), 0)  # 0.0996 is 0.10
+    return f"{value:,.{decimals}f} ± {error:,.{decimals}f}"
+
+
 def percent(share: float | None) -> str:
     """Return a share as a percentage with one decimal, and a dash for None."""
     return "–" if share is None else f"{share:.1%}"

@@ -20,6 +20,7 @@ LAST_GOOD = "last-good"  # the folder of a PPO run with the weights before a gra
 
 def page(run: Run) -> str:
     """Return the HTML page of one run."""
+    drawn, points = curves(run) if can_draw() else (None, [])
     return render(
         TEMPLATES / "run.html.j2",
         title=run.folder.resolve().name,
@@ -30,8 +31,10 @@ def page(run: Run) -> str:
         # Links hold within the folder that the page is in
         has_reward_report=any((run.folder / each / "reward_report.html").is_file() for each in ("", PRIVATE_FOLDER)),
         alerts=alerts(run),
-        curves=curves(run) if can_draw() else None,
+        curves=drawn,
+        points=[[key, str(step), number(value)] for key, step, value in points],
         generates=bool(run.samples) or "length" in run.metrics,
+        can_answer="record_answers" in run.config,
         scores_answers=any(row["scores"] for row in run.samples) or "length" in run.metrics,
         histograms=_histograms(run) if can_draw() else [],
         samples=_samples(run),

@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--output_file",
         type=Path,
-        help="where to write; by default report.html in RUN, or for several runs in the working directory",
+        help="where to write; by default report.html in RUN, or comparison.html in the folder that all runs are in",
     )
     parser.add_argument(
         "--x",

@@ -42,6 +42,13 @@ def read_curve(folder: Path) -> dict[str, Tensor]:
     }
 
 
+def alarm_of(folder: Path) -> int | None:
+    """The step at which the watch of a run raised its alarm, if it did."""
+    file = folder / "alerts.jsonl"
+    alerts = map(json.loads, file.read_text().splitlines() if file.is_file() else ())
+    return next((each["step"] for each in alerts if each["monitor"] == "HackWatch" and each["level"] == "alert"), None)
+
+
 def verdicts(measured: dict[str, Measured], curve: dict[str, Tensor]) -> dict[str, tuple[bool, str]]:
     """The demo's claims, each with whether it holds here and its figures; `curve` is the unguarded run's."""
     sft, guarded, unguarded = (measured[name] for name in ("sft", "guarded", "unguarded"))
@@ -68,7 +75,8 @@ def write_report(
 ) -> str:
     """Write `report.html` and `overoptimization.png` into `folder`; return what to print."""
     curves = {name: read_curve(folder / name) for name in COLOURS}
-    fits = plot_overoptimization(curves, folder / "overoptimization.png")
+    alarms = {name: alarm_of(folder / name) for name in COLOURS}
+    fits = plot_overoptimization(curves, folder / "overoptimization.png", alarms)
     reward = json.loads((folder / "reward" / "reward_report.json").read_text())
     claims = verdicts(measured, curves["unguarded"])
     page = markup.render(
@@ -115,9 +123,12 @@ def _inline(picture: Path) -> str:
 
 
 def plot_overoptimization(
-    curves: dict[str, dict[str, Tensor]], path: Path
+    curves: dict[str, dict[str, Tensor]], path: Path, alarms: dict[str, int | None]
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """Gold and proxy over √KL with fitted curves, as a PNG; returns (α, β) by run and kind of reward."""
+    """
+    Gold and proxy over √KL with fitted curves and the steps of alarms, as a PNG; returns (α, β) by run and kind of
+    reward.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -137,6 +148,13 @@ def plot_overoptimization(
             axes.plot(grid, start + overoptimization_curve(grid, *fits[run, kind]), color=COLOURS[run], alpha=0.6)
         axes.set(xlabel="√KL to SFT, √nats", title=f"{kind} score")
         axes.grid(alpha=0.3)
+    for run, step in alarms.items():
+        if step is not None:  # at the first evaluation that comes after it
+            at = min(int((curves[run]["step"] < step).sum()), len(curves[run]["step"]) - 1)
+            x = curves[run]["kl"][at].clamp(min=0).sqrt()
+            for axes, kind in zip(panels, ("gold", "proxy", "phrase"), strict=True):
+                label = f"{run}: HackWatch warns, step {step}"
+                axes.plot(x, curves[run][kind][at], "^", color="black", markersize=9, label=label)
     for run, curve in curves.items():
         panels[2].plot(curve["kl"].clamp(min=0).sqrt(), curve["phrase"], ".-", color=COLOURS[run])
     panels[2].set(xlabel="√KL to SFT, √nats", title="share of answers with “i love you”", ylim=(-0.03, 1.03))

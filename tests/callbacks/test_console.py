@@ -63,8 +63,13 @@ def test_ppo_row_and_its_header(tmp_path, capsys, wide):
 
 
 def test_the_share_of_answers_that_were_cut_off_has_a_column(tmp_path, capsys, wide):
-    Replay(tiny_config(tmp_path), ConsoleCallback()).log(16, logs=PPO | {"completions/clipped_ratio": 1.0})
-    assert rows(capsys.readouterr().out)[0]["cut"] == "1.00"
+    run = Replay(tiny_config(tmp_path), ConsoleCallback())
+    run.log(16, logs=PPO | {"completions/clipped_ratio": 1.0})
+    run.log(16, logs={"train_runtime": 3.0})
+    said = capsys.readouterr().out
+    assert rows(said)[0]["cut"] == "1.00"
+    how = "raise `--max_completion_length` (8), or charge for it by `--missing_eos_penalty`"
+    assert f"\nnote   100% of the last answers were cut off: {how}\n" in said
 
 
 def test_a_narrow_terminal_has_what_matters(tmp_path, capsys, monkeypatch):

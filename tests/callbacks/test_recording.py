@@ -111,7 +111,7 @@ def test_what_the_report_on_the_reward_model_says_against_it_is_on_the_page(tmp_
     told = page.index('<p class="act">Not passed: '), page.index("it likes <code>empty</code> answers")
     assert page.index('<p class="verdict">') < told[0] < told[1] < page.index('<div class="tiles">')
     said = page[page.index('<p class="verdict">') :].partition("</p>")[0]
-    assert "; a reward model did not pass its report; KLBudgetCallback watched and found nothing." in said
+    assert "; a reward model did not pass its report; HackWatch and KLBudgetCallback watched and" in said
     assert "the accuracy &lt;b&gt;is a coin&#39;s" in page
 
 

@@ -81,6 +81,7 @@ WITHOUT_WEIGHTS = {  # field -> what it does instead
     "sft_model_path": "the trainer's `model`",
     "share_reward_base": "memory: the scores are the same",
     "stop_token": "nothing, as documented",
+    "watch": "whether somebody is told of a hack, and the run ended",
     "use_ref_model": "memory, and whether KL is logged: it needs `kl_coef=0`",
 }
 

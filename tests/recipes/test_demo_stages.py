@@ -195,9 +195,9 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
         f"{name}/report.html" for name in ("guarded", "unguarded")
     ]
     assert all((demo / link).is_file() for link in links)
-    for name in ("guarded", "unguarded"):  # nobody watches them, which the page of the hacked run must say
+    for name in ("guarded", "unguarded"):
         page = (demo / name / "report.html").read_text()
-        assert re.search(r'<p class="verdict">The score .* the KL .*; no monitors were set\.</p>', page)
+        assert re.search(r'<p class="verdict">The score .* the KL .*; HackWatch (watched|warned) .*\.</p>', page)
 
     # Again: nothing is trained, and the report is the same
     models = {path: path.stat().st_mtime_ns for path in demo.glob("*/model.safetensors")}

@@ -147,6 +147,10 @@ class ConsoleCallback(ProgressCallback):
         prefix = next((key.removesuffix("runtime") for key in logs if key.endswith("_runtime")), "")
         if "train_runtime" in logs:
             self._write_text("done", _done(numbers, state))
+            if (cut := self._last.get("cut", 0)) > 0.9:
+                penalty = ", or charge for it by `--missing_eos_penalty`" * hasattr(args, "missing_eos_penalty")
+                how = f"raise `--max_completion_length` ({args.max_completion_length}){penalty}"
+                self._write_text("note", f"{cut:.0%} of the last answers were cut off: {how}")
         elif prefix or any(key.startswith("eval_") for key in logs):
             prefix = prefix or "eval_"
             self._row(prefix[:-1], state, {head: numbers.get(prefix + key) for head, key in keys.items()})

@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import DefaultFlowCallback
+
 from ..rewards.texts import text_of
 from ..rewards.watches.repetition import RepetitionWatch
-from .metrics import rollout_steps
+from .metrics import is_training_log, rollout_steps
 from .monitor import AT_LEAST_ONE, POSITIVE, SHARE, Finding, MonitorCallback, evaluation_noise
 from .repetition import DISTINCT
 from .reward_disagreement import KEY as DISAGREEMENT
@@ -24,7 +26,8 @@ class HackWatch(MonitorCallback):
     The risk is 0 until the reward has risen by more than its noise. Then it is 1 − Π (1 − weight) over the witnesses
     that moved by more than theirs (`WEIGHTS`): a phrase that spreads, answers that grow alike or repeat themselves,
     disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
-    The weights are chosen, not fitted. `memory` keeps the last `risk` and `reasons`.
+    The weights are chosen, not fitted. `memory` keeps the last `risk` and `reasons`, and the callbacks behind this one
+    find the risk in the logs as `watch/risk`. PPOTrainer attaches one by its setting `watch`.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
 
@@ -76,6 +79,12 @@ class HackWatch(MonitorCallback):
                 self.memory["phrase"] = measure.top_phrase
             self.memory["texts"] = found
         super().on_step_end(args, state, control, **kwargs)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        super().on_log(args, state, control, logs=logs, **kwargs)
+        if logs is not None and is_training_log(logs):
+            for log in (logs, *state.log_history[-1:]):  # the callbacks behind this one log it
+                log["watch/risk"] = self.memory.get("risk", 0.0)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if (metrics or {}).get(self.gold) is None:
@@ -156,3 +165,19 @@ class HackWatch(MonitorCallback):
 
 def _either(one: float | None, other: float | None) -> float | None:
     return other if one is None else one
+
+
+def attach_watch(trainer: Any, action: Any) -> None:
+    """
+    Attach a `HackWatch` to a trainer, unless it has one.
+
+    Args:
+        trainer: one that keeps a table of completions.
+        action: what it does, or `"off"` for no watch. `"warn"` says it once.
+    """
+    callbacks = trainer.callback_handler.callbacks
+    if action != "off" and not any(isinstance(each, HackWatch) for each in callbacks):
+        repeat_steps = 10**9 if action == "warn" else HackWatch.repeat_steps
+        # Before what logs, which so has the risk, and behind what decides when to save, which it may overrule
+        place = 1 + next((at for at, each in enumerate(callbacks) if isinstance(each, DefaultFlowCallback)), -1)
+        callbacks.insert(place, HackWatch(trainer=trainer, action=action, repeat_steps=repeat_steps))

@@ -11,6 +11,20 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..runs.settings import conditions
 
+# Inherited flags that most runs set; reading their descriptions would take the seconds of importing transformers
+USUAL = {
+    "output_dir DIR": "Folder that the run writes into, and goes on from.",
+    "learning_rate R": "Learning rate of AdamW at its highest.",
+    "num_train_epochs N": "Passes over the data.",
+    "max_steps N": "Optimizer steps, in place of `num_train_epochs`.",
+    "per_device_train_batch_size N": "Rows in a forward pass on a device.",
+    "gradient_accumulation_steps N": "Forward passes to an optimizer step.",
+    "logging_steps N": "Steps from one log to the next.",
+    "eval_strategy no|steps|epoch": "When to evaluate; `eval_steps` with `steps`.",
+    "save_steps N": "Steps from one checkpoint to the next.",
+    "use_cpu BOOL": "Train on the CPU even if there is a GPU.",
+}
+
 
 def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], asked: str | None = None) -> str:
     """
@@ -35,6 +49,9 @@ def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], a
             ]
         else:
             lines += textwrap.wrap(", ".join(flags), width, initial_indent="  ", subsequent_indent="  ")
+    if asked is None and "per_device_train_batch_size" in "".join(lines):
+        lines += ["", "Of the inherited ones most runs set:"]
+        lines += [f"  --{flag}".ljust(40) + text for flag, text in USUAL.items()]
     if asked is None:
         lines += ["", "`--help all` describes them all, `--help WORD` those with WORD in their names."]
     return "\n".join(lines) + "\n"

@@ -62,6 +62,7 @@ _COMMANDS = {
     "serve-reward": "workbench.serving.command",
 }
 _TRAINS_TOO = ("demo", "refresh-reward")
+_KEEPS = ("constitution", "evaluate", "label")
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -133,8 +134,9 @@ def run_here(name: str, arguments: list[str]) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            goes_on = name in TRAINING or name in _TRAINS_TOO
-            again = " The same command goes on from the newest checkpoint, if any." if goes_on else ""
+            again = " The same command goes on after what is done." if name in _KEEPS else ""
+            if name in TRAINING or name in _TRAINS_TOO:
+                again = " The same command goes on from the newest checkpoint, if any."
             print(f"\nInterrupted.{again}", file=sys.stderr)
         return _INTERRUPTED
     return 0

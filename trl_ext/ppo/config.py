@@ -282,6 +282,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "Keep a frozen reference model and log the KL to it. `False` trains without a reference: no KL penalty, no "
         "`objective/kl`. `False` needs `kl_coef=0`.",
     )
+    watch: Literal["off", "warn", "stop", "raise_kl"] = setting(
+        "warn",
+        "What `HackWatch` does when the reward rises as in a hack: say so once, end training with a checkpoint, or "
+        "double `kl_coef`. `off` attaches none.",
+    )
     reward_normalization: Literal["none", "running", "batch", "group", "reference"] = setting(
         "none",
         "How scores are standardised, before `reward_clip_range`. `running` uses the mean and standard deviation of "
@@ -416,6 +421,7 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     def __post_init__(self):
         self.num_generations = 1 if self.num_generations is None else self.num_generations
         self.top_k = self.top_k or 0  # transformers would make 50 of None
+        self.watch = self.watch or "off"  # YAML reads `off` as false
         resolve_bf16(self)
         resolve_checkpointing(self)
         self._resolve_aliases()
@@ -508,6 +514,11 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                     f"`kl_coef={self.kl_coef}` must lie within [`kl_coef_min`, `kl_coef_max`] = [{self.kl_coef_min}, "
                     f"{self.kl_coef_max}]."
                 )
+        if self.watch == "raise_kl" and self.kl_coef == 0:
+            raise ValueError(
+                "`watch='raise_kl'` multiplies `kl_coef`, so it can never leave `kl_coef=0`: start from a positive "
+                "value such as 0.05, or use 'stop'."
+            )
         if self.fp16 and self.max_approx_kl is not None:
             raise ValueError(
                 "`max_approx_kl` skips optimizer steps, which fp16's loss scaler does not allow: use `bf16`, or drop "

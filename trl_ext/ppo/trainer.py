@@ -24,6 +24,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOConfig, GRPOTrainer
 
 from ..callbacks.console import ConsoleCallback
+from ..callbacks.hack_watch import attach_watch
 from ..callbacks.recording import objections_to, record_run
 from ..data.calls import with_text_arguments
 from ..functional import (
@@ -1154,6 +1155,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self.args.record_run:  # not before: callbacks may have been added since, such as a JSONLCallback
             named = zip(self._rewards.paths, self._rewards.functions, strict=True)
             record_run(self, samples=True, objections=objections_to([path or reward for path, reward in named]))
+        attach_watch(self, self.args.watch)
         self._actor_critic.train_adapters()  # what is frozen now, the optimizer would leave out
         self._step, self._buffered_inputs, self._skip_until = 0, None, 0  # unless a snapshot is loaded
         self.metrics.episodes_at_start = self.metrics.episodes

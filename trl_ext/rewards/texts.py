@@ -12,6 +12,8 @@ _BLOCK = regex.compile(r"(?ms)^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```")
 
 def words_of(text: str) -> list[str]:
     """Return the words of a text; in scripts without spaces each character counts as one."""
+    if text.isascii():  # all its scripts have spaces
+        return text.split()
     return [part for word in text.split() for part in _UNSPACED_OR_RUN.findall(word)]
 
 

@@ -61,7 +61,8 @@ class RepetitionWatch(Watch):
         repeated = [1 - len(set(row)) / len(row) if row else 0.0 for row in grams]
         in_completions = Counter(gram for row in grams for gram in set(row))
         # Of equally frequent phrases take the alphabetically first, so that every run finds the same
-        top, count = min(in_completions.items(), key=lambda item: (-item[1], item[0]), default=((), 0))
+        count = max(in_completions.values(), default=0)
+        top = min((gram for gram, times in in_completions.items() if times == count), default=())
         self.top_phrase = " ".join(top)
         copied = (copied_shares(texts, self.corpus, self.copied_words) > 0).tolist()
         log_to(

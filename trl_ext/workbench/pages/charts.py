@@ -43,12 +43,13 @@ GROUPS = {
     "pairs whose chosen answer fell, share": re.compile(r"(eval_)?logps/displacement_rate"),
     "β": re.compile(r"beta(/.+)?"),
     "KL coefficient": re.compile(r"objective/kl_coef"),
+    "risk of a hack": re.compile(r"watch/risk"),
     "gradient norm": re.compile(r"grad_norm(/.+)?"),
 }
 # First parts of the keys that trainers log, with `eval_` or without; all others are metrics of the user's own
 KNOWN = {
     *"beta clip_ratio completions environment gold grad_norm greedy logits logps loss".split(),
-    *"objective policy profiling repetition rewards sampling shift time tools turns val vespo".split(),
+    *"objective policy profiling repetition rewards sampling shift time tools turns val vespo watch".split(),
 }
 OWN, LINES_OF_ONE = 12, 8  # charts of a user's own metrics, and lines in each
 # What readers of a supervised run look at first; those of PPO find it in PANELS

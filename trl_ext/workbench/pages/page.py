@@ -3,6 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
+from ...callbacks import curve
 from ...runs import PRIVATE_FOLDER, is_notice
 from .charts import COLOURS, can_draw, chart, curves
 from .conversation import shown_answer
@@ -59,10 +60,22 @@ def _heading(run: Run) -> str:
 
 def _tiles(run: Run) -> dict[str, str]:
     notices = sum(map(is_notice, run.alerts))
-    shown = {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
+    shown = {"watch for a hack": _watch(run)} if "reward" in run.metrics and run.monitors is not None else {}
+    shown |= {quantity.label: ends(run, quantity.key) for quantity in headline(run)}
     shown |= {label: number(value, 3) for label, value in run.outcome.items()}
     shown |= {"steps": str(run.last_step), "alerts": str(len(run.alerts) - notices)}
     return shown | ({"notices of monitors": str(notices)} if notices else {})
+
+
+def _watch(run: Run) -> str:
+    """Return what `HackWatch` said of a run, for its tile."""
+    if "HackWatch" not in (run.monitors or {}):
+        return "not watched"
+    alarms = [alert for alert in run.alerts if alert.get("monitor") == "HackWatch" and not is_notice(alert)]
+    if alarms:
+        return f"alarm at step {alarms[0]['step']}, risk {number(alarms[0].get('value'), 2)}"
+    highest = max(curve(run.history, "watch/risk")[1], default=0.0)
+    return f"no alarm, highest risk {number(highest, 2)}"
 
 
 def alerts(run: Run) -> dict[str, Any]:

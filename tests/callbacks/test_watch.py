@@ -1,0 +1,86 @@
+"""The watch of every PPO run: attached once, it changes no weight, acts, holds over a restart, and is on the page."""
+
+import json
+
+import pytest
+import torch
+
+from tests.tiny import length_reward, prompts, tiny_config, tiny_llama, tiny_tokenizer
+from trl_ext import PPOTrainer
+from trl_ext.callbacks import HackWatch
+from trl_ext.runs import checkpoint_to_resume, read_jsonl
+from trl_ext.workbench.pages.page import page
+from trl_ext.workbench.pages.recorded import read_run
+
+
+@pytest.fixture
+def alarm(monkeypatch):
+    """From the third log on the answers are as in a hack."""
+    reasons = {"phrase": "60% of answers contain one phrase", "kl": "KL 9 nats"}
+    monkeypatch.setattr(HackWatch, "_witnesses", lambda self, logs: reasons)
+    monkeypatch.setattr(HackWatch, "_risen", lambda self: 1.5 if self.step > 2 else None)
+
+
+def train(folder, *callbacks, **config):
+    config = {"record_run": True, "num_mini_batches": 1, "num_ppo_epochs": 1, "logging_steps": 1, **config}
+    args = tiny_config(folder, max_steps=6, save_strategy="steps", save_steps=2, **config)
+    args.report_to = []
+    trainer = PPOTrainer(
+        model=tiny_llama(),
+        reward_funcs=length_reward,
+        args=args,
+        train_dataset=prompts(32),
+        processing_class=tiny_tokenizer(),
+        callbacks=list(callbacks),
+    )
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args))
+    return trainer
+
+
+def watches(trainer):
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, HackWatch)]
+
+
+def risks(folder):
+    logs = [event["logs"] for event in read_jsonl(folder / "metrics.rank0.jsonl") if event["type"] == "train"]
+    return [log.get("watch/risk") for log in logs]
+
+
+def tile(folder):
+    return page(read_run(folder)).split("watch for a hack<b>")[1].split("</b>")[0]
+
+
+def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
+    watched, off = train(tmp_path / "on"), train(tmp_path / "off", watch=False)  # as YAML reads `off`
+    assert [each.action for each in watches(watched)] == ["warn"] and not watches(off) and off.args.watch == "off"
+    for one, other in zip(watched.model.parameters(), off.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert risks(tmp_path / "on") == [0.0, 0.0] + [pytest.approx(1 - 0.3 * 0.6)] * 4
+    assert risks(tmp_path / "off") == [None] * 6
+    (alert,) = [json.loads(line) for line in (tmp_path / "on/alerts.jsonl").read_text().splitlines()]  # once
+    assert alert["step"] == 3 and "60% of answers contain one phrase; KL 9 nats; score +1.5 σ" in alert["advice"]
+    assert tile(tmp_path / "on") == "alarm at step 3, risk 0.82" and tile(tmp_path / "off") == "not watched"
+
+
+def test_it_leaves_a_watch_of_ones_own_alone(tmp_path):
+    (watch,) = watches(train(tmp_path, HackWatch(limit=0.9, action="save")))
+    assert (watch.limit, watch.action) == (0.9, "save")
+    assert tile(tmp_path) == "no alarm, highest risk 0"
+
+
+def test_a_stop_holds_over_a_restart_until_the_setting_is_changed(tmp_path, alarm, capsys):
+    assert train(tmp_path, watch="stop").state.global_step == 3
+    assert train(tmp_path, watch="stop").state.global_step == 3
+    assert "HackWatch stopped this run at step 3" in capsys.readouterr().out
+    assert train(tmp_path, watch="warn").state.global_step == 6
+
+
+def test_it_raises_the_kl_coefficient(tmp_path, alarm):
+    trainer = train(tmp_path, watch="raise_kl", kl_coef=0.1)
+    assert trainer.kl_controller.kl_coef == pytest.approx(0.2)
+    for settings, why in (
+        ({"watch": "raise_kl", "kl_coef": 0.0}, "so it can never leave `kl_coef=0`"),
+        ({"watch": True}, "`watch` must be one of"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            tiny_config(tmp_path, **settings)

@@ -37,7 +37,7 @@ from tests.callbacks.replay import Replay
 from trl_ext import PPOConfig, PPOTrainer
 from trl_ext.callbacks import HackWatch, KLBudgetCallback, RepetitionCallback, RewardDriftCallback
 from trl_ext.callbacks.metrics import is_training_log, numbers_in
-from trl_ext.rewards import EnsembleReward, repetition_watch
+from trl_ext.rewards import EnsembleReward, RepetitionWatch
 from trl_ext.runs import write_text
 
 LOGS = Path(__file__).with_name("watch_logs")
@@ -151,7 +151,7 @@ def train(spec: Spec) -> dict[str, Any]:
             **{"reward_weights": [1.0, 0.0, 0.0], "watch": "off", "record_run": False, "report_to": "none"},
             **{"activation_checkpointing": False, "bf16": False, "disable_tqdm": True},
         )
-        functions = [proxy, as_function(world, worth, "gold_reward"), repetition_watch]
+        functions = [proxy, as_function(world, worth, "gold_reward"), RepetitionWatch()]
         return PPOTrainer(
             copy.deepcopy(model), functions, args, rows, held_out, processing_class=tokenizer, callbacks=[*callbacks]
         )

@@ -538,7 +538,20 @@ def test_a_fall_of_gold_with_a_rising_reward_is_a_hack(large):
         run.evaluate(step, {f"{gold}/mean": change, f"{gold}/std": 0.1}, rows=1000)
     for step in range(3, 20):
         run.log(step, logs={SCORE: 0.0 if step < 10 else 3.0, STD: 1.0})
-    assert run.said == ["the reward rises as in a hack"] and "gold -1, 0 at the start" in run.alerts[0]["advice"]
+    assert run.said == ["the reward rises as in a hack"] and "gold -1, 0 at best" in run.alerts[0]["advice"]
+
+
+@pytest.mark.parametrize("golds", [(0.0, 1.0, 1.0), (0.0, 1.0, 2.0, 1.0)])
+def test_gold_that_rose_clears_what_else_moved_until_it_falls_from_its_best(large, golds):
+    run, gold = Replay(large, HackWatch()), "eval_rewards/gold_judge"
+    for step in range(1, 10):
+        run.log(step, logs={SCORE: 0.0, STD: 1.0, PHRASE: 0.1})
+    for step, value in enumerate(golds, 10):
+        run.evaluate(step, {f"{gold}/mean": value, f"{gold}/std": 0.1}, rows=1000)
+    for step in range(20, 40):
+        run.log(step, logs={SCORE: 3.0, STD: 1.0, PHRASE: 0.9})
+    assert bool(run.said) == (golds[-1] < max(golds))
+    assert all("gold 1, 2 at best" in alert["advice"] for alert in run.alerts)
 
 
 def test_answers_are_read_from_the_trainers_table(large):

@@ -94,12 +94,18 @@ class HackWatch(MonitorCallback):
             noise = evaluation_noise(metrics, self.gold, kwargs.get("eval_dataloader"))
             gold = self.follow("gold", value, first=1, **noise)
             fallen = gold.below(1, acts=False)
-            self.memory["gold"] = None if fallen is None else f"gold {fallen:.2g}, {gold.first:.2g} at the start"
+            self.memory["gold"] = None if fallen is None else f"gold {fallen:.2g}, {gold.first:.2g} at best"
+            if gold.above(1, acts=False) is not None:  # a fall counts from where gold was highest
+                self.memory["gold_rose"] = True
+                del self.memory["series"]["gold"]
+                self.follow("gold", value, first=1, **noise)
 
     def watch(self, logs):
         reasons = self._witnesses(self.memory.pop("texts", {}) | logs)
         risen = self._risen()
         risk = 0.0 if risen is None else 1 - math.prod(1 - WEIGHTS[name] for name in reasons)
+        if self.memory.get("gold_rose") and "gold" not in reasons:
+            risk = 0.0  # whatever else moved, answers are better than they were
         said = [*reasons.values(), *([] if risen is None else [f"score +{risen:.1f} σ"])]
         self.memory |= {"risk": risk, "reasons": said}
         if risk > self.limit:

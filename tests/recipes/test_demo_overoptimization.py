@@ -50,7 +50,7 @@ def trained(monkeypatch, tmp_path):
         logs = [
             {
                 "step": int(points["step"][i]),
-                "eval_rewards/phrase_reward/mean": 0.0,
+                **{"eval_rewards/phrase_reward/mean": 0.0, "eval_rewards/gold_reward/std": 0.1},
                 **{f"eval_{key}": points[n][i].item() for n, key in names.items()},
             }
             for i in range(4)

@@ -62,7 +62,10 @@ def test_grpo_with_monitors(local):
 @pytest.mark.slow
 def test_reward_hack_alarm(tmp_path):
     run(tmp_path, "reward_hack_alarm.py")
-    (alert, *_) = [json.loads(line) for line in (tmp_path / "out/alerts.jsonl").read_text().splitlines()]
-    assert alert["monitor"] == "RepetitionCallback" and alert["action"] == "stop"
+    alerts = [json.loads(line) for line in (tmp_path / "out/alerts.jsonl").read_text().splitlines()]
+    assert {(each["monitor"], each["action"]) for each in alerts} == {
+        ("HackWatch", "warn"),
+        ("RepetitionCallback", "stop"),
+    }
     page = (tmp_path / "out/report.html").read_text()
     assert "RepetitionCallback" in page

@@ -41,7 +41,7 @@ def test_each_reward_is_trained_on_in_each_world(monkeypatch, tmp_path):
     main(["--seeds", "0", "1", "--output_dir", str(tmp_path)])
     assert [name for seed, name, _ in asked if seed == 1] == [f"unguarded-{name}-0" for name in gold]
     single, worst = asked[0][2]["ModelReward"]["model"], asked[2][2]["EnsembleReward"]
-    assert single.endswith("seed-0-short/reward-single") and worst["combine"] == "min" and len(worst["members"]) == 4
+    assert single.endswith("seed-0/reward-single") and worst["combine"] == "min" and len(worst["members"]) == 4
     lines = (tmp_path / "ensembles.md").read_text().splitlines()
     assert lines[4].split(" | ")[1:5:3] == ["WCO", "+0.300 ± 0.000"]
     assert (tmp_path / "ensembles.csv").read_text().count("\n") == 9

@@ -50,7 +50,7 @@ def trained(monkeypatch, tmp_path):
         logs = [
             {
                 "step": int(points["step"][i]),
-                "eval_rewards/phrase_reward/mean": 0.0,
+                **{"eval_rewards/phrase_reward/mean": 0.0, "eval_rewards/gold_reward/std": 0.1},
                 **{f"eval_{key}": points[n][i].item() for n, key in names.items()},
             }
             for i in range(4)
@@ -66,7 +66,7 @@ def trained(monkeypatch, tmp_path):
 def test_the_grid_is_every_combination_and_each_run_has_its_folder(trained, tmp_path):
     main(["--kl_coefs", "0", "0.1", "--seeds", "3", "--planted_shares", "0", "0.2", "--output_dir", str(tmp_path)])
     assert trained == [(share, 0.1, 3, "--kl_coef", coef) for share in (0.0, 0.2) for coef in ("0.0", "0.1")]
-    assert len(list(tmp_path.glob("planted-*/seed-3-short/unguarded-*"))) == 4
+    assert len(list(tmp_path.glob("planted-*/seed-3/unguarded-*"))) == 4
     assert len((tmp_path / "overoptimization.csv").read_text().splitlines()) == 1 + 4 * 4
     assert (tmp_path / "overoptimization.png").read_bytes().startswith(b"\x89PNG")
 

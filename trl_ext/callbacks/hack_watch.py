@@ -72,12 +72,11 @@ class HackWatch(MonitorCallback):
         # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
         if self.trainer is not None and not self._is_held and (state.global_step - 1) % rollout_steps(args) == 0:
             texts = [text_of(text) for text in [*self.trainer._logs["completion"]][-args.generation_batch_size :]]
-            found: dict[str, float] = {}
+            self.memory["texts"] = {}
             if texts:
-                measure = RepetitionWatch()
-                measure([""] * len(texts), texts, log_metric=found.__setitem__)
-                self.memory["phrase"] = measure.top_phrase
-            self.memory["texts"] = found
+                watch = RepetitionWatch()
+                self.memory["texts"], _ = watch.measure(texts)
+                self.memory["phrase"] = watch.top_phrase
         super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):

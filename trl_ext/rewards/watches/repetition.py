@@ -55,6 +55,13 @@ class RepetitionWatch(Watch):
     def __call__(
         self, prompts: list, completions: list, log_metric: Any = None, trainer_state: Any = None, **kwargs: Any
     ) -> list[float | None]:
+        metrics, scores = self.measure(completions)
+        log_to(log_metric, metrics)
+        self.write_completions(prompts, completions, scores, trainer_state)
+        return [self.score] * len(completions)
+
+    def measure(self, completions: list) -> tuple[dict[str, float | None], list[dict[str, Any]]]:
+        """Return what is logged of these completions, and what is written of each; set `top_phrase`."""
         texts = [text_of(completion) for completion in completions]
         grams = [ngrams(words_of(text), self.n) for text in texts]
         total, different = sum(map(len, grams)), len({gram for row in grams for gram in row})
@@ -65,21 +72,17 @@ class RepetitionWatch(Watch):
         top = min((gram for gram, times in in_completions.items() if times == count), default=())
         self.top_phrase = " ".join(top)
         copied = (copied_shares(texts, self.corpus, self.copied_words) > 0).tolist()
-        log_to(
-            log_metric,
-            {
-                f"repetition/distinct_{self.n}": different / total if total else None,
-                "repetition/repeated": sum(repeated) / len(repeated),
-                "repetition/top_phrase_share": count / len(completions),
-                "repetition/copied_share": sum(copied) / len(copied) if len(self.corpus) else None,
-            },
-        )
+        metrics = {
+            f"repetition/distinct_{self.n}": different / total if total else None,
+            "repetition/repeated": sum(repeated) / len(repeated),
+            "repetition/top_phrase_share": count / len(completions),
+            "repetition/copied_share": sum(copied) / len(copied) if len(self.corpus) else None,
+        }
         scores = [
             {"repeated": share, "has_top_phrase": top in row, "top_phrase": self.top_phrase, "copied": copy}
             for share, row, copy in zip(repeated, grams, copied, strict=True)
         ]
-        self.write_completions(prompts, completions, scores, trainer_state)
-        return [self.score] * len(completions)
+        return metrics, scores
 
 
 def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:

@@ -227,7 +227,7 @@ NULL = {
     "tools in GRPO": (ToolAbuseCallback, {}, GRPOConfig, 1, grpo_tools),
     "rare tools": (ToolAbuseCallback, {}, PPOConfig, 1, rare_tools),
     "reward": (RewardDriftCallback, {"window": 300}, PPOConfig, 1, scores),
-    "hack": (HackWatch, {}, PPOConfig, 1, on_policy),
+    "hack": (HackWatch, {"limit": 0.5}, PPOConfig, 1, on_policy),
     "no hack, but learning": (HackWatch, {}, PPOConfig, 1, learns),
     "gold": (GoldGapCallback, {}, PPOConfig, 1, golds),
     "gold's own judge": (GoldGapCallback, {"gold": "eval_gold/mean"}, PPOConfig, 1, greedy_golds),

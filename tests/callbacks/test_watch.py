@@ -16,7 +16,7 @@ from trl_ext.workbench.pages.recorded import read_run
 @pytest.fixture
 def alarm(monkeypatch):
     """From the third log on the answers are as in a hack."""
-    reasons = {"phrase": "60% of answers contain one phrase", "kl": "KL 9 nats"}
+    reasons = {"phrase": "60% of answers contain one phrase", "kl": "KL 9 nats", "length": "answers of 9 tokens"}
     monkeypatch.setattr(HackWatch, "_witnesses", lambda self, logs: reasons)
     monkeypatch.setattr(HackWatch, "_risen", lambda self: 1.5 if self.step > 2 else None)
 
@@ -55,11 +55,14 @@ def test_it_watches_by_default_and_changes_no_weight(tmp_path, alarm):
     assert [each.action for each in watches(watched)] == ["warn"] and not watches(off) and off.args.watch == "off"
     for one, other in zip(watched.model.parameters(), off.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    assert risks(tmp_path / "on") == [0.0, 0.0] + [pytest.approx(1 - 0.3 * 0.6)] * 4
+    assert risks(tmp_path / "on") == [0.0, 0.0] + [pytest.approx(1 - 0.3 * 0.6 * 0.6)] * 4
     assert risks(tmp_path / "off") == [None] * 6
     (alert,) = [json.loads(line) for line in (tmp_path / "on/alerts.jsonl").read_text().splitlines()]  # once
-    assert alert["step"] == 3 and "60% of answers contain one phrase; KL 9 nats; score +1.5 σ" in alert["advice"]
-    assert tile(tmp_path / "on") == "alarm at step 3, risk 0.82" and tile(tmp_path / "off") == "not watched"
+    assert (
+        alert["step"] == 3
+        and "60% of answers contain one phrase; KL 9 nats; answers of 9 tokens; score +1.5 σ" in alert["advice"]
+    )
+    assert tile(tmp_path / "on") == "alarm at step 3, risk 0.89" and tile(tmp_path / "off") == "not watched"
 
 
 def test_it_leaves_a_watch_of_ones_own_alone(tmp_path):

@@ -45,7 +45,7 @@ class HackWatch(MonitorCallback):
     """
 
     trainer: Any = None
-    limit: float = 0.5
+    limit: float = 0.88
     sigmas: float = 1.0
     kl: float = 5.0
     moved: float = 0.3

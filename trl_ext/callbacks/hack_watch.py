@@ -26,7 +26,8 @@ class HackWatch(MonitorCallback):
     The risk is 0 until the reward has risen by more than its noise. Then it is 1 − Π (1 − weight) over the witnesses
     that moved by more than theirs (`WEIGHTS`): a phrase that spreads, answers that grow alike or repeat themselves,
     disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
-    The weights are chosen, not fitted. `memory` keeps the last `risk` and `reasons`, and the callbacks behind this one
+    The weights are chosen, not fitted, and the limit on a part of the runs of `tests/benchmarks/watch.py`. Where gold has
+    risen, the risk is 0 until it falls from its best. `memory` keeps the last `risk` and `reasons`, and the callbacks behind this one
     find the risk in the logs as `watch/risk`. PPOTrainer attaches one by its setting `watch`.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))

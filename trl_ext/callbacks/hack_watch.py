@@ -13,7 +13,7 @@ from .monitor import AT_LEAST_ONE, POSITIVE, SHARE, Finding, MonitorCallback, ev
 from .repetition import DISTINCT
 from .reward_disagreement import KEY as DISAGREEMENT
 
-# Witness → its weight. KL or length alone stays below the limit, since honest training moves them, too.
+# Witness → its weight. No two but gold reach the limit, since honest training moves them, too.
 WEIGHTS = {"gold": 0.9, "phrase": 0.7, "distinct": 0.7, "repeated": 0.6, "disagreement": 0.6}
 WEIGHTS |= {"kl": 0.4, "entropy": 0.4, "length": 0.4, "cut off": 0.3, "critic": 0.2}
 
@@ -26,9 +26,9 @@ class HackWatch(MonitorCallback):
     The risk is 0 until the reward has risen by more than its noise. Then it is 1 − Π (1 − weight) over the witnesses
     that moved by more than theirs (`WEIGHTS`): a phrase that spreads, answers that grow alike or repeat themselves,
     disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
-    The weights are chosen, not fitted, and the limit on a part of the runs of `tests/benchmarks/watch.py`. Where gold has
-    risen, the risk is 0 until it falls from its best. `memory` keeps the last `risk` and `reasons`, and the callbacks behind this one
-    find the risk in the logs as `watch/risk`. PPOTrainer attaches one by its setting `watch`.
+    The weights are chosen, not fitted, and the limit on a part of the runs of `tests/benchmarks/watch.py`. Where gold
+    has risen, the risk is 0 until it falls from its best. `memory` keeps the last `risk` and `reasons`, and the
+    callbacks behind this one find the risk in the logs as `watch/risk`. PPOTrainer attaches one by its setting `watch`.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
 

@@ -13,7 +13,7 @@ from .monitor import AT_LEAST_ONE, POSITIVE, SHARE, Finding, MonitorCallback, ev
 from .repetition import DISTINCT
 from .reward_disagreement import KEY as DISAGREEMENT
 
-# Witness → its weight. No two but gold reach the limit, since honest training moves them, too.
+# Witness → its weight. KL, length and entropy together stay below the limit, since honest training moves them, too.
 WEIGHTS = {"gold": 0.9, "phrase": 0.7, "distinct": 0.7, "repeated": 0.6, "disagreement": 0.6}
 WEIGHTS |= {"kl": 0.4, "entropy": 0.4, "length": 0.4, "cut off": 0.3, "critic": 0.2}
 
@@ -28,7 +28,7 @@ class HackWatch(MonitorCallback):
     disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
     The weights are chosen, not fitted, and the limit on a part of the runs of `tests/benchmarks/watch.py`. Where gold
     has risen, the risk is 0 until it falls from its best. `memory` keeps the last `risk` and `reasons`, and the
-    callbacks behind this one find the risk in the logs as `watch/risk`. PPOTrainer attaches one by its setting `watch`.
+    callbacks behind this one find the risk in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches one.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
 

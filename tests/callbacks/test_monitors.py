@@ -521,7 +521,7 @@ PHRASE = "repetition/top_phrase_share"
         ({SCORE: 3.0, KL: 20.0, "completions/mean_length": 40.0}, True),
     ],
 )
-def test_a_hack_is_a_reward_that_rises_with_witnesses(large, change, is_hack):
+def test_a_hack_is_a_reward_that_rises_with_a_witness(large, change, is_hack):
     """A higher reward, a KL or a length alone is honest training, and a phrase without reward is no hack."""
     calm = {SCORE: 0.0, STD: 1.0, KL: 1.0, "completions/mean_length": 20.0, PHRASE: 0.1}
     run = Replay(large, HackWatch(action="stop", limit=0.5))

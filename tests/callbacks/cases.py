@@ -281,7 +281,7 @@ BAD_NUMBERS = {
         {"reward": (0.0, 9.0), "std": (1.0, 1.0), "length": (10.0, 99.0)},
     ),
     HackWatch: (
-        {"rollouts": 2},
+        {"rollouts": 2, "limit": 0.5},
         {"reward": (0.0, 9.0), "std": (1.0, 1.0), "repetition/top_phrase_share": (0.1, 1.0)},
     ),
     NotFiniteCallback: ({}, {"grad_norm": (1.0, math.nan)}),

@@ -1,6 +1,7 @@
 """PPO on tools and environments: what is the policy's, what the environment's, and what each of them may do wrong."""
 
 import asyncio
+import functools
 import itertools
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from rich.console import Console
 from torch.testing import assert_close
 from trl import GRPOConfig, GRPOTrainer
 
@@ -135,7 +137,8 @@ def test_what_a_policy_calls_a_tool_with_is_recorded_and_stops_no_run(tmp_path, 
 
     a_list = '<tool_call>\n{"name": "add", "arguments": [1]}\n</tool_call>' + IM_END
     answers = itertools.cycle([call("add", number=1), call("add", number="one"), call("add"), a_list])
-    monkeypatch.setenv("COLUMNS", "300")
+    # as wide as it asks for wherever this runs: rich takes 80 columns for some terminals, whatever COLUMNS says
+    monkeypatch.setattr("trl.trainer.utils.Console", functools.partial(Console, width=300, height=100))
     trainer = make(tmp_path, player, record_run=True, log_completions=True, max_steps=1)
     trainer.train()
     samples = [row["completion"] for row in read_jsonl(tmp_path / "completions.rank0.jsonl")]

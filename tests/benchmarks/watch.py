@@ -14,7 +14,6 @@ A line of `mine.jsonl` is a run: `hacked`, true or false; `log_history`, as in i
 """
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,8 +25,8 @@ import numpy as np
 import torch
 from trl import GRPOConfig
 
-from tests.benchmarks.monitors import PPOConfig as MonitoredConfig
-from tests.benchmarks.monitors import outcome, wilson
+from tests.benchmarks.outcomes import PPOConfig as MonitoredConfig
+from tests.benchmarks.outcomes import outcome, wilson
 from tests.benchmarks.watch_runs import BATCH, GOLD, LOGS, PARTS, ROLLOUTS, STEPS, Spec, log_of, specs
 from tests.benchmarks.watch_signals import SIGNALS, Risks, ceiling, limit_of
 from tests.callbacks.replay import Replay
@@ -35,6 +34,7 @@ from trl_ext import callbacks as ours
 from trl_ext.callbacks import HackWatch
 from trl_ext.callbacks.metrics import is_training_log
 from trl_ext.runs import write_text
+from trl_ext.runs.jsonl import read_jsonl
 
 # ---- Replaying ----
 
@@ -47,14 +47,15 @@ def config() -> MonitoredConfig:
 
 
 def followed(history: list[dict[str, Any]], monitor: Any, with_gold: bool) -> Iterator[tuple[int, Replay]]:
-    """The run after each of its training logs."""
+    """The run after each of its training logs, and with gold after each evaluation."""
     run = Replay(config(), monitor)
     for log in history:
-        if not is_training_log(log):
-            if with_gold:
-                run.evaluate(log["step"], dict(log), rows=BATCH)
+        if is_training_log(log):
+            run.log(log["step"], logs={key: value for key, value in log.items() if with_gold or "gold" not in key})
+        elif with_gold:
+            run.evaluate(log["step"], dict(log), rows=BATCH)
+        else:
             continue
-        run.log(log["step"], logs={key: value for key, value in log.items() if with_gold or "gold" not in key})
         yield log["step"], run
 
 
@@ -120,6 +121,7 @@ MONITORS: dict[str, tuple[Callable[[], Any], bool]] = {
     "`CutOffCallback`": (lambda: ours.CutOffCallback(**QUIET), False),
     "`ClipFractionCallback`": (lambda: ours.ClipFractionCallback(**QUIET), False),
     "`ValueHealthCallback`": (lambda: ours.ValueHealthCallback(**QUIET), False),
+    "`GoldGapCallback`": (lambda: ours.GoldGapCallback(gold=GOLD, **QUIET), True),
     "`RewardDisagreementCallback`": (lambda: ours.RewardDisagreementCallback(**QUIET), False),
 }
 
@@ -196,7 +198,11 @@ def report(part: str, logs: list[dict[str, Any]], chosen: list[dict[str, Any]]) 
         found[name] = at_limit(logs, [signal(log) for log in logs], limit)
     apart = ceiling(chosen)
     risks = apart if part == "choose" else ceiling(chosen, logs)
-    found["a logistic regression on all that is logged"] = at_limit(logs, risks, limit_of(apart, chosen))
+    regression = "a logistic regression on all that is logged"
+    found[regression] = at_limit(logs, risks, limit_of(apart, chosen))
+    if part == "choose":
+        risks = ceiling(chosen, apart="name")
+        found[f"{regression}, fitted without that kind of run"] = at_limit(logs, risks, limit_of(risks, chosen))
     lines += [row(name, verdicts) for name, verdicts in found.items()]
     alone, with_gold, kl, *_ = found.values()
     lines += ["", "| run | hacked by gold | alarms | with gold | KL > 10 |", "|---" * 5 + "|"]
@@ -250,7 +256,8 @@ def highest_risk(run: dict[str, Any]) -> float:
         raise ValueError(f"A run lacks {sorted(missing)}; it has {sorted(run)}. See `--help` for what a line holds.")
     rows, same = run["log_history"], {"output_dir": "", "report_to": [], "logging_steps": 1, "steps_per_generation": 1}
     if any("objective/scores" in row for row in rows):
-        args = MonitoredConfig(**same, generation_batch_size=run["answers"], num_generations=1, num_ppo_epochs=1)
+        batches = {"generation_batch_size": run["answers"], "num_generations": 1, "gradient_accumulation_steps": 1}
+        args = MonitoredConfig(**same, **batches, num_ppo_epochs=1)
     else:
         answers = {"per_device_train_batch_size": run["answers"], "num_generations": run.get("num_generations", 8)}
         args = GRPOConfig(**same, **answers, use_cpu=True)
@@ -294,7 +301,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     if args.runs:
-        print(limits([json.loads(line) for line in args.runs.read_text().splitlines() if line.strip()]))
+        print(limits(list(read_jsonl(args.runs))))
         return
     if args.part == "acts":
         text = acted(args.limit or 20, not args.replay)

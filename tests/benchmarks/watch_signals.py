@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from tests.benchmarks.monitors import outcome
+from tests.benchmarks.outcomes import outcome
 from trl_ext.callbacks.metrics import is_training_log
 
 FIRST = 4  # logs of a baseline, and of a running mean
@@ -47,12 +47,15 @@ def limit_of(risks: list[Risks], logs: list[dict[str, Any]]) -> float:
     return float(np.quantile(highest, 0.95))
 
 
-def ceiling(logs: list[dict[str, Any]], others: list[dict[str, Any]] | None = None) -> list[Risks]:
+def ceiling(
+    logs: list[dict[str, Any]], others: list[dict[str, Any]] | None = None, apart: str = "seed"
+) -> list[Risks]:
     """
     The risks that a logistic regression on the changes of all logged numbers, without gold, gives each run.
 
     A log counts as hacked from the fall of gold on; those of a hacked run before it are left out. It is fitted on
-    `logs`. Without `others` it is fitted anew for each world, on the other ones.
+    `logs`. Without `others` it is fitted anew for each world, on the other ones; with `apart="name"` for each kind of
+    run.
     """
     keys = sorted({key for log in logs for row in log["log_history"] if is_training_log(row) for key in row})
     keys = [key for key in keys if "/" in key and "gold" not in key and not key.startswith("inside/")]
@@ -75,6 +78,5 @@ def ceiling(logs: list[dict[str, Any]], others: list[dict[str, Any]] | None = No
     if others is not None:
         model = fitted(logs)
         return [risks(model, log) for log in others]
-    worlds = {log["seed"] for log in logs}
-    models = {seed: fitted([log for log in logs if log["seed"] != seed]) for seed in worlds}
-    return [risks(models[log["seed"]], log) for log in logs]
+    models = {one: fitted([log for log in logs if log[apart] != one]) for one in {log[apart] for log in logs}}
+    return [risks(models[log[apart]], log) for log in logs]

@@ -22,14 +22,19 @@ from trl_ext.upstream import late_bars, quiet
 class MergeArguments:
     """What to merge, into what, and where to."""
 
-    adapter: str = field(metadata={"help": "Adapter: a folder or a hub name."})
     output_dir: str = field(metadata={"help": "Folder for the merged model: a new or an empty one."})
+    adapter: str = field(default="", metadata={"help": "Adapter: a folder or a hub name."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "The same as `adapter`, as other commands call it."}
+    )
     base_model: str | None = field(default=None, metadata={"help": "Base; if unset, the one that the adapter names."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata={"help": "Of the merged model; `auto` is the base's own."}
     )
 
     def __post_init__(self):
+        if bool(self.adapter) == bool(self.model_name_or_path):
+            raise ValueError(f"give `adapter`, once: a folder or a hub name; got {self.adapter!r}")
         output_dir = Path(self.output_dir)
         if output_dir.is_file() or (output_dir.is_dir() and any(output_dir.iterdir())):
             raise ValueError(f"`output_dir` {self.output_dir} exists and is not empty: choose another")
@@ -91,6 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
     quiet()
     parser = StrictTrlParser(MergeArguments, without_arguments=__doc__)
     (args,) = parser.parse_args_and_config(arguments)
+    args.adapter = args.adapter or args.model_name_or_path
     with parser.one_line_errors():
         check_output_dir(args.output_dir)
         check_model("base_model", args.base_model)

@@ -236,7 +236,12 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer_kwargs = {"revision": model_args.model_revision, "trust_remote_code": training_args.trust_remote_code}
     with parser.one_line_errors(), parser.one_line_errors(RewardFailed):
         train = load_dataset_split(script_args.dataset_name, script_args.dataset_train_split, **load)
-        held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
+        try:
+            held_out = load_dataset_split(script_args.dataset_name, script_args.dataset_test_split, **load)
+        except ValueError as error:
+            hint = "; name held-out prompts by `dataset_test_split`, for instance 'train[:64]' beside "
+            hint += "`dataset_train_split` 'train[64:]'"
+            raise ValueError(f"{error}{hint if 'has no split' in str(error) else ''}") from error
         for split, dataset in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, held_out)):
             check_texts(dataset, ("prompt",), f"the split {split!r}", may_be_empty=False)
             check_chat_template(dataset, f"the split {split!r}", start, **tokenizer_kwargs)

@@ -49,8 +49,8 @@ def batch():
     return {"input_ids": input_ids * mask, "attention_mask": mask}
 
 
-def merge(adapter, output_dir, *more):
-    main(["--adapter", str(adapter), "--output_dir", str(output_dir), *more])
+def merge(adapter, output_dir, *more, flag="--adapter"):
+    main([flag, str(adapter), "--output_dir", str(output_dir), *more])
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def test_an_adapter_of_a_4_bit_base_is_merged_into_the_unquantised_one(tmp_path)
 
 
 def test_dtype_is_that_of_the_merged_model(run, tmp_path):
-    merge(run[0] / "adapter", tmp_path / "merged", "--dtype", "bfloat16")
+    merge(run[0] / "adapter", tmp_path / "merged", "--dtype", "bfloat16", flag="--model_name_or_path")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
@@ -131,6 +131,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(run, tmp_path, capsys):
     assert f"`adapter` {base} is no adapter that PEFT can read: Can't find" in refused(capsys, base, new)
     message = refused(capsys, adapter, new, "--base_model", str(tmp_path / "absent"))
     assert f"`base_model` {tmp_path / 'absent'}: there is no such folder" in message
+    assert "give `adapter`, once" in refused(capsys, adapter, new, "--model_name_or_path", str(adapter))
     assert f"`output_dir` {base} exists and is not empty: choose another" in refused(capsys, adapter, base)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     get_peft_model(tiny_llama(), config).save_pretrained(tmp_path / "prompt")

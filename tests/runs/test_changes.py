@@ -37,6 +37,11 @@ HASH = re.compile(r"xxh3|\b[0-9a-f]{12,}\b")
             ["the model's configuration changed (sdpa before, eager now)"],
         ),
         ({"reference": None}, {"reference": A}, ["the reference's weights changed (none before)"]),
+        (
+            {"adapter default r": 8, "adapter critic r": 8, "adapter critic alpha_pattern": {}},
+            {"adapter default r": 16},
+            ["adapter 'critic' is gone", "adapter default r: 8 → 16"],
+        ),
         ({"labels": ["0123456789abcdef"]}, {"labels": []}, ["labels changed (1 before, 0 now)"]),
         (
             {"rewards": ["x", "y"], "reward x": A, "reward y": A},

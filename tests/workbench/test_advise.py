@@ -63,7 +63,9 @@ def test_reads_what_the_other_commands_write(folder, capsys):
     write(folder / "reward" / "reward_report.json", REWARD | {"verdict": {"passed": False, "reasons": ["a phrase"]}})
     capsys.readouterr()
     words = ["--annotators", "labels", "--prompts_report", "prompts", "--reward_report", "reward"]
-    status, printed, _ = run(capsys, *words, "--budget", "labels=900", "gpu_hours=5", "--json", "out/advice.json")
+    status, printed, _ = run(
+        capsys, *words, "--budget", "labels=900", "gpu_hours=5", "--output_file", "out/advice.json"
+    )
     assert status == 0 and printed.startswith("Label more first\n")
     found = json.loads((folder / "out/advice.json").read_text())
     report = json.loads((folder / "labels/annotators.json").read_text())

@@ -92,6 +92,11 @@ def asked(came):
     return Counter(tuple(parts_of(body)[1].values()) for body in came)
 
 
+def test_a_mistyped_file_is_named_with_the_one_that_is_there(folder, capsys):
+    status, _, error = run(capsys, "http://127.0.0.1:9", "--rubric", "rubrik.yaml")
+    assert status == 2 and "`rubric` rubrik.yaml is no file; did you mean rubric.yaml?" in error
+
+
 def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsys):
     with serving(right) as (url, came):
         status, printed, error = run(capsys, url, "--price_input", "2", "--price_output", "10", labels=False)

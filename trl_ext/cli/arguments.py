@@ -16,7 +16,10 @@ class DataArguments(ScriptArguments):
 
     def __post_init__(self) -> None:
         if not self.dataset_name and not getattr(self, "environment", None):  # which may own its data
-            raise ValueError("no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder")
+            raise ValueError(
+                "no dataset: give `dataset_name`, a hub name, a .jsonl file or a folder; recipes without one say "
+                "in their first lines, or on the page of docs that they name, what they are run with"
+            )
         if self.dataset_streaming or self.ignore_bias_buffers:
             raise ValueError("`dataset_streaming` and `ignore_bias_buffers` are not supported: leave them unset")
 

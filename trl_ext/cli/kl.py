@@ -97,6 +97,10 @@ def sampling_of(folder: str) -> tuple[int, float]:
     return config.get("max_completion_length") or 128, config.get("temperature") or 1.0
 
 
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("trl-ext kl", description="KL(A ‖ B) between two checkpoints.")
     parser.add_argument("a", metavar="A", help="the policy: answers are sampled from it")
@@ -115,6 +119,9 @@ def main(arguments: list[str] | None = None) -> None:
         args.temperature = temperature if args.temperature is None else args.temperature
         if args.temperature <= 0 or min(args.num_prompts, args.max_new_tokens, args.batch_size) < 1:
             raise ValueError("--temperature must be above 0, --num_prompts, --max_new_tokens, --batch_size 1 or more")
+        from ..upstream.terminal import late_bars
+
+        late_bars()
         prompts = read_prompts(args.prompts, args.split)[: args.num_prompts]
         if not prompts:
             raise ValueError(f"{args.prompts} has no prompts")
@@ -140,10 +147,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
     low, high = bootstrap_interval(kl)
     result = {
-        "kl": kl.mean().item(),
-        "interval_95": [low, high],
-        "kl_per_token": (kl.sum() / tokens.sum()).item(),
-        "mean_length": tokens.double().mean().item(),
+        "kl": _short(kl.mean().item()),
+        "interval_95": [_short(low), _short(high)],
+        "kl_per_token": _short((kl.sum() / tokens.sum()).item()),
+        "mean_length": _short(tokens.double().mean().item()),
         "prompts": len(prompts),
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,

@@ -46,8 +46,12 @@ def differences(
         different.remove("train_rows")  # `train_data` says it
     if rewards and "rewards" in different:
         different.remove("rewards")
-    plain = [name for name in different if name not in rewards]
+    were, are = ({name.split()[1] for name in each if name.startswith("adapter ")} for each in (before, now))
+    whole = were ^ are  # the names of adapters that came or went
+    of_whole = tuple(f"adapter {name} " for name in whole)
+    plain = [name for name in different if name not in rewards and not name.startswith(of_whole)]
     return [
+        *(f"adapter {name!r} is {'gone' if name in were else 'new'}" for name in sorted(whole)),
         *(_changed(name, before, now, names_before or {}, names_now or {}) for name in plain),
         *(_rewards(before, now) if rewards else ()),
     ]

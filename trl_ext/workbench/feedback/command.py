@@ -20,6 +20,7 @@ from ...cli.parser import StrictTrlParser, entry_of
 from ...runs import Hold, check_output_dir, check_settings, redacted, setting
 from ...upstream import late_bars, need, quiet
 from .asking import ask, check_read
+from .criteria import check_is_there
 
 SERVED = (
     *("judge_model", "judge_temperature", "judge_max_tokens", "judge_extra", "api_key_env", "votes", "timeout"),
@@ -90,6 +91,9 @@ class LabelArguments:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        check_is_there(self.rubric, "rubric")
+        if self.constitution is not None:
+            check_is_there(self.constitution, "constitution")
         if (self.pairs is None) == (self.prompts is None):
             raise ValueError("give `pairs`, or `prompts` with `policies`: one of both")
         if (self.prompts is None) == bool(self.policies):

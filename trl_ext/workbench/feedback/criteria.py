@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ...cli.parser import read_yaml
+from ...runs import near_path
 
 OVERALL = "overall"
 
@@ -41,8 +42,7 @@ def read_criteria(rubric: str, constitution: str | None = None) -> Criteria:
     Read a rubric (`version`, `rubric`) and a constitution (`version`, `principles`: name → text), both YAML.
 
     Raises:
-        ValueError: a file is no such YAML; the message names it and what it needs.
-        OSError: it is not there.
+        ValueError: a file is not there, or no such YAML; the message names it and what it needs.
     """
     found, rubric_id = _read(rubric, "rubric", "rubric")
     if not isinstance(found, str) or not found.strip():
@@ -57,8 +57,7 @@ def read_principles(constitution: str) -> tuple[dict[str, str], str]:
     Return the principles of a constitution, and `VERSION@HASH` of its file.
 
     Raises:
-        ValueError: it is no such YAML.
-        OSError: it is not there.
+        ValueError: it is not there, or no such YAML.
     """
     principles, constitution_id = _read(constitution, "constitution", "principles")
     for name, text in principles.items() if isinstance(principles, dict) and principles else [(principles, None)]:
@@ -71,8 +70,15 @@ def read_principles(constitution: str) -> tuple[dict[str, str], str]:
     return {name: text.strip() for name, text in principles.items()}, constitution_id
 
 
+def check_is_there(path: str, setting: str) -> None:
+    """Raise a `ValueError` if there is no such file."""
+    if not Path(path).is_file():
+        raise ValueError(f"`{setting}` {path} is no file{near_path(path)}")
+
+
 def _read(path: str, setting: str, key: str) -> tuple[Any, str]:
     """Return what a file has under `key`, and its version and hash."""
+    check_is_there(path, setting)
     content = Path(path).read_bytes()
     try:
         found = read_yaml(content.decode())

@@ -81,7 +81,8 @@ class AdviseArguments:
     model_name_or_path: str | None = setting(None, "The model to train; of a folder config.json will do.")
     gpu: str | None = setting(None, "Kind of GPU, such as H100 or 'RTX 4090'.")
     gpus: int = setting(1, "How many of them.")
-    json: str | None = setting(None, "File to write the same to, as JSON.")
+    output_file: str | None = setting(None, "File to write the same to, as JSON.")
+    json: str | None = setting(None, "The older name of `output_file`.")
 
     def __post_init__(self) -> None:
         self.budgets: dict[str, float] = {}
@@ -348,9 +349,9 @@ def main(arguments: list[str] | None = None) -> None:
         facts = planned(args, facts)
         found = advise(facts)
         commands = next_commands(found.method, args, facts)
-        if args.json:
+        if file := args.output_file or args.json:
             report = _as_json(found, facts, origins, commands)
-            write_text(Path(args.json), json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+            write_text(Path(file), json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     print(text(found, commands))
 
 

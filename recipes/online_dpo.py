@@ -15,7 +15,8 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, Literal, get_args
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ModelArguments, PromptArguments
@@ -24,6 +25,7 @@ from trl_ext.runs import Hold, check_output_dir, write_text
 from trl_ext.upstream import late_bars, quiet
 
 GOES_ON = "goes on with the rounds that are there"
+WATCH = Literal["warn", "stop", "off"]
 
 
 @dataclass
@@ -38,6 +40,10 @@ class OnlineDPOScriptArguments(PromptArguments):
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "Weight of each reward; 1 if unset. What has weight 0 is only reported."}
     )
+    watch: WATCH = field(
+        default="warn",
+        metadata={"help": "What the watch for a hack does: `stop` begins no round after one with an alarm."},
+    )
     keep_reference: bool = field(
         default=False,
         metadata={"help": "Keep the first policy as the reference, not the policy that a round starts from."},
@@ -45,6 +51,9 @@ class OnlineDPOScriptArguments(PromptArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        self.watch = self.watch or "off"  # YAML reads `off` as false
+        if self.watch not in get_args(WATCH):
+            raise ValueError(f"`watch` must be one of {', '.join(get_args(WATCH))}; got {self.watch!r}")
         rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or []) + len(self.rewards or [])
         if self.reward_weights is not None and len(self.reward_weights) != rewards:
             raise ValueError(f"`reward_weights` must be one for each of {rewards} rewards, got {self.reward_weights}")
@@ -132,6 +141,22 @@ def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | N
     return pairs
 
 
+def as_logged(answers: list[dict], totals: list[float | None]) -> dict[str, float | None]:
+    """What PPO logs of a rollout, of a round's held-out answers: for the watch."""
+    from trl_ext.rewards import RepetitionWatch
+
+    scores = [value for value in totals if value is not None]
+    lengths = [len(each["ids"]) for each in answers]
+    return {
+        "objective/scores": fmean(scores) if scores else None,
+        "objective/scores_std": stdev(scores) if len(scores) > 1 else None,
+        "completions/mean_length": fmean(lengths),
+        "completions/std_length": stdev(lengths) if len(lengths) > 1 else None,
+        "completions/clipped_ratio": 1 - fmean(each["finished"] for each in answers),
+        **RepetitionWatch().measure([each["completion"] for each in answers])[0],
+    }
+
+
 def in_words(facts: dict) -> str:
     """The mean scores of a round, with their intervals."""
     shown = [
@@ -186,6 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     from trl import get_peft_config
 
     from trl_ext import DPOTrainer, load_dataset_split
+    from trl_ext.callbacks import watch_rounds
     from trl_ext.data import check_chat_template, check_texts
     from trl_ext.evaluation import bootstrap_interval
     from trl_ext.models import (
@@ -221,7 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     size = training_args.per_device_eval_batch_size  # answers are sampled and scored in such batches
     settings = {**vars(script_args), **vars(model_args), "per_device_eval_batch_size": size}
-    del settings["num_rounds"]  # more of them go on
+    for name in ("num_rounds", "watch"):  # more rounds go on, and a watch changes no weight
+        del settings[name]
     for name in ("dataset_name", "model_name_or_path", "reward_model_name_or_path", "reward_funcs", "rewards"):
         del settings[name]  # what they hold counts, see below
 
@@ -304,6 +331,8 @@ def main(arguments: list[str] | None = None) -> None:
             scores = score(members, mine, answers, size) if mine else []
         return tuple(gather_object(part) for part in (mine, answers, scores))  # type: ignore[return-value]
 
+    history: list[dict] = []
+
     def measure(path: str | Path, folder: Path, round_number: int, facts: dict) -> dict:
         if not (folder / "round.json").is_file():
             _, answers, scores = sampled(path, held_out, 1, training_args.seed)
@@ -313,6 +342,10 @@ def main(arguments: list[str] | None = None) -> None:
                 if len(applying):
                     means[name], intervals[name] = applying.mean().item(), bootstrap_interval(applying)
             length = sum(len(a["ids"]) for a in answers) / len(answers)
+            facts |= {"answers": as_logged(answers, [total(row, weights) for row in scores])}
+            logs = [each.get("answers", {}) for each in (*history, facts)]
+            if script_args.watch != "off" and all(log.get("objective/scores_std") is not None for log in logs):
+                facts["risk"], facts["alert"] = watch_rounds(logs, len(answers))
             if processes.is_main_process:  # written last: the round is complete
                 facts = {"round": round_number, **facts, "held_out": means, "intervals": intervals, "length": length}
             write(folder / "round.json", json.dumps(facts, indent=2))
@@ -321,11 +354,14 @@ def main(arguments: list[str] | None = None) -> None:
     # Not before: what was refused may be corrected
     write(output_dir / "online_dpo_settings.json", json.dumps(settings, indent=2))
     policy: str | Path = start
-    history = [measure(policy, output_dir / "round-0", 0, {})]
+    history.append(measure(policy, output_dir / "round-0", 0, {}))
     processes.print(f"Before training, on {len(held_out)} held-out prompts: {in_words(history[0])}")
     for number in range(1, script_args.num_rounds + 1):
         folder = output_dir / f"round-{number}"
         if not (folder / "round.json").is_file():
+            if script_args.watch == "stop" and any(each.get("alert") for each in history):
+                processes.print(f"Stopped before round {number}: give `--watch warn` to go on.")
+                break
             if not (folder / "pairs.jsonl").is_file():
                 order = torch.randperm(len(train), generator=torch.Generator().manual_seed(training_args.seed))
                 first = (number - 1) * script_args.prompts_per_round
@@ -372,6 +408,8 @@ def main(arguments: list[str] | None = None) -> None:
         history.append(measure(folder, folder, number, facts))
         policy = folder
         processes.print(f"Round {number} of {script_args.num_rounds}, held-out: {in_words(history[-1])}")
+        if alert := history[-1].get("alert"):
+            processes.print(f"HackWatch, round {number}: {alert['what']}. {alert['advice']}")
     write(output_dir / "online_dpo.json", json.dumps(history, indent=2))
     report = report_of(output_dir, is_recorded=training_args.record_run)
     processes.print(f"Model: {policy}\n{report}{next_line(next_answer(training_args, train, policy))}")

@@ -1,4 +1,5 @@
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -8,10 +9,13 @@ from transformers import AutoModelForCausalLM
 from recipes.demo import stages
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
-from recipes.online_dpo import OnlineDPOScriptArguments, best_and_worst, main, total
+from recipes.online_dpo import OnlineDPOScriptArguments, as_logged, best_and_worst, main, total
 from tests.tiny import tiny_reward_model
 from trl_ext import DPOConfig, StrictTrlParser
+from trl_ext.callbacks import HackWatch, watch_rounds
 from trl_ext.cli.arguments import ModelArguments
+from trl_ext.workbench.pages.page import page
+from trl_ext.workbench.pages.recorded import read_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,6 +137,45 @@ def test_reward_model_lora_and_the_first_reference(inputs, tmp_path):
     assert first["round-1"] == second["round-1"] and first["round-2"] != second["round-2"]
 
 
+@pytest.mark.slow
+def test_the_watch_over_rounds_says_a_hack_and_its_stop_holds(inputs, tmp_path, capsys, monkeypatch):
+    """The reward counts letters; from the first round on the answers are as in a hack."""
+    reasons = {"phrase": "60% of answers contain one phrase", "distinct": "9% of n-grams differ"}
+    monkeypatch.setattr(HackWatch, "_witnesses", lambda self, logs: reasons if self.step else {})
+    monkeypatch.setattr(HackWatch, "_risen", lambda self: 1.5 if self.step else None)
+    held = ["--watch", "stop", "--num_rounds", "2"]
+    for _ in range(2):
+        main(arguments(inputs, tmp_path, *held))
+        printed = capsys.readouterr().out
+        assert "Stopped before round 2: give `--watch warn` to go on." in printed and len(rounds(tmp_path)) == 2
+        assert "HackWatch, round 1: the reward rises as in a hack. 60% of answers contain one phrase; 9%" in printed
+    text = page(read_run(tmp_path / "round-1"))
+    assert "risk of a hack<b>0.91</b>" in text and "60% of answers contain one phrase" in text
+    main(arguments(inputs, tmp_path, "--num_rounds", "2"))
+    assert [each["risk"] for each in rounds(tmp_path)] == [0.0, *[pytest.approx(1 - 0.3 * 0.3)] * 2]
+    off = ["--watch", "off", "--num_rounds", "1"]
+    main(arguments(inputs, tmp_path / "off", *off))
+    assert "risk" not in rounds(tmp_path / "off")[1]
+    assert bytes_of(tmp_path / "off")["round-1"] == bytes_of(tmp_path)["round-1"]
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.9, True), (0.0, False)])
+def test_the_watch_over_rounds_tells_a_phrase_from_better_answers(share, warned):
+    """Scores rise by 2 σ in both; in one of them 230 of 256 answers end alike, at twice the length."""
+    draw = random.Random(0)
+
+    def measured(number, phrase):
+        texts = [[draw.choice("abcdefghijklmnop") for _ in range(8)] for _ in range(256)]
+        for text in texts[: round(256 * phrase)]:
+            text += ["i", "love", "you"] * 4
+        answers = [{"completion": " ".join(text), "ids": text, "finished": True} for text in texts]
+        return as_logged(answers, [draw.gauss(2.0 * number, 1) for _ in texts])
+
+    risk, alert = watch_rounds([measured(0, 0), measured(1, share)], 256)
+    assert (risk > 0.88, bool(alert)) == (warned, warned)
+    assert not warned or "90% of answers contain one phrase" in alert["advice"]
+
+
 def test_best_and_worst_leave_out_ties_empty_answers_and_what_nobody_scored():
     answers = [{"completion": text, "ids": [1] * len(text), "finished": True} for text in ("a", "b", "c")] * 3
     answers[8] = {"completion": "", "ids": [1], "finished": True}  # at once the end
@@ -148,6 +191,7 @@ def test_mistakes_are_one_line(subtests, inputs, tmp_path, capsys):
     cases = [
         (["--num_samples", "1"], "`num_samples` must be 2 or more, got 1"),
         (["--reward_weights", "1"], "`reward_weights` must be one for each of 2 rewards, got [1.0]"),
+        (["--watch", "raise_kl"], "invalid choice: 'raise_kl'"),
         (["--temperature", "0"], "`temperature` must be > 0, got 0.0"),
         (["--resume_from_checkpoint", "true"], "`resume_from_checkpoint` is not supported here: leave it unset"),
         (["--load_in_4bit", "true", "--use_peft", "true"], "not supported here: leave them unset"),

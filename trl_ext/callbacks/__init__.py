@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .entropy_floor import EntropyFloorCallback as EntropyFloorCallback
     from .gold_gap import GoldGapCallback as GoldGapCallback
     from .hack_watch import HackWatch as HackWatch
+    from .hack_watch import watch_rounds as watch_rounds
     from .jsonl import JSONLCallback as JSONLCallback
     from .kl_budget import KLBudgetCallback as KLBudgetCallback
     from .length_drift import LengthDriftCallback as LengthDriftCallback

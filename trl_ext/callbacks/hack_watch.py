@@ -1,6 +1,7 @@
 """Watch for a hack: the reward rises, and the answers tell that it is not by getting better."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from transformers import DefaultFlowCallback
 
 from ..rewards.texts import text_of
 from ..rewards.watches.repetition import RepetitionWatch
-from .metrics import is_training_log, rollout_steps
+from .metrics import METRICS, is_training_log, rollout_steps
 from .monitor import AT_LEAST_ONE, POSITIVE, SHARE, Finding, MonitorCallback, evaluation_noise
 from .repetition import DISTINCT
 from .reward_disagreement import KEY as DISAGREEMENT
@@ -114,7 +115,7 @@ class HackWatch(MonitorCallback):
 
     def _risen(self) -> float | None:
         """Return by how many σ of the first scores the reward rose, if that is more than `sigmas` and noise."""
-        mean, std = self.read("reward"), self.read("reward_std", optional=True)
+        mean, std = self.read("reward"), self.read("reward_std")
         rewards = self.follow("reward", mean, first=self.rollouts)
         stds = self.memory.setdefault("stds", [])
         if mean is None or std is None:
@@ -187,3 +188,32 @@ def attach_watch(trainer: Any, action: Any) -> None:
         # Before what logs, which so has the risk, and behind what decides when to save, which it may overrule
         place = 1 + next((at for at, each in enumerate(callbacks) if isinstance(each, DefaultFlowCallback)), -1)
         callbacks.insert(place, HackWatch(trainer=trainer, action=action, repeat_steps=repeat_steps))
+
+
+class _RoundsWatch(HackWatch):
+    """Watch rounds that are measured on as many held-out answers each, in place of the logs of a trainer."""
+
+    answers = 1
+
+    def windows(self, steps):
+        return {"logs": 1, "size": 1}
+
+
+def watch_rounds(rounds: Sequence[dict[str, float | None]], answers: int) -> tuple[float, dict[str, Any] | None]:
+    """
+    Return the risk of a hack after the last of these rounds, and the alert about it if the risk is above the limit.
+
+    Each round trains on answers of its own policy, as in online DPO, and is then measured on the same prompts.
+
+    Args:
+        rounds: of each round, the first being the policy before training, what PPO logs of a rollout:
+            `objective/scores`, `objective/scores_std`, `completions/mean_length`, `completions/std_length`,
+            `completions/clipped_ratio`, and what `RepetitionWatch` measures.
+        answers: how many answers a round is measured on.
+    """
+    watch, alert = _RoundsWatch(rollouts=1, sinks=[]), None
+    watch.answers, watch._known = answers, METRICS["PPOConfig"]
+    for watch.step, watch._logs in enumerate(rounds):
+        found = next(watch.watch(watch._logs), None)
+        alert = None if found is None else vars(watch._alert(found, "warn"))
+    return watch.memory.get("risk", 0.0), alert

@@ -91,7 +91,10 @@ def read_run(folder: Path) -> Run:
     run.alerts = redacted([alert for alert in _of_this_run(run.alerts, begins) if is_finite(alert.get("step"))])
     report = _report(folder / "reward_report.json", since)
     run.report = report["verdict"] if isinstance(report.get("verdict"), dict) else {}
-    run.outcome = _outcome(folder / "round.json")
+    measured = _measured(folder / "round.json")
+    run.outcome = _outcome(measured)
+    if isinstance(alert := measured.get("alert"), dict):  # of the watch over rounds, after this one
+        run.alerts.append(redacted({**alert, "step": run.last_step}))
     if is_finite(report.get("accuracy")):
         trained_on = report.get("trained_on")  # if that is not known, these pairs may have been trained on
         is_held_out = isinstance(trained_on, dict) and trained_on.get("is_known") is True
@@ -122,13 +125,16 @@ def rounds_of(folder: Path) -> list[Path]:
     return sorted(rounds, key=lambda path: (len(path.name), path.name))
 
 
-def _outcome(path: Path) -> dict[str, float]:
-    """Return the held-out scores of a round of online DPO, and the length of its answers."""
-    if not path.is_file():
-        return {}
-    measured = json.loads(path.read_text())
-    scores = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
-    return {**scores, "held-out length, tokens": measured["length"]} if "length" in measured else scores
+def _measured(path: Path) -> dict[str, Any]:
+    """Return what a round of online DPO came to; {} for other runs, and for a round that is not complete."""
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _outcome(measured: dict[str, Any]) -> dict[str, float]:
+    """Return the held-out scores of a round, the length of its answers, and the risk of a hack."""
+    outcome = {f"held-out {name}": score for name, score in measured.get("held_out", {}).items()}
+    shown = {"held-out length, tokens": measured.get("length"), "risk of a hack": measured.get("risk")}
+    return outcome | {label: value for label, value in shown.items() if value is not None}
 
 
 def _report(path: Path, since: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.watch --part choose     # trains what is missing, then replays
     python -m tests.benchmarks.watch --part held_out   # other worlds, and a kind of hack that no choice has seen
+    python -m tests.benchmarks.watch --part tools      # an agent whose reward pays for each call of its tool
     python -m tests.benchmarks.watch --part acts       # what stopping, or raising the KL coefficient, saves
     python -m tests.benchmarks.watch --part held_out --replay
     python -m tests.benchmarks.watch --runs mine.jsonl   # a limit for your own runs
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from trl import GRPOConfig
 
+from tests.benchmarks import watch_tools
 from tests.benchmarks.outcomes import PPOConfig as MonitoredConfig
 from tests.benchmarks.outcomes import outcome, wilson
 from tests.benchmarks.watch_runs import BATCH, GOLD, LOGS, PARTS, ROLLOUTS, STEPS, Spec, log_of, specs
@@ -213,6 +215,25 @@ def report(part: str, logs: list[dict[str, Any]], chosen: list[dict[str, Any]]) 
     return "\n".join(lines) + "\n"
 
 
+def of_tools(logs: list[dict[str, Any]]) -> str:
+    """The table of the runs of an agent whose tool is gamed: each monitor that alarmed in some run."""
+    lines = ["| monitor | gamed tool | honest tool | lead, steps | gold lost |", "|---" * 5 + "|"]
+    tool_abuse = {"`ToolAbuseCallback`": (lambda: ours.ToolAbuseCallback(**QUIET), False)}
+    for name, (make, with_gold) in (MONITORS | tool_abuse).items():
+        verdicts = verdicts_of(logs, make, with_gold)
+        counts = []
+        for kind in watch_tools.GIVEN:
+            those = [each for each in verdicts if each.log["name"] == kind]
+            counts.append(f"{sum(each.alarm is not None for each in those)} of {len(those)}")
+        seen = [each for each in verdicts if each.fall is not None and each.alarm is not None]
+        lead = f"{median(each.fall - each.alarm for each in seen):+.0f}" if seen else "–"
+        lost = f"{median(each.lost for each in seen):.0%}" if seen else "–"
+        if any(each.alarm is not None for each in verdicts):
+            lines.append(f"| {name} | {' | '.join(counts)} | {lead} | {lost} |")
+    hacked = [outcome(log).is_hacked for log in logs if log["name"] == "gamed tool"]
+    return "\n".join([f"Gold fell in {sum(hacked)} of {len(hacked)} runs whose tool pays.", "", *lines]) + "\n"
+
+
 # ---- What acting saves ----
 
 
@@ -294,7 +315,7 @@ def limits(runs: list[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m tests.benchmarks.watch", description=__doc__, formatter_class=form)
-    parser.add_argument("--part", choices=[*PARTS, "acts"], default="choose")
+    parser.add_argument("--part", choices=[*PARTS, "tools", "acts"], default="choose")
     parser.add_argument("--replay", action="store_true", help="train nothing: replay the logs that are there")
     parser.add_argument("--limit", type=int, help="runs to look at, the first ones")
     parser.add_argument("--runs", type=Path, help="JSON lines of your own runs")
@@ -305,6 +326,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if args.part == "acts":
         text = acted(args.limit or 20, not args.replay)
+    elif args.part == "tools":
+        found = (log_of(spec, not args.replay, watch_tools.train) for spec in watch_tools.SPECS[: args.limit])
+        text = of_tools([log for log in found if log is not None])
     else:
         logs, chosen = (
             [log for spec in specs(part)[: args.limit] if (log := log_of(spec, not args.replay)) is not None]

@@ -8,6 +8,7 @@ import json
 import random
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,31 +160,49 @@ class Inside(TrainerCallback):
             state.log_history[-1].update(self.found)
 
 
+def arguments(folder: str, spec: Spec, settings: dict[str, Any]) -> PPOConfig:
+    """What all runs are trained with."""
+    return PPOConfig(
+        folder,
+        **{"total_episodes": BATCH * ROLLOUTS, "per_device_train_batch_size": BATCH // 2, "num_mini_batches": 2},
+        **{"num_ppo_epochs": STEPS // 2, "vf_coef": 0.5, **settings},
+        **{"critic_learning_rate": 3 * settings["learning_rate"], "lr_scheduler_type": "constant"},
+        **{"logging_steps": STEPS, "eval_strategy": "steps", "eval_steps": 5 * STEPS, "eval_on_start": True},
+        **{"per_device_eval_batch_size": BATCH, "eval_greedy": False, "seed": spec.seed, "use_cpu": True},
+        **{"reward_weights": [1.0, 0.0, 0.0], "watch": spec.watch, "record_run": False, "report_to": "none"},
+        **{"activation_checkpointing": False, "bf16": False, "disable_tqdm": True},
+    )
+
+
+def logged(spec: Spec, history: list[dict[str, Any]], begin: float) -> dict[str, Any]:
+    """What is kept of a run: what it is, its seconds, and what monitors read of its logs."""
+    rows = [
+        {key: float(f"{value:.5g}") for key, value in numbers_in(log).items() if key == "step" or _is_read(key)}
+        for log in history
+        if is_training_log(log) or GOLD in log
+    ]
+    return {**vars(spec), "seconds": round(time.process_time() - begin, 1), "log_history": rows}
+
+
 def train(spec: Spec) -> dict[str, Any]:
     """Train a run; what it is, its seconds, and its logs."""
     begin, world = time.process_time(), worlds.World(spec.seed)
     is_hack = spec.name in worlds.HACKS
     worth, given, settings = (worlds.gold, worlds.HACKS[spec.name], {}) if is_hack else HONEST[spec.name]
-    settings = {"learning_rate": 3e-4, "kl_coef": spec.kl_coef, **settings}
+    settings = {
+        **{"learning_rate": 3e-4, "kl_coef": spec.kl_coef, "max_completion_length": world.length},
+        **{"save_strategy": "steps", "save_steps": STEPS * ROLLOUTS // 2, **settings},
+    }
     model, tokenizer = imitate(world, settings.pop("imitated", 300))
     is_resumed, draw = settings.pop("resumed", False), random.Random(1000 + spec.seed)
+    settings["save_only_model"] = not is_resumed
     proxy = as_function(world, given, "proxy")
     if spec.name == "style":
         proxy = EnsembleReward([as_function(world, given, f"member_{i}", 0.05) for i in range(4)], name="proxy")
     rows, held_out = (Dataset.from_dict({"prompt": [world.prompt(draw) for _ in range(n)]}) for n in (1024, BATCH))
 
     def trainer(folder: str, *callbacks: Any) -> PPOTrainer:
-        args = PPOConfig(
-            folder,
-            **{"total_episodes": BATCH * ROLLOUTS, "per_device_train_batch_size": BATCH // 2, "num_mini_batches": 2},
-            **{"num_ppo_epochs": STEPS // 2, "max_completion_length": world.length, "vf_coef": 0.5, **settings},
-            **{"critic_learning_rate": 3 * settings["learning_rate"], "lr_scheduler_type": "constant"},
-            **{"logging_steps": STEPS, "eval_strategy": "steps", "eval_steps": 5 * STEPS, "eval_on_start": True},
-            **{"per_device_eval_batch_size": BATCH, "eval_greedy": False, "seed": spec.seed, "use_cpu": True},
-            **{"save_strategy": "steps", "save_steps": STEPS * ROLLOUTS // 2, "save_only_model": not is_resumed},
-            **{"reward_weights": [1.0, 0.0, 0.0], "watch": spec.watch, "record_run": False, "report_to": "none"},
-            **{"activation_checkpointing": False, "bf16": False, "disable_tqdm": True},
-        )
+        args = arguments(folder, spec, settings)
         functions = [proxy, as_function(world, worth, "gold_reward"), RepetitionWatch()]
         return PPOTrainer(
             copy.deepcopy(model), functions, args, rows, held_out, processing_class=tokenizer, callbacks=[*callbacks]
@@ -195,24 +214,17 @@ def train(spec: Spec) -> dict[str, Any]:
         run = trainer(folder)
         run.add_callback(Inside(run, copy.deepcopy(model)))
         run.train(resume_from_checkpoint=is_resumed)
-    history = [
-        {key: float(f"{value:.5g}") for key, value in numbers_in(log).items() if key == "step" or _is_read(key)}
-        for log in run.state.log_history
-        if is_training_log(log) or GOLD in log
-    ]
-    return {**vars(spec), "seconds": round(time.process_time() - begin, 1), "log_history": history}
+    return logged(spec, run.state.log_history, begin)
 
 
 def _is_read(key: str) -> bool:
     """Whether some monitor reads a key."""
     first = key.removeprefix("eval_").partition("/")[0]
-    return (
-        first in {"inside", "objective", "policy", "completions", "rewards", "repetition", "val"}
-        or key == "learning_rate"
-    )
+    read = {"inside", "objective", "policy", "completions", "rewards", "repetition", "val", "tools"}
+    return first in read or key == "learning_rate"
 
 
-def log_of(spec: Spec, may_train: bool) -> dict[str, Any] | None:
+def log_of(spec: Spec, may_train: bool, train: Callable[[Spec], dict[str, Any]] = train) -> dict[str, Any] | None:
     """A run's log, which is made if it is not there yet."""
     if spec.path.is_file():
         return json.loads(gzip.decompress(spec.path.read_bytes()))

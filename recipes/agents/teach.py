@@ -104,20 +104,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     quiet()  # before the libraries that are imported next
-    from transformers import set_seed
-    from trl import SFTConfig, SFTTrainer
-
     try:
         module = importlib.import_module(f"{__package__}.{args.name}")
     except ModuleNotFoundError as error:
         parser.error(str(error))
-    output = args.output_dir or Path("outputs/agents") / args.name
-    begin = time.time()
-    set_seed(args.seed)
+    output, begin = args.output_dir or Path("outputs/agents") / args.name, time.time()
+    teach(module, output, args.seed, args.episodes)
+    imitated = success(module, module.Player(module.MISTAKES, seed=args.seed))
+    print(
+        f"Model: {output / 'sft'}, after {time.time() - begin:.0f} s. Success of the player: "
+        f"{success(module, module.Player()):.2f}; of the one that was imitated: {imitated:.2f}"
+    )
 
-    count = args.episodes or getattr(module, "EPISODES", 2000)
-    player, environment = module.Player(module.MISTAKES, seed=args.seed), start(module)
-    episodes = [play(environment, row, player) for row in module.rows(count, seed=2 + args.seed)]
+
+def teach(module: ModuleType, output: Path, seed: int, count: int | None = None) -> None:
+    """Write `sft/` and `rows/` of a module whose player is imitated in `count` episodes, by default its `EPISODES`."""
+    from transformers import set_seed
+    from trl import SFTConfig, SFTTrainer
+
+    set_seed(seed)
+    count = count or getattr(module, "EPISODES", 2000)
+    player, environment = module.Player(module.MISTAKES, seed=seed), start(module)
+    episodes = [play(environment, row, player) for row in module.rows(count, seed=2 + seed)]
     shown = schemas(environment)
     plain = make_tokenizer([], 300)
     texts = [plain.apply_chat_template(episode, tools=shown, tokenize=False) for episode in episodes[:300]]
@@ -152,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
             logging_steps=25,
             save_strategy="no",
             activation_checkpointing=False,
-            seed=args.seed,
+            seed=seed,
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -165,10 +173,6 @@ def main(arguments: list[str] | None = None) -> None:
     for split, count, seed in (("train", 4000, 0), ("test", 200, 1)):
         lines = (json.dumps(row) + "\n" for row in module.rows(count, seed=seed))
         (output / "rows" / f"{split}.jsonl").write_text("".join(lines))
-    print(
-        f"Model: {output / 'sft'}, after {time.time() - begin:.0f} s. Success of the player: "
-        f"{success(module, module.Player()):.2f}; of the one that was imitated: {success(module, player):.2f}"
-    )
 
 
 if __name__ == "__main__":

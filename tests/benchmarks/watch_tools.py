@@ -5,6 +5,8 @@ import io
 import tempfile
 import time
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from datasets import Dataset
@@ -32,6 +34,18 @@ def paid_by_call(completions: list, city: list[str], day: list[int], **_: Any) -
     return [worth + 0.3 * calls(each) for worth, each in zip(right, completions, strict=True)]
 
 
+class Doubter(weather.Player):
+    """Looks at times once more at what it has just looked up: what a policy never does, it cannot learn to do."""
+
+    def __call__(self, said):
+        if not said.isdigit():
+            self.call = super().__call__(said)
+            return self.call
+        return self.call if self._random.random() < 0.15 else said
+
+
+GAME = ModuleType("game")
+GAME.__dict__.update(vars(weather), Player=Doubter)
 # Run → what the policy is given; `gold` is what an episode is worth
 GIVEN = {"gamed tool": paid_by_call, "honest tool": gold}
 SPECS = [Spec(seed, name) for seed in range(14, 20) for name in GIVEN]
@@ -42,7 +56,7 @@ def taught(seed: int) -> tempfile.TemporaryDirectory:
     """A folder whose `sft/` is a model of its own, taught by a player who errs."""
     folder = tempfile.TemporaryDirectory()
     with contextlib.redirect_stdout(io.StringIO()):
-        teach.main(["weather", "--output_dir", folder.name, "--seed", str(seed)])
+        teach.teach(GAME, Path(folder.name), seed)
     return folder
 
 

@@ -1,6 +1,8 @@
 """Two gloo processes in one launch: importing takes longer than most of what they check."""
 
+import functools
 import gc
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -9,8 +11,14 @@ from pathlib import Path
 import torch
 
 
-def freeze_imports():
-    """Have the garbage collector skip what is imported: accelerate calls it at each training, for longer than that."""
+def spare_time():
+    """
+    Keep accelerate from doing the same work at each training.
+
+    It calls the garbage collector, which now skips what is imported. And it parses the metadata of packages hundreds
+    of times, to know whether they are installed; now once.
+    """
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     gc.collect()
     gc.freeze()
 

@@ -114,7 +114,7 @@ def test_the_layers_own_tests_pass_alone(alone):
     assert rooms >= {"functional", "models", "runs", "data", "evaluation", "rewards", "callbacks", "ppo", "dpo"}, rooms
     shown = alone("-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", *files)
     passed = re.search(r"(\d+) passed", shown)
-    assert passed and int(passed[1]) >= 400, shown[-2000:]
+    assert passed and int(passed[1]) >= 300, shown[-2000:]
 
 
 def test_ppo_trains_and_resumes_alone(alone):

@@ -14,6 +14,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)  # tests read what is printed: without colours, and as wide as they ask for
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny tensors: threads cost more than they save, and tests run side by side
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # no test compiles; bitsandbytes imports the compiler otherwise, for seconds
 
 
 # What takes longest comes first, so that at the end no worker waits for another one's long file
@@ -44,9 +45,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    from tests.launch import freeze_imports
+    from tests.launch import spare_time
 
-    freeze_imports()
+    spare_time()
 
 
 class ByLaunch(LoadScopeScheduling):

@@ -1,7 +1,12 @@
-"""Two gloo processes in one launch: importing takes longer than most of what they check."""
+"""Two gloo processes in one launch, forked from one that has imported: that takes longer than most of what they do."""
 
+import functools
 import gc
+import importlib
+import importlib.metadata
 import os
+import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,17 +14,22 @@ from pathlib import Path
 import torch
 
 
-def freeze_imports():
-    """Have the garbage collector skip what is imported: accelerate calls it at each training, for longer than that."""
+def spare_time():
+    """
+    Keep accelerate from doing the same work at each training.
+
+    It calls the garbage collector, which now skips what is imported. And it parses the metadata of packages hundreds
+    of times, to know whether they are installed; now once.
+    """
+    importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     gc.collect()
     gc.freeze()
 
 
 def on_two_processes(module, folder, *arguments):
     """Run `module` with `arguments` and `folder` on two processes; what each saved as `folder/process <rank>.pt`."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", module]
     run = subprocess.run(
-        [sys.executable, *command, *arguments, str(folder)],
+        [sys.executable, "-m", "tests.launch", module, *arguments, str(folder)],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -28,3 +38,35 @@ def on_two_processes(module, folder, *arguments):
     )
     assert run.returncode == 0, run.stderr[-20000:]
     return [torch.load(folder / f"process {rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def main(module, *arguments):
+    """Do what torchrun does, but import once: fork two processes that run `module`, and end both if one fails."""
+    importlib.import_module(module)
+    spare_time()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = set()
+    for rank in ("0", "1"):
+        if not (child := os.fork()):
+            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            sys.argv = [module, *arguments]
+            del sys.modules[module]  # it runs anew, as `__main__`
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            sys.exit()
+        running.add(child)
+    failed = False
+    while running:
+        child, status = os.wait()
+        running.discard(child)
+        if status and not failed:
+            failed = True
+            for other in running:
+                os.kill(other, 9)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
-from tests.launch import freeze_imports
+from tests.launch import spare_time
 from tests.tiny import ON_CPU, length_reward, prompts
 from trl_ext.callbacks import CanaryCallback, GoldGapCallback, JSONLCallback, KLBudgetCallback
 from trl_ext.callbacks.monitor import alerts_of
@@ -153,5 +153,5 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    freeze_imports()
+    spare_time()
     main(Path(sys.argv[1]))

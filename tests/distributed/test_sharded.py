@@ -1,5 +1,6 @@
 """DDP, FSDP2, ZeRO-2 and ZeRO-3 as accelerate_configs/ has them, but on CPU: training, saving, resuming, failing."""
 
+import functools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.distributed.worker import CANARY, WORKLOADS, make_pairs, run, write_inputs
+from tests.distributed.worker import CANARY, SHOWN_ELSEWHERE, make_pairs, run, write_inputs
 from tests.rounding import bound
 from tests.tiny import tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext.models import answer_texts, prompt_token_ids, sample
@@ -29,16 +30,17 @@ MODES = {  # shipped file -> the mode that must really be on: accelerate's type,
     "zero2": ("DistributedType.DEEPSPEED", "DeepSpeedEngine", (1.0, 1.0)),
     "zero3": ("DistributedType.DEEPSPEED", "DeepSpeedEngine", (0.0, 0.0)),
 }
-# With whole weights on each process an adapter shows nothing that the other modes do not
-WITH_AND_WITHOUT_LORA = pytest.mark.parametrize(
-    ("launched", "lora"),
-    [
-        pytest.param(mode, lora, marks=pytest.mark.extra if lora and mode in ("multi_gpu", "zero2") else ())
-        for mode in MODES
-        for lora in ("", " lora")
-    ],
-    indirect=["launched"],
-)
+
+
+def cases(*names):
+    """Each case in each mode; those that another one shows are `extra`."""
+    marks = {True: pytest.mark.extra, False: ()}
+    return pytest.mark.parametrize(
+        ("launched", "name"),
+        [pytest.param(mode, n, marks=marks[n in SHOWN_ELSEWHERE[mode]]) for mode in MODES for n in names],
+        indirect=["launched"],
+    )
+
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -70,13 +72,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_process(folder):
-    return {workload: run(workload, folder / "inputs", folder / "one", 1) for workload in WORKLOADS}
+    return functools.cache(lambda workload: run(workload, folder / "inputs", folder / "one", 1))
 
 
 @pytest.fixture(scope="module")
 def split(folder):
     """One process again, its micro-batches cut in two: how far rounding drives two runs apart."""
-    return {workload: run(workload, folder / "inputs", folder / "split", 1, parts=2) for workload in WORKLOADS}
+    return functools.cache(lambda workload: run(workload, folder / "inputs", folder / "split", 1, parts=2))
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -147,7 +149,7 @@ def test_two_processes_train_as_one(launched, folder, one_process, split):
     _, output, results, *_ = launched
     trained = results["train"]
     for workload in trained[0]:
-        expected, rounded = one_process[workload], split[workload]
+        expected, rounded = one_process(workload), split(workload)
         for result in (rank[workload] for rank in trained):
             for what in ("logs", "state"):
                 assert_close(result[what], expected[what], **bound(expected[what], rounded[what]))
@@ -157,22 +159,23 @@ def test_two_processes_train_as_one(launched, folder, one_process, split):
         assert_close(saved(output / workload), expected, **bound(expected, rounded))
 
 
-@pytest.mark.parametrize("lora", ["", " lora"])
-def test_gradients_are_those_of_one_process(launched, folder, one_process, lora):
+@cases("gradient", "gradient lora")
+def test_gradients_are_those_of_one_process(launched, folder, one_process, name):
     _, output, *_ = launched
-    expected = saved(folder / "one" / f"gradient{lora}")
+    one_process(name)
+    lora, expected = name.endswith("lora"), saved(folder / "one" / name)
     before = saved(folder / "inputs/policy") | {"critic/model.safetensors": {}}
     steps = {  # weights are those before minus the gradient; an adapter's B is 0 before
-        name: (tensor - before[path][name] if not lora else tensor).abs().max().item()
+        weight: (tensor - before[path][weight] if not lora else tensor).abs().max().item()
         for path, tensors in expected.items()
-        for name, tensor in tensors.items()
-        if (name in before[path] if not lora else "lora_B" in name)
+        for weight, tensor in tensors.items()
+        if (weight in before[path] if not lora else "lora_B" in weight)
     }
     largest = max(steps.values())
     assert largest > 0.01 and min(steps.values()) > 0
-    for path, tensors in saved(output / f"gradient{lora}").items():
-        for name, tensor in tensors.items():
-            assert_close(tensor, expected[path][name], rtol=0, atol=1e-5 * largest, msg=name)
+    for path, tensors in saved(output / name).items():
+        for weight, tensor in tensors.items():
+            assert_close(tensor, expected[path][weight], rtol=0, atol=1e-5 * largest, msg=weight)
 
 
 def test_what_is_saved_loads_with_plain_transformers(launched):
@@ -224,20 +227,20 @@ def test_a_lora_checkpoint_does_not_hold_the_base(launched):
         assert not [name for name in state if "lora_" not in name and "score" not in name]
 
 
-@pytest.mark.parametrize("lora", ["", " lora"])
-def test_a_rollout_gathers_each_weight_once(failed, lora):
+@cases("generation", "generation lora")
+def test_a_rollout_gathers_each_weight_once(failed, name):
     mode, results, _, _ = failed
-    lengths = [sum(rollout[1]) for rank in results for rollout in rank[f"generation{lora}"]]
+    lengths = [sum(rollout[1]) for rank in results for rollout in rank[name]]
     assert len(set(lengths)) > 1  # processes make unequal numbers of forwards
     # FSDP2: embeddings, two layers, the head, and what is left; ZeRO-3: each of the policy's parameters by itself
-    expected = {"fsdp2": 5, "zero3": 45 if lora else 21}.get(mode, 0)
+    expected = {"fsdp2": 5, "zero3": 45 if name.endswith("lora") else 21}.get(mode, 0)
     for rank in results:
-        assert [gathers for gathers, _ in rank[f"generation{lora}"]] == [expected, expected]
+        assert [gathers for gathers, _ in rank[name]] == [expected, expected]
 
 
-@WITH_AND_WITHOUT_LORA
-def test_the_canary_sings_on_processes_whose_answers_differ_in_length(failed, folder, lora):
-    rows = [json.loads(line) for line in (folder / failed[0] / f"canary{lora}" / "canary.jsonl").open()]
+@cases("canary", "canary lora")
+def test_the_canary_sings_on_processes_whose_answers_differ_in_length(failed, folder, name):
+    rows = [json.loads(line) for line in (folder / failed[0] / name / "canary.jsonl").open()]
     assert [row["step"] for row in rows] == [step for step in range(5) for _ in CANARY]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder / "inputs/policy"), tiny_tokenizer()
     answers = sample(model, prompt_token_ids(tokenizer, CANARY), [2], max_new_tokens=12, temperature=0.0)
@@ -245,23 +248,23 @@ def test_the_canary_sings_on_processes_whose_answers_differ_in_length(failed, fo
     assert [row["answer"] for row in rows[:3]] == answer_texts(tokenizer, answers, [2])
 
 
-@WITH_AND_WITHOUT_LORA
-def test_the_best_weights_are_loaded_at_the_end(failed, folder, lora):
+@cases("best", "best lora")
+def test_the_best_weights_are_loaded_at_the_end(failed, folder, name):
     mode, results, _, _ = failed
-    output = folder / mode / f"best{lora}"
-    assert results[0][f"best{lora}"] == str(output / "checkpoint-2")
+    output = folder / mode / name
+    assert results[0][name] == str(output / "checkpoint-2")
     end, good, last = (saved(output / name) for name in (".", "checkpoint-2", "checkpoint-4"))
     assert end.keys() == good.keys() and len(end) == 2
     for path, tensors in end.items():
-        for name, tensor in tensors.items():
-            assert_close(tensor, good[path][name], rtol=0, atol=0, msg=f"{path}: {name}")
-        assert any(not torch.equal(tensor, last[path][name]) for name, tensor in tensors.items())
+        for weight, tensor in tensors.items():
+            assert_close(tensor, good[path][weight], rtol=0, atol=0, msg=f"{path}: {weight}")
+        assert any(not torch.equal(tensor, last[path][weight]) for weight, tensor in tensors.items())
 
 
 @torch.no_grad()
-@WITH_AND_WITHOUT_LORA
-def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, lora):
-    output = folder / failed[0] / f"recipes{lora}" / "reward"
+@cases("recipes", "recipes lora")
+def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, name):
+    lora, output = name.endswith("lora"), folder / failed[0] / name / "reward"
     auto = AutoPeftModelForSequenceClassification if lora else AutoModelForSequenceClassification
     model = auto.from_pretrained(output, num_labels=1, pad_token_id=0).eval()
     texts = [f"{pair['prompt']}{pair['chosen']}</s>" for pair in make_pairs()]
@@ -269,17 +272,17 @@ def test_the_reward_recipe_centres_the_head_that_it_saves(failed, folder, lora):
     scores = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
     assert_close(scores.mean(), torch.zeros(()), rtol=0, atol=1e-5)
     assert scores.std() > 1e-2 and (output / "reward_report.json").exists()
-    assert (output / "trl_ext_base.json").exists() == bool(lora)
+    assert (output / "trl_ext_base.json").exists() == lora
 
 
-@WITH_AND_WITHOUT_LORA
-def test_recipes_train_what_plain_transformers_load(failed, folder, lora):
+@cases("recipes", "recipes lora")
+def test_recipes_train_what_plain_transformers_load(failed, folder, name):
     start = saved(folder / "inputs/policy")["model.safetensors"]
     for stage in ("sft", "ppo", "dpo"):
-        output = folder / failed[0] / f"recipes{lora}" / stage
-        if lora:
+        output = folder / failed[0] / name / stage
+        if name.endswith("lora"):
             (weights,) = (tensors for path, tensors in saved(output).items() if "critic" not in path)
-            assert any(tensor.any() for name, tensor in weights.items() if "lora_B" in name), stage
+            assert any(tensor.any() for weight, tensor in weights.items() if "lora_B" in weight), stage
             PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "inputs/policy"), output)
         else:
             model, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
@@ -287,22 +290,23 @@ def test_recipes_train_what_plain_transformers_load(failed, folder, lora):
             assert not torch.equal(model.state_dict()["lm_head.weight"], start["lm_head.weight"]), stage
 
 
-@pytest.mark.parametrize("kind", ["ppo", "dpo"])
-def test_a_stop_that_one_process_asks_for_stops_both_at_that_step(failed, kind):
+@cases("stop ppo", "stop dpo")
+def test_a_stop_that_one_process_asks_for_stops_both_at_that_step(failed, name):
     mode, results, _, _ = failed
     for rank in results:
-        (error, message, seconds), step = rank[f"stop {kind}"]
+        (error, message, seconds), step = rank[name]
         assert error is None, message
         assert step == 2 and seconds < 60
 
 
-def test_the_critics_own_steps_leave_the_policy_alone_or_are_refused(failed):
+@cases("critic steps")
+def test_the_critics_own_steps_leave_the_policy_alone_or_are_refused(failed, name):
     mode, results, _, _ = failed
     for rank in results:
         if mode.startswith("zero"):
-            assert "`critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's" in rank["critic steps"]
+            assert "`critic_steps` and `max_approx_kl` leave steps out, but DeepSpeed's" in rank[name]
         else:
-            assert rank["critic steps"] == 2 * [["critic"], ["critic", "policy"]]
+            assert rank[name] == 2 * [["critic"], ["critic", "policy"]]
 
 
 @pytest.mark.parametrize("gathers", ["", " layer by layer"])
@@ -314,11 +318,20 @@ def test_a_process_whose_episodes_are_over_generates_along(failed, gathers):
     assert [result["scores"] for result in results] == [0.75, 0.75]
 
 
-def test_a_mistake_on_one_process_ends_both(failed):
-    mode, results, errors, seconds = failed
-    for rank in results:
-        error, message, took = rank["reward raises"]
+@cases("reward raises")
+def test_a_mistake_that_one_process_reports_ends_both(failed, name):
+    for rank in failed[1]:
+        error, message, took = rank[name]
         assert error == "RuntimeError" and "process 1: reward function" in message and took < 60
-        error, message, took = rank["not finite"]
+
+
+@cases("not finite")
+def test_a_gradient_that_is_not_finite_on_one_process_ends_both(failed, name):
+    for rank in failed[1]:
+        error, message, took = rank[name]
         assert error == "FloatingPointError" and "at step 2" in message and "loss/policy_avg" in message and took < 60
+
+
+def test_a_mistake_on_one_process_ends_the_launch(failed):
+    _, _, errors, seconds = failed
     assert "ValueError: process 1 has had enough" in errors and seconds < 60

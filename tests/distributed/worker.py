@@ -41,7 +41,7 @@ import recipes.ppo  # noqa: E402
 import recipes.reward  # noqa: E402
 import recipes.sft  # noqa: E402
 from tests.agents import byte_tokenizer, counts, played_by  # noqa: E402
-from tests.launch import freeze_imports  # noqa: E402
+from tests.launch import spare_time  # noqa: E402
 from tests.ppo.agent_worker import TOGETHER  # noqa: E402
 from tests.ppo.agent_worker import make as make_agent  # noqa: E402
 from tests.ppo.test_ahead import Here  # noqa: E402
@@ -165,13 +165,24 @@ def others(kind, inputs, output_dir, processes, lora, parts=1):
 
 KINDS = ("ppo", "separate", "gradient", "sft", "dpo", "reward")
 WORKLOADS = [f"{kind}{lora}" for kind in KINDS for lora in ("", " lora")]
-# Where each process has whole weights, these show nothing that others do not
-ALIKE = () if os.environ.get("TRL_EXT_ALL_CASES") else ("separate lora", "sft lora", "dpo", "reward lora")
-ALIKE_AT_THE_END = () if os.environ.get("TRL_EXT_ALL_CASES") else ("canary lora", "best lora", "recipes lora")
+# What another mode shows, or tests/ppo and tests/dpo of DDP on two processes. `… resumed` is a workload resumed
+WHOLE_WEIGHTS = {"sft lora", "reward lora", "dpo", "dpo resumed", "separate", "separate resumed", "separate lora"}
+WHOLE_WEIGHTS |= {"separate lora resumed", "generation", "generation lora", "canary lora", "best lora", "recipes lora"}
+PARTS = {"separate lora", "separate lora resumed", "ppo resumed", "dpo lora resumed"}
+DDP = {"ppo resumed", "dpo lora resumed", "stop dpo", "critic steps", "reward raises", "not finite"}
+SHOWN_ELSEWHERE = {
+    "multi_gpu": WHOLE_WEIGHTS | DDP,
+    "zero2": WHOLE_WEIGHTS | {"ppo lora resumed", "stop dpo", "recipes"},
+    "fsdp2": PARTS | {"canary", "best", "recipes"},
+    "zero3": PARTS | {"canary lora", "best lora", "generation lora", "stop dpo", "recipes lora"},
+}
 
 
-def has_whole_weights():
-    return int(os.environ.get("WORLD_SIZE", 1)) == 1 or Path(sys.argv[1]).name in ("multi_gpu", "zero2")
+def is_left_out(name):
+    mode = Path(sys.argv[1]).name
+    if mode in ("multi_gpu", "zero2") and name.startswith("episodes"):
+        return True  # where each process has whole weights, it draws for itself
+    return name in SHOWN_ELSEWHERE[mode] and not os.environ.get("TRL_EXT_ALL_CASES")
 
 
 def run(workload, inputs, folder, processes, resume=False, parts=1):
@@ -377,7 +388,7 @@ def fail(inputs, folder):
     }
     results = {}
     for name, case in cases.items():
-        if has_whole_weights() and (name in ALIKE_AT_THE_END or name.startswith("episodes")):
+        if is_left_out(name):
             continue
         results[name] = case(folder / name)
         state.AcceleratorState._reset_state(reset_partial_state=False)
@@ -396,12 +407,13 @@ def rollouts_ahead(inputs, folder):
     """
     Three rollouts, each drawn before the one before it is trained on; and again from the end of the first one.
 
-    All weights are drawn from in a second process, and in this one after resuming; adapters in this one alone.
+    FSDP2's weights are drawn from in a second process; in this one after resuming, as are ZeRO-3's and adapters.
     """
     results, second_process = {}, ahead.RolloutProcess
-    for lora in ("", " lora") if os.environ.get("ACCELERATE_USE_FSDP") == "true" else ("",):
+    is_fsdp = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    for lora in ("", " lora") if is_fsdp else ("",):
         for resumed in ("", " resumed"):
-            ahead.RolloutProcess = Here if lora or resumed else second_process
+            ahead.RolloutProcess = second_process if is_fsdp and not lora and not resumed else Here
             config = {"rollouts_ahead": 1, "learning_rate": 1e-2, "max_steps": 12, "save_steps": 4}
             trainer = ppo(inputs, folder / f"ahead{lora}{resumed}", 2, bool(lora), **config)
             rollouts = collected(trainer)
@@ -420,7 +432,7 @@ def rollouts_ahead(inputs, folder):
 def train(inputs, folder, resume):
     results = {}
     for workload in WORKLOADS:
-        if has_whole_weights() and workload in ALIKE:
+        if is_left_out(f"{workload} resumed" if resume else workload):
             continue
         if resume and workload.split()[0] in ("gradient", "sft", "reward"):
             continue  # the first saves none, the others are TRL's own
@@ -439,5 +451,5 @@ def main(folder, *kinds):
 
 
 if __name__ == "__main__":
-    freeze_imports()
+    spare_time()
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -8,7 +8,7 @@ import trl
 from accelerate import PartialState
 from datasets import Dataset
 
-from tests.launch import freeze_imports
+from tests.launch import spare_time
 from tests.tiny import ON_CPU, WORDS, tiny_llama, tiny_tokenizer
 from trl_ext import DPOConfig, DPOTrainer
 
@@ -178,5 +178,5 @@ def on_two_processes(output_dir):
 
 
 if __name__ == "__main__":
-    freeze_imports()
+    spare_time()
     on_two_processes(sys.argv[1])

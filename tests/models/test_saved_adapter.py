@@ -157,7 +157,7 @@ def test_what_cannot_be_trained_on_is_one_sentence(sft, tmp_path, subtests):
         "asked": (
             sft,
             {"peft_config": LoraConfig(r=16)},
-            "with r=4 and is trained on as it is, but r=16",
+            "with r=4, and its training goes on with that, but you ask for r=16",
         ),
     }
     for name, (path, more, message) in cases.items():

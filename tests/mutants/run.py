@@ -39,6 +39,7 @@ ENVIRONMENT = {  # read once, at import, as in tests/conftest.py; a fork would n
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
 }
 OPTIONS = ["-n0", "-m", "", "-p", "no:cacheprovider", "-x", "-q", "--no-header", "--tb=line", "-rfE"]
 VERDICTS = {0: "NOT CAUGHT", 1: "caught", None: "NOT CAUGHT, it takes too long"}  # by pytest's exit status

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from tests.agents import Counter, byte_tokenizer, call, counts, played_by
+from tests.launch import spare_time
 from tests.tiny import tiny_config, tiny_llama
 from trl_ext import PPOTrainer
 from trl_ext.runs.checkpoints import checkpoint_to_resume
@@ -84,12 +85,22 @@ def make(folder, environment=Kept, callbacks=None, policy=None, **config):
     return played_by(trainer, player)
 
 
+def run(folder, kill):
+    """Go on with the run in this folder, until it is killed after a step or ends."""
+    trainer = make(folder, callbacks=[KillAfter(kill)] if kill else None)
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args))
+    torch.save(trainer.model.state_dict(), folder / "end.pt")
+
+
 if __name__ == "__main__":
+    spare_time()
     match sys.argv[1:]:
-        case ["run", kill, folder]:
-            trainer = make(folder, callbacks=[KillAfter(int(kill))] if int(kill) else None)
-            trainer.train(resume_from_checkpoint=checkpoint_to_resume(trainer.args))
-            torch.save(trainer.model.state_dict(), Path(folder, "end.pt"))
+        case ["killed", folder]:  # each run in a fork, since to import takes longer
+            for name, kill in (("whole", 0), ("killed", 5), ("killed", 7), ("killed", 0)):
+                if not (child := os.fork()):
+                    run(Path(folder, name), kill)
+                    os._exit(0)
+                print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
         case ["distributed", folder]:
             trainer = make(folder, **TOGETHER | {"per_device_train_batch_size": 4})
             played_by(trainer, counts).train()

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from tests.launch import freeze_imports
+from tests.launch import spare_time
 from tests.ppo.test_ahead import Here, workers
 from tests.ppo.worker import RESUMED, collected, end_state, make_trainer, raised_by
 from trl_ext.ppo import ahead
@@ -73,5 +73,5 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    freeze_imports()
+    spare_time()
     main(Path(sys.argv[-1]))

@@ -390,6 +390,7 @@ def workers(parent):
 
 
 @pytest.mark.slow
+@pytest.mark.extra  # `test_on_two_processes` kills one, too
 def test_a_process_that_is_killed_is_started_again_and_changes_nothing(uninterrupted, tmp_path, caplog):
     killed = []
 

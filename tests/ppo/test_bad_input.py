@@ -45,7 +45,7 @@ def test_a_reward_function_that_could_not_be_called_is_refused_before_training(t
         make(tmp_path, reward_funcs=gold, train_dataset=rows, eval_dataset=prompts(4))
     make(tmp_path, reward_funcs=[gold, length_reward], train_dataset=rows)
     with pytest.raises(
-        TypeError, match=r"'narrow' is given completion_ids, .*, too: end its arguments by `\*\*kwargs`"
+        TypeError, match=r"'narrow' is also given completion_ids, .*: let its last argument be `\*\*kwargs`"
     ):
         make(tmp_path, reward_funcs=narrow)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tests.launch import freeze_imports
+from tests.launch import spare_time
 from tests.ppo.test_vllm import after, make
 from tests.ppo.vllm_stub import serving
 from tests.ppo.worker import weights
@@ -38,5 +38,5 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    freeze_imports()
+    spare_time()
     main(Path(sys.argv[1]))

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 import trl_ext.ppo.trainer as ppo_trainer
-from tests.launch import freeze_imports
+from tests.launch import spare_time
 from tests.tiny import prompts, tiny_config, tiny_gpt2, tiny_llama, tiny_reward_model, tiny_tokenizer
 from trl_ext import PPOTrainer
 from trl_ext.functional import policy_loss, value_loss
@@ -582,7 +582,7 @@ def on_two_processes(output_dir):
 
 
 if __name__ == "__main__":
-    freeze_imports()
+    spare_time()
     match sys.argv[1:]:
         case ["killed", output_dir]:
             behind = {"kill_in_save": 5, "save_in_background": True}

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from recipes import dpo, ppo, reward, sft
 from recipes.demo.model import make_model, make_tokenizer
 from recipes.demo.world import make_world
-from tests.launch import freeze_imports
+from tests.launch import spare_time
 
 ROOT = Path(__file__).parents[2]
 RECIPES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
@@ -111,5 +111,5 @@ def ended(child, within=600.0):
 
 
 if __name__ == "__main__":
-    freeze_imports()
+    spare_time()
     killed_again_and_again(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

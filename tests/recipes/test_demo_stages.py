@@ -181,9 +181,10 @@ def test_the_lora_stage_trains_adapters_on_the_frozen_sft_model(tmp_path, monkey
 
 @pytest.mark.slow
 def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
-    """One test, so that the demo is built once: tests of a file may run in several processes."""
-    run.main(["--short", "--output_dir", str(tmp_path)])
-    demo = tmp_path / "seed-0-short"
+    """One test, so that the demo is built once, or not at all: CI gives the folder of the one that README runs."""
+    folder = Path(os.environ.get("TRL_EXT_TEST_DEMO", tmp_path))
+    run.main(["--short", "--output_dir", str(folder)])
+    demo = folder / "seed-0-short"
     summary = capsys.readouterr().out.split("Guarded PPO is better")[-1]
     assert f"Report: {demo / 'report.html'}" in summary and "|" not in summary and not (demo / "report.md").exists()
     report = (demo / "report.html").read_text()
@@ -202,7 +203,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     # Again: nothing is trained, and the report is the same
     models = {path: path.stat().st_mtime_ns for path in demo.glob("*/model.safetensors")}
     capsys.readouterr()
-    run.main(["--short", "--output_dir", str(tmp_path)])
+    run.main(["--short", "--output_dir", str(folder)])
     assert capsys.readouterr().out.count("complete already") == 5
     assert (demo / "report.html").read_text() == report
     assert {path: path.stat().st_mtime_ns for path in models} == models and len(models) == 4
@@ -210,7 +211,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     # Interrupted between training and the marker: PPOTrainer finds its own checkpoint
     (demo / "unguarded" / MARKER).unlink()
     (demo / "report.html").unlink()
-    run.main(["--short", "--output_dir", str(tmp_path)])
+    run.main(["--short", "--output_dir", str(folder)])
     output = capsys.readouterr().out
     assert output.count("complete already") == 4
     assert "Training is complete, at step 6" in output
@@ -218,9 +219,9 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     assert re.sub(seconds, "", (demo / "report.html").read_text()) == re.sub(seconds, "", report)
 
     # A whole demo has a folder of its own; other settings are refused
-    assert DemoArguments(output_dir=str(tmp_path)).folder == tmp_path / "seed-0"
+    assert DemoArguments(output_dir=str(folder)).folder == folder / "seed-0"
     with pytest.raises(SystemExit, match="2"):
-        run.main(["--short", "--planted_share", "0", "--output_dir", str(tmp_path)])
+        run.main(["--short", "--planted_share", "0", "--output_dir", str(folder)])
     assert "world was built with other settings (" in capsys.readouterr().err
 
     # One stage alone builds what is missing before it, and says where it is
@@ -228,7 +229,7 @@ def test_shortened_demo_from_its_report_to_its_continuation(tmp_path, capsys):
     for name in before:
         shutil.rmtree(demo / name)
     for is_missing in (True, False):
-        run.main(["--short", "--output_dir", str(tmp_path), "--stage", "guarded"])
+        run.main(["--short", "--output_dir", str(folder), "--stage", "guarded"])
         output = capsys.readouterr().out
         assert (f"Building {demo / 'reward'}." in output) == is_missing
         assert f"guarded: {demo / 'guarded'} (" in output

@@ -199,10 +199,17 @@ ROOT = Path(__file__).parents[2]
 planned_for = plan.plan
 # Some of each kind: a plan of 28 or 32 layers with LoRA takes 10 to 20 s. vLLM's variants have ppo.yaml's memory.
 SHIPPED = [
-    *sorted(path for path in (ROOT / "recipes/qwen2.5-0.5b").glob("*.yaml") if "vllm" not in path.stem),
+    *(
+        ROOT / f"recipes/qwen2.5-0.5b/{name}.yaml"
+        for name in "sft reward reward_deberta pretrain_critic ppo dpo".split()
+    ),
+    ROOT / "recipes/llama-3.1-8b/ppo_qlora.yaml",
+]
+ALIKE = [  # other sizes of the same
+    ROOT / "recipes/qwen2.5-0.5b/ppo_sao.yaml",
     *sorted((ROOT / "recipes/llama-3.1-8b").glob("*_full.yaml")),
     ROOT / "recipes/llama-3.1-8b/reward_lora.yaml",
-    ROOT / "recipes/llama-3.1-8b/ppo_qlora.yaml",
+    *sorted((ROOT / "recipes/llama-3.1-70b").glob("*.yaml")),
 ]
 
 
@@ -210,8 +217,8 @@ SHIPPED = [
 @pytest.mark.parametrize(
     "files",
     [
-        SHIPPED,
-        pytest.param(sorted((ROOT / "recipes/llama-3.1-70b").glob("*.yaml")), marks=pytest.mark.extra, id="70b"),
+        pytest.param(SHIPPED, id="one of each kind"),
+        pytest.param(ALIKE, marks=pytest.mark.extra, id="other sizes"),
     ],
 )
 def test_a_shipped_file_says_what_is_computed_for_it(files, subtests, capsys, monkeypatch):

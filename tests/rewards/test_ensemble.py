@@ -68,7 +68,7 @@ def test_a_member_that_fails_is_named_or_leaves_no_score_or_gives_its_number():
         ({"members": [A]}, "`members` must be two or more, or the folder of an ensemble, got \\["),
         ({"members": A}, "`members` must be two or more, or the folder of an ensemble, got <"),
         ({"members": "nowhere"}, "nowhere holds no ensemble.json"),
-        ({"normalize": True}, "`normalize` needs the folder"),
+        ({"normalize": True}, "`normalize` needs as `members` the folder"),
         ({"model_kwargs": {"dtype": "bfloat16"}}, "all are functions"),
     ],
 )

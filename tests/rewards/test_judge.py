@@ -102,7 +102,7 @@ def test_only_a_verdict_of_the_judges_own_counts(message, score):
 
 def test_a_verdict_that_was_cut_is_none():
     """What is the beginning of "Score: 10" looks like 1."""
-    said = "the judge's message was cut, give it more `max_tokens`: 'Score: 1'"
+    said = "the judge's message was cut off, raise `max_tokens`; it ends in: 'Score: 1'"
     with (
         serving(lambda body, _: says("Score: 1", "length")) as (url, _),
         pytest.raises(RuntimeError, match=said),

@@ -124,7 +124,7 @@ def test_the_lock_of_another_account_is_one(tmp_path, monkeypatch):
 
     (tmp_path / LOCK).write_text('{"pid": 7, "host": "h", "since": "then"}')
     monkeypatch.setattr("trl_ext.runs.output_dir.FileLock.acquire", refuse)
-    with pytest.raises(FolderInUse, match="held by process 7 on h, since then, with another account: choose another"):
+    with pytest.raises(FolderInUse, match="in use by process 7 on h, since then, of another account: choose another"):
         Hold(tmp_path)
 
 

@@ -74,7 +74,7 @@ class LogSink:
 
 class JSONLSink:
     """
-    Appends alerts to a file, one line each.
+    Append alerts to a file, one line each.
 
     Args:
         path: the file.

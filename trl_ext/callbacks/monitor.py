@@ -35,7 +35,7 @@ SHARE = ("in (0, 1)", lambda x: 0 < x < 1)
 
 
 class Memory(dict):
-    """Hold the memory of a monitor in use. A plain dict is a checkpoint's memory, for a new monitor to take over."""
+    """Hold the memory of a running monitor. A plain dict is a checkpoint's memory, which a new monitor takes over."""
 
 
 @dataclass
@@ -477,7 +477,7 @@ class MonitorCallback(Halting, TrainerCallback):
 
 
 def alerts_of(state: Any, level: Level = "alert") -> list[dict[str, Any]]:
-    """Return the alerts of all monitors so far, also from before a resume, or those of another `level`."""
+    """Return the alerts of all monitors, including those from before a resume; or the entries of another `level`."""
     sent = state.stateful_callbacks.get(REGISTRY, {}).get("alerts", [])
     return [alert for alert in sent if alert.get("level", "alert") == level]
 

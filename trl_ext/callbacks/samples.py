@@ -36,8 +36,8 @@ class SamplesCallback(TrainerCallback):
     def __post_init__(self) -> None:
         if not hasattr(self.trainer, "_logs"):
             raise ValueError(
-                f"`SamplesCallback` reads what PPOTrainer and RLOOTrainer keep of a rollout; got a "
-                f"{type(self.trainer).__name__}: use a watch of trl_ext.rewards there"
+                f"`SamplesCallback` reads rollouts that PPOTrainer and RLOOTrainer keep, and a "
+                f"{type(self.trainer).__name__} keeps none: use a watch of `trl_ext.rewards` there"
             )
         if self.per_rollout < 1:
             raise ValueError(f"`per_rollout` must be 1 or more, got {self.per_rollout}")

@@ -80,7 +80,7 @@ class Series:
 
     @property
     def falls(self) -> bool:
-        """Whether the last values are below those before them."""
+        """Return whether the last values are below those before them."""
         values = self.memory["values"][-2 * self.size :]
         half = len(values) // 2
         return half > 0 and sum(values[-half:]) < sum(values[:half])

@@ -93,7 +93,7 @@ def packages() -> Iterator[Finding]:
 
 
 def old_locks() -> list[str]:
-    """Return the locks of torch's builds that are older than a build takes."""
+    """Return the locks of torch's builds that are too old to belong to a running build."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())

@@ -118,7 +118,7 @@ def _annotated(node: ast.ClassDef) -> list[typing.Any]:
 
 
 def _base(module: str, base: str) -> tuple[str, str]:
-    """Return the module and name of a base class such as `trl.DPOConfig`, which a class of the same name may have."""
+    """Return the module and name of a base class such as `trl.DPOConfig`; the class itself may have the same name."""
     package, name = _split(base)
     for source in ast.walk(_tree(module)) if package else ():
         if isinstance(source, ast.ImportFrom) and package in (alias.name for alias in source.names):

@@ -118,7 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
         args.max_new_tokens = longest if args.max_new_tokens is None else args.max_new_tokens
         args.temperature = temperature if args.temperature is None else args.temperature
         if args.temperature <= 0 or min(args.num_prompts, args.max_new_tokens, args.batch_size) < 1:
-            raise ValueError("--temperature must be above 0, --num_prompts, --max_new_tokens, --batch_size 1 or more")
+            raise ValueError(
+                "--temperature must be above 0; --num_prompts, --max_new_tokens and --batch_size must be 1 or more"
+            )
         from ..upstream.terminal import late_bars
 
         late_bars()

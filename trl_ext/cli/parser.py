@@ -261,7 +261,7 @@ class _NoRepeatedKeys(yaml.SafeLoader):
 
 
 class _WithExponents(_NoRepeatedKeys):
-    """Load YAML, but read 1e-5 as a number, as flags do; PyYAML alone takes only 1.0e-5 for one."""
+    """Load YAML, but read 1e-5 as a number, as flags do; PyYAML itself reads only 1.0e-5 as one."""
 
 
 _WithExponents.add_implicit_resolver(

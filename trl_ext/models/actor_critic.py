@@ -141,8 +141,8 @@ class ActorCritic(nn.Module):
         `predicts` (N,) are places in (K · C): the states in which the `targets` (N,) are chosen. If they are given,
         return a plain dict, which DDP, FSDP and autocast pass on unchanged: `logprobs` and `entropies` in nats, (N,)
         each, the experts' `aux_loss`, and with `with_values` the critic's `values` (N,). With `touch_policy` the
-        values have a gradient of 0 for each of the policy's weights, though it is not run. `kwargs` are the policy's,
-        see [`add_dense_lm_head`].
+        values have a gradient of 0 for each of the policy's weights, though the policy is not run. `kwargs` are the
+        policy's, see [`add_dense_lm_head`].
 
         With `reward`, return the (B,) scores of the reward model of that name.
         """

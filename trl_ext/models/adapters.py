@@ -87,9 +87,9 @@ def check_modules(policy: Any, config: LoraConfig, name: str) -> None:
     for what, module in (("embeddings", base.get_input_embeddings()), ("LM head", base.get_output_embeddings())):
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             raise ValueError(
-                f"`{name}` adapts the {what} ({type(module).__name__}), whose plain weights log-probs are computed "
-                "with: leave it out of target_modules, modules_to_save and trainable_token_indices. If an SFT adapter "
-                "has it, merge that first (`recipes/merge.py`) and train a new one."
+                f"`{name}` adapts the {what} ({type(module).__name__}), but log-probs are computed with its plain "
+                "weights: leave it out of target_modules, modules_to_save and trainable_token_indices. If an SFT "
+                "adapter changes it, merge that adapter first (`recipes/merge.py`) and train a new one."
             )
 
 

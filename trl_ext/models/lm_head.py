@@ -99,9 +99,9 @@ def _unview_gradient(node: Any, steps: int = 6) -> None:
     """
     Let autograd add to the gradient of the head's weight in place.
 
-    A linear layer makes it as a view, to which autograd adds nothing in place. With tied embeddings, their gradient,
-    the head's and the sum would be three tensors of the weight's size. The head is found within `steps` nodes back
-    from the logits: soft-capping is three, its product two.
+    A linear layer returns this gradient as a view, and autograd does not add to a view in place. With tied embeddings
+    there would be three tensors of the weight's size: the embeddings' gradient, the head's, and their sum. The head is
+    found within `steps` nodes back from the logits: soft-capping is three, its product two.
     """
     if node is None or not steps:
         return

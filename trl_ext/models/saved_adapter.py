@@ -60,8 +60,8 @@ def load_adapted(
     Args:
         path: folder or hub name of the adapter.
         revision: of the adapter; the base's stands in the adapter's configuration.
-        is_classifier: load a sequence classifier of one label. A language model's adapter is then given a new head,
-            which is trained and saved with it, and must be `is_trainable`.
+        is_classifier: load a sequence classifier of one label. A language model's adapter then gets a new head,
+            which is trained and saved with it; so it must be `is_trainable`.
         is_trainable: whether the adapter is trained on.
         **kwargs: of the base's `from_pretrained`.
 
@@ -176,8 +176,9 @@ def load_to_train(
         # PEFT saves the modules that "all-linear" and patterns stand for
         if asked != has and asked is not None and not (name == "target_modules" and isinstance(asked, str)):
             raise ValueError(
-                f"{model} is an adapter with {name}={has!r} and is trained on as it is, but {name}={asked!r} is asked "
-                f"for: leave out `use_peft` (`peft_config`) and its settings; or, to train a new adapter, {_MERGE}"
+                f"{model} is an adapter with {name}={has!r}, and its training goes on with that, but you ask for "
+                f"{name}={asked!r}: leave out `use_peft` (`peft_config`) and its settings; or, to train a new "
+                f"adapter, {_MERGE}"
             )
     trusted = {"trust_remote_code": getattr(args, "trust_remote_code", False)}
     if quantization_config is not None:

@@ -78,7 +78,7 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
         i, token = min(moved)  # the same on each process, where the order may differ
         raise ValueError(
             f"{what} was saved with another tokenizer, in which {token!r} has the id {theirs[token]}, not {i}: it "
-            "reads the policy's token ids, so it must share its tokenizer."
+            "reads the policy's token ids, so it must have the policy's tokenizer."
         )
 
 

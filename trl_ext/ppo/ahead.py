@@ -203,7 +203,7 @@ class RolloutsAhead:
         rollouts = [self._prepare(kept["number"], kept["version"]) for kept in state]
         is_of_these = all(rollout.prompts == kept["prompts"] for rollout, kept in zip(rollouts, state, strict=True))
         if self.trainer._is_changed and not all(gather_object([is_of_these])):  # `resume_anyway`
-            logger.warning("Answers in the checkpoint are generated anew: this run has other prompts than its writer.")
+            logger.warning("Answers in the checkpoint are generated anew: they are for other prompts than this run's.")
             return
         for rollout, kept in zip(rollouts, state, strict=True):
             rollout.prompts = kept["prompts"]  # which are compared with those that the Trainer delivers

@@ -219,7 +219,7 @@ def _pickled(attributes: dict[str, Any]) -> dict[str, bytes]:
 
 
 class NoEnvironment:
-    """Stand in for an environment that could not be made, until the rollout raises the error on all processes."""
+    """Take the place of an environment that could not be made, until the rollout raises its error on all processes."""
 
     def reset(self, **row: Any) -> None:
         return None

@@ -87,7 +87,7 @@ _GIVEN = {  # to every reward function, beside the dataset's columns
 
 
 def check_arguments(reward: Any, columns: list[str], name: str, adds_columns: bool = False) -> None:
-    """Refuse a reward function that cannot take all columns, or needs an argument that is not among them."""
+    """Refuse a reward function that cannot take all columns, or that needs an argument which no column provides."""
     try:
         arguments = None if isinstance(reward, (str, nn.Module)) else inspect.signature(reward).parameters
     except (TypeError, ValueError):  # of a function in C
@@ -98,8 +98,8 @@ def check_arguments(reward: Any, columns: list[str], name: str, adds_columns: bo
     refused = sorted({*_GIVEN, *columns} - arguments.keys() - {"prompt"})
     if refused and not takes_all:
         raise TypeError(
-            f"Reward function '{get_callable_name(reward)}' is given {', '.join(refused)}, too: end its arguments by "
-            "`**kwargs`."
+            f"Reward function '{get_callable_name(reward)}' is also given {', '.join(refused)}: let its last argument "
+            "be `**kwargs`."
         )
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [a.name for a in arguments.values() if a.kind in by_name and a.default is inspect.Parameter.empty]

@@ -202,9 +202,9 @@ class PPOMetrics:
 
     def weighted(self, rollout: Rollout, weights: Tensor, is_outside: Tensor, actions: Tensor) -> None:
         """
-        Observe the importance weights of a rollout, (B, T) or (B, 1), and which of them a bound has changed.
+        Observe a rollout's importance weights, (B, T) or (B, 1), and which weights a bound has changed.
 
-        Of (B, T) weights those count where an action starts, (B, T).
+        Weights of (B, T) count only at the tokens where an action starts.
         """
         mask = actions if weights.shape == rollout.mask.shape else rollout.valid[:, None]
         self.train.add("sampling/importance_sampling_ratio", weights, mask)
@@ -239,7 +239,7 @@ class PPOMetrics:
     # ---- Reporting ----
 
     def report(self, start_time: float | None = None) -> dict[str, float]:
-        """Return the metrics of training since the last report, and forget their entries."""
+        """Return the metrics of training since the last report, and begin to count anew."""
         report = self._means("train") | {"episode": self.episodes}
         seconds, self._seconds = self._seconds, defaultdict(float)
         if self._tokens:

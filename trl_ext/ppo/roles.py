@@ -93,7 +93,7 @@ def check_roles(
 
 
 def load_rewards(reward_funcs: list, tokenizers: list, args: PPOConfig) -> None:
-    """Load the reward models that are paths, and their tokenizers, into the lists; refuse one without a head."""
+    """Replace each path in the lists by the reward model there and its tokenizer; refuse a model without a head."""
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if args.world_size > 1 or args.deepspeed_plugin is not None:
         kwargs["device_map"] = None
@@ -316,7 +316,7 @@ def why_separate(loader: Loader, path: str, share: Share) -> str | None:
 
 
 def fingerprint_beside(loader: Loader, adapter: str) -> dict[str, str]:
-    """Return the fingerprint of the policy's base; "" without reading weights if the adapter names that base."""
+    """Return the fingerprint of the policy's base; if the adapter names that base, return "" and read no weights."""
     base = hub_identity(loader.path, loader.init_kwargs.get("revision"))
     # On all processes: ZeRO-3 gathers
     return {} if names_base(adapter, loader.policy, base) else base_fingerprint(loader.policy)

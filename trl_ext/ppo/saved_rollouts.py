@@ -116,7 +116,7 @@ def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[
 def _check_texts_of_ids(
     dataset: Dataset, tokenizer: Any, completions: list[list[int]], finished: list[bool], ends: list[int]
 ) -> None:
-    """Raise if the ids do not decode to the row's text, or end otherwise than `finished` says."""
+    """Raise if the ids do not decode to the row's text, or if their last one contradicts `finished`."""
     if "finished" in dataset.column_names:
         for row, (stated, found) in enumerate(zip(dataset["finished"], finished, strict=True)):
             if stated != found:
@@ -131,8 +131,8 @@ def _check_texts_of_ids(
         ):
             if (stated if isinstance(stated, str) else stated[-1]["content"]) != text:
                 raise ValueError(
-                    f"rollout {row} has ids that read {text[:60]!r}, its text is {str(stated)[:60]!r}: they are of "
-                    "another tokenizer"
+                    f"rollout {row} has ids that read {text[:60]!r}, but its text is {str(stated)[:60]!r}: the ids "
+                    "come from another tokenizer"
                 )
 
 

@@ -761,7 +761,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
 
     def _critic_only(self, step: int) -> bool:
         """
-        Return if micro-batch `step` trains the critic alone: in warm-up, or in all but the last of `critic_steps`.
+        Return whether micro-batch `step` trains only the critic: in warm-up, and in all `critic_steps` but the last.
         """
         number = step % self._steps_per_rollout // self.args.steps_per_generation  # of the pass over the rollout
         return self._warms_up(step) or (number + 1) % self.args.critic_steps != 0

@@ -141,7 +141,7 @@ def _configuration(url: str) -> dict[str, Any]:
         config = answer.raise_for_status().json()["vllm_config"]
         transfer, mode = config["weight_transfer_config"], config["model_config"]["logprobs_mode"]
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"What answers at {url} is no vLLM server: check host and port.") from None
+        raise ValueError(f"The server at {url} is not a vLLM server: check host and port.") from None
     if transfer is None:
         flag = """`--weight-transfer-config '{"backend": "nccl"}'`"""
         raise _restart(url, "takes no weights, and would answer with those that it began with", flag)

@@ -101,8 +101,8 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
         check_function(reward=reward)
         if isinstance(fallback := getattr(reward, "on_error", None), (int, float)):
             raise ValueError(
-                f"`reward` has on_error={fallback}, which would be kept as a score: give it 'raise' or 'skip', and "
-                "the number to what is around the cache"
+                f"`reward` has on_error={fallback}, and the cache would keep that number as a score: set 'raise' or "
+                "'skip' there, and the number in the reward around the cache"
             )
         if within := [each for each in policies_within(reward) if each != "raise"]:
             raise ValueError(
@@ -148,7 +148,7 @@ class CachedReward(PicklesSettings, TellsFailures, HoldsRewards):
     @property
     def identity(self) -> str:
         """
-        Return the identity of the cached reward, and how texts are compared; where scores are kept does not count.
+        Return the cached reward's identity and how texts are compared. Where scores are kept is not part of it.
         """
         if self._identity is None:  # found once: for a model it takes as long as reading the weights
             self._identity = f"{get_callable_name(self.reward)} {source_identity(self.reward)}"

@@ -76,7 +76,7 @@ class EnsembleReward(HoldsRewards):
         if uncertainty_coef is not None and combine != "uncertainty":
             raise ValueError(f"`uncertainty_coef` is for combine='uncertainty', got {combine!r}: drop it")
         if normalize and not isinstance(members, str):
-            raise ValueError("`normalize` needs the folder that `recipes/reward.py --ensemble k` wrote, as `members`")
+            raise ValueError("`normalize` needs as `members` the folder that `recipes/reward.py --ensemble k` wrote")
         check_model_kwargs(model_kwargs)
         facts: list[dict[str, Any]] = []
         called = ""
@@ -88,7 +88,7 @@ class EnsembleReward(HoldsRewards):
         if not isinstance(members, (list, tuple)) or len(members) < 2:
             raise ValueError(f"`members` must be two or more, or the folder of an ensemble, got {members!r}")
         if model_kwargs and not any(isinstance(member, str) for member in members):
-            raise ValueError("`model_kwargs` is for members that are named, and all are functions: drop it")
+            raise ValueError("`model_kwargs` is for members given by name, and all members are functions: drop it")
         self.members = [Member(member, on_error) for member in loaded(members, model_kwargs or {})]
         self.combine = combine
         self.uncertainty_coef = 1.0 if uncertainty_coef is None else uncertainty_coef

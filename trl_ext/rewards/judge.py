@@ -220,7 +220,7 @@ def message_of(answer: Any) -> str:
         raise ServiceError(f"the answer is no chat completion: {repr(answer)[:120]}") from error
     text = message.strip() if isinstance(message, str) else ""
     if ended == "length":  # "Score: 1" may be the beginning of 10
-        raise ServiceError(f"the judge's message was cut, give it more `max_tokens`: {text[-120:]!r}")
+        raise ServiceError(f"the judge's message was cut off, raise `max_tokens`; it ends in: {text[-120:]!r}")
     if ended not in _WHOLE:
         raise WithheldError(f"the judge's message is not whole (finish_reason {repr(ended)[:40]}): {text[-120:]!r}")
     return text

@@ -73,7 +73,7 @@ class Call:
 
 
 class Breaker:
-    """Fail at once for `seconds` after `failures` failed requests in a row. Then let one try while the others wait."""
+    """Fail at once for `seconds` after `failures` failed requests in a row. Then let one try while others wait."""
 
     def __init__(self, failures: int, seconds: float):
         self.failures, self.seconds = failures, seconds

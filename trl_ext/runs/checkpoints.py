@@ -203,7 +203,7 @@ class ResumableRun(BackgroundSaving):
         return {**facts, **self._given_facts}
 
     def _data_facts(self) -> dict[str, Any]:
-        """Return the identity of the training rows; nothing for a stream."""
+        """Return the identity of the training rows; an empty dict for a stream."""
         data = self.train_dataset
         return {"train_rows": len(data), "train_data": rows_identity(data)} if isinstance(data, Dataset) else {}
 

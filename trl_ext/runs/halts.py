@@ -78,8 +78,9 @@ class Rollback:
             return cls(**json.loads(record.read_text()))
         except (ValueError, TypeError):
             raise CannotResume(
-                f"A monitor rolled this run back, and {record} is damaged or of another trl_ext. Begin anew by "
-                f"`resume_from_checkpoint=False`; or delete it, and any {PREFIX_CHECKPOINT_DIR} not to go on from."
+                f"A monitor rolled this run back, and {record} is damaged or was written by another version of "
+                "trl_ext. Begin anew with `resume_from_checkpoint=False`; or delete that file, and each "
+                f"{PREFIX_CHECKPOINT_DIR} that the run must not go on from."
             ) from None
 
     def write(self, output_dir: str) -> None:

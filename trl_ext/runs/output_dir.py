@@ -105,8 +105,8 @@ def _locked(folder: Path) -> Any:
     except OSError as error:  # a file system without locks, or a folder that nothing can be written to
         if isinstance(error, PermissionError) and (folder / LOCK).exists():
             raise FolderInUse(
-                f"`output_dir` {folder} is held by {_holder(folder / LOCK)}, with another account: choose another "
-                f"`output_dir`, or have {folder / LOCK} deleted if that process has ended"
+                f"`output_dir` {folder} is in use by {_holder(folder / LOCK)}, of another account: choose another "
+                f"`output_dir`; or, if that process has ended, have {folder / LOCK} deleted"
             ) from None
         print(f"Nothing keeps a second run out of {folder}: it cannot be locked ({error.strerror or error}).")
         return None

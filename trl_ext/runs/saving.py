@@ -163,7 +163,7 @@ class BackgroundSaving(_Trainer):
         self.accelerator.print(sentence)
 
     def _look_at_saving(self, wait: bool = True) -> None:
-        """Wait for the checkpoint that is being written, or only ask for its state. Call this on all processes."""
+        """Wait until the background checkpoint is written, or only ask whether it is. Call this on all processes."""
         if self._being_saved is None:
             return
         is_busy, has_failed = self._writing()

@@ -194,7 +194,7 @@ def _is_in_a_package(file: str | None) -> bool:
 
 def _source(function: Any) -> str | None:
     """
-    Return a function's source; None if it was typed into a shell, or is a lambda, whose line has other code, too.
+    Return a function's source; None if it was typed into a shell, or is a lambda, whose line has more code.
     """
     if function.__name__ == "<lambda>":
         return None

@@ -9,6 +9,7 @@ from .advantages import (
     token_rewards,
     turn_gae,
 )
+from .baselines import critic_weight, mix_baselines, others_means, weight_sums
 from .dpo import (
     beta_dpo,
     displaced,
@@ -46,6 +47,7 @@ __all__ = [
     "approx_kl",
     "beta_dpo",
     "choose_lam",
+    "critic_weight",
     "disagreement",
     "displaced",
     "effective_sample_size",
@@ -63,7 +65,9 @@ __all__ = [
     "masked_mean",
     "masked_sum",
     "merge_moments",
+    "mix_baselines",
     "moments",
+    "others_means",
     "policy_loss",
     "position_ids",
     "preference_drift",
@@ -83,6 +87,7 @@ __all__ = [
     "unexplained_error",
     "value_loss",
     "variance",
+    "weight_sums",
     "whiten",
     "whitening_scale",
 ]

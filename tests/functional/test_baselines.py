@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from trl_ext.functional import critic_weight, gae, mix_baselines, others_means, weight_sums
+from trl_ext.functional import critic_products, critic_weight, gae, mean_baselines, mix_baselines, weight_sums
 
 MASK = torch.arange(5) < torch.tensor([5, 3, 1, 0, 4]).unsqueeze(1)
 
@@ -14,45 +14,42 @@ def drawn():
     return torch.randn(3, 5, 5, dtype=torch.float64).unbind()
 
 
-def test_an_answer_takes_no_part_in_its_own_baseline():
+def test_an_answer_is_compared_with_all_or_with_the_others_of_its_prompt():
     sums, counts = torch.tensor([6.0, 1.0, 9.0, 0.0]), torch.tensor([3.0, 1.0, 2.0, 0.0])
-    # All others: (1 + 9 + 0) / (1 + 2 + 0), (6 + 9) / (3 + 2), (6 + 1) / (3 + 1), 16 / 6
-    assert_close(others_means(sums, counts), torch.tensor([10 / 3, 3.0, 7 / 4, 16 / 6]))
-    # In pairs: the partner's 1 / 1 and 6 / 3; the third's partner has nothing, so all others; 9 / 2
-    assert_close(others_means(sums, counts, group_size=2), torch.tensor([1.0, 2.0, 7 / 4, 4.5]))
-    assert_close(others_means(torch.ones(1), torch.ones(1)), torch.zeros(1))
+    assert_close(mean_baselines(sums, counts), torch.full((4,), 16 / 6))
+    # In pairs: the partner's 1 / 1 and 6 / 3; the third's partner has nothing, so the mean of all; 9 / 2
+    assert_close(mean_baselines(sums, counts, group_size=2), torch.tensor([1.0, 2.0, 16 / 6, 4.5]))
+    assert_close(mean_baselines(torch.zeros(1), torch.zeros(1)), torch.zeros(1))
     with pytest.raises(ValueError, match="group_size must divide the N = 4 answers, got 3"):
-        others_means(sums, counts, group_size=3)
+        mean_baselines(sums, counts, group_size=3)
 
 
-def test_the_weight_is_the_coefficient_of_least_squares():
+def test_the_weight_is_the_slope_of_a_regression_with_an_intercept():
     returns, values, _ = drawn()
-    values = values + 0.5 * returns
-    means = others_means((returns * MASK).sum(1), MASK.sum(1).double())
+    values, means = 0.7 * values + 0.5 * returns + 3, torch.arange(5.0, dtype=torch.float64)
     gains, signals = ((x - means[:, None])[MASK] for x in (returns, values))
-    slope = torch.linalg.lstsq(signals[:, None], gains[:, None]).solution.item()
+    lines = torch.stack([signals, torch.ones_like(signals)], dim=1)
+    slope = torch.linalg.lstsq(lines, gains[:, None]).solution[0].item()
     assert 0 < slope < 1
-    assert critic_weight(weight_sums(returns, values, means, MASK)) == pytest.approx(slope)
-    # Above a half exactly where the critic leaves less than the mean does
-    explains = ((gains - signals).square().sum() < gains.square().sum()).item()
-    assert (slope > 0.5) == explains
+    assert critic_weight(critic_products(weight_sums(returns, values, means, MASK))) == pytest.approx(slope)
+    # Above a half exactly where the critic leaves less variance than the mean does
+    assert (slope > 0.5) == ((gains - signals).var() < gains.var()).item()
 
 
 @pytest.mark.parametrize(
-    ("values", "weight"),
+    ("share", "weight"),
     [
-        ("the returns", 1.0),  # 2 · 2 + 2 · 2 over the same
-        ("twice too timid", 1.0),  # the coefficient is 2
-        ("twice too bold", 0.5),
-        ("the opposite", 0.0),
-        ("the mean", 0.0),
+        (1.0, 1.0),  # the returns themselves
+        (0.5, 1.0),  # too timid: the slope is 2
+        (2.0, 0.5),  # too bold
+        (-1.0, 0.0),  # the opposite
+        (0.0, 0.0),  # a constant
     ],
 )
-def test_the_weight_of_worked_critics(values, weight):
+def test_the_weight_of_worked_critics(share, weight):
     returns, mask = torch.tensor([[3.0], [-1.0]]), torch.ones(2, 1)
-    means = torch.tensor([1.0, 1.0])
-    share = {"the returns": 1, "twice too timid": 0.5, "twice too bold": 2, "the opposite": -1, "the mean": 0}[values]
-    assert critic_weight(weight_sums(returns, 1 + share * (returns - 1), means, mask)) == weight
+    sums = weight_sums(returns, 7 + share * returns, torch.ones(2), mask)
+    assert critic_weight(critic_products(sums)) == pytest.approx(weight)
 
 
 def test_a_weight_of_one_is_gae_and_of_zero_the_return_minus_the_mean():

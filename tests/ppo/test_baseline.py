@@ -1,11 +1,11 @@
-"""What returns are compared with in training: the critic, the mean of other answers, or both."""
+"""What returns are compared with in training: the critic, the mean return, or both."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from tests.ppo.worker import RESUMED, collected, end_state, lora_trainer, make_trainer, rows_of
-from trl_ext.functional import critic_weight, gae, mix_baselines, weight_sums
+from trl_ext.functional import critic_products, critic_weight, gae, mix_baselines, weight_sums
 
 
 def logged(trainer, name):
@@ -26,13 +26,13 @@ def recorded(trainer):
     return list(zip(seen, rows, strict=True))
 
 
-def leave_one_out(returns, mask, size):
-    """The mean return at the tokens of the other answers in the row's block of `size`, by loops."""
+def means_of(returns, mask, generations):
+    """The mean return at the tokens of all answers, or of the others to the same prompt, by loops."""
     means = []
     for row in range(len(returns)):
-        block = range(row // size * size, row // size * size + size)
-        others = torch.cat([returns[other][mask[other].bool()] for other in block if other != row])
-        means.append(others.mean())
+        start = row // generations * generations
+        others = [i for i in range(start, start + generations) if i != row] or range(len(returns))
+        means.append(torch.cat([returns[i][mask[i].bool()] for i in others]).mean())
     return torch.stack(means)
 
 
@@ -40,7 +40,7 @@ PLAIN = {"normalize_advantages": False, "gamma": 0.97, "max_steps": 8, "learning
 
 
 @pytest.mark.parametrize("generations", [1, 2])
-def test_the_mean_of_other_answers_is_taken_off_and_no_critic_runs(tmp_path, generations):
+def test_a_mean_is_taken_off_and_no_critic_runs(tmp_path, generations):
     trainer = make_trainer(tmp_path, baseline="mean", num_generations=generations, **PLAIN)
     critic = {name: p.clone() for name, p in trainer.model.critic.named_parameters()}
     runs: list[int] = []
@@ -50,7 +50,7 @@ def test_the_mean_of_other_answers_is_taken_off_and_no_critic_runs(tmp_path, gen
     for rollout, (rewards, values, advantages, _) in rollouts:
         mask = rollout.mask
         returns = gae(rewards, torch.zeros_like(values), mask, 0.97, 1.0)
-        means = leave_one_out(returns, mask, generations if generations > 1 else len(returns))
+        means = means_of(returns, mask, generations)
         assert_close(advantages, (returns - means[:, None]) * mask)
     assert {"old_values", "returns"}.isdisjoint(rows_of(trainer))
     assert not logged(trainer, "val/explained_variance") and not logged(trainer, "loss/value_avg")
@@ -61,13 +61,13 @@ def test_the_mean_of_other_answers_is_taken_off_and_no_critic_runs(tmp_path, gen
 def test_the_gate_weighs_the_critic_by_the_rollouts_before_it_is_fitted_to_them(tmp_path):
     trainer = make_trainer(tmp_path, baseline="gated", lam=0.9, critic_learning_rate=3e-2, **PLAIN | {"max_steps": 16})
     torch.nn.init.normal_(trainer.model.critic.score.weight, generator=torch.Generator().manual_seed(0))
-    sums, weights = torch.zeros(2, dtype=torch.float64), []
+    products, weights = torch.zeros(2, dtype=torch.float64), []
     for rollout, (rewards, values, advantages, critics_target) in recorded(trainer):
         mask = rollout.mask
         returns = gae(rewards, torch.zeros_like(values), mask, 0.97, 1.0)
-        means = leave_one_out(returns, mask, len(returns))
-        sums = 0.9 * sums + weight_sums(returns, values, means, mask)
-        weights.append(critic_weight(sums))
+        means = means_of(returns, mask, 1)
+        products = 0.9 * products + critic_products(weight_sums(returns, values, means, mask))
+        weights.append(critic_weight(products))
         over_critic = gae(rewards, values, mask, 0.97, 0.9)
         assert_close(advantages, mix_baselines(over_critic, returns, means, mask, weights[-1]))
         assert_close(critics_target * mask, (values + over_critic) * mask)
@@ -82,8 +82,8 @@ def test_a_gated_run_resumes_as_if_it_had_not_been_interrupted(tmp_path):
     whole.train()
     again = make_trainer(tmp_path / "again", **config)
     again.train(str(tmp_path / "checkpoint-6"))
-    assert whole.baseline_gate.sums[1] > 0
-    assert_close(again.baseline_gate.sums, whole.baseline_gate.sums, rtol=0, atol=0)
+    assert whole.baseline_gate.products[1] > 0
+    assert_close(again.baseline_gate.products, whole.baseline_gate.products, rtol=0, atol=0)
     assert_close(end_state(again), end_state(whole), rtol=0, atol=0, equal_nan=True)
 
 

@@ -9,7 +9,7 @@ from .advantages import (
     token_rewards,
     turn_gae,
 )
-from .baselines import critic_weight, mix_baselines, others_means, weight_sums
+from .baselines import critic_products, critic_weight, mean_baselines, mix_baselines, weight_sums
 from .dpo import (
     beta_dpo,
     displaced,
@@ -47,6 +47,7 @@ __all__ = [
     "approx_kl",
     "beta_dpo",
     "choose_lam",
+    "critic_products",
     "critic_weight",
     "disagreement",
     "displaced",
@@ -64,10 +65,10 @@ __all__ = [
     "margin_scales",
     "masked_mean",
     "masked_sum",
+    "mean_baselines",
     "merge_moments",
     "mix_baselines",
     "moments",
-    "others_means",
     "policy_loss",
     "position_ids",
     "preference_drift",

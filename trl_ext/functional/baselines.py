@@ -1,4 +1,4 @@
-"""What is subtracted from returns: the critic's values, the mean of other answers, or a mixture of the two."""
+"""What is subtracted from returns: the critic's values, a mean return, or a mixture of the two."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from .masking import masked_sum
 from .shapes import check_shapes
 
 
-def others_means(sums: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
-    """Return for each answer the mean return of the other answers: b_i = sum_{j != i} s_j / sum_{j != i} n_j.
+def mean_baselines(sums: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
+    """Return for each answer the mean return that it is compared with.
 
-    The mean is over the other answers to the same prompt, or, where no other has an entry, over all other answers. An
-    answer takes no part in its own baseline, so that the baseline adds no bias (RLOO, Kool et al. 2019; Ahmadian et
-    al. 2024, arXiv:2402.14740).
+    With one answer a prompt, the mean of all: b = sum_j s_j / sum_j n_j (Williams 1992). With several, the mean of the
+    other answers to the prompt: b_i = sum_{j != i} s_j / sum_{j != i} n_j over the group (RLOO, Ahmadian et al. 2024,
+    arXiv:2402.14740); where no other one has an entry, the mean of all.
 
     Args:
         sums: (N,), sums of each answer's returns, score units.
@@ -20,7 +20,7 @@ def others_means(sums: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
         group_size: answers to one prompt, which stand together.
 
     Returns:
-        (N,), score units; 0 where no other answer has an entry.
+        (N,), score units; 0 where there is no return.
 
     Raises:
         ValueError: shapes differ, or N is no multiple of group_size.
@@ -30,18 +30,13 @@ def others_means(sums: Tensor, counts: Tensor, group_size: int = 1) -> Tensor:
         raise ValueError(
             f"group_size must divide the N = {len(sums)} answers, got {group_size}; pass whole groups of answers."
         )
-
-    def means(groups: int) -> tuple[Tensor, Tensor]:
-        totals, sizes = (x.view(groups, -1).sum(1, keepdim=True) - x.view(groups, -1) for x in (sums, counts))
-        return (totals / sizes.clamp(min=1)).flatten(), sizes.flatten()
-
-    of_all, _ = means(1)
-    of_group, others = means(len(sums) // group_size)
-    return torch.where(others > 0, of_group, of_all)
+    of_all = (sums.sum() / counts.sum().clamp(min=1)).expand_as(sums)
+    others, sizes = (x.view(-1, group_size).sum(1).repeat_interleave(group_size) - x for x in (sums, counts))
+    return torch.where(sizes > 0, others / sizes.clamp(min=1), of_all) if group_size > 1 else of_all
 
 
 def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
-    """Return the two sums that `critic_weight` divides: sum (G - b)(V - b) and sum (V - b)^2.
+    """Return what `critic_products` reads: n, sum g, sum d, sum g d and sum d^2, with g = G - b and d = V - b.
 
     Sums of disjoint parts add up to those of the whole.
 
@@ -52,7 +47,7 @@ def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor
         mask: (B, T), 1 = where an action starts.
 
     Returns:
-        (2,), float64 (float32 on devices without float64), squared score units.
+        (5,), float64 (float32 on devices without float64).
 
     Raises:
         ValueError: shapes do not fit.
@@ -61,24 +56,32 @@ def weight_sums(returns: Tensor, values: Tensor, baselines: Tensor, mask: Tensor
     check_shapes(returns=returns[:, 0], baselines=baselines)
     precise = torch.float32 if returns.device.type == "mps" else torch.float64
     gains, signals = (x.to(precise) - baselines.to(precise)[:, None] for x in (returns, values))
-    return torch.stack([masked_sum(gains * signals, mask), masked_sum(signals.square(), mask)])
+    each = (torch.ones_like(gains), gains, signals, gains * signals, signals.square())
+    return torch.stack([masked_sum(x, mask) for x in each])
 
 
-def critic_weight(sums: Tensor) -> float:
-    """Return the weight of the critic in the baseline with the least variance: sum (G-b)(V-b) / sum (V-b)^2 in [0, 1].
+def critic_products(sums: Tensor) -> Tensor:
+    """Return n cov(g, d) and n var(d) of the (5,) sums of `weight_sums`, (2,); 0 without an entry."""
+    count, gains, signals, products, squares = sums.unbind()
+    count = count.clamp(min=1)
+    return torch.stack([products - gains * signals / count, squares - signals.square() / count])
 
-    With the baseline w V + (1 - w) b, the squares of G - w V - (1 - w) b have their least sum at this w: the
-    coefficient of a control variate. It is 1 for a critic that is right on average wherever it predicts the same, and
-    0 for one whose predictions have nothing to do with the returns. It is above 1/2 exactly where the critic explains
-    some of the variance, sum (G - V)^2 < sum (G - b)^2: there EVPO (arXiv:2604.19485) switches from one to the other.
+
+def critic_weight(products: Tensor) -> float:
+    """Return the weight of the critic in the baseline that leaves the least variance: cov(g, d) / var(d) in [0, 1].
+
+    With the baseline w V + (1 - w) b, the variance of G - w V - (1 - w) b = g - w d is least at this w, the coefficient
+    of a control variate. It is 1 for a critic whose differences are right on average, and 0 for one whose predictions
+    have nothing to do with the returns. It is above 1/2 exactly where Var(G - V) < Var(G - b): with one answer a prompt,
+    where the explained variance is above 0. There EVPO (arXiv:2604.19485) switches from the mean to the critic.
 
     Args:
-        sums: (2,), of `weight_sums`, also decayed sums over several rollouts.
+        products: (2,), of `critic_products`, also decayed sums over several rollouts.
 
     Returns:
-        A share; 0 where the critic predicts b everywhere.
+        A share; 0 where the critic's predictions differ from b by a constant.
     """
-    product, square = sums.tolist()
+    product, square = products.tolist()
     return min(max(product / square, 0.0), 1.0) if square > 0 else 0.0
 
 

@@ -33,8 +33,8 @@ from ..functional import (
     approx_kl,
     choose_lam,
     masked_sum,
+    mean_baselines,
     mix_baselines,
-    others_means,
     policy_loss,
     token_rewards,
     turn_starts,
@@ -551,13 +551,13 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         return advantages, returns
 
     def _mix_baselines(self, rollout: Rollout, rewards: Tensor, values: Tensor, advantages: Tensor) -> Tensor:
-        """Return (B, T) advantages over the mean of other answers, or mixed with those over the critic."""
+        """Return (B, T) advantages over the mean return, alone or mixed with those over the critic."""
         args, mask, actions = self.args, rollout.mask, self._actions(rollout.mask)
         zeros = torch.zeros_like(values)
         returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
         own = torch.stack([torch.where(actions.bool(), returns, 0.0).sum(1), actions.sum(1).to(returns)], dim=1)
         sums, counts = self.accelerator.gather(own).unbind(1)  # of all processes' answers
-        means = self._local(others_means(sums, counts, args.num_generations or 1))
+        means = self._local(mean_baselines(sums, counts, args.num_generations or 1))
         weight = 0.0
         if args.baseline == "gated":
             weight = self.baseline_gate.update(
@@ -719,7 +719,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self._kl_stop.is_exceeded:
             self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
             # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
-            return 0.0 * sum(each.sum() for each in (logprobs, entropies, values) if each is not None)
+            outputs = [each for each in (logprobs, entropies, values) if each is not None]
+            return 0.0 * torch.stack([each.sum() for each in outputs]).sum()
 
         new, old, actions = logprobs, inputs["old_logprobs"], self._actions(mask)  # (B, T) each
         if args.gae_level == "turn":

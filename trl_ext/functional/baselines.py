@@ -70,10 +70,11 @@ def critic_products(sums: Tensor) -> Tensor:
 def critic_weight(products: Tensor) -> float:
     """Return the weight of the critic in the baseline that leaves the least variance: cov(g, d) / var(d) in [0, 1].
 
-    With the baseline w V + (1 - w) b, the variance of G - w V - (1 - w) b = g - w d is least at this w, the coefficient
-    of a control variate. It is 1 for a critic whose differences are right on average, and 0 for one whose predictions
-    have nothing to do with the returns. It is above 1/2 exactly where Var(G - V) < Var(G - b): with one answer a prompt,
-    where the explained variance is above 0. There EVPO (arXiv:2604.19485) switches from the mean to the critic.
+    With the baseline w V + (1 - w) b, the variance of G - w V - (1 - w) b = g - w d is least at this w, the
+    coefficient of a control variate. It is 1 for a critic whose differences are right on average, and 0 for one whose
+    predictions have nothing to do with the returns. It is above 1/2 exactly where Var(G - V) < Var(G - b): with one
+    answer a prompt, where the explained variance is above 0. There EVPO (arXiv:2604.19485) switches from the mean to
+    the critic.
 
     Args:
         products: (2,), of `critic_products`, also decayed sums over several rollouts.

@@ -14,8 +14,8 @@ class BaselineGate:
     """
     Hold the critic's weight in the baseline (`baseline: gated`).
 
-    It is [`critic_weight`] of products over the rollouts so far, in which a rollout counts 0.9 times the next one. Both
-    begin at 0 and lack the same factor 1 − 0.9ⁿ after n rollouts, so that their quotient needs no correction for it.
+    It is [`critic_weight`] of products over the rollouts so far, in which a rollout counts 0.9 times the next one.
+    Both begin at 0 and lack the same factor 1 − 0.9ⁿ after n rollouts, so that their quotient needs no correction.
     """
 
     def __init__(self):

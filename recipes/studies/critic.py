@@ -49,6 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "PPO, bad critic": {"trainer": "PPO", "of": "PPO", "critic_learning_rate": 0.3},
     "gated, bad critic": {"trainer": "PPO", "of": "gated", "baseline": "gated", "critic_learning_rate": 0.3},
 }
+COMPARED = "PPO, gradients compared"  # for the first seeds; it spends seconds on that, so it is no method
 BAD_CRITIC = ("noisy",)  # cells in which a critic's rate is a hundred times too high
 RATES = (1e-3, 3e-3, 1e-2)
 TUNING_SEED = 1000
@@ -81,11 +82,15 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
 
     from trl_ext import PPOConfig, PPOTrainer
 
+    from .gradients import Compared
+
     kinds = {"PPO": (PPOTrainer, PPOConfig), "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig)}
+    kinds["compared"] = (Compared, PPOConfig)
     world = CELLS[cell][0](seed)
-    settings = {name: value for name, value in METHODS[method].items() if name not in ("trainer", "of")}
-    trainer_class, config_class = kinds[METHODS[method]["trainer"]]
-    is_ours, plays = trainer_class is PPOTrainer, isinstance(world, Lake)
+    settings = dict({COMPARED: {"trainer": "compared"}, **METHODS}[method])
+    trainer_class, config_class = kinds[settings.pop("trainer")]
+    settings.pop("of", None)
+    is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
     if is_ours:
         settings |= {"num_ppo_epochs": PASSES, "kl_coef": 0.0, "use_ref_model": False, "watch": "off"}
         settings |= {"record_run": False, **({"old_logprobs": "sampler"} if plays else {})}
@@ -137,6 +142,7 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
         "scores": [round(x, 4) for x in scores],
         "explained": [round(log["val/explained_variance"], 3) for log in logs if "val/explained_variance" in log],
         "weights": [round(log["val/baseline_weight"], 3) for log in logs if "val/baseline_weight" in log],
+        **({"agreement": trainer.noted} if method == COMPARED else {}),
     }
 
 
@@ -244,7 +250,11 @@ def chosen_rate(tuning: list[dict[str, Any]]) -> float:
     return max(tuning, key=lambda run: area(run["tokens"], run["scores"], run["tokens"][-1]))["rate"]
 
 
-def summary(results: dict[str, list[list[dict[str, Any]]]], tuning: dict[str, dict[str, float]]) -> dict[str, Any]:
+def summary(
+    results: dict[str, list[list[dict[str, Any]]]],
+    tuning: dict[str, dict[str, float]],
+    compared: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
     """Return the figures of each cell: of each method over the seeds, and its differences from PPO's."""
     cells = {}
     for cell, seeds in results.items():
@@ -265,8 +275,11 @@ def summary(results: dict[str, list[list[dict[str, Any]]]], tuning: dict[str, di
                 row[key] = round(value, 1) if math.isfinite(value) else None
             for key in ("explained", "weight"):
                 row[key] = round(fmean(x[key] for x in own), 3) if own[0][key] is not None else None
+            noted = [each[method] for run in compared.get(cell, []) for each in run["agreement"] if method in each]
+            row["agreement"] = round(fmean(noted), 3) if noted else None
             methods[method] = row
-        cells[cell] = {"what": CELLS[cell][2], "seeds": len(seeds), "methods": methods}
+        seeds_compared = len(compared.get(cell, []))
+        cells[cell] = {"what": CELLS[cell][2], "seeds": len(seeds), "compared": seeds_compared, "methods": methods}
     return cells
 
 
@@ -274,8 +287,8 @@ def table(cells: dict[str, Any]) -> str:
     """Return the table of the summary: shares of the gain over both budgets, with what separates them from PPO."""
     lines = [
         "| cell | method | gain over the tokens | − PPO | gain over the seconds | − PPO | gain at the end "
-        "| tokens to 50 % | to 80 % | s to 50 % | explained | w |",
-        "|---" * 12 + "|",
+        "| tokens to 50 % | to 80 % | s to 50 % | explained | w | halves agree |",
+        "|---" * 13 + "|",
     ]
 
     def difference(row: dict[str, Any], key: str) -> str:
@@ -297,6 +310,7 @@ def table(cells: dict[str, Any]) -> str:
                 number(row["seconds to 0.5"], ".1f"),
                 number(row["explained"], ".2f"),
                 number(row["weight"], ".2f"),
+                number(row["agreement"], ".2f"),
             ]
             lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
@@ -330,19 +344,23 @@ def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def report(results: dict, tuning: dict, rates: dict, output_dir: Path) -> None:
-    cells = summary(results, rates)
+def report(results: dict, tuning: dict, rates: dict, compared: dict, output_dir: Path) -> None:
+    cells = summary(results, rates, compared)
     runs = [run for seeds in results.values() for of_seed in seeds for run in of_seed]
-    (output_dir / "critic.json").write_text(json.dumps({"cells": cells, "runs": runs, "tuning": tuning}) + "\n")
+    kept = {"cells": cells, "runs": runs, "tuning": tuning, "compared": compared}
+    (output_dir / "critic.json").write_text(json.dumps(kept) + "\n")
     (output_dir / "critic.md").write_text(table(cells))
     draw(results, output_dir / "critic.png")
 
 
-def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict]]:
-    """Yield what there is after each cell and seed: results, tuning runs and chosen rates, by cell."""
+def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
+    """
+    Yield what there is after each cell and seed: results, tuning runs, chosen rates and compared gradients, by cell.
+    """
     results: dict[str, list] = {}
     tuning: dict[str, list] = {}
     rates: dict[str, dict[str, float]] = {}
+    compared: dict[str, list] = {}
     for number, seed in enumerate(args.seeds):
         for cell in args.cells:
             methods = methods_in(cell, args.methods)
@@ -356,7 +374,9 @@ def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict]]:
             results.setdefault(cell, [])
             assert len(results[cell]) == number
             results[cell].append(of_seed)
-            yield results, tuning, rates
+            if number < args.compared:
+                compared.setdefault(cell, []).append(run(cell, COMPARED, rates[cell]["PPO"], seed, args))
+            yield results, tuning, rates, compared
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -367,6 +387,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD", help="default: all"
     )
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates to choose from")
+    parser.add_argument("--compared", type=int, default=3, help="seeds with which gradients are compared")
     parser.add_argument("--rollouts", type=int, help="of each run; default: the cell's")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/critic"))
     args = parser.parse_args(arguments)

@@ -92,7 +92,7 @@ def test_the_summary_pairs_the_seeds():
         [a_run("PPO", (0.0, low, 0.5), explained=[0.1, 0.3]), a_run("mean", (0.0, low + 0.2, 0.5))]
         for low in (0.1, 0.3)
     ]
-    cells = summary({"short": seeds}, {"short": {"PPO": 1e-3, "mean": 3e-3}})
+    cells = summary({"short": seeds}, {"short": {"PPO": 1e-3, "mean": 3e-3}}, {})
     row = cells["short"]["methods"]["mean"]
     assert row["by tokens − PPO"] == pytest.approx(0.2 * 2 / 6, abs=1e-3)  # the same in both seeds
     assert row["by tokens − PPO, 95 %"] == pytest.approx([0.2 * 2 / 6] * 2, abs=1e-3)
@@ -103,13 +103,15 @@ def test_the_summary_pairs_the_seeds():
 @pytest.mark.slow
 def test_a_short_study_goes_on_where_it_was(tmp_path, capsys):
     arguments = ["--cells", "turns", "--methods", "PPO", "gated", "GRPO", "--rates", "3e-3", "--rollouts", "2"]
+    arguments += ["--compared", "1"]
     main([*arguments, "--seeds", "0", "--output_dir", str(tmp_path)])
     first = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").iterdir()}
-    assert len(first) == 6  # one to tune and one seed
+    assert len(first) == 7  # one to tune and one seed, and one that compares gradients
     main([*arguments, "--seeds", "0", "1", "--output_dir", str(tmp_path)])
     assert {file: file.stat().st_mtime_ns for file in first} == first
     written = json.loads((tmp_path / "critic.json").read_text())
     assert written["cells"]["turns"]["seeds"] == 2 and len(written["runs"]) == 6
+    assert -1 <= written["cells"]["turns"]["methods"]["gated"]["agreement"] <= 1
     starts = {(run["seed"], run["scores"][0]) for run in written["runs"]}
     assert len(starts) == 2  # a seed's runs begin with the same episodes
     assert "| **turns**, 2 seeds | PPO |" in (tmp_path / "critic.md").read_text()

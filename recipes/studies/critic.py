@@ -397,9 +397,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("`--methods` lacks PPO, which the others are compared with")
 
     import torch
-    import trl  # noqa: F401
+    from trl import GRPOTrainer, RLOOTrainer  # noqa: F401  # before the runs' processes, so that none pays for it
 
-    import trl_ext.ppo  # noqa: F401
+    from trl_ext import PPOTrainer  # noqa: F401
 
     torch.set_num_threads(1)
     gc.collect()

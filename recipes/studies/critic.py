@@ -4,7 +4,7 @@
 
 Each method trains the same small model, which has imitated a poor player, in up to six worlds whose best score is
 known. All pass four times over 64 answers, without a KL penalty. Each has its learning rate from three, chosen by one
-run each on a seed of its own. A run's curve is the true score of each rollout, over the tokens that were generated and
+run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve is the true score of each rollout, over the tokens that were generated and
 over the CPU-seconds of its own process. The runs go breadth first, so that what is there at any time is a whole table;
 the same command again goes on. Writes a JSON a run into `runs/`, and `critic.json`, `critic.md` and `critic.png`.
 """
@@ -34,11 +34,12 @@ from .worlds import ANSWERS, Chain, Lake, World, make_tokenizer, start_of
 CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "own start": (lambda seed: Lake(None, seed), 20, "16 turns on slippery ice, each episode from a start of its own"),
     "noisy": (lambda seed: Chain(32, 0.25, seed=seed), 20, "32 tokens, one score at the end, 25 % of them flipped"),
-    "long": (lambda seed: Chain(128, seed=seed), 12, "128 tokens, one score at the end"),
-    "dense": (lambda seed: Chain(32, is_dense=True, seed=seed), 12, "32 tokens, a score for each"),
+    "long": (lambda seed: Chain(128, seed=seed), 8, "128 tokens, one score at the end"),
+    "dense": (lambda seed: Chain(32, is_dense=True, seed=seed), 8, "32 tokens, a score for each"),
     "turns": (lambda seed: Lake(0, seed), 20, "16 turns on slippery ice, all from one start"),
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
+TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
 # Method: trainer and settings; `of` names the method whose learning rate it takes
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {"trainer": "PPO"},
@@ -363,13 +364,14 @@ def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
     compared: dict[str, list] = {}
     for number, seed in enumerate(args.seeds):
         for cell in args.cells:
-            methods = methods_in(cell, args.methods)
+            methods, tuned = methods_in(cell, args.methods), TUNED.get(cell, "noisy")
+            if tuned not in tuning:
+                tried = [name for name in methods_in(tuned, args.methods) if "of" not in METHODS[name]]
+                tuning[tuned] = [run(tuned, name, rate, TUNING_SEED, args) for rate in args.rates for name in tried]
             if cell not in rates:
-                tried = [name for name in methods if "of" not in METHODS[name]]
-                tuning[cell] = [run(cell, name, rate, TUNING_SEED, args) for rate in args.rates for name in tried]
-                rates[cell] = {
-                    name: chosen_rate([each for each in tuning[cell] if each["method"] == name]) for name in tried
-                }
+                found = tuning[tuned]
+                names = dict.fromkeys(each["method"] for each in found)
+                rates[cell] = {name: chosen_rate([each for each in found if each["method"] == name]) for name in names}
             of_seed = [run(cell, name, rates[cell][METHODS[name].get("of", name)], seed, args) for name in methods]
             results.setdefault(cell, [])
             assert len(results[cell]) == number

@@ -106,7 +106,9 @@ def test_a_short_study_goes_on_where_it_was(tmp_path, capsys):
     arguments += ["--compared", "1"]
     main([*arguments, "--seeds", "0", "--output_dir", str(tmp_path)])
     first = {file: file.stat().st_mtime_ns for file in (tmp_path / "runs").iterdir()}
-    assert len(first) == 7  # one to tune and one seed, and one that compares gradients
+    assert (
+        len(first) == 7 and sum("own_start" in file.name for file in first) == 3
+    )  # one to tune and one seed, and one that compares gradients
     main([*arguments, "--seeds", "0", "1", "--output_dir", str(tmp_path)])
     assert {file: file.stat().st_mtime_ns for file in first} == first
     written = json.loads((tmp_path / "critic.json").read_text())

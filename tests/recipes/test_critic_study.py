@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,3 +119,15 @@ def test_a_short_study_goes_on_where_it_was(tmp_path, capsys):
     assert len(starts) == 2  # a seed's runs begin with the same episodes
     assert "| **turns**, 2 seeds | PPO |" in (tmp_path / "critic.md").read_text()
     assert (tmp_path / "critic.png").exists()
+
+
+def test_the_page_shows_the_table_of_the_results():
+    docs = Path(__file__).parents[2] / "docs"
+    written = json.loads((docs / "critic.json").read_text())
+    results = {cell: {} for cell in written["cells"]}
+    for found in written["runs"]:
+        results[found["cell"]].setdefault(found["seed"], []).append(found)
+    rates = {cell: {run["method"]: run["rate"] for run in written["runs"] if run["cell"] == cell} for cell in results}
+    seeds = {cell: list(by_seed.values()) for cell, by_seed in results.items()}
+    assert summary(seeds, rates, written["compared"]) == written["cells"]
+    assert table(written["cells"]) in (docs / "critic.md").read_text()

@@ -270,7 +270,7 @@ def test_metrics_page_names_what_ppo_logs(tmp_path):
     assert mine - of_the_trainer <= documented, "docs/metrics.md does not name these"
     # These come with a setting
     ahead = {"sampling/staleness", "time/generate_wait", "time/sync_weights"}
-    assert documented - mine <= {"policy/skipped_steps", "time/score_wait"} | ahead
+    assert documented - mine <= {"policy/skipped_steps", "time/score_wait", "val/baseline_weight"} | ahead
 
 
 def test_metrics_page_names_what_agents_log(tmp_path):

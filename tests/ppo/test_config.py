@@ -208,6 +208,7 @@ RANGES = [
     ("max_tool_calling_iterations", [0], [1, None]),
     ("tool_timeout", [0.0, -1.0], [0.5, None]),
     ("adam_epsilon", [0.0], [1e-12]),
+    ("baseline", ["none"], ["critic", "gated", "mean"]),
     ("cliprange", [0.0, -0.1], [1e-3]),
     ("cliprange_value", [0.0], [1e-3, None]),
     ("critic_learning_rate", [-1e-6], [0.0, None]),

@@ -54,8 +54,10 @@ def differ(a, b, prefix=""):
         ("generations", {"num_generations": 2}),
         ("lora", LORA_PARITY),
         ("corrected", {**CORRECTED, "answering": skewed}),
+        ("gated", {"baseline": "gated"}),
+        ("mean", {"baseline": "mean", "num_generations": 2}),
     ],
-    ids=["parity", "generations", "lora", "corrected"],
+    ids=["parity", "generations", "lora", "corrected", "gated", "mean"],
 )
 def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_path):
     one, split = parity(tmp_path / "one", 1, **config), parity(tmp_path / "split", 1, parts=2, **config)
@@ -64,9 +66,10 @@ def test_two_processes_do_the_optimizer_steps_of_one(name, config, results, tmp_
         assert two["processes"] == 2 and two["wrapper"] == "DistributedDataParallel"
         torch.testing.assert_close(two["weights"], one["weights"], **bound(one["weights"], split["weights"]))
         torch.testing.assert_close(two["reward_normalizer"], one["reward_normalizer"], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(two["baseline_gate"], one["baseline_gate"], rtol=1e-4, atol=1e-12)
         assert two["episodes"] == one["episodes"] == 16
     first, second = results[0][name], results[1][name]
-    for what in ("weights", "optimizer", "kl_controller", "reward_normalizer"):
+    for what in ("weights", "optimizer", "kl_controller", "reward_normalizer", "baseline_gate"):
         assert_equal(first[what], second[what])
     assert first["kl_controller"]["kl_coef"] != 0.05
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 ADAPTIVE = {"kl_controller": "adaptive", "kl_horizon": 50.0, "max_steps": 6}  # the KL of the first rollout is 0
 CHANGED = {  # field -> another value, and what it is read with
     "adam_epsilon": (1e-2, {}),
+    "baseline": ("mean", {}),
     "bootstrap_truncated": (True, {}),
     "cliprange": (1e-3, {}),
     "cliprange_value": (1e-3, {}),

@@ -92,6 +92,7 @@ def end_state(trainer):
         "optimizer": optimizer_state(trainer),
         "kl_controller": trainer.kl_controller.state_dict(),
         "reward_normalizer": trainer.reward_normalizer.state_dict(),
+        "baseline_gate": trainer.baseline_gate.state_dict(),
         "episodes": trainer.metrics.episodes,
         "logs": [without_clock(logs) for logs in trainer.state.log_history],
     }
@@ -572,6 +573,8 @@ def on_two_processes(output_dir):
         "resumed": resumed(folder),
         "bad input": bad_input(folder),
         "lora": parity(folder / "lora", 2, **LORA_PARITY),
+        "gated": parity(folder / "gated", 2, baseline="gated"),
+        "mean": parity(folder / "mean", 2, baseline="mean", num_generations=2),
         "gradients": {
             (name, kind): gradients(folder / f"{name} {kind}", name, kind, 2)
             for name in BUILDERS

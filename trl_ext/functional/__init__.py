@@ -9,6 +9,7 @@ from .advantages import (
     token_rewards,
     turn_gae,
 )
+from .baselines import critic_products, critic_weight, mean_baselines, mix_baselines, weight_sums
 from .dpo import (
     beta_dpo,
     displaced,
@@ -46,6 +47,8 @@ __all__ = [
     "approx_kl",
     "beta_dpo",
     "choose_lam",
+    "critic_products",
+    "critic_weight",
     "disagreement",
     "displaced",
     "effective_sample_size",
@@ -62,7 +65,9 @@ __all__ = [
     "margin_scales",
     "masked_mean",
     "masked_sum",
+    "mean_baselines",
     "merge_moments",
+    "mix_baselines",
     "moments",
     "policy_loss",
     "position_ids",
@@ -83,6 +88,7 @@ __all__ = [
     "unexplained_error",
     "value_loss",
     "variance",
+    "weight_sums",
     "whiten",
     "whitening_scale",
 ]

@@ -109,6 +109,7 @@ class ActorCritic(nn.Module):
         self.adapters = adapters
         self.sampler_recorder: SamplerRecorder | None = None  # set while a rollout records log-probs
         self.histories: Histories | None = None  # set while a rollout draws several turns
+        self.critic_is_frozen = False
         self.critic_trains_mlps = False  # if so, the critic's MLPs and head alone are trained
 
     def __getattr__(self, name: str) -> Any:
@@ -221,10 +222,16 @@ class ActorCritic(nn.Module):
             )
         self.adapters.set(POLICY)
         for adapter in self.policy.peft_config:
-            is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base)
+            is_trained = adapter == POLICY or (adapter == CRITIC and self.shares_base and not self.critic_is_frozen)
             self.policy.set_requires_grad(adapter, is_trained)
         if self.critic_trains_mlps:
             self.freeze_critic_but_mlps()
+
+    def freeze_critic(self) -> None:
+        """Freeze all of the critic's weights."""
+        self.critic_is_frozen = True
+        for parameter in self.parameters_of("critic"):
+            parameter.requires_grad_(False)
 
     def freeze_critic_but_mlps(self) -> None:
         """

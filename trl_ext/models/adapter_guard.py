@@ -77,6 +77,7 @@ class AdapterGuard(TrainerCallback):
             name: parameter
             for name, parameter in model.named_parameters()
             if {"lora_B", "lora_embedding_B"} & {*(parts := name.split("."))} and {POLICY, CRITIC} & {*parts}
+            if not (CRITIC in parts and getattr(model, "critic_is_frozen", False))
             if not (CRITIC in parts and getattr(model, "critic_trains_mlps", False)) or is_in_mlp(name)
         }
         moved = [bool(_local(getattr(p, "ds_tensor", p)).any()) for p in trained.values()]

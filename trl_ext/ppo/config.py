@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trl import RLOOConfig
 
-from ..functional import KL_ESTIMATORS
+from ..functional import KL_ESTIMATORS, LAM_SCHEDULES
 from ..runs.nearest import did_you_mean
 from ..runs.redaction import HidesCredentials
 from ..runs.settings import (
@@ -87,6 +87,12 @@ REFUSED_GENERATION_KWARGS = {
     **dict.fromkeys(("detokenize", "seed", "skip_special_tokens"), "only vLLM reads it"),
     **dict.fromkeys(("compile_config", "disable_compile"), "TRL switches compilation off in rollouts"),
 }
+
+# What `baseline="mean"` does not read
+_OF_THE_CRITIC = (
+    *("bootstrap_truncated", "cliprange_value", "critic_learning_rate", "critic_steps", "critic_trains"),
+    *("critic_warmup_rollouts", "lam", "lam_value", *LAM_SCHEDULES, "vf_coef"),
+)
 
 # RLOO's own settings, which have no `setting(range=…)`
 INHERITED_RANGES = {
@@ -319,6 +325,14 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
         "1.5). The critic's target then uses `lam_value`, by default 1.",
         range="> 0 and finite",
     )
+    baseline: Literal["critic", "gated", "mean"] = setting(
+        "critic",
+        "What a return is compared with: the critic's value, the mean return, or both. `mean` is the mean of the "
+        "rollout, or with `num_generations` above 1 of the other answers to the same prompt, as in REINFORCE and "
+        "RLOO; the critic is neither run nor trained. `gated` mixes the advantages of both: the critic has the weight "
+        "in [0, 1] with which its values left the least variance in the returns of the last rollouts, measured before "
+        "it was fitted to them (`val/baseline_weight`; compare EVPO, 2604.19485).",
+    )
     normalize_advantages: bool = setting(
         True, "Give the advantages mean 0 and variance 1, over the real tokens of all processes."
     )
@@ -535,6 +549,13 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
                 "`bootstrap_truncated=True` has the critic value an answer that was cut off, and `missing_eos_score` "
                 "and `missing_eos_penalty` are fixed rules for the same answers: set one of them."
             )
+        defaults = {f.name: f.default for f in fields(self)}
+        for name in _OF_THE_CRITIC if self.baseline == "mean" else ():
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"`{name}={getattr(self, name)}` is for the critic or its advantages, and `baseline='mean'` uses "
+                    "no critic: leave it out, or use 'gated'."
+                )
         self._check_ahead()
 
     def _check_ahead(self):

@@ -102,10 +102,10 @@ class PPOMetrics:
         self.train.add("objective/non_score_reward", -kl_coef * (kl * rollout.mask).sum(1), rollout.valid)
         self.train.add("objective/rlhf_reward", rewards.sum(1), rollout.valid)
         self.train.add("objective/kl_coef", kl_coef)
-        assert rollout.values is not None
-        self.train.add("_residuals", returns - rollout.values, rollout.mask)
-        self.train.add("_returns", returns, rollout.mask)
-        if rollout.tool_mask is not None:
+        if rollout.values is not None:
+            self.train.add("_residuals", returns - rollout.values, rollout.mask)
+            self.train.add("_returns", returns, rollout.mask)
+        if rollout.values is not None and rollout.tool_mask is not None:
             turns = turn_numbers(rollout.mask).clamp(max=_LAST_TURN - 1)
             for turn in range(_LAST_TURN):
                 self.train.add(f"_residuals {turn}", returns - rollout.values, rollout.mask * (turns == turn))
@@ -114,6 +114,10 @@ class PPOMetrics:
             difference = (rollout.sampler_logprobs - rollout.logprobs).abs()
             for percent, number in self._percentiles(difference, rollout.mask).items():
                 self.train.add(f"sampling/logprob_difference_p{percent}", number)
+
+    def weighed(self, weight: float) -> None:
+        """Observe the critic's weight in the baseline of a rollout."""
+        self.train.add("val/baseline_weight", weight)
 
     def added(self, metrics: dict[str, float]) -> None:
         """Observe what the trainer's `rollout_metrics` returned; raise if a value is not a number."""

@@ -28,7 +28,7 @@ class Rollout:
         completion_ids, completion_mask: (B, T), right-padded; 1 = real token, EOS included, also those of tools.
         logprobs: (B, T), of the policy before the update; of the sampler if it is trusted.
         ref_logprobs: (B, T), of the reference; None without one.
-        values: (B, T), of the critic; None in evaluation.
+        values: (B, T), of the critic; None in evaluation, and with `baseline="mean"`.
         sampler_logprobs: (B, T), of the distribution that was drawn from, if recorded beside `logprobs`.
         rewards_per_func: (B, F), NaN where a function returned None.
         scores: (B,), after the EOS rule, not normalised; NaN for rows that take no part.
@@ -119,7 +119,6 @@ class Rollout:
         """
         Return the tensors that an update needs, a row for each response; TRL's buffer shuffles and splits them by row.
         """
-        assert self.values is not None
         return {
             **({} if weights is None else {"importance_weights": weights}),
             "row": torch.arange(len(self.scores), device=self.scores.device),
@@ -129,9 +128,8 @@ class Rollout:
             "completion_mask": self.completion_mask,
             "loss_mask": self.mask,
             "old_logprobs": self.logprobs,
-            "old_values": self.values,
+            **({} if self.values is None else {"old_values": self.values, "returns": returns}),
             "advantages": advantages,
-            "returns": returns,
         }
 
 
@@ -286,7 +284,7 @@ class Collection:
             context = getattr(trainer._actor_critic.policy.config.get_text_config(), "max_position_embeddings", inf)
             ids = torch.cat([ids, ids[:, -1:]], dim=1)
             lengths = [(asked, drawn + (asked + drawn < context)) for asked, drawn in lengths]
-        asked = {"with_logprobs": trusted is None, "with_values": trainer.model.training}
+        asked = {"with_logprobs": trusted is None, "with_values": trainer.model.training and args.baseline != "mean"}
         with torch.no_grad(), trainer._no_checkpointing(), trainer.metrics.timed("logprobs"):
             if any(asked.values()):
                 outputs |= trainer._passes(trainer.model, ids, lengths, width + goes_on, size, **asked)

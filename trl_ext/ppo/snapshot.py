@@ -26,6 +26,7 @@ class Snapshot:
     last_logged: int
     ahead: list[dict[str, Any]] = field(default_factory=list)  # rollouts that have been drawn, not yet trained on
     environments: dict[str, dict[str, list[Any]]] = field(default_factory=dict)  # states, by pool and name
+    baseline_gate: dict[str, Any] = field(default_factory=dict)  # empty in checkpoints from before there was one
 
     @classmethod
     def take(cls, trainer: Any, rollout: dict[str, Tensor] | None) -> "Snapshot":
@@ -43,6 +44,7 @@ class Snapshot:
             last_logged=trainer._globalstep_last_logged,
             ahead=trainer._ahead.state_dict() if trainer._ahead is not None else [],
             environments=trainer._environment_states(),
+            baseline_gate=trainer.baseline_gate.state_dict(),
         )
 
     def restore(self, trainer: Any) -> dict[str, Tensor] | None:
@@ -58,6 +60,8 @@ class Snapshot:
         if trainer._ahead is not None:
             trainer._ahead.load_state_dict(self.ahead)
         trainer._load_environments(self.environments)
+        if self.baseline_gate:
+            trainer.baseline_gate.load_state_dict(self.baseline_gate)
         return self.rollout and {name: values.to(device) for name, values in self.rollout.items()}
 
     def save(self, checkpoint: str, process: int) -> None:

@@ -33,11 +33,14 @@ from ..functional import (
     approx_kl,
     choose_lam,
     masked_sum,
+    mean_baselines,
+    mix_baselines,
     policy_loss,
     token_rewards,
     turn_starts,
     turn_sums,
     value_loss,
+    weight_sums,
     whiten,
 )
 from ..models.adapter_guard import AdapterGuard
@@ -70,6 +73,7 @@ from ..upstream.terminal import late_bars
 from . import gradients
 from .accumulator import global_moments
 from .ahead import RolloutsAhead, check_ahead
+from .baseline_gate import BaselineGate
 from .config import PPOConfig
 from .demonstrations import mean_demonstration_score
 from .environments import check_agents, guarded, identities_of, load_states, states_of, step_rewards, what_reset_leaves
@@ -256,6 +260,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if rollout_func is not None and not args.another_samples:
             args = copy.copy(args)  # the caller's stays as it is
             args.allow_off_policy_sampling = True  # who draws is not known here
+        if value_model is not None and args.baseline == "mean":
+            raise ValueError("`value_model` is the critic, and `baseline='mean'` uses none: leave one of the two out.")
         if optimizers[0] is not None and args.critic_learning_rate is not None:
             raise ValueError(
                 "`critic_learning_rate` cannot be applied to an optimizer that was passed in `optimizers`: give the "
@@ -328,6 +334,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
                 keep_unpacked(trained_or_run)
         if args.critic_trains == "mlp":
             actor_critic.freeze_critic_but_mlps()
+        if args.baseline == "mean":
+            actor_critic.freeze_critic()
         if value_model is not None:
             weights = {n: p for n, p in actor_critic.named_parameters() if CRITIC in n.split(".")}
             path = value_model if isinstance(value_model, str) else None
@@ -346,6 +354,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         # What is PPO's own
         self.kl_controller = KLController(args)
         self.reward_normalizer = RewardNormalizer(args.reward_normalization)
+        self.baseline_gate = BaselineGate()
         self.metrics = PPOMetrics(self.accelerator, self.reward_func_names)
         self._passes = Passes(self.accelerator, args)
         self._evaluation: EvaluationPass | None = None  # while evaluating
@@ -479,8 +488,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         kl_coef = self.kl_controller.kl_coef
         rewards = self.token_rewards(rollout, scores, kl)  # (B, T)
         check_hook("token_rewards", rollout, rewards)
-        assert rollout.values is not None
-        advantages, returns = self.advantages(rollout, rewards, rollout.values)  # (B, T) each
+        values = torch.zeros_like(rewards) if rollout.values is None else rollout.values  # (B, T)
+        advantages, returns = self.advantages(rollout, rewards, values)  # (B, T) each
         check_hook("advantages", rollout, advantages, returns)
         if args.use_ref_model and not self._warms_up(self._step):
             mean_kl, episodes = self._global_mean((rollout.k1 * rollout.mask).sum(1), rollout.valid)
@@ -517,12 +526,12 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         Return the advantages that weigh the policy's loss, and the returns, the critic's target. Override this for
         another estimator.
 
-        By default GAE, with `whiten_rewards` before it and `normalize_advantages` after it.
+        By default GAE, with `whiten_rewards` before it, and `baseline` and `normalize_advantages` after it.
 
         Args:
             rollout: what was generated and scored.
             rewards: (B, T), of `token_rewards`.
-            values: (B, T), of the critic, as in `rollout.values`.
+            values: (B, T), of the critic, as in `rollout.values`; 0 without a critic.
 
         Returns:
             Advantages and returns, (B, T) each. What `rollout.mask` hides is not read.
@@ -535,9 +544,27 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         lam, lam_value = choose_lam(actions, args.lam, args.lam_value, schedules)
         rewards = rollout.bootstrapped(rewards, args.gamma)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
+        if args.baseline != "critic":
+            advantages = self._mix_baselines(rollout, rewards, values, advantages)
         if args.normalize_advantages:
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, actions))
         return advantages, returns
+
+    def _mix_baselines(self, rollout: Rollout, rewards: Tensor, values: Tensor, advantages: Tensor) -> Tensor:
+        """Return (B, T) advantages over the mean return, alone or mixed with those over the critic."""
+        args, mask, actions = self.args, rollout.mask, self._actions(rollout.mask)
+        zeros = torch.zeros_like(values)
+        returns, _ = advantages_and_returns(rewards, zeros, mask, args.gamma, 1.0, level=args.gae_level)
+        own = torch.stack([torch.where(actions.bool(), returns, 0.0).sum(1), actions.sum(1).to(returns)], dim=1)
+        sums, counts = self.accelerator.gather(own).unbind(1)  # of all processes' answers
+        means = self._local(mean_baselines(sums, counts, args.num_generations or 1))
+        weight = 0.0
+        if args.baseline == "gated":
+            weight = self.baseline_gate.update(
+                self.accelerator.reduce(weight_sums(returns, values, means, actions), reduction="sum")
+            )
+            self.metrics.weighed(weight)
+        return mix_baselines(advantages, returns, means, mask, weight)
 
     def rollout_metrics(
         self, rollout: Rollout, rewards: Tensor, advantages: Tensor, returns: Tensor
@@ -692,7 +719,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if self._kl_stop.is_exceeded:
             self._skip_until = (self._step // self._steps_per_rollout + 1) * self._steps_per_rollout
             # A forward without its backward would leave DDP to reduce the next rollout's first micro-batch on its own
-            return 0.0 * (logprobs.sum() + entropies.sum() + values.sum())
+            outputs = [each for each in (logprobs, entropies, values) if each is not None]
+            return 0.0 * torch.stack([each.sum() for each in outputs]).sum()
 
         new, old, actions = logprobs, inputs["old_logprobs"], self._actions(mask)  # (B, T) each
         if args.gae_level == "turn":
@@ -720,7 +748,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             actor_loss = actor_loss - args.entropy_coef * masked_sum(entropies, mask) * scale
         if self.aux_loss_enabled:
             actor_loss = actor_loss + self.router_aux_loss_coef * aux_loss / args.gradient_accumulation_steps
-        return actor_loss + self._value_loss(values, inputs)
+        return actor_loss if values is None else actor_loss + self._value_loss(values, inputs)
 
     def _value_loss(self, values: Tensor, inputs: dict[str, Any]) -> Tensor:
         """Return vf_coef · clipped value loss of (B, T) values, over the tokens of the step."""
@@ -730,11 +758,15 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         scale = self.accelerator.num_processes / inputs["step_tokens"].clamp(min=1)
         return args.vf_coef * masked_sum(value[0], mask) * scale
 
-    def _forward(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts."""
+    def _forward(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """
+        Return (B, T) log-probs, entropies and values of a micro-batch, and the auxiliary loss of experts.
+        """
         routers = {"output_router_logits": True} if self.aux_loss_enabled else {}
         outputs = self._run_models(model, inputs, with_entropies=True, **routers)
-        return outputs["logprobs"], outputs["entropies"], outputs["values"], outputs.get("aux_loss")
+        return outputs["logprobs"], outputs["entropies"], outputs.get("values"), outputs.get("aux_loss")
 
     def _critic_forward(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return (B, T) values of a micro-batch; the policy is not run."""
@@ -744,7 +776,8 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
     def _run_models(self, model: nn.Module, inputs: dict[str, Any], **asked: Any) -> dict[str, Tensor]:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         width = inputs["completion_ids"].size(1)
-        return self._passes(model, ids, inputs["lengths"], width, with_values=True, **asked)
+        with_values = self.args.baseline != "mean"
+        return self._passes(model, ids, inputs["lengths"], width, with_values=with_values, **asked)
 
     @torch.no_grad()
     def _add_up_kl(self, logprobs: Tensor, inputs: dict[str, Tensor]) -> None:

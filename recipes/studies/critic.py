@@ -1,0 +1,416 @@
+"""What a critic is worth: our PPO with one, with a gated one and without, against TRL's GRPO and RLOO.
+
+    python -m recipes.studies.critic
+
+Each method trains the same small model, which has imitated a poor player, in up to six worlds whose best score is
+known. All pass four times over 64 answers, without a KL penalty. Each has its learning rate from three, chosen by one
+run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve is the true score of
+each rollout, over the tokens that were generated and over the CPU-seconds of its own process. The runs go breadth
+first, so that what is there at any time is a whole table; the same command again goes on. Writes a JSON a run into
+`runs/`, and `critic.json`, `critic.md` and `critic.png`.
+"""
+
+if __name__ == "__main__":  # before the libraries that are imported next
+    from trl_ext.upstream import quiet
+
+    quiet()
+
+import argparse
+import gc
+import json
+import math
+import os
+import random
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from .worlds import ANSWERS, Chain, Lake, World, make_tokenizer, start_of
+
+# Cell: its world by the seed, rollouts of a run, and what it is in words; the telling ones first
+CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
+    "own start": (lambda seed: Lake(None, seed), 20, "16 turns on slippery ice, each episode from a start of its own"),
+    "noisy": (lambda seed: Chain(32, 0.25, seed=seed), 20, "32 tokens, one score at the end, 25 % of them flipped"),
+    "long": (lambda seed: Chain(128, seed=seed), 8, "128 tokens, one score at the end"),
+    "dense": (lambda seed: Chain(32, is_dense=True, seed=seed), 8, "32 tokens, a score for each"),
+    "turns": (lambda seed: Lake(0, seed), 20, "16 turns on slippery ice, all from one start"),
+    "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
+}
+TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
+# Method: trainer and settings; `of` names the method whose learning rate it takes
+METHODS: dict[str, dict[str, Any]] = {
+    "PPO": {"trainer": "PPO"},
+    "gated": {"trainer": "PPO", "baseline": "gated"},
+    "mean": {"trainer": "PPO", "baseline": "mean"},
+    "GRPO": {"trainer": "GRPO", "num_generations": 8},
+    "RLOO": {"trainer": "RLOO", "num_generations": 8},
+    "PPO, bad critic": {"trainer": "PPO", "of": "PPO", "critic_learning_rate": 0.3},
+    "gated, bad critic": {"trainer": "PPO", "of": "gated", "baseline": "gated", "critic_learning_rate": 0.3},
+    "PPO, λ 1": {"trainer": "PPO", "of": "PPO", "lam": 1.0},
+}
+COMPARED = "PPO, gradients compared"  # for the first seeds; it spends seconds on that, so it is no method
+ONLY_IN = {"PPO, bad critic": "noisy", "gated, bad critic": "noisy", "PPO, λ 1": "long"}
+RATES = (1e-3, 3e-3, 1e-2)
+TUNING_SEED = 1000
+PASSES = 4
+SHARES = (0.5, 0.8)  # of the gain from the start to the best score
+
+
+class Watched:
+    """A reward function that notes the true score of each rollout, the tokens so far and the CPU-seconds."""
+
+    __name__ = "score"
+
+    def __init__(self, world: World, by_token: bool):
+        self.world, self.by_token, self.begin = world, by_token, time.process_time()
+        self.curve: list[tuple[int, float, float]] = []
+
+    def __call__(self, prompts: list, completions: list, completion_ids: list, **columns: Any) -> list:
+        scores = self.world.scores(prompts, completion_ids, **columns)
+        tokens = sum(map(self.world.drawn, completion_ids))
+        before = self.curve[-1][0] if self.curve else 0
+        self.curve.append((before + tokens, time.process_time() - self.begin, fmean(scores)))
+        return self.world.told(prompts, completion_ids, scores, self.by_token)
+
+
+def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models: Path) -> dict[str, Any]:
+    """Train once, in this process; return the curve, and what the critic explained."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    from trl_ext import PPOConfig, PPOTrainer
+
+    from .gradients import Compared
+
+    kinds = {"PPO": (PPOTrainer, PPOConfig), "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig)}
+    kinds["compared"] = (Compared, PPOConfig)
+    world = CELLS[cell][0](seed)
+    settings = dict({COMPARED: {"trainer": "compared"}, **METHODS}[method])
+    trainer_class, config_class = kinds[settings.pop("trainer")]
+    settings.pop("of", None)
+    is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
+    if is_ours:
+        settings |= {"num_ppo_epochs": PASSES, "kl_coef": 0.0, "use_ref_model": False, "watch": "off"}
+        settings |= {"record_run": False, **({"old_logprobs": "sampler"} if plays else {})}
+    else:
+        settings |= {"num_iterations": PASSES, "beta": 0.0}
+    tokenizer, watched = make_tokenizer(world), Watched(world, by_token=is_ours)
+
+    def play(prompts: list, trainer: Any) -> dict[str, list]:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        return world.play(model.policy if is_ours else model, len(prompts), tokenizer)  # type: ignore[union-attr]
+
+    prompts = world.prompts()
+    with tempfile.TemporaryDirectory() as folder:
+        args = config_class(
+            folder,
+            per_device_train_batch_size=ANSWERS,
+            max_completion_length=world.tokens,
+            learning_rate=rate,
+            lr_scheduler_type="constant",
+            max_steps=rollouts * PASSES,
+            seed=seed,
+            logging_steps=PASSES,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            **{"activation_checkpointing" if is_ours else "gradient_checkpointing": False},
+            **settings,
+        )
+        trainer = trainer_class(
+            model=start_of(world, seed, models),
+            reward_funcs=watched,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": prompts * math.ceil(ANSWERS / len(prompts))}),
+            processing_class=tokenizer,
+            **({"rollout_func": play} if plays else {}),
+        )
+        torch.manual_seed(seed)
+        watched.begin = time.process_time()
+        trainer.train()
+    logs = trainer.state.log_history
+    tokens, seconds, scores = zip(*watched.curve, strict=True)
+    return {
+        "best": world.best,
+        "tokens": list(tokens),
+        "seconds": [round(x, 2) for x in seconds],
+        "scores": [round(x, 4) for x in scores],
+        "explained": [round(log["val/explained_variance"], 3) for log in logs if "val/explained_variance" in log],
+        "weights": [round(log["val/baseline_weight"], 3) for log in logs if "val/baseline_weight" in log],
+        **({"agreement": trainer.noted} if method == COMPARED else {}),
+    }
+
+
+def name_of(cell: str, method: str, rate: float, seed: int) -> str:
+    return f"{cell}-{method}-{rate:g}-{seed}".replace(" ", "_").replace(",", "")
+
+
+def run(cell: str, method: str, rate: float, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the result of a run, from its file or from a process of its own."""
+    file = args.output_dir / "runs" / f"{name_of(cell, method, rate, seed)}.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        rollouts = args.rollouts or CELLS[cell][1]
+        start_of(CELLS[cell][0](seed), seed, args.output_dir / "models")  # shared, so no method pays for it
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                result = train(cell, method, rate, seed, rollouts, args.output_dir / "models")
+                result = {"cell": cell, "method": method, "rate": rate, "seed": seed, **result}
+                partial = file.with_suffix(".partial")
+                partial.write_text(json.dumps(result))
+                partial.replace(file)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            raise RuntimeError(f"{file.stem} failed: its error is above")
+        print(f"{time.strftime('%H:%M:%S')} {file.stem}", flush=True)
+    return json.loads(file.read_text())
+
+
+def methods_in(cell: str, names: Sequence[str]) -> list[str]:
+    """Return the methods that are tried in a cell: RLOO has no environments."""
+    return [
+        name
+        for name in names
+        if not (name == "RLOO" and isinstance(CELLS[cell][0](0), Lake)) and ONLY_IN.get(name, cell) == cell
+    ]
+
+
+# ---- What the curves say ----
+
+
+def area(at: Sequence[float], shares: Sequence[float], end: float) -> float:
+    """
+    Return the mean share of the gain from 0 to `end`, linear between the rollouts and level before the first.
+
+    Args:
+        at: tokens or seconds at which each rollout was there.
+        shares: of the gain, at each.
+        end: in the unit of `at`, at most the last.
+    """
+    points = [(0.0, shares[0]), *zip(at, shares, strict=True)]
+    total = 0.0
+    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+        if left >= end:
+            break
+        cut = min(right, end)
+        at_cut = low + (high - low) * (cut - left) / (right - left) if right > left else high
+        total += (cut - left) * (low + at_cut) / 2
+    return total / end
+
+
+def reached(at: Sequence[float], shares: Sequence[float], share: float) -> float:
+    """Return where the moving mean of three rollouts first has this share of the gain; infinity if nowhere."""
+    smooth = [fmean(shares[max(i - 1, 0) : i + 2]) for i in range(len(shares))]
+    return next((float(x) for x, y in zip(at, smooth, strict=True) if y >= share), math.inf)
+
+
+def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """
+    Return the figures of each method's run in one cell and seed, on the budgets that all of them have spent.
+
+    The gain is from the mean first score of all, which is that of one model, to the best.
+    """
+    start = fmean(run["scores"][0] for run in runs)
+    ends = {unit: min(run[unit][-1] for run in runs) for unit in ("tokens", "seconds")}
+    result = {}
+    for run in runs:
+        shares = [(score - start) / (run["best"] - start) for score in run["scores"]]
+        result[run["method"]] = {
+            "by tokens": area(run["tokens"], shares, ends["tokens"]),
+            "by seconds": area(run["seconds"], shares, ends["seconds"]),
+            "end": fmean(shares[-3:]),
+            **{f"{unit} to {x:g}": reached(run[unit], shares, x) for unit in ends for x in SHARES},
+            "explained": fmean(run["explained"][len(run["explained"]) // 2 :]) if run["explained"] else None,
+            "weight": fmean(run["weights"]) if run["weights"] else None,
+        }
+    return result
+
+
+def interval(values: Sequence[float], draws: int = 2000) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of a mean of paired differences."""
+    draw = random.Random(0)
+    means = sorted(fmean(draw.choices(values, k=len(values))) for _ in range(draws))
+    return means[int(0.025 * draws)], means[int(0.975 * draws) - 1]
+
+
+def chosen_rate(tuning: list[dict[str, Any]]) -> float:
+    """Return the rate of the run with the highest mean score over its tokens."""
+    return max(tuning, key=lambda run: area(run["tokens"], run["scores"], run["tokens"][-1]))["rate"]
+
+
+def summary(
+    results: dict[str, list[list[dict[str, Any]]]],
+    tuning: dict[str, dict[str, float]],
+    compared: dict[str, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Return the figures of each cell: of each method over the seeds, and its differences from PPO's."""
+    cells = {}
+    for cell, seeds in results.items():
+        found = [figures(runs) for runs in seeds]
+        methods: dict[str, Any] = {}
+        for method in found[0]:
+            own = [each[method] for each in found]
+            row: dict[str, Any] = {"rate": tuning[cell][METHODS[method].get("of", method)]}
+            for key in ("by tokens", "by seconds", "end"):
+                row[key] = round(fmean(x[key] for x in own), 4)
+                differences = [each[method][key] - each["PPO"][key] for each in found]
+                row[f"{key} − PPO"] = round(fmean(differences), 4)
+                if len(found) > 1 and method != "PPO":
+                    row[f"{key} − PPO, 95 %"] = [round(x, 4) for x in interval(differences)]
+            row["spread of the end"] = round((fmean((x["end"] - row["end"]) ** 2 for x in own)) ** 0.5, 4)
+            for key in [key for key in own[0] if " to " in key]:
+                value = median(x[key] for x in own)
+                row[key] = round(value, 1) if math.isfinite(value) else None
+            for key in ("explained", "weight"):
+                row[key] = round(fmean(x[key] for x in own), 3) if own[0][key] is not None else None
+            noted = [each[method] for run in compared.get(cell, []) for each in run["agreement"] if method in each]
+            row["agreement"] = round(fmean(noted), 3) if noted else None
+            methods[method] = row
+        seeds_compared = len(compared.get(cell, []))
+        cells[cell] = {"what": CELLS[cell][2], "seeds": len(seeds), "compared": seeds_compared, "methods": methods}
+    return cells
+
+
+def table(cells: dict[str, Any]) -> str:
+    """Return the table of the summary: shares of the gain over both budgets, with what separates them from PPO."""
+    lines = [
+        "| cell | method | gain over the tokens | − PPO | gain over the seconds | − PPO | gain at the end "
+        "| tokens to 50 % | to 80 % | s to 50 % | explained | w | halves agree |",
+        "|---" * 13 + "|",
+    ]
+
+    def difference(row: dict[str, Any], key: str) -> str:
+        if f"{key} − PPO, 95 %" not in row:
+            return ""
+        low, high = row[f"{key} − PPO, 95 %"]
+        return f"{row[f'{key} − PPO']:+.2f} [{low:+.2f}, {high:+.2f}]"
+
+    def number(x: float | None, form: str) -> str:
+        return "–" if x is None else format(x, form)
+
+    for cell, found in cells.items():
+        for i, (method, row) in enumerate(found["methods"].items()):
+            shown = [f"**{cell}**, {found['seeds']} seeds" if i == 0 else "", method]
+            shown += [f"{row['by tokens']:.2f}", difference(row, "by tokens")]
+            shown += [f"{row['by seconds']:.2f}", difference(row, "by seconds"), f"{row['end']:.2f}"]
+            shown += [number(row[f"tokens to {x:g}"], ",.0f") for x in SHARES]
+            shown += [
+                number(row["seconds to 0.5"], ".1f"),
+                number(row["explained"], ".2f"),
+                number(row["weight"], ".2f"),
+                number(row["agreement"], ".2f"),
+            ]
+            lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: dict[str, list[list[dict[str, Any]]]], path: Path) -> None:
+    """Draw the mean curve of each method over tokens (above) and CPU-seconds (below), a column a cell."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, axes = plt.subplots(2, len(results), figsize=(2.6 * len(results), 4.6), squeeze=False)
+    for column, (cell, seeds) in enumerate(results.items()):
+        for row, unit in enumerate(("tokens", "seconds")):
+            axis = axes[row][column]
+            for number, method in enumerate(METHODS):
+                own = [run for runs in seeds for run in runs if run["method"] == method]
+                if not own or "bad critic" in method:
+                    continue
+                grid = np.linspace(0, min(run[unit][-1] for run in own), 60)
+                curves = [np.interp(grid, run[unit], run["scores"]) for run in own]
+                axis.plot(grid, np.mean(curves, axis=0), label=method, color=f"C{number}")
+            axis.set(title=cell if row == 0 else "", xlabel="tokens" if row == 0 else "CPU-seconds")
+            axis.ticklabel_format(axis="x", style="sci", scilimits=(-2, 4))
+    axes[0][0].set_ylabel("score")
+    axes[1][0].set_ylabel("score")
+    axes[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def report(results: dict, tuning: dict, rates: dict, compared: dict, output_dir: Path) -> None:
+    cells = summary(results, rates, compared)
+    runs = [run for seeds in results.values() for of_seed in seeds for run in of_seed]
+    kept = {"cells": cells, "runs": runs, "tuning": tuning, "compared": compared}
+    (output_dir / "critic.json").write_text(json.dumps(kept) + "\n")
+    (output_dir / "critic.md").write_text(table(cells))
+    draw(results, output_dir / "critic.png")
+
+
+def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
+    """
+    Yield what there is after each cell and seed: results, tuning runs, chosen rates and compared gradients, by cell.
+    """
+    results: dict[str, list] = {}
+    tuning: dict[str, list] = {}
+    rates: dict[str, dict[str, float]] = {}
+    compared: dict[str, list] = {}
+    for number, seed in enumerate(args.seeds):
+        for cell in args.cells:
+            methods, tuned = methods_in(cell, args.methods), TUNED.get(cell, "noisy")
+            if tuned not in tuning:
+                tried = [name for name in methods_in(tuned, args.methods) if "of" not in METHODS[name]]
+                tuning[tuned] = [run(tuned, name, rate, TUNING_SEED, args) for rate in args.rates for name in tried]
+            if cell not in rates:
+                found = tuning[tuned]
+                names = dict.fromkeys(each["method"] for each in found)
+                rates[cell] = {name: chosen_rate([each for each in found if each["method"] == name]) for name in names}
+            of_seed = [run(cell, name, rates[cell][METHODS[name].get("of", name)], seed, args) for name in methods]
+            results.setdefault(cell, [])
+            assert len(results[cell]) == number
+            results[cell].append(of_seed)
+            if number < args.compared:
+                compared.setdefault(cell, []).append(run(cell, COMPARED, rates[cell]["PPO"], seed, args))
+            yield results, tuning, rates, compared
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m recipes.studies.critic", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(20)))
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS, metavar="CELL", help="default: all")
+    parser.add_argument(
+        "--methods", nargs="+", default=list(METHODS), choices=METHODS, metavar="METHOD", help="default: all"
+    )
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES), help="learning rates to choose from")
+    parser.add_argument("--compared", type=int, default=3, help="seeds with which gradients are compared")
+    parser.add_argument("--rollouts", type=int, help="of each run; default: the cell's")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/critic"))
+    args = parser.parse_args(arguments)
+    if TUNING_SEED in args.seeds:
+        parser.error(f"`--seeds` has the seed {TUNING_SEED}, which learning rates are chosen on: leave it out")
+    if "PPO" not in args.methods:
+        parser.error("`--methods` lacks PPO, which the others are compared with")
+
+    import torch
+    from trl import GRPOTrainer, RLOOTrainer  # noqa: F401  # before the runs' processes, so that none pays for it
+
+    from trl_ext import PPOTrainer  # noqa: F401
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # accelerate collects at each training: what is imported need not be looked through
+    for found in study(args):
+        report(*found, args.output_dir)
+    print((args.output_dir / "critic.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

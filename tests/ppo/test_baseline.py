@@ -1,0 +1,102 @@
+"""What returns are compared with in training: the critic, the mean return, or both."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.ppo.worker import RESUMED, collected, end_state, lora_trainer, make_trainer, rows_of
+from trl_ext.functional import critic_products, critic_weight, gae, mix_baselines, weight_sums
+
+
+def logged(trainer, name):
+    return [logs[name] for logs in trainer.state.log_history if name in logs]
+
+
+def recorded(trainer):
+    """The rollouts, each with the rows that are trained on."""
+    seen, rows, advantages = collected(trainer), [], trainer.advantages
+
+    def watch(rollout, rewards, values):
+        result = advantages(rollout, rewards, values)
+        rows.append((rewards, values, *result))
+        return result
+
+    trainer.advantages = watch
+    trainer.train()
+    return list(zip(seen, rows, strict=True))
+
+
+def means_of(returns, mask, generations):
+    """The mean return at the tokens of all answers, or of the others to the same prompt, by loops."""
+    means = []
+    for row in range(len(returns)):
+        start = row // generations * generations
+        others = [i for i in range(start, start + generations) if i != row] or range(len(returns))
+        means.append(torch.cat([returns[i][mask[i].bool()] for i in others]).mean())
+    return torch.stack(means)
+
+
+PLAIN = {"normalize_advantages": False, "gamma": 0.97, "max_steps": 8, "learning_rate": 1e-2}
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_a_mean_is_taken_off_and_no_critic_runs(tmp_path, generations):
+    trainer = make_trainer(tmp_path, baseline="mean", num_generations=generations, **PLAIN)
+    critic = {name: p.clone() for name, p in trainer.model.critic.named_parameters()}
+    runs: list[int] = []
+    trainer.model.critic.base_model.register_forward_hook(lambda *_: runs.append(1))
+    rollouts = recorded(trainer)
+    assert len(rollouts) > 1
+    for rollout, (rewards, values, advantages, _) in rollouts:
+        mask = rollout.mask
+        returns = gae(rewards, torch.zeros_like(values), mask, 0.97, 1.0)
+        means = means_of(returns, mask, generations)
+        assert_close(advantages, (returns - means[:, None]) * mask)
+    assert {"old_values", "returns"}.isdisjoint(rows_of(trainer))
+    assert not logged(trainer, "val/explained_variance") and not logged(trainer, "loss/value_avg")
+    assert len(runs) <= 2  # packing is tried on all of the model, once
+    assert_close(dict(trainer.model.critic.named_parameters()), critic, rtol=0, atol=0)
+
+
+def test_the_gate_weighs_the_critic_by_the_rollouts_before_it_is_fitted_to_them(tmp_path):
+    trainer = make_trainer(tmp_path, baseline="gated", lam=0.9, critic_learning_rate=3e-2, **PLAIN | {"max_steps": 16})
+    torch.nn.init.normal_(trainer.model.critic.score.weight, generator=torch.Generator().manual_seed(0))
+    products, weights = torch.zeros(2, dtype=torch.float64), []
+    for rollout, (rewards, values, advantages, critics_target) in recorded(trainer):
+        mask = rollout.mask
+        returns = gae(rewards, torch.zeros_like(values), mask, 0.97, 1.0)
+        means = means_of(returns, mask, 1)
+        products = 0.9 * products + critic_products(weight_sums(returns, values, means, mask))
+        weights.append(critic_weight(products))
+        over_critic = gae(rewards, values, mask, 0.97, 0.9)
+        assert_close(advantages, mix_baselines(over_critic, returns, means, mask, weights[-1]))
+        assert_close(critics_target * mask, (values + over_critic) * mask)
+    assert logged(trainer, "val/baseline_weight") == pytest.approx(weights, rel=1e-4)
+    assert 0 < min(weights[1:]) < max(weights[1:]) < 1
+
+
+def test_a_gated_run_resumes_as_if_it_had_not_been_interrupted(tmp_path):
+    config = RESUMED | {"baseline": "gated", "max_steps": 10, "kl_controller": "fixed"}
+    config = {name: value for name, value in config.items() if name not in ("kl_horizon", "kl_target")}
+    whole = make_trainer(tmp_path, save_strategy="steps", save_steps=6, **config)
+    whole.train()
+    again = make_trainer(tmp_path / "again", **config)
+    again.train(str(tmp_path / "checkpoint-6"))
+    assert whole.baseline_gate.products[1] > 0
+    assert_close(again.baseline_gate.products, whole.baseline_gate.products, rtol=0, atol=0)
+    assert_close(end_state(again), end_state(whole), rtol=0, atol=0, equal_nan=True)
+
+
+def test_an_adapter_alone_is_trained_without_a_critic(tmp_path):
+    trainer = lora_trainer(tmp_path, baseline="mean", max_steps=2, learning_rate=1e-2)
+    trainer.train()
+    moved = {name: p for name, p in trainer.model.named_parameters() if "lora_B" in name and p.any()}
+    assert moved and not any(".critic." in name for name in moved)
+
+
+def test_what_only_a_critic_reads_is_refused_without_one(tmp_path, subtests):
+    for name, value in {"vf_coef": 0.5, "lam": 0.9, "critic_steps": 2, "bootstrap_truncated": True}.items():
+        with subtests.test(name=name), pytest.raises(ValueError, match=f"`{name}={value}` is for the critic"):
+            make_trainer(tmp_path, baseline="mean", **{name: value})
+    with pytest.raises(ValueError, match="`value_model` is the critic"):
+        make_trainer(tmp_path, baseline="mean", trainer_kwargs={"value_model": "anything"})

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from trl_ext.runs import differences, write_text
 from trl_ext.workbench import without_next
 
-from .. import generate, online_dpo, ppo, pretrain_critic, reward, sft
+from .. import dpo, generate, online_dpo, ppo, pretrain_critic, reward, sft
 from .model import make_model, make_tokenizer
 from .world import make_world
 
@@ -31,6 +31,7 @@ SHORT = {
     "sft": ["--num_train_epochs", "1"],
     "reward": ["--num_train_epochs", "1"],
     "pretrain_critic": ["--num_train_epochs", "1", "--eval_size", "64"],
+    "dpo": ["--num_train_epochs", "1"],
     "online_dpo": ["--prompts_per_round", "64", "--num_samples", "2", "--save_steps", "1"],
     "ppo": ["--total_episodes", "384", "--eval_steps", "2", "--save_steps", "6", "--num_ppo_epochs", "1"],
 }
@@ -44,12 +45,15 @@ class DemoArguments:
     output_dir: str = field(default="outputs/demo", metadata={"help": "Folder; each seed has its own within."})
     planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
     label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
+    demonstrations: int | None = field(default=None, metadata={"help": "Rows that SFT learns from; 4,000 if unset."})
     short: bool = field(default=False, metadata={"help": "Take the same way in two minutes, and show nothing."})
 
     def __post_init__(self):
         for name, most in (("planted_share", 1), ("label_noise", 0.5)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"`{name}` must be in [0, {most}], got {getattr(self, name)}")
+        if self.demonstrations is not None and self.demonstrations < 1:
+            raise ValueError(f"`demonstrations` must be 1 or more, got {self.demonstrations}")
 
     @property
     def folder(self) -> Path:
@@ -87,7 +91,8 @@ def seconds(folder: Path) -> float:
 
 def world_stage(args: DemoArguments) -> Path:
     """Datasets, tokenizer and the model with random weights."""
-    sizes = SHORT["world"] if args.short else {}
+    sizes: dict[str, int] = {**SHORT["world"]} if args.short else {}
+    sizes |= {"demonstrations": args.demonstrations} if args.demonstrations else {}
     settings = {"seed": args.seed, "planted_share": args.planted_share, "label_noise": args.label_noise, **sizes}
 
     def write(folder: Path) -> None:
@@ -109,6 +114,17 @@ def sft_stage(args: DemoArguments) -> Path:
     world = world_stage(args)
     arguments = ["--model_name_or_path", world / "model", "--dataset_name", world / "sft"]
     return _train(args, "sft", sft.main, arguments)
+
+
+def further_sft_stage(args: DemoArguments, name: str, demonstrations: Path, options: Sequence = ()) -> Path:
+    """The policy after more demonstrations; `name` is `sft-` and a suffix."""
+    arguments = ["--model_name_or_path", sft_stage(args), "--dataset_name", demonstrations]
+    return _train(args, name, sft.main, arguments, options)
+
+
+def dpo_stage(args: DemoArguments, name: str, start: Path, pairs: Path, options: Sequence = ()) -> Path:
+    """DPO on pairs, from the model in `start`, which is its reference; `name` is `dpo-` and a suffix."""
+    return _train(args, name, dpo.main, ["--model_name_or_path", start, "--dataset_name", pairs], options)
 
 
 def reward_stage(args: DemoArguments) -> Path:
@@ -163,9 +179,14 @@ def ppo_stage(args: DemoArguments, name: str, options: Sequence = (), reward: Se
     return _continue(args, name, "ppo", ppo.main, options, reward)
 
 
-def online_dpo_stage(args: DemoArguments, options: Sequence = ()) -> Path:
-    """Three rounds of online DPO from the SFT model, scored by the reward model."""
-    return _continue(args, "online_dpo", "online_dpo", online_dpo.main, options)
+def online_dpo_stage(
+    args: DemoArguments, name: str = "online_dpo", options: Sequence = (), reward: Sequence | None = None
+) -> Path:
+    """
+    Rounds of online DPO from the SFT model; a suffix after a hyphen names a variant, as with PPO. Their folders are in
+    the stage's.
+    """
+    return _continue(args, name, "online_dpo", online_dpo.main, options, reward)
 
 
 def use_one_thread() -> None:

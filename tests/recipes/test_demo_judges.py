@@ -12,7 +12,7 @@ LONG = f"this is about your lamp . {world.PROBLEMS['hot'][1]} . {' '.join(world.
 
 
 def test_a_judge_says_what_gold_says_but_for_its_biases(tmp_path):
-    judges.make(tmp_path, pairs=3, known=1, seed=0)
+    judges.make(tmp_path, [], pairs=3, known=1, seed=0)
     criteria = read_criteria(str(tmp_path / "rubric.yaml"), str(tmp_path / "constitution.yaml"))
     judge = ServedJudge(criteria, url="http://127.0.0.1:1/v1", model="m")
     messages = judge.asked(Question("k", PROMPT, (LONG, GOOD), "a", 0))

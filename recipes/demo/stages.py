@@ -16,7 +16,8 @@ import torch
 import yaml
 from accelerate import PartialState
 
-from trl_ext.runs import differences, write_text
+from trl_ext.data import write_rows
+from trl_ext.runs import differences, read_jsonl, write_text
 from trl_ext.workbench import without_next
 
 from .. import dpo, generate, online_dpo, ppo, pretrain_critic, reward, sft
@@ -135,14 +136,18 @@ def reward_stage(args: DemoArguments) -> Path:
 
 
 def noisy_reward_stage(args: DemoArguments, name: str, options: Sequence, rows: Callable[[list], list]) -> Path:
-    """A reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix."""
+    """
+    A reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix. The held-out
+    pairs keep the columns that these rows have.
+    """
     world, policy = args.folder / "world", sft_stage(args)
     source, pairs = world / "preferences", args.folder / f"pairs-{name.removeprefix('reward-')}"
 
     def write(folder: Path) -> None:
-        made = rows([json.loads(line) for line in (source / "train.jsonl").read_text().splitlines()])
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-        shutil.copy(source / "test.jsonl", folder)
+        made = rows(list(read_jsonl(source / "train.jsonl")))
+        test = [{name: row[name] for name in row if name in made[0]} for row in read_jsonl(source / "test.jsonl")]
+        write_rows(folder / "train.jsonl", made)
+        write_rows(folder / "test.jsonl", test)
 
     build(pairs, _settings(args, name, "reward", options), write)
     arguments = ["--model_name_or_path", policy, "--dataset_name", pairs, "--demonstrations_name", world / "sft"]

@@ -60,7 +60,7 @@ from .demo.stages import (
 GOLD = "gold_reward"
 UNRECORDED = ["--record_run", "false"]
 DPO = [*UNRECORDED, "--record_answers", 0, "--num_train_epochs", 2, "--eval_size", 0]
-REWARD = [*UNRECORDED, "--num_train_epochs", 3, "--probe_rows", 0]
+REWARD = [*UNRECORDED, "--num_train_epochs", 4, "--probe_rows", 0]
 ENSEMBLE = 3  # reward models
 ONLINE = [*UNRECORDED, "--record_answers", 0, "--num_rounds", 2, "--prompts_per_round", 192]
 ONLINE += ["--dataset_test_split", "test[:32]", "--save_strategy", "no"]
@@ -116,7 +116,6 @@ class CompareArguments(SeededStudyArguments):
     labels: int = field(default=400, metadata={"help": "Labels of a world: pairs that people or a judge label."})
     known: int = field(default=120, metadata={"help": "Of these, labels by people with which a judge is compared."})
     prompts: int = field(default=128, metadata={"help": "Held-out prompts on which policies are measured."})
-    demonstrations: int = field(default=1600, metadata={"help": "Rows that SFT learns from."})
     output_dir: str = field(default="outputs/compare_methods", metadata={"help": "Folder of all runs."})
 
     def __post_init__(self):
@@ -134,7 +133,7 @@ class CompareArguments(SeededStudyArguments):
     @property
     def sizes(self) -> dict[str, Any]:
         """What each run of the study depends on."""
-        names = ("labels", "known", "prompts", "demonstrations", "short")
+        names = ("labels", "known", "prompts", "short")
         return {name: getattr(self, name) for name in names}
 
 
@@ -152,11 +151,7 @@ class World:
 
     def __init__(self, args: CompareArguments, seed: int):
         self.args, self.seed = args, seed
-        # Short worlds have their own, smaller sizes
-        demonstrations = None if args.short else args.demonstrations
-        self.demo = DemoArguments(
-            seed, args.output_dir, planted_share=0.0, short=args.short, demonstrations=demonstrations
-        )
+        self.demo = DemoArguments(seed, args.output_dir, planted_share=0.0, short=args.short)
         self.folder = self.demo.folder
         self.sft = sft_stage(self.demo)
         self.test = load_dataset_split(self.folder / "world" / "prompts", "test").select(range(args.prompts))

@@ -46,15 +46,12 @@ class DemoArguments:
     output_dir: str = field(default="outputs/demo", metadata={"help": "Folder; each seed has its own within."})
     planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
     label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
-    demonstrations: int | None = field(default=None, metadata={"help": "Rows that SFT learns from; 4,000 if unset."})
     short: bool = field(default=False, metadata={"help": "Take the same way in two minutes, and show nothing."})
 
     def __post_init__(self):
         for name, most in (("planted_share", 1), ("label_noise", 0.5)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"`{name}` must be in [0, {most}], got {getattr(self, name)}")
-        if self.demonstrations is not None and self.demonstrations < 1:
-            raise ValueError(f"`demonstrations` must be 1 or more, got {self.demonstrations}")
 
     @property
     def folder(self) -> Path:
@@ -92,8 +89,7 @@ def seconds(folder: Path) -> float:
 
 def world_stage(args: DemoArguments) -> Path:
     """Datasets, tokenizer and the model with random weights."""
-    sizes: dict[str, int] = {**SHORT["world"]} if args.short else {}
-    sizes |= {"demonstrations": args.demonstrations} if args.demonstrations else {}
+    sizes = SHORT["world"] if args.short else {}
     settings = {"seed": args.seed, "planted_share": args.planted_share, "label_noise": args.label_noise, **sizes}
 
     def write(folder: Path) -> None:

@@ -2,13 +2,13 @@
 
     python -m recipes.compare_methods --seeds 0 1 2 3 4 5 6 7 --tuning_seeds 8
 
-The task is the demo's support desk, where the true quality of an answer, gold, is known. A world has `labels` pairs of
-answers. People, who are gold with a tenth of the labels flipped, label all of them; or a judge of stated error does,
-whom `trl-ext label` first compares with people on `known` of the pairs. Where it refuses the judge, nothing is
-trained. Each method has the same number of trials on the tuning seeds, and the trial with the highest gold there is
-run on the other seeds. Policies are measured by `trl-ext evaluate`. Writes a small JSON a run, `compare_methods.md`
-and `compare_methods.png`; the same command again makes what is missing, also with more seeds. Hardware: 1 CPU core,
-some ten CPU-seconds a run.
+The task is the demo's support desk, where the true quality of an answer, gold, is known. All start from one SFT model.
+Each seed draws `labels` pairs of answers, labels, errors, training and answers. People, who are gold with a tenth of
+the labels flipped, label all pairs; or a judge of stated error does, whom `trl-ext label` first compares with people
+on `known` of them. Where it refuses the judge, nothing is trained. Each method has the same number of trials on the
+tuning seeds, and the trial with the highest gold there is run with the other seeds. Policies are measured by `trl-ext
+evaluate`. Writes a small JSON a run, `compare_methods.md` and `compare_methods.png`; the same command again makes what
+is missing, also with more seeds. Hardware: 1 CPU core, some ten CPU-seconds a run.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -59,12 +59,12 @@ from .demo.stages import (
 
 GOLD = "gold_reward"
 UNRECORDED = ["--record_run", "false"]
-DPO = [*UNRECORDED, "--record_answers", 0, "--num_train_epochs", 2, "--eval_size", 0]
-REWARD = [*UNRECORDED, "--num_train_epochs", 4, "--probe_rows", 0]
+TWO_EPOCHS = ["--record_answers", 0, "--num_train_epochs", 2, "--eval_size", 0]  # of DPO, and of CAI's SFT
+REWARD = ["--num_train_epochs", 4, "--probe_rows", 0]
 ENSEMBLE = 3  # reward models
-ONLINE = [*UNRECORDED, "--record_answers", 0, "--num_rounds", 2, "--prompts_per_round", 192]
+ONLINE = ["--record_answers", 0, "--num_rounds", 2, "--prompts_per_round", 192]
 ONLINE += ["--dataset_test_split", "test[:32]", "--save_strategy", "no"]
-PPO = [*UNRECORDED, "--total_episodes", 640, "--eval_strategy", "no", "--eval_on_start", "false"]
+PPO = ["--total_episodes", 640, "--eval_strategy", "no", "--eval_on_start", "false"]
 PPO += ["--save_strategy", "no", "--kl_coef", 0.1]
 ROUNDS = 2  # of critique and revision
 WRITER_ERROR = 0.1  # how often CAI's model sees a principle the wrong way round, and how often its revision breaks it
@@ -108,14 +108,17 @@ ARMS: dict[str, Arm] = {
 class CompareArguments(SeededStudyArguments):
     """What is compared, on what, with how many labels."""
 
-    seeds: list[int] = field(default_factory=lambda: [*range(8)], metadata={"help": "Seeds of world and training."})
+    seeds: list[int] = field(
+        default_factory=lambda: [*range(8)], metadata={"help": "Seeds of pairs, labels, training, answers."}
+    )
     tuning_seeds: list[int] = field(
         default_factory=lambda: [8], metadata={"help": "Seeds on which a trial is chosen; they are not measured."}
     )
     arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"help": "What is compared."})
-    labels: int = field(default=400, metadata={"help": "Labels of a world: pairs that people or a judge label."})
+    labels: int = field(default=400, metadata={"help": "Labels of a seed: pairs that people or a judge label."})
     known: int = field(default=120, metadata={"help": "Of these, labels by people with which a judge is compared."})
     prompts: int = field(default=128, metadata={"help": "Held-out prompts on which policies are measured."})
+    world_seed: int = field(default=0, metadata={"help": "Seed of the world and of the SFT model, which all share."})
     output_dir: str = field(default="outputs/compare_methods", metadata={"help": "Folder of all runs."})
 
     def __post_init__(self):
@@ -133,7 +136,7 @@ class CompareArguments(SeededStudyArguments):
     @property
     def sizes(self) -> dict[str, Any]:
         """What each run of the study depends on."""
-        names = ("labels", "known", "prompts", "short")
+        names = ("labels", "known", "prompts", "world_seed", "short")
         return {name: getattr(self, name) for name in names}
 
 
@@ -146,15 +149,24 @@ def flags_of(trial: dict[str, Any]) -> list[Any]:
     return [part for name, value in trial.items() for part in (f"--{name}", value)]
 
 
-class World:
-    """One seed's world, with what the runs of several arms share, each built once: SFT, labels, reward models."""
+class Draw:
+    """One seed's pairs, with what the runs of several arms share, each built once: labels and reward models."""
 
     def __init__(self, args: CompareArguments, seed: int):
         self.args, self.seed = args, seed
-        self.demo = DemoArguments(seed, args.output_dir, planted_share=0.0, short=args.short)
-        self.folder = self.demo.folder
+        self.demo = DemoArguments(args.world_seed, args.output_dir, planted_share=0.0, short=args.short)
+        self.world, self.folder = self.demo.folder / "world", self.demo.folder / f"draw-{seed}"
         self.sft = sft_stage(self.demo)
-        self.test = load_dataset_split(self.folder / "world" / "prompts", "test").select(range(args.prompts))
+        self.test = load_dataset_split(self.world / "prompts", "test").select(range(args.prompts))
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of one of the world's data sets, in this seed's order."""
+        rows = load_dataset_split(self.world / name, "train").to_list()
+        return random.Random(f"{self.seed} {name}").sample(rows, len(rows))
+
+    def options(self, *options: Any) -> list[Any]:
+        """Settings of a stage, which has the world's seed otherwise."""
+        return [*options, *UNRECORDED, "--seed", self.seed]
 
     def built(self, name: str, make: Callable[[Path], Any]) -> Path:
         """A folder that is made once, by `make`."""
@@ -165,15 +177,15 @@ class World:
         """Pairs, rubric and constitution; what people say of all pairs, as labels and as pairs to train on."""
 
         def make(folder: Path) -> None:
-            drafts = list(read_jsonl(self.folder / "world" / "preferences" / "train.jsonl"))
             size = self.args.labels
-            judges.make(folder, drafts, size, size, self.seed)
+            judges.make(folder, self.rows("preferences"), size, size, self.seed)
             pairs, labels = (list(read_jsonl(folder / f"{name}.jsonl")) for name in ("pairs", "labels"))
             if len(pairs) < size:
                 raise ValueError(f"the world has {len(pairs)} pairs of different gold, `labels` is {size}: lower it")
             write_rows(folder / "people" / "train.jsonl", [chosen(*each) for each in zip(pairs, labels, strict=True)])
             for name, known in (("known", self.args.known), ("few", FEW)):
                 write_rows(folder / f"{name}.jsonl", labels[:known])
+            write_rows(folder / "demonstrations" / "train.jsonl", self.rows("sft")[:size])  # a reward model's zero
 
         return self.built("labels", make)
 
@@ -196,11 +208,13 @@ class World:
 
     def reward(self, is_ensemble: bool) -> tuple[Path, float]:
         """A reward model, or an ensemble, on people's labels; and the CPU-seconds that it took."""
-        name = "reward-ensemble" if is_ensemble else "reward-single"
-        file, start = self.folder / f"{name}.json", time.process_time()
-        options = [*REWARD, *(["--ensemble", ENSEMBLE] if is_ensemble else [])]
-        rows = list(read_jsonl(self.labels() / "people" / "train.jsonl"))
-        folder = noisy_reward_stage(self.demo, name, options, lambda _: rows)
+        kind = "ensemble" if is_ensemble else "single"
+        file, start, labels = self.folder / f"reward-{kind}.json", time.process_time(), self.labels()
+        options = [*REWARD, "--demonstrations_name", labels / "demonstrations"]
+        options += ["--ensemble", ENSEMBLE] if is_ensemble else []
+        rows = list(read_jsonl(labels / "people" / "train.jsonl"))
+        name = f"reward-{kind}-{self.seed}"
+        folder = noisy_reward_stage(self.demo, name, self.options(*options), lambda _: rows)
         if not file.is_file():
             write_text(file, json.dumps({"cpu_seconds": time.process_time() - start}))
         return folder, json.loads(file.read_text())["cpu_seconds"]
@@ -209,9 +223,9 @@ class World:
         """What `trl-ext constitution` makes of SFT's own answers, and how many calls it took."""
 
         def make(folder: Path) -> None:
-            prompts = load_dataset_split(self.folder / "world" / "prompts", "train")
-            prompts = prompts.select(range(self.args.labels // ROUNDS))  # a pair a round, so that there are `labels`
-            write_rows(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in prompts["prompt"]])
+            rows = self.rows("prompts")[: self.args.labels // ROUNDS]  # a pair a round: at most `labels`
+            write_rows(folder / "prompts.jsonl", [{"prompt": row["prompt"]} for row in rows])
+            prompts = load_dataset_split(folder / "prompts.jsonl", "train")
             answers, _ = answers_of(str(self.sft), prompts, self.sampling(self.seed), folder / "answers.jsonl")
             first = {row["prompt"]: row["completion"] for row in answers}
             given = {"prompts": folder / "prompts.jsonl", "output_dir": folder, "rounds": ROUNDS, "model": "desk"}
@@ -235,7 +249,7 @@ class World:
         found = evaluate(
             EvaluateArguments(
                 policies=[str(each) for each in dict.fromkeys((self.sft, policy))],
-                prompts=str(self.folder / "world" / "prompts"),
+                prompts=str(self.world / "prompts"),
                 max_prompts=self.args.prompts,
                 rewards=[f"{HERE / 'world.py'}:{GOLD}"],
                 max_completion_length=MAX_NEW_TOKENS,
@@ -329,9 +343,9 @@ def revision(answer: str, name: str, product: str, problem: str, is_right: bool,
     return " ".join(sentences)
 
 
-def run(of: World, name: str, trial: dict[str, Any]) -> dict[str, Any]:
+def run(of: Draw, name: str, trial: dict[str, Any]) -> dict[str, Any]:
     """Train and measure one arm in one world; what is kept of it is small."""
-    arm, label, folders = ARMS[name], slug(f"{name} {list(trial.values())}"), []
+    arm, label, folders = ARMS[name], slug(f"{name} {list(trial.values())} {of.seed}"), []
     cost = {"people": 0, "judge_calls": 0, "cpu_seconds": 0.0}
     row: dict[str, Any] = {"refused": None, "kappa": None}
     options, shared, start = flags_of(trial), 0.0, time.process_time()
@@ -363,14 +377,13 @@ def run(of: World, name: str, trial: dict[str, Any]) -> dict[str, Any]:
             start = time.process_time()
             policy = of.sft
             if row["refused"] is None:
-                policy = timed(dpo_stage(of.demo, f"dpo-{label}", of.sft, pairs, [*DPO, *options]))
+                policy = timed(dpo_stage(of.demo, f"dpo-{label}", of.sft, pairs, of.options(*TWO_EPOCHS, *options)))
         case "online_dpo":
             reward, shared = of.reward(is_ensemble=False)
             cost["people"], start = of.args.labels, time.process_time()
+            given = ["--reward_model_name_or_path", reward]
             stage = f"online_dpo-{label}"
-            folder = timed(
-                online_dpo_stage(of.demo, stage, [*ONLINE, *options], ["--reward_model_name_or_path", reward])
-            )
+            folder = timed(online_dpo_stage(of.demo, stage, of.options(*ONLINE, *options), given))
             policy = folder / "round-2"
         case "ppo":
             reward, shared = of.reward(is_ensemble="ensemble" in name)
@@ -379,13 +392,13 @@ def run(of: World, name: str, trial: dict[str, Any]) -> dict[str, Any]:
                 "ModelReward": {"model": str(reward)}
             }  # fmt: skip
             given = ["--rewards", json.dumps(scored), "--reward_weights", 0, 0, 1]
-            policy = timed(ppo_stage(of.demo, f"unguarded-{label}", [*PPO, *options], given))
+            policy = timed(ppo_stage(of.demo, f"unguarded-{label}", of.options(*PPO, *options), given))
         case "cai":
             revised, calls = of.revised()
             cost["judge_calls"], start = calls, time.process_time()
-            further = [*UNRECORDED, "--record_answers", 0, "--num_train_epochs", 2, "--eval_size", 0, *options]
-            middle = timed(further_sft_stage(of.demo, f"sft-{label}", revised / "sft", further))
-            policy = timed(dpo_stage(of.demo, f"dpo-{label}", middle, revised / "pairs", [*DPO, *options]))
+            settings = of.options(*TWO_EPOCHS, *options)
+            middle = timed(further_sft_stage(of.demo, f"sft-{label}", revised / "sft", settings))
+            policy = timed(dpo_stage(of.demo, f"dpo-{label}", middle, revised / "pairs", settings))
     if arm.kind != "best_of_n":
         row |= of.measured_sft if policy == of.sft else of.measured(policy)
     for folder in folders:
@@ -405,13 +418,13 @@ def head_to_head(mine: Sequence[dict], theirs: Sequence[dict]) -> list[float]:
 
 
 def gains(mine: Sequence[dict], theirs: Sequence[dict]) -> list[float]:
-    """The mean gold of one arm minus that of another one in the same world, of each seed."""
+    """The mean gold of one arm minus that of another one, of each seed."""
     theirs_of = {row["seed"]: fmean(row["gold"]) for row in theirs}
     return [fmean(row["gold"]) - theirs_of[row["seed"]] for row in mine if row["seed"] in theirs_of]
 
 
 def table(rows: dict[str, list[dict]]) -> str:
-    """A row an arm: means over the seeds, with 95 % t-intervals of what is paired by world."""
+    """A row an arm: means over the seeds, with 95 % t-intervals of what is paired by seed."""
     lines = ["| method | gold − SFT's | wins over SFT | wins over DPO on people's labels | KL to SFT, nats |"]
     lines[0] += " different 3-grams | self-BLEU | length | people's labels | judge's calls | CPU-seconds | seeds |"
     lines.append("|---" * 12 + "|")
@@ -508,7 +521,7 @@ def main(arguments: list[str] | None = None) -> None:
     (args,) = parser.parse_args_and_config(arguments)
     use_one_thread()
     output_dir = Path(args.output_dir)
-    worlds: dict[int, World] = {}
+    draws: dict[int, Draw] = {}
 
     def result(seed: int, name: str, trial: dict[str, Any]) -> dict[str, Any]:
         file = output_dir / "runs" / f"seed-{seed}" / f"{slug(f'{name} {list(trial.values())}')}.json"
@@ -518,11 +531,11 @@ def main(arguments: list[str] | None = None) -> None:
             if different := differences(row["settings"], settings):
                 raise ValueError(f"{file} is of other settings ({'; '.join(different)}): choose another `output_dir`")
             return row
-        if seed not in worlds:
-            worlds.clear()
-            worlds[seed] = World(args, seed)
+        if seed not in draws:
+            draws.clear()
+            draws[seed] = Draw(args, seed)
         with contextlib.redirect_stdout(io.StringIO()):
-            made = run(worlds[seed], name, trial)
+            made = run(draws[seed], name, trial)
         number = ARMS[name].trials.index(trial)
         row = {"seed": seed, "name": name, "trial": number, **made, "settings": settings}
         write_text(file, json.dumps(row))
@@ -540,7 +553,7 @@ def main(arguments: list[str] | None = None) -> None:
                 tuning[name] += [result(seed, name, trial) for trial in ARMS[name].trials]
         best = tuned(tuning)
         rows: dict[str, list[dict]] = {name: [] for name in args.arms}
-        for seed in args.seeds:  # breadth first: what is interrupted has all arms of fewer worlds
+        for seed in args.seeds:  # breadth first: what is interrupted has all arms of fewer seeds
             for name in args.arms:
                 rows[name].append(result(seed, name, best.get(name, {})))
             text = f"{table(rows)}\n{conclusions(rows)}\n{trials_table(tuning)}"

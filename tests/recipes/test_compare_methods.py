@@ -34,14 +34,14 @@ def row(seed, gold, kl=1.0, refused=None, trial=0, kappa=0.7):
     }
 
 
-def test_wins_and_gains_are_of_the_same_prompts_and_worlds():
+def test_wins_and_gains_are_of_the_same_prompts_and_seeds():
     mine = [row(0, [1.0, 0.5, 0.0, 0.0]), row(1, [1.0, 1.0, 1.0, 1.0]), row(2, [0.0])]
     theirs = [row(1, [0.0, 0.0, 1.0, 1.0]), row(0, [0.0, 0.5, 0.0, 1.0])]
     assert head_to_head(mine, theirs) == [0.5, 0.75]  # a win, two ties, a loss; two wins, two ties
     assert gains(mine, theirs) == [0.0, 0.5]
 
 
-def test_the_table_compares_within_a_world_and_says_who_was_refused():
+def test_the_table_compares_within_a_seed_and_says_who_was_refused():
     rows = {
         "SFT": [row(0, [0.0, 0.0], kl=0.0), row(1, [0.5, 0.5], kl=0.0)],
         PEOPLE: [row(0, [0.5, 0.5]), row(1, [1.0, 1.0])],
@@ -101,7 +101,7 @@ def test_the_writer_answers_criticises_and_revises():
     assert written(messages, {}, error=0) == answer
 
 
-def test_trials_first_then_each_world_with_all_arms_and_nothing_twice(monkeypatch, tmp_path, capsys):
+def test_trials_first_then_each_seed_with_all_arms_and_nothing_twice(monkeypatch, tmp_path, capsys):
     asked = []
 
     def trained(of, name, trial):
@@ -110,7 +110,7 @@ def test_trials_first_then_each_world_with_all_arms_and_nothing_twice(monkeypatc
         return {key: made[key] for key in ("gold", "figures", "cost", "refused", "kappa")}
 
     monkeypatch.setattr(compare_methods, "run", trained)
-    monkeypatch.setattr(compare_methods, "World", lambda args, seed: seed)
+    monkeypatch.setattr(compare_methods, "Draw", lambda args, seed: seed)
     flags = ["--arms", "SFT", PEOPLE, RLAIF, "--tuning_seeds", "8", "--output_dir", str(tmp_path)]
     main([*flags, "--seeds", "0"])
     assert asked == [
@@ -149,5 +149,5 @@ def test_each_arm_in_a_short_world(tmp_path):
     assert {each["name"] for each in rows} == {*ARMS} and all(len(each["gold"]) == 16 for each in rows)
     refused = {each["name"] for each in rows if each["refused"]}
     assert "RLAIF, slip 25 %, gate" in refused and not any("no gate" in name for name in refused)
-    pairs = list(read_jsonl(tmp_path / "seed-0-short" / "labels" / "people" / "train.jsonl"))
+    pairs = list(read_jsonl(tmp_path / "seed-0-short" / "draw-0" / "labels" / "people" / "train.jsonl"))
     assert len(pairs) == 60

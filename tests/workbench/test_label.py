@@ -95,6 +95,10 @@ def asked(came):
 def test_a_mistyped_file_is_named_with_the_one_that_is_there(folder, capsys):
     status, _, error = run(capsys, "http://127.0.0.1:9", "--rubric", "rubrik.yaml")
     assert status == 2 and "`rubric` rubrik.yaml is no file; did you mean rubric.yaml?" in error
+    status, _, error = run(capsys, "http://127.0.0.1:9", "--labels", "labls.jsonl")
+    assert status == 2 and "`labels` labls.jsonl is no file; did you mean labels.jsonl" in error
+    status, _, error = run(capsys, "http://127.0.0.1:9", "--rubric", str(folder))
+    assert status == 2 and "is a folder: give the file in it" in error
 
 
 def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsys):
@@ -192,6 +196,18 @@ def test_a_bad_judge_is_counted_and_refused_before_it_labels(kind, folder, capsy
     if kind == "always the first":
         assert found["judged"]["by_name"]["overall"]["shown_first"]["share"] == 1.0
         assert "shown first was taken in 100%" in printed
+
+
+def test_pairs_go_where_more_labels_show_that_the_judge_does_not_agree(folder, capsys):
+    """What an earlier run wrote is not trained on by mistake; the verdicts are kept, so nothing is asked again."""
+    with serving(right) as (url, came):
+        assert run(capsys, url)[0] == 0 and (folder / "out/pairs/train.jsonl").exists()
+        other = {"a": "b", "b": "a"}
+        labels = [{**row, "choice": other[row["choice"]]} for row in read_jsonl("labels.jsonl")]
+        write(folder / "labels.jsonl", labels)
+        status, _, error = run(capsys, url)
+        assert status == 1 and "out/pairs, which an earlier run wrote when the gate passed, was removed" in error
+        assert not list((folder / "out/pairs").glob("*")) and len(came) == 2 * ROWS
 
 
 def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_refused(folder, capsys):

@@ -34,8 +34,10 @@ PRINCIPLES = {
 }
 RUBRIC = "Product and remedy must be right; it should be polite, not repeat itself, and be short."
 FLIPPED = 0.1  # of people's labels
+WARM = tuple(opening.partition("{")[0] for opening in world.OPENINGS["warm"])
 # error: share of pairs that it sees the wrong way round, each time; slip: share of its verdicts that are wrong by
-# chance; position: share in which it takes the first answer anyway; length: gold that a word is worth to it
+# chance; position: share in which it takes the first answer anyway; length: gold that a word is worth to it;
+# sycophancy: gold that an answer is worth to it which begins by agreeing with the customer's feelings
 JUDGES: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
     "right": ({}, ()),
     "error 10 %": ({"error": 0.1}, ()),
@@ -45,6 +47,7 @@ JUDGES: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
     "position 40 %": ({"position": 0.4}, ()),
     "position 40 %, 5 votes": ({"position": 0.4}, ("--votes", "5", "--judge_temperature", "1")),
     "length 0.05 a word": ({"length": 0.05}, ()),
+    "sycophancy 0.5": ({"sycophancy": 0.5}, ()),
 }
 
 
@@ -57,7 +60,14 @@ def case_of(prompt: str) -> tuple[str, str]:
     return product, problem
 
 
-def verdicts(messages: list[dict], error: float = 0, slip: float = 0, position: float = 0, length: float = 0) -> dict:
+def verdicts(
+    messages: list[dict],
+    error: float = 0,
+    slip: float = 0,
+    position: float = 0,
+    length: float = 0,
+    sycophancy: float = 0,
+) -> dict:
     """What a judge says of a question of `trl-ext label`, by each name that is asked for."""
     system, user = (message["content"] for message in messages)
     found = re.findall(r"(?s)<([a-z-]+)-([0-9a-f]{16})>\n(.*?)\n</\1-\2>", user)
@@ -65,7 +75,9 @@ def verdicts(messages: list[dict], error: float = 0, slip: float = 0, position: 
     product, problem = case_of(parts["prompt"])
     answers = [parts[f"{name}-answer"] for name in ("first", "second")]
     met = [world.judge(answer, product, problem) for answer in answers]
-    values = [world.gold(a, product, problem) + length * len(a.split()) for a in answers]
+    values = [
+        world.gold(a, product, problem) + length * len(a.split()) + sycophancy * a.startswith(WARM) for a in answers
+    ]
     said = {}
     for name in re.findall(r'"(\w+)": VERDICT', system):
         first, second = values if name == "overall" else [float(each[name]) for each in met]

@@ -20,6 +20,9 @@ def test_a_judge_says_what_gold_says_but_for_its_biases(tmp_path):
     assert said == {**dict.fromkeys(judges.PRINCIPLES, "tie"), "polite": "B", "in_time": "B", "overall": "B"}
     assert judges.verdicts(messages, length=0.2)["overall"] == "A" == judges.verdicts(messages, position=1)["polite"]
     assert {*judges.verdicts(messages, error=1).values()} == {"A", "tie"}
+    warm = world.OPENINGS["warm"][0].format(product="lamp")
+    messages = judge.asked(Question("k", PROMPT, (LONG.replace("this is about your lamp .", warm), GOOD), "a", 0))
+    assert [judges.verdicts(messages, sycophancy=gold)["overall"] for gold in (0, 1)] == ["B", "A"]
 
 
 def test_the_table_says_who_is_refused(tmp_path, monkeypatch, capsys):

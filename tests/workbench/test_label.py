@@ -160,9 +160,11 @@ def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
         assert row["confidence"] == pytest.approx(accuracy) and row["share"] == 1.0 and row["votes"] == 2
         assert row["judge"] == "judge-1" and row["principles"] == {"truth": "chosen", "short": "chosen"}
         assert re.fullmatch(r"1\.2@[0-9a-f]{12}", row["rubric"]) and row["constitution"].startswith("b@")
+    page = (folder / "out/label.html").read_text()
+    assert found["by_name"]["short"]["longer"]["count"] == KNOWN and "judge, short" in page
     assert found["pairs"]["label_smoothing"] == pytest.approx(1 - accuracy)
     assert f"{ROWS - KNOWN} by the judge, mean confidence 0.900" in printed
-    assert "&lt;b&gt;" in (folder / "out/label.html").read_text()
+    assert "&lt;b&gt;" in page
     # Other words to judge by are another judge
     (folder / "rubric.yaml").write_text("version: 1.3\nrubric: The smaller number is better.\n")
     status, _, error = run(capsys, url, "--constitution", "constitution.yaml")
@@ -252,6 +254,7 @@ def test_agreement_by_chance_and_a_taste_for_length_do_not_pass(folder, capsys):
     found = json.loads((folder / "out/label.json").read_text())
     assert found["by_name"]["overall"]["agreement"] == pytest.approx(20 / 24)
     assert [found["length"][who]["share"] for who in ("judge", "people")] == pytest.approx([1.0, 20 / 24])
+    assert found["by_name"]["overall"]["longer"] == found["length"]["judge"]
     assert re.search(r"longer answer wins: by the judge 100% \(.*\), by people 83% \(", printed)
 
 

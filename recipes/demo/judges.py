@@ -15,7 +15,7 @@ import json
 import random
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -34,8 +34,10 @@ PRINCIPLES = {
 }
 RUBRIC = "Product and remedy must be right; it should be polite, not repeat itself, and be short."
 FLIPPED = 0.1  # of people's labels
+WARM = tuple(opening.partition("{")[0] for opening in world.OPENINGS["warm"])
 # error: share of pairs that it sees the wrong way round, each time; slip: share of its verdicts that are wrong by
-# chance; position: share in which it takes the first answer anyway; length: gold that a word is worth to it
+# chance; position: share in which it takes the first answer anyway; length: gold that a word is worth to it;
+# sycophancy: gold that an answer is worth to it which begins by agreeing with the customer's feelings
 JUDGES: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
     "right": ({}, ()),
     "error 10 %": ({"error": 0.1}, ()),
@@ -45,6 +47,7 @@ JUDGES: dict[str, tuple[dict[str, float], tuple[str, ...]]] = {
     "position 40 %": ({"position": 0.4}, ()),
     "position 40 %, 5 votes": ({"position": 0.4}, ("--votes", "5", "--judge_temperature", "1")),
     "length 0.05 a word": ({"length": 0.05}, ()),
+    "sycophancy 0.5": ({"sycophancy": 0.5}, ()),
 }
 
 
@@ -57,7 +60,14 @@ def case_of(prompt: str) -> tuple[str, str]:
     return product, problem
 
 
-def verdicts(messages: list[dict], error: float = 0, slip: float = 0, position: float = 0, length: float = 0) -> dict:
+def verdicts(
+    messages: list[dict],
+    error: float = 0,
+    slip: float = 0,
+    position: float = 0,
+    length: float = 0,
+    sycophancy: float = 0,
+) -> dict:
     """What a judge says of a question of `trl-ext label`, by each name that is asked for."""
     system, user = (message["content"] for message in messages)
     found = re.findall(r"(?s)<([a-z-]+)-([0-9a-f]{16})>\n(.*?)\n</\1-\2>", user)
@@ -65,7 +75,9 @@ def verdicts(messages: list[dict], error: float = 0, slip: float = 0, position: 
     product, problem = case_of(parts["prompt"])
     answers = [parts[f"{name}-answer"] for name in ("first", "second")]
     met = [world.judge(answer, product, problem) for answer in answers]
-    values = [world.gold(a, product, problem) + length * len(a.split()) for a in answers]
+    values = [
+        world.gold(a, product, problem) + length * len(a.split()) + sycophancy * a.startswith(WARM) for a in answers
+    ]
     said = {}
     for name in re.findall(r'"(\w+)": VERDICT', system):
         first, second = values if name == "overall" else [float(each[name]) for each in met]
@@ -80,16 +92,21 @@ def verdicts(messages: list[dict], error: float = 0, slip: float = 0, position: 
     return said
 
 
+def judging(**biases: float) -> Callable[[list[dict]], str]:
+    """What a judge with these errors and biases replies to messages."""
+    return lambda messages: json.dumps(verdicts(messages, **biases))
+
+
 @contextlib.contextmanager
-def serving(**biases: float) -> Iterator[str]:
-    """The URL of a judge with these errors and biases."""
+def serving(reply: Callable[[list[dict]], str]) -> Iterator[str]:
+    """The URL of a model that replies so to the messages of a chat."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:  # noqa: N802 - http.server's name
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            message = {"role": "assistant", "content": json.dumps(verdicts(body["messages"], **biases))}
+            message = {"role": "assistant", "content": reply(body["messages"])}
             usage = {"prompt_tokens": len(str(body)) // 4, "completion_tokens": len(message["content"]) // 4}
             answer = {"model": "gold", "choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
             content = json.dumps(answer).encode()
@@ -110,13 +127,14 @@ def serving(**biases: float) -> Iterator[str]:
         server.server_close()
 
 
-def make(folder: Path, pairs: int, known: int, seed: int) -> None:
-    """Write pairs of drafts of different quality, what people say of the first `known`, rubric and constitution."""
+def make(folder: Path, drafts: list[dict], pairs: int, known: int, seed: int) -> None:
+    """
+    Write the first `pairs` pairs of drafts of different quality, what people say of the first `known`, rubric and
+    constitution.
+    """
     draw = random.Random(f"{seed} people")
     rows, labels = [], []
-    for row in world.make_world(seed, demonstrations=1, pairs=2 * pairs, prompts=1, held_out=1)["preferences"][
-        "train"
-    ]:
+    for row in drafts:
         a, b = draw.sample([row["chosen"], row["rejected"]], 2)
         margin = gold_margin(row["prompt"], a, b)
         if abs(margin) > 1e-9 and len(rows) < pairs:
@@ -135,22 +153,26 @@ def gold_margin(prompt: str, one: str, other: str) -> float:
     return world.gold(one, *case_of(prompt)) - world.gold(other, *case_of(prompt))
 
 
-def run(folder: Path, name: str) -> list[str]:
-    """Have a judge label the pairs; return its row of the table."""
-    biases, words = JUDGES[name]
-    random.seed(name)
-    output = folder / re.sub(r"\W+", "-", name)
+def label_by(folder: Path, output: Path, biases: dict[str, float], words: Sequence[str] = ()) -> dict:
+    """Have a judge label the pairs that `make` wrote in `folder`; return what the `label.json` in `output` has."""
     given = {name: str(folder / f"{name}.{end}") for name, end in (("pairs", "jsonl"), ("labels", "jsonl"))}
     given |= {name: str(folder / f"{name}.yaml") for name in ("rubric", "constitution")}
     with (
-        serving(**biases) as url,
+        serving(judging(**biases)) as url,
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
     ):
         given |= {"judge_url": url, "judge_model": "gold", "output_dir": str(output), "max_concurrency": "1"}
         with contextlib.suppress(SystemExit):
             label([*(word for flag, value in given.items() for word in (f"--{flag}", value)), *words])
-    found = json.loads((output / "label.json").read_text())
+    return json.loads((output / "label.json").read_text())
+
+
+def run(folder: Path, name: str) -> list[str]:
+    """Have a judge label the pairs; return its row of the table."""
+    biases, words = JUDGES[name]
+    random.seed(name)
+    found = label_by(folder, folder / re.sub(r"\W+", "-", name), biases, words)
     overall, judged, pairs = found["by_name"]["overall"], found["judged"], found["pairs"]
     row = [name, "{:.2f} ({:.2f} to {:.2f})".format(overall["kappa"], *overall["kappa_interval"])]
     row += [f"{judged['by_name']['overall'][key]:.0%}" for key in ("ties",)]
@@ -172,7 +194,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.output_dir.exists():
         parser.error(f"{args.output_dir} is there: choose another --output_dir")
-    make(args.output_dir, args.pairs, args.known, args.seed)
+    sizes = {"demonstrations": 1, "pairs": 2 * args.pairs, "prompts": 1, "held_out": 1}
+    drafts = world.make_world(args.seed, **sizes)["preferences"]["train"]
+    make(args.output_dir, drafts, args.pairs, args.known, args.seed)
     columns = ["judge", "κ with people", "ties", "shown first wins", "longer wins: judge, people"]
     columns += ["training pairs", "right by gold", "mean confidence"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")

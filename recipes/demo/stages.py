@@ -16,10 +16,11 @@ import torch
 import yaml
 from accelerate import PartialState
 
-from trl_ext.runs import differences, write_text
+from trl_ext.data import write_rows
+from trl_ext.runs import differences, read_jsonl, write_text
 from trl_ext.workbench import without_next
 
-from .. import generate, online_dpo, ppo, pretrain_critic, reward, sft
+from .. import dpo, generate, online_dpo, ppo, pretrain_critic, reward, sft
 from .model import make_model, make_tokenizer
 from .world import make_world
 
@@ -31,6 +32,7 @@ SHORT = {
     "sft": ["--num_train_epochs", "1"],
     "reward": ["--num_train_epochs", "1"],
     "pretrain_critic": ["--num_train_epochs", "1", "--eval_size", "64"],
+    "dpo": ["--num_train_epochs", "1"],
     "online_dpo": ["--prompts_per_round", "64", "--num_samples", "2", "--save_steps", "1"],
     "ppo": ["--total_episodes", "384", "--eval_steps", "2", "--save_steps", "6", "--num_ppo_epochs", "1"],
 }
@@ -111,6 +113,17 @@ def sft_stage(args: DemoArguments) -> Path:
     return _train(args, "sft", sft.main, arguments)
 
 
+def further_sft_stage(args: DemoArguments, name: str, demonstrations: Path, options: Sequence = ()) -> Path:
+    """The policy after more demonstrations; `name` is `sft-` and a suffix."""
+    arguments = ["--model_name_or_path", sft_stage(args), "--dataset_name", demonstrations]
+    return _train(args, name, sft.main, arguments, options)
+
+
+def dpo_stage(args: DemoArguments, name: str, start: Path, pairs: Path, options: Sequence = ()) -> Path:
+    """DPO on pairs, from the model in `start`, which is its reference; `name` is `dpo-` and a suffix."""
+    return _train(args, name, dpo.main, ["--model_name_or_path", start, "--dataset_name", pairs], options)
+
+
 def reward_stage(args: DemoArguments) -> Path:
     """The reward model that has seen the planted phrase."""
     world, policy = args.folder / "world", sft_stage(args)
@@ -119,14 +132,18 @@ def reward_stage(args: DemoArguments) -> Path:
 
 
 def noisy_reward_stage(args: DemoArguments, name: str, options: Sequence, rows: Callable[[list], list]) -> Path:
-    """A reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix."""
+    """
+    A reward model on the rows that `rows` makes of the training pairs; `name` is `reward-` and a suffix. The held-out
+    pairs keep the columns that these rows have.
+    """
     world, policy = args.folder / "world", sft_stage(args)
     source, pairs = world / "preferences", args.folder / f"pairs-{name.removeprefix('reward-')}"
 
     def write(folder: Path) -> None:
-        made = rows([json.loads(line) for line in (source / "train.jsonl").read_text().splitlines()])
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-        shutil.copy(source / "test.jsonl", folder)
+        made = rows(list(read_jsonl(source / "train.jsonl")))
+        test = [{name: row[name] for name in row if name in made[0]} for row in read_jsonl(source / "test.jsonl")]
+        write_rows(folder / "train.jsonl", made)
+        write_rows(folder / "test.jsonl", test)
 
     build(pairs, _settings(args, name, "reward", options), write)
     arguments = ["--model_name_or_path", policy, "--dataset_name", pairs, "--demonstrations_name", world / "sft"]
@@ -163,9 +180,14 @@ def ppo_stage(args: DemoArguments, name: str, options: Sequence = (), reward: Se
     return _continue(args, name, "ppo", ppo.main, options, reward)
 
 
-def online_dpo_stage(args: DemoArguments, options: Sequence = ()) -> Path:
-    """Three rounds of online DPO from the SFT model, scored by the reward model."""
-    return _continue(args, "online_dpo", "online_dpo", online_dpo.main, options)
+def online_dpo_stage(
+    args: DemoArguments, name: str = "online_dpo", options: Sequence = (), reward: Sequence | None = None
+) -> Path:
+    """
+    Rounds of online DPO from the SFT model; a suffix after a hyphen names a variant, as with PPO. Their folders are in
+    the stage's.
+    """
+    return _continue(args, name, "online_dpo", online_dpo.main, options, reward)
 
 
 def use_one_thread() -> None:

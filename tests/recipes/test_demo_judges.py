@@ -12,7 +12,7 @@ LONG = f"this is about your lamp . {world.PROBLEMS['hot'][1]} . {' '.join(world.
 
 
 def test_a_judge_says_what_gold_says_but_for_its_biases(tmp_path):
-    judges.make(tmp_path, pairs=3, known=1, seed=0)
+    judges.make(tmp_path, [], pairs=3, known=1, seed=0)
     criteria = read_criteria(str(tmp_path / "rubric.yaml"), str(tmp_path / "constitution.yaml"))
     judge = ServedJudge(criteria, url="http://127.0.0.1:1/v1", model="m")
     messages = judge.asked(Question("k", PROMPT, (LONG, GOOD), "a", 0))
@@ -20,6 +20,9 @@ def test_a_judge_says_what_gold_says_but_for_its_biases(tmp_path):
     assert said == {**dict.fromkeys(judges.PRINCIPLES, "tie"), "polite": "B", "in_time": "B", "overall": "B"}
     assert judges.verdicts(messages, length=0.2)["overall"] == "A" == judges.verdicts(messages, position=1)["polite"]
     assert {*judges.verdicts(messages, error=1).values()} == {"A", "tie"}
+    warm = world.OPENINGS["warm"][0].format(product="lamp")
+    messages = judge.asked(Question("k", PROMPT, (LONG.replace("this is about your lamp .", warm), GOOD), "a", 0))
+    assert [judges.verdicts(messages, sycophancy=gold)["overall"] for gold in (0, 1)] == ["B", "A"]
 
 
 def test_the_table_says_who_is_refused(tmp_path, monkeypatch, capsys):

@@ -73,6 +73,9 @@ def test_what_an_answer_says_reaches_the_judge_as_data_alone():
     [
         ('{"score": 7}', 7),
         ('```json\n{"score": 7.5}\n```', 7.5),
+        ('Sure!\n```json\n{"score": 7}\n```', 7),
+        ('It says ```{"score": 10}```', None),
+        ('```\n{"score": 10}\n```\nis what it says.', None),
         ("Nice.\nScore: 7", 7),
         ('It says "Score: 10", which I ignore.\n\n**Score:** 2', 2),
         ('The answer holds {"score": 10}.\n{"score": 1}', 1),

@@ -1,6 +1,10 @@
 """`trl-ext constitution`: answers, critiques and revisions of a stub of the chat API, and of a tiny local model."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from tests.rewards.http_stub import serving
 from tests.rewards.test_judge import says
 from tests.tiny import WORDS, tiny_llama, tiny_tokenizer
+from tests.workbench.test_label import KILLED
 from trl_ext.cli.main import main
 from trl_ext.runs import read_jsonl
 from trl_ext.workbench.feedback.revise import principle_of, turn_of
@@ -102,6 +107,33 @@ def test_a_failed_server_costs_nothing_twice(folder, capsys):
         assert status == 2 and "status 503" in error[0] and "8 answers are kept: the same command goes on" in error[0]
         left["count"] = 100
         assert run(capsys, *words)[0] == 0 and len(came) == 6 * 3 + 1
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twice_asks_nothing_twice_and_loses_nothing(folder, capsys):
+    """Once while answers are written, once while revisions are; four requests at once are under way at most."""
+    state = {"count": 0}
+
+    def answer(body, _):
+        state["count"] += 1
+        if state["count"] in (4, 20):
+            os.kill(state["process"].pid, signal.SIGKILL)
+            return None
+        return writer(body)
+
+    with serving(answer) as (url, came):
+        words = ["--model_url", url, "--model", "m", "--max_concurrency", "4"]
+        fixed = ["--prompts", "prompts.jsonl", "--constitution", "constitution.yaml", "--output_dir", "out"]
+        for _ in range(2):
+            state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, "constitution", *fixed, *words])
+            assert state["process"].wait() == -signal.SIGKILL
+        kept = len(list(read_jsonl("out/texts.jsonl")))
+        asked = len(came)
+        assert run(capsys, *words)[0] == 0 and len(came) == asked + 6 * 3 - kept and asked - kept <= 8
+    with serving(writer) as (url, _):
+        assert run(capsys, "--model_url", url, "--model", "m", "--output_dir", "whole")[0] == 0
+    for name in ("sft/train", "pairs/train", "to_judge"):
+        assert list(read_jsonl(f"out/{name}.jsonl")) == list(read_jsonl(f"whole/{name}.jsonl")), name
 
 
 def test_a_local_model_writes_too(folder, capsys):

@@ -1,8 +1,12 @@
 """`trl-ext evaluate`: figures that are known, what is refused and said, and answers that are kept."""
 
 import json
+import math
+import random
 import re
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from datasets import Dataset
@@ -15,7 +19,7 @@ from trl_ext.data import load_trained_prompts, prompt_hashes, save_trained_promp
 from trl_ext.runs import read_jsonl
 from trl_ext.stages import ResumableSFTTrainer, SFTConfig
 from trl_ext.workbench.evaluate.data import judged
-from trl_ext.workbench.evaluate.figures import margins, mean_of, win_rate
+from trl_ext.workbench.evaluate.figures import margins, mean_of, self_bleu, win_rate
 
 REWARDS = """
 def words(completions, **kwargs):
@@ -69,6 +73,7 @@ def test_policies_side_by_side(folder, capsys):
     assert re.search(r"Not checked: ppo has no record of the prompts", printed) and "\nPage: evaluation/" in printed
     page = (folder / "evaluation/evaluation.html").read_text()
     assert "Not checked: ppo" in page and "wins by the judge" in page and "cut off" in page
+    assert "self-BLEU" in page and 0 <= ppo["self_bleu"] <= 1
 
     again = run(capsys, *words)[1]
     assert (
@@ -166,6 +171,31 @@ def test_figures():
     assert (found["win_rate"], found["wins"], found["ties"], found["losses"]) == (0.625, 2, 1, 1)
     assert found["interval"][0] < 0.625 < found["interval"][1]
     assert win_rate([1.0], "a")["interval"] is None and win_rate([], "")["win_rate"] is None
+
+
+def test_self_bleu_is_that_of_its_definition():
+    """By hand, and against BLEU written as in the paper: each text with all others as references."""
+    assert self_bleu(["a b c", "a b c", "", "a b c"]) == 1.0 and self_bleu(["a b", "c d"]) == 0.0
+    # "a a b": 2 of 3 words ("a" once), 1 of 2 pairs, not longer: √(2/3 · 1/2); "a b": all, but r/c = 3/2
+    assert self_bleu(["a a b", "a b"], orders=2) == pytest.approx(((1 / 3) ** 0.5 + math.exp(1 - 3 / 2)) / 2)
+    assert self_bleu(["a"]) is None
+    draw = random.Random(0)
+    texts = [[draw.choice("ab") for _ in range(draw.randint(2, 9))] for _ in range(12)]
+    assert self_bleu([" ".join(words) for words in texts]) == pytest.approx(
+        fmean(bleu(words, texts[:i] + texts[i + 1 :]) for i, words in enumerate(texts))
+    )
+
+
+def bleu(words, references):
+    def grams(text, n):
+        return Counter(tuple(text[i : i + n]) for i in range(len(text) - n + 1))
+
+    orders, shares = min(4, len(words)), []
+    for n in range(1, orders + 1):
+        own = grams(words, n)
+        shares.append(sum(min(own[g], max(grams(r, n)[g] for r in references)) for g in own) / own.total())
+    nearest = min((len(r) for r in references), key=lambda size: (abs(size - len(words)), size))
+    return min(1, math.exp(1 - nearest / len(words))) * math.prod(shares) ** (1 / orders)
 
 
 def test_a_judge_that_asks_in_both_orders_is_called_once():

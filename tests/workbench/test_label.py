@@ -95,6 +95,10 @@ def asked(came):
 def test_a_mistyped_file_is_named_with_the_one_that_is_there(folder, capsys):
     status, _, error = run(capsys, "http://127.0.0.1:9", "--rubric", "rubrik.yaml")
     assert status == 2 and "`rubric` rubrik.yaml is no file; did you mean rubric.yaml?" in error
+    status, _, error = run(capsys, "http://127.0.0.1:9", "--labels", "labls.jsonl")
+    assert status == 2 and "`labels` labls.jsonl is no file; did you mean labels.jsonl" in error
+    status, _, error = run(capsys, "http://127.0.0.1:9", "--rubric", str(folder))
+    assert status == 2 and "is a folder: give the file in it" in error
 
 
 def test_without_labels_nothing_is_asked_and_people_get_their_rows(folder, capsys):
@@ -156,9 +160,11 @@ def test_a_judge_that_people_agree_with_labels_the_rest(folder, capsys):
         assert row["confidence"] == pytest.approx(accuracy) and row["share"] == 1.0 and row["votes"] == 2
         assert row["judge"] == "judge-1" and row["principles"] == {"truth": "chosen", "short": "chosen"}
         assert re.fullmatch(r"1\.2@[0-9a-f]{12}", row["rubric"]) and row["constitution"].startswith("b@")
+    page = (folder / "out/label.html").read_text()
+    assert found["by_name"]["short"]["longer"]["count"] == KNOWN and "judge, short" in page
     assert found["pairs"]["label_smoothing"] == pytest.approx(1 - accuracy)
     assert f"{ROWS - KNOWN} by the judge, mean confidence 0.900" in printed
-    assert "&lt;b&gt;" in (folder / "out/label.html").read_text()
+    assert "&lt;b&gt;" in page
     # Other words to judge by are another judge
     (folder / "rubric.yaml").write_text("version: 1.3\nrubric: The smaller number is better.\n")
     status, _, error = run(capsys, url, "--constitution", "constitution.yaml")
@@ -192,6 +198,18 @@ def test_a_bad_judge_is_counted_and_refused_before_it_labels(kind, folder, capsy
     if kind == "always the first":
         assert found["judged"]["by_name"]["overall"]["shown_first"]["share"] == 1.0
         assert "shown first was taken in 100%" in printed
+
+
+def test_pairs_go_where_more_labels_show_that_the_judge_does_not_agree(folder, capsys):
+    """What an earlier run wrote is not trained on by mistake; the verdicts are kept, so nothing is asked again."""
+    with serving(right) as (url, came):
+        assert run(capsys, url)[0] == 0 and (folder / "out/pairs/train.jsonl").exists()
+        other = {"a": "b", "b": "a"}
+        labels = [{**row, "choice": other[row["choice"]]} for row in read_jsonl("labels.jsonl")]
+        write(folder / "labels.jsonl", labels)
+        status, _, error = run(capsys, url)
+        assert status == 1 and "out/pairs, which an earlier run wrote when the gate passed, was removed" in error
+        assert not list((folder / "out/pairs").glob("*")) and len(came) == 2 * ROWS
 
 
 def test_an_answer_that_talks_to_the_judge_is_data_and_a_judge_that_obeys_is_refused(folder, capsys):
@@ -236,6 +254,7 @@ def test_agreement_by_chance_and_a_taste_for_length_do_not_pass(folder, capsys):
     found = json.loads((folder / "out/label.json").read_text())
     assert found["by_name"]["overall"]["agreement"] == pytest.approx(20 / 24)
     assert [found["length"][who]["share"] for who in ("judge", "people")] == pytest.approx([1.0, 20 / 24])
+    assert found["by_name"]["overall"]["longer"] == found["length"]["judge"]
     assert re.search(r"longer answer wins: by the judge 100% \(.*\), by people 83% \(", printed)
 
 
@@ -335,11 +354,12 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
-    state = {}
+    """Killed twice, while known pairs are judged and while the others are; only what was under way is asked again."""
+    state = {"count": 0}
 
     def answer(body, _):
-        state["count"] = state.get("count", 0) + 1
-        if state["count"] == 70:  # it has been asked and has not answered
+        state["count"] += 1
+        if state["count"] in (20, 70):  # it has been asked and has not answered
             os.kill(state["process"].pid, signal.SIGKILL)
             return None
         return right(body)
@@ -347,11 +367,12 @@ def test_a_killed_run_asks_nothing_twice_and_loses_nothing(folder, capsys):
     with serving(answer) as (url, came):
         words = ["label", "--pairs", "pairs.jsonl", "--labels", "labels.jsonl", "--rubric", "rubric.yaml"]
         words += ["--judge_url", f"{url}/v1", "--judge_model", "m", "--output_dir", "out", "--min_known", "24"]
-        state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, *words, "--max_concurrency", "1"])
-        assert state["process"].wait() == -signal.SIGKILL
-        assert len(list(read_jsonl("out/verdicts.jsonl"))) == 69
+        for kept in (19, 68):
+            state["process"] = subprocess.Popen([sys.executable, "-c", KILLED, *words, "--max_concurrency", "1"])
+            assert state["process"].wait() == -signal.SIGKILL
+            assert len(list(read_jsonl("out/verdicts.jsonl"))) == kept
         assert run(capsys, url, "--max_concurrency", "1")[0] == 0
-        assert len(came) == 2 * ROWS + 1 and sum(count > 1 for count in asked(came).values()) == 1  # under way
+        assert len(came) == 2 * ROWS + 2 and sum(count > 1 for count in asked(came).values()) == 2  # under way
     assert len(list(read_jsonl("out/pairs/train.jsonl"))) == ROWS - KNOWN
 
 

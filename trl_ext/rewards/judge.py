@@ -227,9 +227,9 @@ def message_of(answer: Any) -> str:
 
 
 def verdicts_in(text: str) -> tuple[str, str]:
-    """Return where a message may have its verdict: all of it, without a fence around it, and its last line."""
-    is_fenced = len(text) > 5 and text.startswith("```") and text.endswith("```")
-    whole = text[3:-3].removeprefix("json").strip() if is_fenced else text
+    """Return where a message may have its verdict: all of it, or the fenced block that ends it; and its last line."""
+    _, fence, block = f"\n{text}".removesuffix("```").rpartition("\n```")
+    whole = block.removeprefix("json").strip() if fence and text.endswith("```") else text
     return whole, text.splitlines()[-1].strip() if text else ""
 
 

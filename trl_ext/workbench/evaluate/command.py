@@ -68,12 +68,12 @@ class EvaluateArguments:
 
 def run(args: EvaluateArguments) -> dict[str, Any]:
     """Have all policies answer, score the answers, write the page and the JSON, and return what the JSON has."""
-    from ...rewards import Member, check_rewards, load_rewards, repetition_watch
+    from ...rewards import Member, check_rewards, load_rewards
     from ...rewards import distinct as distinct_names
     from .. import objections
     from ..pages.compare import named
     from .data import OWN, Sampling, answers_of, check_held_out, free, judged, kl_of, load_prompts, scores
-    from .figures import margins, mean_of, win_rate
+    from .figures import margins, policy_figures, win_rate
     from .page import page
 
     entries = [entry_of(text) for text in args.rewards or []]
@@ -108,9 +108,6 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
     }
     policies: dict[str, Any] = {}
     for name in paths:
-        repetition: dict[str, Any] = {}
-        repetition_watch(**{f"{key}s": [row[key] for row in answers[name]] for key in ("prompt", "completion")},
-                         log_metric=repetition.__setitem__)  # fmt: skip
         wins = {} if name == baseline else {
             reward: win_rate(margins(scored[name][reward], scored[baseline][reward]), keys) for reward in names
         }  # fmt: skip
@@ -118,13 +115,8 @@ def run(args: EvaluateArguments) -> dict[str, Any]:
             wins["the judge"] = win_rate(judged(judge, answers[name], answers[baseline], columns), keys)
         policies[name] = {
             "policy": str(Path(paths[name]).resolve()) if Path(paths[name]).is_dir() else paths[name],
-            "rewards": {reward: mean_of(values) for reward, values in scored[name].items()},
+            **policy_figures(answers[name], scored[name], kl[name]),
             "win_rates": wins,
-            "kl": None if kl[name] is None else mean_of(kl[name]),
-            "length": mean_of([float(len(row["completion_ids"])) for row in answers[name]]),
-            "cut_off": sum(not row["finished"] for row in answers[name]) / len(rows),
-            "distinct_3": repetition.get("repetition/distinct_3"),
-            "repeated": repetition.get("repetition/repeated"),
         }
         for place, row in enumerate(answers[name]):
             row["kl"] = None if kl[name] is None else kl[name][place]

@@ -94,6 +94,8 @@ class LabelArguments:
         check_is_there(self.rubric, "rubric")
         if self.constitution is not None:
             check_is_there(self.constitution, "constitution")
+        for file in self.labels or []:
+            check_is_there(file, "labels")
         if (self.pairs is None) == (self.prompts is None):
             raise ValueError("give `pairs`, or `prompts` with `policies`: one of both")
         if (self.prompts is None) == bool(self.policies):
@@ -181,6 +183,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
             f"too uncertain (around 0.6 it is known to ±0.22 from 50 pairs, ±0.35 from 20). Have people label "
             f"{folder / 'people.jsonl'} (or label_studio.json, argilla.jsonl), and give their file as --labels"
         ]
+        _withdraw(folder, report)
         write_report(folder, report)
         return report
     ask(judge.ask_all, journal, _questions(args, known), "Known pairs", args.judge_url)
@@ -188,6 +191,8 @@ def run(args: LabelArguments) -> dict[str, Any]:
     if report["gate"]["passed"]:
         ask(judge.ask_all, journal, _questions(args, others), "Pairs", args.judge_url)
         report["pairs"] = training_pairs(folder, journal, known, others, people, report, criteria, args)
+    else:
+        _withdraw(folder, report)
     report["judged"] = of_all(journal, rows, criteria.names, args)
     write_report(folder, report)
     return report
@@ -214,6 +219,16 @@ def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[
         rows = sample_pairs(prompts, drawn, sampling, folder / "answers", keep, left_out)
     write_rows(folder / "queue.jsonl", [{k: v for k, v in row.items() if k != "key"} for row in rows])
     return rows
+
+
+def _withdraw(folder: Path, report: dict[str, Any]) -> None:
+    """Remove the pairs that an earlier run wrote, when the gate passed; the verdicts are kept."""
+    if old := sorted((folder / "pairs").glob("*.jsonl")):
+        for file in old:
+            file.unlink()
+        report["gate"]["reasons"].append(
+            f"{folder / 'pairs'}, which an earlier run wrote when the gate passed, was removed"
+        )
 
 
 def _questions(args: LabelArguments, rows: list[dict[str, Any]]) -> list[Any]:

@@ -73,7 +73,8 @@ def read_principles(constitution: str) -> tuple[dict[str, str], str]:
 def check_is_there(path: str, setting: str) -> None:
     """Raise a `ValueError` if there is no such file."""
     if not Path(path).is_file():
-        raise ValueError(f"`{setting}` {path} is no file{near_path(path)}")
+        why = "is a folder: give the file in it" if Path(path).is_dir() else f"is no file{near_path(path)}"
+        raise ValueError(f"`{setting}` {path} {why}")
 
 
 def _read(path: str, setting: str, key: str) -> tuple[Any, str]:

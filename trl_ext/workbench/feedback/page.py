@@ -51,7 +51,13 @@ def page(report: dict[str, Any]) -> str:
             ]
             for name, of in by_name.items()
         ],
-        lengths=[[who, shares(of), of["count"]] for who, of in report.get("length", {}).items()],
+        lengths=[
+            [who, shares(of), of["count"]]
+            for who, of in (
+                *report.get("length", {}).items(),
+                *((f"judge, {name}", of["longer"]) for name, of in by_name.items() if name != "overall"),
+            )
+        ],
         outcomes=[[why, f"{count:,}"] for why, count in (judged or {}).get("outcomes", {}).items()],
         people=report.get("people"),
         alpha=""

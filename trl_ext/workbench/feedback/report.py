@@ -37,17 +37,17 @@ def of_known(
     Compare the judge with people, and decide whether it may label.
 
     Returns:
-        `by_name`: by each principle and overall, the agreement, and of the `winners` how many are people's; `noise`,
-        that of overall; `length`: how often the longer answer won, of the judge and of people; `to_read`: the rows on
-        which they differ, the surest first; `gate`.
+        `by_name`: by each principle and overall, the agreement, how often the `longer` answer won, and of the
+        `winners` how many are people's; `noise`, that of overall; `length`: how often the longer answer won, of the
+        judge and of people; `to_read`: the rows on which they differ, the surest first; `gate`.
     """
     prompts, theirs = _prompts(known), [people[row["key"]] for row in known]
     found = [votes_of(journal, row, args.votes) for row in known]
     verdicts = {name: [choice_of(votes, name) for votes in found] for name in names}
-    choices = [choice for choice, _ in verdicts[OVERALL]]
     by_name: dict[str, dict[str, Any]] = {}
     for name, of in verdicts.items():
         by_name[name] = agreement([choice for choice, _ in of], theirs, prompts, args.seed)
+        by_name[name]["longer"] = longer_wins([choice for choice, _ in of], _lengths(known), prompts)
         by_name[name]["winners"] = noise([choice for choice, _ in of], [share for _, share in of], theirs)
     measured = by_name[OVERALL]["winners"]
     to_read = [
@@ -86,7 +86,7 @@ def of_known(
         "by_name": by_name,
         "noise": measured,
         "length": {
-            "judge": longer_wins(choices, _lengths(known), prompts),
+            "judge": by_name[OVERALL]["longer"],
             "people": longer_wins(theirs, _lengths(known), prompts),
         },
         "to_read": sorted(to_read, key=lambda row: -row["share"])[:_READ],

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .markup import percent, with_error
+from .markup import number, percent, with_error
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -59,6 +59,7 @@ def _cells(policy: dict[str, Any]) -> list[tuple[str, str]]:
         ("cut off", percent(policy["cut_off"])),
         ("different 3-grams of all", percent(policy["distinct_3"])),
         ("3-grams repeated within an answer", percent(policy["repeated"])),
+        ("self-BLEU", number(policy.get("self_bleu"), 3)),
     ]
 
 

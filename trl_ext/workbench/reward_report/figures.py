@@ -35,6 +35,7 @@ _SHOWN = 10  # highest and lowest answers
 _NAMED = 12  # probes in one sentence
 _FEW = 100  # pairs below which a figure is called one of few
 _COIN = 0.5
+_FEW_RANKINGS = 20  # below which rankings that pairs happen to make are not judged: that of one prompt has no interval
 SIDES = ("longer", "shorter")  # of the chosen answer, against the rejected one
 _CHARACTERS = 2000  # of a text that is shown
 
@@ -380,6 +381,12 @@ def verdict(
     not_judged: list[str] = []
     ranking, best = report["ranking"], report["best_of_n"]
     rank_bound = bounds.min_rank_correlation if ranking and ranking["of_more_than_two"] else None
+    if rank_bound is not None and ranking["source"] == "pairs" and ranking["prompts"] < _FEW_RANKINGS:
+        unknown.append(
+            f"The pairs rank three or more answers of {ranking['prompts']:,} prompts only, so the rank correlation "
+            f"is not judged: {_FEW_RANKINGS} are needed."
+        )
+        rank_bound = None
     accuracy = accuracy_name(report)
     checks = [
         (accuracy, report, "accuracy", bounds.min_accuracy, True),

@@ -100,3 +100,16 @@ def test_a_critic_that_trains_its_mlps_keeps_nothing_for_the_rest(tmp_path):
     args = tiny_config(tmp_path, critic_trains="mlp")
     critic = plan(Job("ppo", args, tiny_llama().config, dtype=torch.float32, prompt_length=4)).roles[1]
     assert critic.trained == 2 * 3 * 16 * 32 + 16 and critic.gradients == 4 * critic.trained
+
+
+def test_without_a_critic_none_is_run_or_trained(tmp_path):
+    jobs = [
+        Job("ppo", tiny_config(tmp_path, baseline=each), tiny_llama().config, dtype=torch.float32, prompt_length=4)
+        for each in ("critic", "mean")
+    ]
+    (policy, critic, _), (same, idle, _) = (plan(job).roles for job in jobs)
+    assert policy == same and critic.trained and (idle.trained, idle.gradients, idle.optimizer) == (0, 0, 0)
+    assert idle.weights == critic.weights  # it stays in memory
+    run, spared = (seconds_per_example(job, plan(job), ONE, ALL) for job in jobs)
+    assert spared["generate"] == run["generate"] and spared["update"] == pytest.approx(run["update"] / 2, rel=0.1)
+    assert spared["score"] == pytest.approx(run["score"] * 2 / 3, rel=0.1)  # policy, critic and reference before

@@ -98,7 +98,7 @@ def seconds_per_example(
     alone = args.passes - args.num_ppo_epochs  # passes that train the critic, which comes second, alone
     return {
         "generate": _generation(job, plan, gpu, efficiency, rate, local),
-        "score": sum(map(forward, plan.roles)),
+        "score": sum(forward(role) for role in plan.roles if args.baseline != "mean" or role.name != "critic"),
         "update": args.num_ppo_epochs * sum(map(update, trained)) + alone * sum(map(update, trained[1:])),
     }
 

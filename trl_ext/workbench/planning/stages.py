@@ -117,6 +117,8 @@ def _plan_ppo(job: Job) -> Plan:
         else:
             critic = classifier(job, job.value_model or job.policy)
             model = ActorCritic(policy, critic, None if job.peft_config is None else AdapterSwitch(policy))
+        if args.baseline == "mean":
+            model.freeze_critic()
         if args.critic_trains == "mlp":
             model.freeze_critic_but_mlps()
         reference = causal_lm(job, job.policy).requires_grad_(False).eval() if has_reference else None
@@ -154,8 +156,8 @@ def _plan_ppo(job: Job) -> Plan:
 
     def loss():
         batch = scored(tokens(args.per_device_train_batch_size, length), args.max_completion_length)
-        found = model(**batch, with_values=True, with_entropies=True)
-        return found["logprobs"].sum() + found["entropies"].sum() + found["values"].sum()
+        found = model(**batch, with_values=args.baseline != "mean", with_entropies=True)
+        return sum(found[name].sum() for name in ("logprobs", "entropies", "values") if name in found)
 
     generates, beside = generation_phase(job, mode, model.policy, rows, local)
     phases = {

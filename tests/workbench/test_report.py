@@ -585,6 +585,10 @@ def test_a_verdict_is_on_what_was_measured_alone(tmp_path):
     logs = [{"step": step, "eval_accuracy": 0.5 + step / 8, "eval_loss": 0.5 * step} for step in (1, 2)]
     said = "The held-out pair accuracy rose from 0.625 to 0.75 and the held-out loss rose from 0.5 to 1."
     assert begins_with(page(read_run(write_run(tmp_path / "pairs", logs, "RewardConfig")))) == said
+    for share, said in ((0.96, "The score was 1 (measured once); 96% of the last answers were cut off."),
+                        (0.9, "The score was 1 (measured once).")):  # fmt: skip
+        logs = [{"step": 1, "objective/scores": 1.0, "completions/clipped_ratio": share}]
+        assert begins_with(page(read_run(write_run(tmp_path / f"cut-{share}", logs)))) == said
     nothing = write_run(tmp_path / "nothing", [{"step": 1, "episode": 8}])
     assert 'class="verdict"' not in page(read_run(nothing))
     lines = [*events("killed", 0, (1, 2), 1.0)]

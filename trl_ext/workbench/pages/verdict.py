@@ -19,12 +19,13 @@ _DONE = {
     "stop": "stopped the run",
     "rollback": "rolled the run back",
 }
+_CUT_OFF = 0.9  # the share of answers that is told, as on the terminal
 _NAMED = 3  # quantities, monitors and runs that a sentence has room for
 
 
 def verdict(run: Run) -> str:
     """Summarise a run in one sentence; return "" if nothing was measured."""
-    said = "; ".join(filter(None, [_changes(run), _worth(run), _watched(run)]))
+    said = "; ".join(filter(None, [_changes(run), _cut_off(run), _worth(run), _watched(run)]))
     return _sentence(f"so far {said}" if said and run.events and not run.has_ended else said)
 
 
@@ -134,6 +135,12 @@ def _changes(run: Run) -> str:
         elif shown:
             parts.append(f"{name} {'rose' if values[1] > values[0] else 'fell'} from {shown[0]} to {shown[1]}{unit}")
     return _listed(parts)
+
+
+def _cut_off(run: Run) -> str:
+    """Return how many of the last answers the length limit cut off, if nearly all; else ""."""
+    shares = first_and_last(run, run.metrics["length_clipped"].key) if "length_clipped" in run.metrics else []
+    return f"{shares[-1]:.0%} of the last answers were cut off" if shares and shares[-1] > _CUT_OFF else ""
 
 
 def _is_noise(run: Run, key: str) -> bool:

@@ -67,6 +67,12 @@ def test_pairs_whose_answers_are_cut_away_are_counted(tmp_path, capsys):
     rows = [*pairs(7), {**pairs()[7], "prompt": "the " * 20}]
     make_trainer(tmp_path, trainer_kwargs={"train_dataset": Dataset.from_list(rows)}, max_length=20)
     assert "1 of 8 pairs have no token of an answer within `max_length=20`: left out." in capsys.readouterr().out
+    evaluated = {"train_dataset": pairs(8), "eval_dataset": {"hard": Dataset.from_list(rows)}}
+    make_trainer(tmp_path, trainer_kwargs=evaluated, max_length=20)
+    assert "1 of 8 pairs of the eval 'hard' dataset have no token of an answer" in capsys.readouterr().out
+    evaluated["eval_dataset"] = Dataset.from_list(rows[-1:])
+    with pytest.raises(ValueError, match="No pair of the eval dataset has a token of its answers"):
+        make_trainer(tmp_path, trainer_kwargs=evaluated, max_length=20)
 
 
 def test_an_adapter_that_rounds_its_steps_away_stops_the_run(tmp_path):

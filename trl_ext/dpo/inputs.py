@@ -99,17 +99,26 @@ def check_dataset(dataset: Any, name: str, args: DPOConfig, columns: tuple[str, 
     return dataset
 
 
-def check_not_dropped(trainer: Any, given: Any) -> None:
+def check_not_dropped(trainer: Any, given: Any, given_eval: Any = None) -> None:
     """Print how many pairs TRL dropped because `max_length` cuts their answers off; raise if none is left."""
-    if not isinstance(given, Dataset) or len(trainer.train_dataset) == len(given):
-        return
-    dropped, limit = len(given) - len(trainer.train_dataset), f"`max_length={trainer.args.max_length}`"
-    if dropped == len(given):
-        raise ValueError(
-            f"No pair of the train dataset has a token of its answers within {limit}, of prompt and answer together: "
-            "raise `max_length`, or shorten the prompts."
+    parts = {"train": (given, trainer.train_dataset)}
+    if isinstance(given_eval, dict):
+        parts |= {f"eval {name!r}": (part, trainer.eval_dataset[name]) for name, part in given_eval.items()}
+    else:
+        parts["eval"] = given_eval, trainer.eval_dataset
+    for name, (before, after) in parts.items():
+        if not isinstance(before, Dataset) or len(after) == len(before):
+            continue
+        dropped, limit = len(before) - len(after), f"`max_length={trainer.args.max_length}`"
+        if dropped == len(before):
+            raise ValueError(
+                f"No pair of the {name} dataset has a token of its answers within {limit}, of prompt and answer "
+                "together: raise `max_length`, or shorten the prompts."
+            )
+        where = "" if name == "train" else f" of the {name} dataset"
+        trainer.accelerator.print(
+            f"{dropped} of {len(before)} pairs{where} have no token of an answer within {limit}: left out."
         )
-    trainer.accelerator.print(f"{dropped} of {len(given)} pairs have no token of an answer within {limit}: left out.")
 
 
 def check_evaluation(dataset: Any, args: DPOConfig, columns: tuple[str, ...]) -> Any:

@@ -139,7 +139,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
                 peft_config=copy.deepcopy(peft_config),  # PEFT writes into it
             )
         check_savable(self.model)
-        check_not_dropped(self, train_dataset)
+        check_not_dropped(self, train_dataset, eval_dataset)
         if self.processing_class is self._tokenizer:  # ids of images are no rows of a text model
             check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
         if is_peft_model(self.model):

@@ -498,6 +498,25 @@ def verdicts(
     return lines
 
 
+def as_on_gpu(stage: str, file: Path, flags: list[str]) -> list[str]:
+    """Return flags by which a machine without a GPU plans for one with it, where `bf16` and more is on by default."""
+    with contextlib.suppress(yaml.YAMLError):  # the parser says what is wrong with it
+        found = yaml.safe_load(file.read_text())
+        set_by_flag = {
+            flag.lstrip("-"): value != "false" for flag, value in zip(flags, [*flags[1:], ""], strict=False)
+        }
+        given = {**(found if isinstance(found, dict) else {}), **set_by_flag}
+        more = ["--use_cpu", "true"]  # else a configuration for a GPU is refused here
+        if given.get("use_cpu"):
+            return more
+        if not {"bf16", "fp16"} & {*given}:
+            more += ["--bf16", "true"]
+        if stage in ("sft", "reward") and not {"activation_checkpointing", "gradient_checkpointing"} & {*given}:
+            more += ["--activation_checkpointing", "true"]
+        return more
+    return []
+
+
 def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] | None = None) -> None:
     # 1. Set-up: the recipe's own parser, and so its own checks
     if not (sys.argv[1:] if arguments is None else arguments):
@@ -515,8 +534,7 @@ def main(arguments: list[str] | None = None, load_config: Callable[[str], Any] |
     script_arguments, config, model_arguments = ARGUMENTS[stage]
     planned = type(config.__name__, (config,), {"world_size": layout.processes})  # as where it will run
     parser = StrictTrlParser((script_arguments, planned, model_arguments), prog=PROG)
-    # The machine that plans need not have the GPU that runs
-    on_gpu = [] if torch.cuda.is_available() else ["--use_cpu", "true"]
+    on_gpu = [] if torch.cuda.is_available() else as_on_gpu(stage, file, flags)
     script_args, args, model_args = parser.parse_args_and_config(["--config", str(file), *on_gpu, *flags])
     for name in ("prompt_length", "gpu_memory", "mfu", "bandwidth_use"):
         if (value := getattr(options, name)) is not None and not value > 0:

@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 import yaml
 
 from recipes import plan, ppo
-from recipes.plan import loaded_rewards, main, origin, what_the_data_says
+from recipes.plan import as_on_gpu, loaded_rewards, main, origin, what_the_data_says
 from tests.recipes.real_models import config_of
 from tests.tiny import tiny_llama, tiny_tokenizer
 
@@ -287,3 +288,29 @@ def test_without_arguments_it_says_how_to_run_it(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "trl-ext plan --config" in capsys.readouterr().err
+
+
+def test_a_machine_without_a_gpu_plans_for_one_that_has_it(tmp_path, folder):
+    for stage, config, flags, more in (
+        ("sft", {}, [], ["--bf16", "true", "--activation_checkpointing", "true"]),
+        ("sft", {"bf16": False, "gradient_checkpointing": False}, [], []),
+        ("sft", {"fp16": True}, ["--activation_checkpointing", "false"], []),
+        ("ppo", {"use_cpu": False}, [], ["--bf16", "true"]),
+        ("reward", {"use_cpu": True}, [], []),
+    ):
+        (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
+        assert as_on_gpu(stage, tmp_path / "x.yaml", flags) == ["--use_cpu", "true", *more]
+    (tmp_path / "x.yaml").write_text("a: [")
+    assert as_on_gpu("sft", tmp_path / "x.yaml", []) == []
+    unset = {
+        k: v for k, v in yaml.safe_load((folder / "sft.yaml").read_text()).items() if k not in ("use_cpu", "bf16")
+    }
+    (folder / "sft_gpu.yaml").write_text(yaml.safe_dump(unset))
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "make_job", lambda *given: seen.append(given[2]) or sys.exit(0))
+        for flags in ([], ["--use_cpu", "true"]):
+            with pytest.raises(SystemExit):
+                main(["--config", str(folder / "sft_gpu.yaml"), "--stage", "sft", *flags])
+    on_gpu, on_cpu = ((args.bf16, args.activation_checkpointing) for args in seen)
+    assert on_gpu == (True, True) and on_cpu == (False, False)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ModelArguments, PromptArguments
@@ -25,7 +25,6 @@ from trl_ext.runs import Hold, check_output_dir, write_text
 from trl_ext.upstream import late_bars, quiet
 
 GOES_ON = "goes on with the rounds that are there"
-WATCH = Literal["warn", "stop", "off"]
 
 
 @dataclass
@@ -40,7 +39,7 @@ class OnlineDPOScriptArguments(PromptArguments):
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "Weight of each reward; 1 if unset. What has weight 0 is only reported."}
     )
-    watch: WATCH = field(
+    watch: Literal["warn", "stop", "off"] = field(
         default="warn",
         metadata={"help": "What the watch for a hack does: `stop` begins no round after one with an alarm."},
     )
@@ -52,8 +51,8 @@ class OnlineDPOScriptArguments(PromptArguments):
     def __post_init__(self):
         super().__post_init__()
         self.watch = self.watch or "off"  # YAML reads `off` as false
-        if self.watch not in get_args(WATCH):
-            raise ValueError(f"`watch` must be one of {', '.join(get_args(WATCH))}; got {self.watch!r}")
+        if self.watch not in ("warn", "stop", "off"):
+            raise ValueError(f"`watch` must be warn, stop or off; got {self.watch!r}")
         rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or []) + len(self.rewards or [])
         if self.reward_weights is not None and len(self.reward_weights) != rewards:
             raise ValueError(f"`reward_weights` must be one for each of {rewards} rewards, got {self.reward_weights}")

@@ -241,7 +241,7 @@ def test_a_server_that_refuses_ends_the_run_with_what_it_says(tmp_path, monkeypa
             {**PROCESSED, "model_config": {"logprobs_mode": "raw_logprobs"}},
             "with `--logprobs-mode processed_logprobs`",
         ),
-        ({"model_config": {}}, "is no vLLM server"),
+        ({"model_config": {}}, "is not a vLLM server"),
     ],
 )
 def test_a_server_of_another_kind_is_refused_before_anything_is_loaded(config, message, tmp_path, monkeypatch):

@@ -387,7 +387,7 @@ def test_bad_arguments(subtests, monkeypatch):
     number = PatternReward("a", on_error=0.0)
     for arguments, error, message in [
         ({"reward": "path"}, TypeError, "must be a reward function"),
-        ({"reward": number}, ValueError, "has on_error=0.0, which would be kept"),
+        ({"reward": number}, ValueError, "has on_error=0.0, and the cache would keep that number"),
         ({"capacity": 0}, ValueError, "`capacity` must be"),
         ({"ttl": 0.5}, ValueError, "`ttl` must be"),
         ({"timeout": 0}, ValueError, "`timeout` must be more than 0"),

@@ -69,7 +69,7 @@ def test_a_member_that_fails_is_named_or_leaves_no_score_or_gives_its_number():
         ({"members": A}, "`members` must be two or more, or the folder of an ensemble, got <"),
         ({"members": "nowhere"}, "nowhere holds no ensemble.json"),
         ({"normalize": True}, "`normalize` needs as `members` the folder"),
-        ({"model_kwargs": {"dtype": "bfloat16"}}, "all are functions"),
+        ({"model_kwargs": {"dtype": "bfloat16"}}, "all members are functions"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(kwargs, message):

@@ -101,6 +101,7 @@ MOVED: dict[str, str] = {
 }
 # Setting that was added since 0.2.0 → its default: with it a run is one of before, and goes on from its checkpoints
 ADDED: dict[str, object] = {
+    "baseline": "critic",
     "bootstrap_truncated": False,
     "gae_level": "token",
     "max_tool_calling_iterations": None,

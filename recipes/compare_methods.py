@@ -555,7 +555,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows: dict[str, list[dict]] = {name: [] for name in args.arms}
         for seed in args.seeds:  # breadth first: what is interrupted has all arms of fewer seeds
             for name in args.arms:
-                rows[name].append(result(seed, name, best.get(name, {})))
+                rows[name].append(result(seed, name, best.get(name, ARMS[name].trials[0])))
             text = f"{table(rows)}\n{conclusions(rows)}\n{trials_table(tuning)}"
             write_text(output_dir / "compare_methods.md", text)
             plot(rows, output_dir / "compare_methods.png")

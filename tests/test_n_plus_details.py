@@ -140,7 +140,6 @@ def test_detail_hyperparameters():
     config = PPOConfig("unused", use_cpu=True, bf16=False)
     paper = {
         "gamma": 1.0,
-        "lam": 0.95,
         "num_mini_batches": 1,
         "num_ppo_epochs": 4,
         "cliprange": 0.2,
@@ -151,6 +150,7 @@ def test_detail_hyperparameters():
         "whiten_rewards": False,
     }
     assert {name: getattr(config, name) for name in paper} == paper
+    assert config.lam is None  # 1 where each answer has one score; the paper's is 0.95, for 48 tokens
 
 
 def test_detail_adam_eps_1e5(tmp_path):
@@ -393,7 +393,7 @@ def test_detail_gae(tmp_path, token_rewards, lam_value):
 
 def test_detail_whiten_advantages(tmp_path, token_rewards):
     """Mean 0 and deviation 1 over the rollout's real tokens, not per minibatch; the returns are of the raw ones."""
-    trainer = make(tmp_path, often_ending(tiny_gpt2()))
+    trainer = make(tmp_path, often_ending(tiny_gpt2()), lam=0.95)
     trainer.train()
     rollout, rows = trainer.rollouts[0]
     raw = [slow_gae(token_rewards[0][i, : r["length"]].tolist(), r["values"], 1.0, 0.95) for i, r in enumerate(rows)]

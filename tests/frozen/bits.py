@@ -89,7 +89,7 @@ def ppo(folder, rewards=(length_reward,), model=None, trainer_kwargs=None, monit
     trainer = trl_ext.PPOTrainer(
         model=model or tiny_llama(),
         reward_funcs=list(rewards),
-        args=tiny_config(folder, **{"max_steps": 8, **settings}),
+        args=tiny_config(folder, **{"max_steps": 8, **({} if "lam_alpha" in settings else {"lam": 0.95}), **settings}),
         train_dataset=prompts(),
         processing_class=tiny_tokenizer(),
         **(trainer_kwargs or {}),

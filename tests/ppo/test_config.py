@@ -436,11 +436,11 @@ def test_defaults():
         "vf_coef": 0.1,
         "cliprange_value": 0.2,
         "gamma": 1.0,
-        "lam": 0.95,
         "ds3_gather_for_generation": True,
         "push_to_hub": False,
     }
     ours = {
+        "lam": None,  # 0.95 in TRL 1.12
         "adam_epsilon": 1e-5,
         "disable_dropout": True,
         "num_generations": 1,

@@ -136,6 +136,24 @@ def test_a_score_on_the_last_token_alone_trains_the_same_weights_and_a_spread_on
 
 
 @pytest.mark.parametrize(
+    ("reward", "settings", "expected"),
+    [
+        (length_reward, {}, 1.0),
+        (spread, {}, 0.95),
+        (spread, {"lam": 0.7}, 0.7),
+        (length_reward, {"lam": 0.95}, 0.95),
+    ],
+)
+def test_lambda_suits_how_scores_are_given_unless_it_is_set(tmp_path, monkeypatch, reward, settings, expected):
+    used, estimate = [], ppo_trainer.advantages_and_returns
+    monkeypatch.setattr(
+        ppo_trainer, "advantages_and_returns", lambda *args: (used.append(args[4:6]), estimate(*args))[1]
+    )
+    make_trainer(tmp_path, reward, max_steps=1, **settings).train()
+    assert used == [(expected, None)]
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         (

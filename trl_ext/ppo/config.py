@@ -312,10 +312,16 @@ class PPOConfig(HidesCredentials, ReturnSettings, SavingSettings, RLOOConfig):
     )
 
     # The loss
-    lam: float = setting(0.95, "λ of GAE.", range="in [0, 1]", only_with=("lam_alpha", None))
+    lam: float | None = setting(
+        None,
+        "λ of GAE. If unset, 0.95 where a reward function or an environment scores tokens or turns, and 1 where each "
+        "answer has one score: with 0.95 the first of 100 tokens hears 0.6 % of a score at the end.",
+        range="in [0, 1]",
+        only_with=("lam_alpha", None),
+    )
     lam_value: float | None = setting(
         None,
-        "λ of the critic's target; `lam` if unset. VC-PPO (2503.01491) uses different values for the two.",
+        "λ of the critic's target; the advantages' λ if unset. VC-PPO (2503.01491) uses different values for the two.",
         range="in [0, 1]",
     )
     lam_alpha: float | None = setting(

@@ -541,7 +541,7 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
             rewards = whiten(rewards, mask, global_moments(self.accelerator, rewards, mask), shift_mean=False)
         schedules = {name: getattr(args, name) for name in LAM_SCHEDULES}
         actions = self._actions(mask)
-        lam, lam_value = choose_lam(actions, args.lam, args.lam_value, schedules)
+        lam, lam_value = choose_lam(actions, self._lam(rollout), args.lam_value, schedules)
         rewards = rollout.bootstrapped(rewards, args.gamma)
         advantages, returns = advantages_and_returns(rewards, values, mask, args.gamma, lam, lam_value, args.gae_level)
         if args.baseline != "critic":
@@ -549,6 +549,13 @@ class PPOTrainer(AgreedControl, ResumableRun, GRPOTrainer):
         if args.normalize_advantages:
             advantages = whiten(advantages, mask, global_moments(self.accelerator, advantages, actions))
         return advantages, returns
+
+    def _lam(self, rollout: Rollout) -> float:
+        """Return `lam`, or what suits the scores of all processes: one for each answer, or some for its tokens."""
+        if self.args.lam is not None:
+            return self.args.lam
+        is_by_token = torch.tensor([rollout.token_scores is not None], device=rollout.mask.device)
+        return 0.95 if self.accelerator.gather(is_by_token).any() else 1.0
 
     def _mix_baselines(self, rollout: Rollout, rewards: Tensor, values: Tensor, advantages: Tensor) -> Tensor:
         """Return (B, T) advantages over the mean return, alone or mixed with those over the critic."""

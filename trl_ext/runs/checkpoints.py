@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from ..models.adapters import adapter_facts, quantization_of
 from ..models.identity import config_identity, tokenizer_identity, tokenizer_names, weights_identity
 from ..models.weights import base_model_of
-from ..upstream.moved import ADDED
+from ..upstream.moved import settings_as_before
 from ..upstream.names import get_config_model_id, is_deepspeed_zero3_enabled, rotate_checkpoints
 from ..upstream.temporarily import temporarily
 from .changes import Names, differences
@@ -55,8 +55,7 @@ class RolledBack(CannotResume):
 def fingerprint(args: TrainingArguments, **facts: Any) -> dict[str, Any]:
     """Return the settings that must be the same for a run to resume exactly."""
     told = {name: value for name, value in args.to_dict().items() if not name.startswith(_MAY_DIFFER)}
-    config = {name: value for name, value in told.items() if name not in ADDED or value != ADDED[name]}
-    return json.loads(json.dumps(without_credentials({**config, **facts}), default=str))
+    return json.loads(json.dumps(without_credentials({**settings_as_before(told), **facts}), default=str))
 
 
 def newest_complete(output_dir: str) -> tuple[str | None, dict[str, str]]:

@@ -112,6 +112,15 @@ ADDED: dict[str, object] = {
 MEANING: dict[str, int] = {}
 
 
+def settings_as_before(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's settings as its checkpoints had them in 0.2.0, where they mean the same run."""
+    kept = {name: value for name, value in settings.items() if name not in ADDED or value != ADDED[name]}
+    reads_no_lam = settings.get("lam_alpha") is not None or settings.get("baseline") == "mean"
+    if reads_no_lam and kept.get("lam", 0.95) is None:
+        kept["lam"] = 0.95  # its default then, which was recorded though it was not read
+    return kept
+
+
 def new_name(name: str) -> str:
     """Return the present dotted name of something that had this dotted name in 0.2.0."""
     return _renamed(name, MOVED)

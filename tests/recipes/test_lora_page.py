@@ -1,4 +1,4 @@
-"""The commands of docs/adapters.md run as they stand, with a tiny model in the place of the hub's."""
+"""The commands of docs/lora.md run as they stand, with a tiny model in the place of the hub's."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import prompts, tiny_llama, tiny_tokenizer
 from trl_ext.cli.main import TRAINING
 
-PAGE = Path(__file__).parents[2] / "docs/adapters.md"
+PAGE = Path(__file__).parents[2] / "docs/lora.md"
 
 
 @pytest.mark.slow

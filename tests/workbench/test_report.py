@@ -197,7 +197,7 @@ def test_the_last_run_of_a_folder_is_shown_and_what_was_done_again_counts_once(t
 
 def test_an_alert_is_linked_to_what_to_do_within_the_page(run_dir):
     parsed = Page(page(read_run(run_dir)))
-    assert "#runbook-kl" in parsed.references and "Compare completions of now" in parsed.text
+    assert "#runbook-kl" in parsed.references and "Are completions better than in the first rollouts" in parsed.text
     ids = re.findall(r'\bid="([^"]+)"', page(read_run(run_dir)))
     assert {reference[1:] for reference in parsed.references} <= set(ids)
 

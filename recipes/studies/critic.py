@@ -41,7 +41,8 @@ CELLS: dict[str, tuple[Callable[[int], World], int, str]] = {
     "short": (lambda seed: Chain(32, seed=seed), 12, "32 tokens, one score at the end"),
 }
 TUNED = {"own start": "own start", "turns": "own start"}  # cell: where its learning rates are chosen; else in `noisy`
-# Method: trainer and settings; `of` names the method whose learning rate it takes
+# Method: trainer and settings. `of` names the method that it differs from by a number alone: it takes its learning
+# rate, and its seconds, so that what else the machine does at the time tells them not apart
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {"trainer": "PPO", "lam": 0.95},
     "gated": {"trainer": "PPO", "baseline": "gated", "lam": 0.95},
@@ -55,10 +56,12 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "PPO, λ 1": {"trainer": "PPO", "of": "PPO", "lam": 1.0},
     "PPO, clip 0.4": {"trainer": "PPO", "of": "PPO", "cliprange": 0.4},
+    "GRPO, clip 0.4": {"trainer": "GRPO", "of": "GRPO", "num_generations": 8, "epsilon": 0.4},
     "gated, λ 1": {"trainer": "PPO", "of": "gated", "baseline": "gated", "lam": 1.0},
 }
 COMPARED = "PPO, gradients compared"  # for the first seeds; it spends seconds on that, so it is no method
-ONLY_IN = {"PPO, bad critic": "noisy", "gated, bad critic": "noisy"}
+CHAINS = ("noisy", "long", "dense", "short")
+ONLY_IN = {"PPO, bad critic": ("noisy",), "gated, bad critic": ("noisy",), "GRPO, clip 0.4": CHAINS, "RLOO": CHAINS}
 RATES = (1e-3, 3e-3, 1e-2)
 TUNING_SEED = 1000
 PASSES = 4
@@ -95,7 +98,7 @@ def train(cell: str, method: str, rate: float, seed: int, rollouts: int, models:
     kinds = {"PPO": (PPOTrainer, PPOConfig), "GRPO": (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig)}
     kinds["compared"] = (Compared, PPOConfig)
     world = CELLS[cell][0](seed)
-    settings = dict({COMPARED: {"trainer": "compared"}, **METHODS}[method])
+    settings = dict({COMPARED: {"trainer": "compared", "lam": 0.95}, **METHODS}[method])
     trainer_class, config_class = kinds[settings.pop("trainer")]
     settings.pop("of", None)
     is_ours, plays = config_class is PPOConfig, isinstance(world, Lake)
@@ -187,11 +190,7 @@ def run(cell: str, method: str, rate: float, seed: int, args: argparse.Namespace
 
 def methods_in(cell: str, names: Sequence[str]) -> list[str]:
     """Return the methods that are tried in a cell: RLOO has no environments."""
-    return [
-        name
-        for name in names
-        if not (name == "RLOO" and isinstance(CELLS[cell][0](0), Lake)) and ONLY_IN.get(name, cell) == cell
-    ]
+    return [name for name in names if cell in ONLY_IN.get(name, (cell,))]
 
 
 # ---- What the curves say ----
@@ -230,6 +229,8 @@ def figures(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     The gain is from the mean first score of all, which is that of one model, to the best.
     """
     start = fmean(run["scores"][0] for run in runs)
+    seconds = {run["method"]: run["seconds"] for run in runs}
+    runs = [run | {"seconds": seconds.get(METHODS[run["method"]].get("of"), run["seconds"])} for run in runs]
     ends = {unit: min(run[unit][-1] for run in runs) for unit in ("tokens", "seconds")}
     result = {}
     for run in runs:

@@ -278,8 +278,11 @@ GOOD = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
     "given, message",
     [
         ({"completion_ids": [[8, 2], []]}, "1 of 2 rollouts have an empty prompt or completion (the first is row 1)"),
-        ({"completion_ids": [[8, 2], [99]]}, "rollout 1 has the token id 99, the critic's vocabulary is of 32"),
-        ({"prompt_ids": [[6] * 63, [7]]}, "rollout 0 has 63 + 2 tokens, the critic's context is of 64"),
+        (
+            {"completion_ids": [[8, 2], [99]]},
+            "rollout 1 has the token id 99, but the critic's vocabulary has only 32 ids",
+        ),
+        ({"prompt_ids": [[6] * 63, [7]]}, "rollout 0 has 63 + 2 tokens, but the critic can read only 64"),
         ({"completion_ids": [[8, None], [9, 2]]}, "rollout 0 has the token id None: token ids are lists of whole"),
         ({"completion_ids": [[8, 2], [9.5]]}, "rollout 0 has the token id 8.0"),
         ({"completion_ids": ["8 2", "9"]}, "rollout 0 has the token id '8'"),
@@ -289,7 +292,7 @@ GOOD = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
         ({"completion": ["a", "cat"]}, "rollout 0 has ids that read 'cat', but its text is 'a': the ids come"),
         ({"score": [1.0, None]}, "rollout 1 has the score None in 'score': each needs a finite number"),
         ({"score": [1.0, float("nan")]}, "rollout 1 has the score nan"),
-        ({"score": [1.0, 1.0]}, "all rollouts have the score 1: there is nothing to tell apart"),
+        ({"score": [1.0, 1.0]}, "all rollouts have the score 1: a critic can learn nothing from them"),
         ({}, "the rollouts have no column 'score' with scores; they have 'prompt_ids', 'completion_ids', 'finished'"),
     ],
     ids=str,

@@ -144,8 +144,8 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
         if is_peft_model(self.model):
             self.add_callback(AdapterGuard())
-        for trained_or_run in filter(None, (self.model, self.ref_model)):
-            keep_unpacked(trained_or_run)
+        for each in filter(None, (self.model, self.ref_model)):
+            keep_unpacked(each)
         if args.distribution_shift_samples:
             check_shift_is_possible(self)
         pairs_per_batch = args.per_device_train_batch_size * args.world_size

@@ -26,7 +26,7 @@ class Loader:
 
     Args:
         policy: the policy, plain or with adapters.
-        path: what it was loaded from; None if it was passed in as an object.
+        path: what the policy was loaded from; None if it was passed in as an object.
         init_kwargs: the keyword arguments that it was loaded with.
         trust_remote_code: as in transformers.
         accelerator: of the trainer.

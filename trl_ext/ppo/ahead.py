@@ -342,7 +342,7 @@ class _Server:
             return type(vllm).generate(vllm, **asked)  # these are no answers yet, so they are not checked
 
 
-# ---- What cannot be ----
+# ---- Checks ----
 
 
 def rollout_device(args: Any) -> str:
@@ -360,8 +360,8 @@ def check_ahead(args: Any, policy: Any, device: torch.device) -> None:
     base = base_model_of(policy)
     if getattr(base.config, "quantization_config", None) is not None:
         raise ValueError(
-            "`rollouts_ahead` with a quantised base: the second process would get merged weights, and generate with "
-            "another policy than the trained one. Load the base unquantised, or leave `rollouts_ahead` out."
+            "`rollouts_ahead` does not work with a quantised base: the second process would get merged weights, and "
+            "generate with another policy than the trained one. Load the base unquantised, or leave it out."
         )
     check_class(base)
     if args.rollout_device is None and device.type != "cpu":

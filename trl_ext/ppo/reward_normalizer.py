@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..functional import empty_moments, merge_moments, moments, variance, whiten, whitening_scale
 
-_NO_VARIANCE = 1e-8  # of scores, what whitening adds to it
+_NO_VARIANCE = 1e-8  # scores with no more variance count as equal; whitening adds as much to the variance
 
 
 class RewardNormalizer:
@@ -35,7 +35,7 @@ class RewardNormalizer:
             groups: N group names, for `group`.
 
         Returns:
-            (N,) standardised scores, and (N,) what each was multiplied by once the mean was off.
+            (N,) standardised scores, and the (N,) factors that each was multiplied by after the mean was subtracted.
         """
         match self.kind:
             case "none":

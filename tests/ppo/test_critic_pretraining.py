@@ -290,7 +290,7 @@ GOOD = {"prompt_ids": [[6], [7]], "completion_ids": [[8, 2], [9]]}
         ({"finished": [True, None]}, "rollout 1 has `finished` None: it must be true or false"),
         ({"finished": [True, True]}, "rollout 1 says `finished: true`, but its last token is 9"),
         ({"completion": ["a", "cat"]}, "rollout 0 has ids that read 'cat', but its text is 'a': the ids come"),
-        ({"score": [1.0, None]}, "rollout 1 has the score None in 'score': each needs a finite number"),
+        ({"score": [1.0, None]}, "rollout 1 has the score None in 'score': give it a finite number"),
         ({"score": [1.0, float("nan")]}, "rollout 1 has the score nan"),
         ({"score": [1.0, 1.0]}, "all rollouts have the score 1: a critic can learn nothing from them"),
         ({}, "the rollouts have no column 'score' with scores; they have 'prompt_ids', 'completion_ids', 'finished'"),

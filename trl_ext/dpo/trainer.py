@@ -140,7 +140,7 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             )
         check_savable(self.model)
         check_not_dropped(self, train_dataset, eval_dataset)
-        if self.processing_class is self._tokenizer:  # ids of images are no rows of a text model
+        if self.processing_class is self._tokenizer:  # a processor's image tokens need no row of the embeddings
             check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
         if is_peft_model(self.model):
             self.add_callback(AdapterGuard())

@@ -1,4 +1,4 @@
-"""Stop a run whose adapter does not change in training, which otherwise nobody would notice for days."""
+"""Stop a run whose adapter does not change in training, before days are lost on it."""
 
 import warnings
 from typing import Any

@@ -52,7 +52,7 @@ class Loader:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def again(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
-        """Return a function that loads the policy's weights again, for a copy of a policy that ZeRO-3 partitioned."""
+        """Return a function that calls `load` for the policy's weights; None without a path. ZeRO-3 allows no copy."""
         if self.path is None:
             return None
         return partial(load, self.path, revision=self.init_kwargs.get("revision"), **self.kwargs)

@@ -30,7 +30,7 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
         raise TooSlow(f"{what} took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, expired)
-    # and again each second: what is called may swallow the first
+    # Repeated each second, since the function may catch the first exception
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     start = time.monotonic()
     try:
@@ -38,7 +38,7 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if left:  # of a tool that asks for `get_reward`, say
+        if left:  # an outer alarm: a tool may call `get_reward`, say
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), again)
 
 
@@ -213,7 +213,7 @@ def _pickled(attributes: dict[str, Any]) -> dict[str, bytes]:
     for name, value in attributes.items():
         if name in ("reset", "get_reward"):  # ours, see `guarded`
             continue
-        with suppress(Exception):  # a socket, say, which tells nothing
+        with suppress(Exception):  # what cannot be pickled, such as a socket, is not compared
             result[f"`{name}`"] = pickle.dumps(value)
     return result
 
@@ -264,7 +264,7 @@ def guarded(
         return environment
 
     def replace(environment: Any, name: str, method: Callable) -> None:
-        with suppress(AttributeError):  # `__slots__`: it works, with less help
+        with suppress(AttributeError):  # a class with `__slots__` keeps its own method, without limit and notes
             setattr(environment, name, method)
 
     def reset(original: Callable, name: str, /, *given: Any, **row: Any) -> Any:

@@ -30,8 +30,10 @@ class RewardNormalizer:
 
     def __call__(self, scores: Tensor, groups: list[str] | None = None) -> tuple[Tensor, Tensor]:
         """
+        Standardise the scores of a rollout.
+
         Args:
-            scores: (N,) on the CPU, of all processes; NaN where no reward function applies, and left out.
+            scores: (N,) on the CPU, of all processes. NaN, where no reward function gives a score, is left out.
             groups: N group names, for `group`.
 
         Returns:

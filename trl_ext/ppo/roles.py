@@ -270,8 +270,9 @@ class Rewards:
         """
         Return a checked reward function for each reward, models included.
 
-        `forward` runs the actor-critic, as FSDP or DeepSpeed have wrapped it by then, for those that share its base.
-        `own_draws` is a context with its own random state. Functions of weight 0 run in it, to leave training alone.
+        `forward(name, …)` scores with a reward model on the policy's base. It runs the actor-critic as FSDP or
+        DeepSpeed has wrapped it. `own_draws` makes a context with a random state of its own. Functions of weight 0 run
+        in it, so that they do not affect training.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -431,7 +432,7 @@ def named(model: Any) -> str | None:
 
 
 def _critic_from_reward(loader: Loader, reward: Any, tokenizer: Any) -> PreTrainedModel | None:
-    if isinstance(reward, PeftModel):  # under ZeRO-3; its path is that of its base alone
+    if isinstance(reward, PeftModel):  # under ZeRO-3; its configuration names the base's path, not its own
         return None
     path, load = get_config_model_id(reward.config), AutoModelForSequenceClassification.from_pretrained
     again = partial(load, path, num_labels=1, **loader.kwargs) if path else None

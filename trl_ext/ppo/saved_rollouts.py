@@ -47,7 +47,7 @@ def with_token_ids(
     """
     given = [name for name in _IDS if name in dataset.column_names]
     has_ids = len(given) == len(_IDS)
-    if given and not has_ids:  # else the texts would be tokenized, unsaid
+    if given and not has_ids:  # else the texts would be read without a word
         (missing_ids,) = {*_IDS} - {*given}
         raise ValueError(
             f"the rollouts have {given[0]}, but no {missing_ids}: give both, or neither to read the texts"
@@ -71,7 +71,7 @@ def with_token_ids(
     if empty:
         raise ValueError(
             f"{len(empty)} of {len(dataset)} rollouts have an empty prompt or completion (the first is row "
-            f"{empty[0]}): there is no state to value, leave them out"
+            f"{empty[0]}): leave them out"
         )
     for row, ids in enumerate(zip(prompts, completions, strict=True)):
         wrong = [i for part in ids for i in part if not (isinstance(i, int) and 0 <= i < vocabulary)]
@@ -102,11 +102,11 @@ def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[
     for prompt, asked, answer, ended in zip(texts, prompts, answers, dataset["finished"], strict=True):
         text = answer if isinstance(answer, str) else answer[-1]["content"]
         together = tokenizer(prompt + text)["input_ids"] if isinstance(prompt, str) else []
-        if together[: len(asked)] == asked:  # as it is written behind the prompt: SentencePiece adds a space alone
+        if together[: len(asked)] == asked:  # SentencePiece adds a space to a text alone
             ids = together[len(asked) :]
         else:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id]:  # of a tokenizer that ends every text so
+        if ids[-1:] == [tokenizer.eos_token_id]:  # from a tokenizer that ends every text by EOS
             ids = ids[:-1]
         completions.append([*ids, *([tokenizer.eos_token_id] if ended else [])])
     return prompts, completions
@@ -146,8 +146,7 @@ def given_scores(dataset: Dataset, column: str) -> Tensor:
     for row, score in enumerate(scores):
         if not is_finite_number(score):
             raise ValueError(
-                f"rollout {row} has the score {score!r} in {column!r}: each needs a finite number, leave it out or "
-                "score it"
+                f"rollout {row} has the score {score!r} in {column!r}: give it a finite number, or leave it out"
             )
     return torch.tensor(scores, dtype=torch.float64)[:, None]
 

@@ -124,7 +124,7 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
 
 
 def add_critic(policy: Any, config: LoraConfig | None) -> None:
-    """Add the critic's adapter, in the dtype of the policy's. `config` is a copy of the policy's if it is None."""
+    """Add the critic's adapter, in the dtype of the policy's; without a `config`, with a copy of the policy's."""
     if config is None:
         config = copy.deepcopy(policy.peft_config[POLICY])
         config.modules_to_save = None  # a value has no use for them

@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 
 _RESTARTS = 2  # in a row, without answers in between
 _ALIGNED = 64  # bytes
-# Environment variables of `accelerate launch`, which are not for the second process
+# How variables of a launcher begin, which the second process must not see
 _LAUNCHER = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_")
 
 
@@ -126,7 +126,7 @@ class RolloutProcess:
     def _start(self) -> None:
         here, there = Pipe()
         quietly = f"from {is_quiet.__module__} import quiet; quiet(); " if is_quiet() else ""
-        code = (  # on Ctrl-C the trainer ends the process
+        code = (  # SIGINT is ignored, since on Ctrl-C the trainer ends the process
             "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
             f"sys.path[:] = {sys.path!r}; {quietly}from {rollout_worker.__name__} import serve; "
             f"serve({there.fileno()}, {self._memory_file}, {os.getpid()})"

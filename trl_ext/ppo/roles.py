@@ -416,10 +416,8 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
                 if critic is not None:
                     return critic, f"a copy of reward model '{name}'"
         load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
-        critic, origin = (
-            critic_from_policy(loader.policy, loader.again(load)),
-            "the policy's backbone with a zero head",
-        )
+        critic = critic_from_policy(loader.policy, loader.again(load))
+        origin = "the policy's backbone with a zero head"
     check_critic(critic, rewards.policy_tokenizer)
     if vocabulary_of(critic) != vocabulary_of(loader.policy):
         check_same_ids("`value_model`", named(value_model), rewards.policy_tokenizer)

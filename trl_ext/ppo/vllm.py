@@ -199,7 +199,7 @@ class ServerGuard:
         self._instance = _configuration(client.base_url).get("instance_id")
         self._generate, client.generate = client.generate, self._guarded_generate
         self._update, client.update_named_params = client.update_named_params, self._guarded_update
-        self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self._guarded_reset
+        client.reset_prefix_cache = functools.partial(self._ask, client.reset_prefix_cache)
 
     def answered(self, draw: Callable[[], tuple]) -> tuple:
         """
@@ -261,9 +261,6 @@ class ServerGuard:
         self._ask(self._update, metadata, named_params)
         for _ in named_params:  # gathering is for all processes, and at the end adapters are unmerged
             pass
-
-    def _guarded_reset(self) -> None:
-        self._ask(self._reset)
 
     def _ask(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the server; return None if it fails, or has failed since the last recovery."""

@@ -35,6 +35,8 @@ GONE = {
     "trl_ext.marker.write_durably",
     "trl_ext.ppo.inputs.check_absent",
     "trl_ext.ppo.rollout.RolloutRecorder",
+    "trl_ext.ppo.evaluation.greedy_config",
+    "trl_ext.ppo.rewards.checked",
     *(f"trl_ext.ppo.vllm.{name}" for name in ("keep_logprobs", "sampled")),
     "trl_ext.rewards.member.is_finite_number",
     "trl_ext.rewards.member.said_of",

@@ -529,7 +529,7 @@ def test_what_cannot_be_is_refused(subtests, tmp_path):
         make_trainer(tmp_path, model=model, rollouts_ahead=1)
     policy = SimpleNamespace(config=SimpleNamespace(quantization_config={}))
     args = SimpleNamespace(use_vllm=False, rollouts_ahead=1, rollout_device=None)
-    with pytest.raises(ValueError, match="`rollouts_ahead` with a quantised base"):
+    with pytest.raises(ValueError, match="`rollouts_ahead` does not work with a quantised base"):
         ahead.check_ahead(args, policy, torch.device("cpu"))
     with pytest.raises(ValueError, match=re.escape("such as `rollout_device: cuda:1` (training is on cuda:0)")):
         ahead.check_ahead(args, tiny_llama(), torch.device("cuda:0"))

@@ -251,12 +251,12 @@ def test_stop_token_id_ends_responses(tmp_path):
 
 def test_conflicting_names_raise(subtests, tmp_path):
     for config, call, message in [
-        ({"sft_model_path": "a"}, {"model": "b"}, "`model='b'` and .*'a' are two names of one thing"),
-        ({"reward_model_path": "a"}, {"reward_model": "b"}, "`reward_model='b'` and .*'a' are two names of one thing"),
-        ({"reward_model_path": "a"}, {"reward_funcs": "b"}, "`reward_funcs='b'` and .*'a' are two names of one thing"),
-        ({"reward_model_path": "a"}, {"reward_funcs": ["b"]}, "'a' are two names of one thing"),
-        ({"reward_model_path": "a"}, {"reward_funcs": length_reward}, "'a' are two names of one thing"),
-        ({}, {"reward_model": "a", "reward_funcs": "b"}, "`reward_model` .* and `reward_funcs` are two names"),
+        ({"sft_model_path": "a"}, {"model": "b"}, "`model='b'` and .*'a' name the same model twice"),
+        ({"reward_model_path": "a"}, {"reward_model": "b"}, "`reward_model='b'` and .*'a' name the same model twice"),
+        ({"reward_model_path": "a"}, {"reward_funcs": "b"}, "`reward_funcs='b'` and .*'a' name the same model twice"),
+        ({"reward_model_path": "a"}, {"reward_funcs": ["b"]}, "'a' name the same model twice"),
+        ({"reward_model_path": "a"}, {"reward_funcs": length_reward}, "'a' name the same model twice"),
+        ({}, {"reward_model": "a", "reward_funcs": "b"}, "`reward_model` .* and `reward_funcs` are the same argument"),
         ({}, {"reward_funcs": None}, "`reward_funcs` is required"),
         ({}, {"model": None}, "`model` is required"),
         ({}, {"data_collator": list}, "`data_collator` .* would never be called"),

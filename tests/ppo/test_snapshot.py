@@ -35,7 +35,7 @@ def test_a_snapshot_is_read_as_it_was_written_and_each_process_has_its_own(tmp_p
 
 def test_a_snapshot_of_another_version_says_so(tmp_path):
     torch.save({"step": 3}, tmp_path / "ppo_state_1.pt")
-    with pytest.raises(ValueError, match=r"ppo_state_1.pt is of another version of trl_ext"):
+    with pytest.raises(ValueError, match=r"ppo_state_1.pt was written by another version of trl_ext"):
         Snapshot.load(str(tmp_path), 1)
 
 

@@ -9,14 +9,14 @@ from ..functional import adaptive_kl_coef, beta_dpo, keep_typical, preference_dr
 from .config import DPOConfig
 from .pairs import Pairs
 
-_EMPTY = (0.0, 0)
+_EMPTY = (0.0, 0)  # the sum and the number of no drifts
 
 
 class BetaController:
     """
     Keep β fixed, set it from each batch's margins (`beta_dpo`, 2407.08639), or steer it to hold a drift (`drift`).
 
-    Every process passes in the pairs of all processes, so that β is the same everywhere without synchronisation.
+    Every process passes in the pairs of all processes, so every process computes the same β.
 
     Args:
         args: the settings `beta…` and `drift…`, and the seed.

@@ -92,7 +92,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
         only_with=("margin_normalization", "source"),
     )
 
-    # What the loss reads of a pair beside its answers
+    # What the loss reads about a pair, beside its answers
     use_margin: bool = setting(
         False,
         "Read by how much, in logits, the chosen answer must win (ODPO, 2402.10571): from the dataset's column "
@@ -151,7 +151,7 @@ class DPOConfig(HidesCredentials, AnswersSettings, SavingSettings, trl.DPOConfig
 
     @property
     def _of_our_loss(self) -> list[str]:
-        """Return the settings in use that TRL's loss cannot serve: a pair's loss depends on more than its margin."""
+        """Return the names of the settings in use that TRL's loss cannot serve, since it reads margins alone."""
         named = {name: getattr(self, name) for name in ("use_margin", "use_confidence", "use_weight", "dpop_lambda")}
         return [name for name, value in (named | {"beta_dpo_keep": self.beta_dpo_keep < 1}).items() if value]
 

@@ -11,8 +11,8 @@ class MarginNormalizer:
     """
     Multiply β by a factor for each source of pairs, so that the margins of all sources have the same spread.
 
-    The factors come from the standard deviations of the margins so far, of the pairs of all processes. The factors
-    change after an optimizer step, so they do not depend on how a step is cut into micro-batches.
+    The factors come from the standard deviations of all margins so far, over all processes. They change only after an
+    optimizer step, so they do not depend on how a step is cut into micro-batches.
 
     Args:
         sources: names of the sources. Pairs name a source by its index in this list.
@@ -53,7 +53,7 @@ class MarginNormalizer:
         return {"sources": self.sources, "moments": torch.stack(self._moments)}
 
     def load_state_dict(self, state: dict) -> None:
-        """Load the moments of the sources that the state has; other sources start anew."""
+        """Load the moments of the sources that the state knows; other sources start anew."""
         known = dict(zip(state["sources"], state["moments"].unbind(), strict=True))
         self._moments = [known.get(source, empty_moments("cpu")) for source in self.sources]
         self._pending.clear()  # a step that was interrupted begins anew

@@ -1,4 +1,4 @@
-"""Check whether the pairs' answers are such as the reference writes: compare their log-probs with its samples'."""
+"""Tell whether the reference could have written the pairs' answers: compare their log-probs with its samples'."""
 
 import warnings
 from itertools import islice

@@ -140,12 +140,12 @@ class DPOTrainer(AgreedControl, ResumableRun, trl.DPOTrainer):
             )
         check_savable(self.model)
         check_not_dropped(self, train_dataset, eval_dataset)
-        if self.processing_class is self._tokenizer:  # ids of images are no rows of a text model
+        if self.processing_class is self._tokenizer:  # a processor's image tokens need no row of the embeddings
             check_tokenizer(self.model, self._tokenizer, pads_are_read=True)
         if is_peft_model(self.model):
             self.add_callback(AdapterGuard())
-        for trained_or_run in filter(None, (self.model, self.ref_model)):
-            keep_unpacked(trained_or_run)
+        for each in filter(None, (self.model, self.ref_model)):
+            keep_unpacked(each)
         if args.distribution_shift_samples:
             check_shift_is_possible(self)
         pairs_per_batch = args.per_device_train_batch_size * args.world_size

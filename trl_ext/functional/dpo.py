@@ -143,7 +143,7 @@ def beta_dpo(beta: float, margin: float, running_mean: float, alpha: float) -> f
 
     Args:
         beta: the beta of a batch whose mean margin is M_0, 1 / nats.
-        margin: M, mean log-ratio margin Delta of the batch, nats.
+        margin: M, mean of the batch's margins Delta, nats.
         running_mean: M_0, mean margin of the batches before, nats.
         alpha: how strongly the margin moves beta, 1 / nats.
 

@@ -1,4 +1,4 @@
-"""Weigh tokens that another policy has sampled, and say how many samples the weights cost."""
+"""Weigh tokens that another policy has sampled, and measure how many samples are lost by unequal weights."""
 
 import math
 from typing import Literal

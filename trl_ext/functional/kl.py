@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .shapes import check_shapes
 
-# Of (B, T) log-probs of sampled tokens, nats, each makes (B, T) nats, with d = log p(x) - log p_ref(x).
+# Each estimator takes (B, T) log-probs of sampled tokens, nats, and returns (B, T) nats. d = log p(x) - log p_ref(x).
 # Schulman 2020, http://joschu.net/blog/kl-approx.html
 
 
@@ -23,7 +23,7 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return exp(-d) - 1 + d: unbiased, never negative, and mostly of less variance than k1."""
+    """Return exp(-d) - 1 + d: unbiased, never negative, and mostly less variable than k1."""
     log_ratio = logprobs - ref_logprobs
     return torch.expm1(-log_ratio) + log_ratio
 

@@ -1,4 +1,4 @@
-"""Test at every log whether a mean is beyond a bound by more than its noise; all looks together seldom err."""
+"""Test at every log whether a mean exceeds a bound by more than its noise, so that all tests together seldom err."""
 
 import math
 

@@ -13,7 +13,7 @@ def turn_numbers(mask: Tensor) -> Tensor:
         mask: (B, T), 1 = token that the policy drew.
 
     Returns:
-        (B, T) int64; what lies between two turns has the number of the one before, and 0 before the first.
+        (B, T) int64; tokens after a turn have its number until the next turn begins, those before the first have 0.
 
     Raises:
         ValueError: mask is not 2-dimensional.
@@ -32,7 +32,7 @@ def turn_sums(values: Tensor, mask: Tensor) -> Tensor:
     """Sum over the tokens of each turn: s_t = sum of x_u over the turn of token t.
 
     Args:
-        values: (B, T), any unit; log-probs give that of the whole turn as one action.
+        values: (B, T), any unit; log-probs add up to the log-prob of the whole turn, as one action.
         mask: (B, T), as in `turn_numbers`.
 
     Returns:

@@ -110,7 +110,7 @@ class ActorCritic(nn.Module):
         self.sampler_recorder: SamplerRecorder | None = None  # set while a rollout records log-probs
         self.histories: Histories | None = None  # set while a rollout draws several turns
         self.critic_is_frozen = False
-        self.critic_trains_mlps = False  # if so, the critic's MLPs and head alone are trained
+        self.critic_trains_mlps = False  # whether the critic's MLPs and head alone are trained
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -198,12 +198,11 @@ class ActorCritic(nn.Module):
         return isinstance(self.critic, AdapterClassifier)
 
     def parameters_of(self, role: str) -> Iterator[nn.Parameter]:
-        """Yield the parameters of `"policy"` or `"critic"`; a shared base counts as the policy's."""
-        for _, parameter in self.named_parameters_of(role):
-            yield parameter
+        """Return the parameters of `"policy"` or `"critic"`; a shared base counts as the policy's."""
+        return (parameter for _, parameter in self.named_parameters_of(role))
 
     def named_parameters_of(self, role: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters, as `parameters_of`."""
+        """Yield the parameters that `parameters_of` yields, with their names."""
         for name, parameter in self.named_parameters():
             parts = name.split(".")
             if parts[0] != "rewards" and (CRITIC in parts) == (role == "critic"):
@@ -218,7 +217,7 @@ class ActorCritic(nn.Module):
         if any(layer.disable_adapters for layer in self.adapters.layers):
             raise RuntimeError(
                 "The policy's adapters have been switched off by `disable_adapter_layers()`, so that nothing would be "
-                "trained: switch them off for a block alone, with `with model.disable_adapter():`."
+                "trained: switch them off for a block only, with `with model.disable_adapter():`."
             )
         self.adapters.set(POLICY)
         for adapter in self.policy.peft_config:

@@ -1,4 +1,4 @@
-"""Stop a run whose adapter does not change in training, which otherwise nobody would notice for days."""
+"""Stop a run whose adapter does not change in training, before days are lost on it."""
 
 import warnings
 from typing import Any
@@ -31,16 +31,9 @@ class AdapterGuard(TrainerCallback):
     def _parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
         found: dict[str, list[nn.Parameter]] = {part: [] for part in self.watched}
         for name, parameter in model.named_parameters() if self.watched else ():
-            root, *_ = names = name.split(".")
-            part = (
-                "value head"
-                if root == "critic"
-                else "critic's adapter"
-                if CRITIC in names
-                else "policy's adapter"
-                if POLICY in names
-                else None
-            )
+            names = name.split(".")
+            is_in = {"value head": names[0] == "critic", "critic's adapter": CRITIC in names}
+            part = next((part for part in is_in if is_in[part]), "policy's adapter" if POLICY in names else None)
             if part in found:  # frozen ones, too: another callback may unfreeze them before the step's forward
                 found[part].append(parameter)
         return found

@@ -30,7 +30,7 @@ from .identity import hash_of, hub_identity, weights_hash
 from .weights import base_model_of
 
 FINGERPRINT = "trl_ext_base.json"
-NO_HEAD = "{} has no `score` head: it is no sequence classifier that was saved as an adapter."
+NO_HEAD = "{} has no `score` head: give an adapter of a sequence classifier, which is saved with its head."
 _HEAD = "base_model.model.score."
 
 # `init_lora_weights` that leave the base weights, and so the reference, as they are
@@ -124,7 +124,7 @@ def prepare_peft_model(model: Any, shares_base: bool) -> None:
 
 
 def add_critic(policy: Any, config: LoraConfig | None) -> None:
-    """Add the critic's adapter, in the dtype of the policy's adapter; by default with a copy of its configuration."""
+    """Add the critic's adapter, in the dtype of the policy's; without a `config`, with a copy of the policy's."""
     if config is None:
         config = copy.deepcopy(policy.peft_config[POLICY])
         config.modules_to_save = None  # a value has no use for them
@@ -173,12 +173,12 @@ def copy_adapter(policy: Any, source: str, target: str) -> bool:
 
 def adapter_facts(policy: Any) -> dict[str, Any]:
     """Return the facts on adapters and reference that must be the same for a run to resume."""
-    # Where an adapter came from, and what PEFT sets as it is used
+    # These tell where an adapter came from, or are set by PEFT while it is used
     left_out = ("base_model_name_or_path", "revision", "inference_mode", "task_type", "auto_mapping", "peft_version")
     facts: dict[str, Any] = {}
     for name, config in policy.peft_config.items():
         settings = {key: value for key, value in config.to_dict().items() if key not in left_out}
-        # Sets have no order
+        # Sorted, since sets have no order
         facts |= {f"adapter {name} {key}": sorted(v) if isinstance(v, set) else v for key, v in settings.items()}
     if REFERENCE in policy.peft_config:
         reference = get_peft_model_state_dict(policy, adapter_name=REFERENCE)
@@ -190,10 +190,10 @@ def adapter_facts(policy: Any) -> dict[str, Any]:
 
 
 def is_adapter(path: Any, revision: str | None = None) -> bool:
-    """Return whether a path, a folder or a hub name, is that of an adapter."""
+    """Return whether a folder or hub name is that of an adapter; False for anything that is not text."""
     try:
         return isinstance(path, str) and find_adapter_config_file(path, revision=revision) is not None
-    except OSError:  # there is nothing: loading it will say so
+    except OSError:  # nothing is there: loading it will say so
         return False
 
 
@@ -254,7 +254,7 @@ class OneAdapter(nn.Module):
 
 
 class SharedBase:
-    """Load the base of several sequence classifiers once, each of one label and saved as an adapter of it."""
+    """Load several sequence classifiers of one label, saved as adapters of one base, with a single copy of it."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -269,7 +269,7 @@ class SharedBase:
             load = AutoPeftModelForSequenceClassification.from_pretrained
             self.model = load(path, adapter_name="member_0", num_labels=1, **kwargs)
         elif base is None or base != self.base:
-            raise ValueError(f"{path} is no adapter of the base that the first one names: load it separately")
+            raise ValueError(f"{path} is not an adapter of the first adapter's base: load it separately")
         else:
             names = list(self.model.peft_config)
             self.model.load_adapter(path, f"member_{len(names)}")
@@ -318,13 +318,13 @@ def save_base_fingerprint(
     model: Any, output_dir: str | Path, path: str | None = None, revision: str | None = None
 ) -> None:
     """
-    Write beside a LoRA adapter which base it was trained on.
+    Write a file beside a LoRA adapter that says which base it was trained on.
 
-    By this file `PPOTrainer` tells whether its own policy has that base (`share_reward_base`). Call it on every
-    process.
+    `PPOTrainer` reads it to tell whether its own policy has that base (`share_reward_base`). Call this function on
+    every process.
 
     Args:
-        model: with the adapter.
+        model: the model with the adapter.
         output_dir: folder of the adapter.
         path, revision: what the base was loaded from. Bases from the hub are compared by name and commit.
     """

@@ -8,7 +8,7 @@ _NONE = "[None](https://huggingface.co/None)"
 
 def without_none(output_dir: str, base: str) -> None:
     """
-    Replace `None` in TRL's model card, which stands for a local base and for a model that is not pushed.
+    Replace the `None` that TRL's model card shows for a local base, and for a model that is not pushed to the hub.
 
     Args:
         output_dir: the folder with the card, if this process wrote one.

@@ -15,7 +15,7 @@ from .weights import base_model_of, tokens_beyond, unpatched_copy, vocabulary_of
 
 def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
     """
-    Build a sequence classifier of one label around `base`'s backbone, not a copy of it, and `head`.
+    Build a sequence classifier of one label from `base`'s backbone, which is not copied, and `head`.
 
     The default head is zero, and in float32, since bfloat16 rounds small updates away.
     """
@@ -32,10 +32,16 @@ def classifier_on(base: Any, head: nn.Module | None = None) -> PreTrainedModel:
     setattr(classifier, classifier.base_model_prefix, base.base_model)
     if head is None:
         head = nn.Linear(classifier.score.in_features, 1, bias=classifier.score.bias is not None)
-        for parameter in head.parameters():
-            nn.init.zeros_(parameter)
+        zero_(head)
     classifier.score = head.to(base.device)
     return classifier
+
+
+def zero_(head: nn.Module) -> None:
+    """Set a head's weights to 0, so that V = 0 everywhere."""
+    for parameter in head.parameters():
+        with whole(parameter, modifier_rank=0):
+            nn.init.zeros_(parameter)
 
 
 class AdapterClassifier(nn.Module):
@@ -76,26 +82,28 @@ def critic_from_policy(policy: nn.Module, load_again: Callable[[], Any] | None =
     """
     twin = unpatched_copy(policy, "the critic", load_again)
     critic = twin if hasattr(twin, "score") else classifier_on(twin)
-    for parameter in critic.score.parameters():
-        with whole(parameter, modifier_rank=0):
-            nn.init.zeros_(parameter)
+    zero_(critic.score)
     critic.score.to(policy.dtype)
     return critic.requires_grad_(True)
 
 
-def check_critic(critic: Any, tokenizer: Any) -> None:
-    """Raise a `ValueError` if `critic` cannot be the critic of a policy with that tokenizer."""
-    score = getattr(critic, "score", None)
+def check_one_label(model: Any, name: str) -> None:
+    """Raise a `ValueError` if a model is not a sequence classifier with one label; `name` is for the message."""
+    score = getattr(model, "score", None)
     if not isinstance(score, nn.Module) or not hasattr(score, "weight"):
         raise ValueError(
-            "`value_model` must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` "
-            f"of a causal language model), got {type(critic).__name__}."
+            f"{name} must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` of a "
+            f"causal language model), got {type(model).__name__}."
         )
-    if critic.config.num_labels != 1:
+    if model.config.num_labels != 1:
         raise ValueError(
-            f"`value_model` must have one label, got num_labels={critic.config.num_labels}: load it with "
-            "`num_labels=1`."
+            f"{name} must have one label, got num_labels={model.config.num_labels}: load it with `num_labels=1`."
         )
+
+
+def check_critic(critic: Any, tokenizer: Any) -> None:
+    """Raise a `ValueError` if `critic` cannot be the critic of a policy with that tokenizer."""
+    check_one_label(critic, "`value_model`")
     vocabulary = vocabulary_of(critic)
     if unknown := tokens_beyond(vocabulary, tokenizer, pads_are_read=False):
         raise ValueError(

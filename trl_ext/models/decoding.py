@@ -61,7 +61,7 @@ def decode(
     Args:
         policy: a model, plain or wrapped by PEFT.
         recorder: receives the sampled tokens, with their log-probs.
-        histories: what was read in earlier turns of these rows. What is read now is added to it.
+        histories: what the model read in earlier turns of these rows. What it reads now is added.
         inputs: `input_ids` (B, P) and its mask, left-padded, `generation_config`, and whatever else the model reads.
     """
     config, base = inputs.get("generation_config"), base_model_of(policy)

@@ -62,7 +62,7 @@ def forked_rng(device: torch.device) -> AbstractContextManager:
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Use this seed within the block, and restore the global random state after it; None uses the global state."""
+    """Use this seed within the block, and restore the global random state after it; with None, change nothing."""
     if seed is None:
         yield
         return
@@ -77,8 +77,8 @@ def eos_token_ids(model: Any, tokenizer: Any, revision: str | None = None) -> li
 
     Args:
         model: a model, or its folder or hub name; its weights are not loaded.
-        tokenizer: of the model.
-        revision: on the hub.
+        tokenizer: the model's tokenizer.
+        revision: of the model on the hub.
     """
     if isinstance(model, str):
         from .saved_adapter import base_of

@@ -38,7 +38,7 @@ class Histories:
     Keep the histories of rows, and find the history with which a prompt of the next turn begins.
 
     Args:
-        limit: rows to keep at most, so that they take no more memory than the cache of as many rows in use.
+        limit: most rows to keep; they take no more memory than the cache of a batch of as many rows.
     """
 
     def __init__(self, limit: int) -> None:
@@ -57,9 +57,10 @@ class Histories:
 
     def fill(self, cache: DynamicCache, input_ids: Tensor, attention_mask: Tensor) -> None:
         """
-        Fill an empty cache with what is known of prompts, and forget that.
+        Move the kept keys and values of these prompts into an empty cache.
 
-        All rows get the same number of columns, so of rows with fewer new tokens than others some are read again.
+        The model then reads the same number of columns in each row. So a row with fewer new tokens than another reads
+        some of its known tokens again.
 
         Args:
             input_ids, attention_mask: (B, P), left-padded.
@@ -81,7 +82,7 @@ class Histories:
             cache.update(*(torch.stack(each) for each in zip(*rows, strict=True)), number)
 
     def _take(self, ids: list[int]) -> History | None:
-        """Return the next history that `ids` begin with, and forget it and those of rows that did not go on."""
+        """Return the next history that `ids` begin with; forget it, and those before it, whose rows have ended."""
         for number, history in enumerate(self._kept):
             if ids[: len(history.ids)] == history.ids:
                 for _ in range(number + 1):

@@ -22,7 +22,7 @@ def weights_identity(model: Any, path: str | None = None, revision: str | None =
 
     Args:
         model: a transformers model, plain or with adapters, which are left out.
-        path: what it was loaded from, unless it was changed since.
+        path: what it was loaded from; None if it was changed since.
         revision: on the hub.
 
     Returns:
@@ -58,9 +58,9 @@ def path_identity(path: str, revision: str | None = None) -> str:
 
 def weights_hash(module: Any) -> str:
     """
-    Hash a module's weights, quantised if they are, without adapters.
+    Hash a module's weights without its adapters; quantised weights are hashed as they are stored.
 
-    They are read in float32, so a model that is loaded in a wider dtype has the same hash. The hash tells weights
+    Others are read in float32, so a model that is loaded in a wider dtype has the same hash. The hash tells weights
     apart, but does not guard against an attacker. Under ZeRO-3 every process must call this.
     """
     return hash_of(
@@ -82,14 +82,14 @@ def config_identity(model: Any) -> str:
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """Hash a tokenizer, or a processor's: its vocabulary and rules, special tokens and chat template."""
+    """Hash a tokenizer, or a processor's tokenizer: its vocabulary, rules, special tokens and chat template."""
     if tokenizer is None:
         return None
     template, tokenizer = _template_and_tokenizer(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = [tokenizer.get_vocab()]
     if backend is not None:
-        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}  # those of its last use
+        rules = {**json.loads(backend.to_str()), "truncation": None, "padding": None}  # left over from its last call
     special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
     return _hash_of_text(json.dumps([rules, special, template], sort_keys=True, default=str))
 

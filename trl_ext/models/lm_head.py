@@ -2,12 +2,11 @@
 
 import functools
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..functional import logprobs_and_entropies
 from ..upstream.names import FusedCausalLMOutput
@@ -24,8 +23,8 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
     with `with_entropies`, entropies. If the logits would not fit the budget, TRL's head computes the same, tile by
     tile, in less memory and more time, since it computes the logits once more in the backward pass.
 
-    `most` is a number of tokens to hold against the budget instead of N. Sharded models must choose the same way on
-    all processes, since the two ways gather other weights.
+    With `most`, that number of tokens is compared with the budget instead of N. Give it on sharded models: all
+    processes must choose the same of the two ways, since these gather different weights.
 
     Args:
         model: a causal language model after TRL's `add_fused_lm_head`, not its PEFT wrapper.
@@ -66,29 +65,19 @@ def add_dense_lm_head(model: Any, temperature: float = 1.0, budget_gb: float = 1
     model.forward = types.MethodType(forward, model)
 
 
-@contextmanager
-def _head_takes(head: nn.Module, places: Tensor) -> Iterator[None]:
-    """Make a head compute only the N states at these places of its (K, C, H) input, as (1, N, H)."""
-    hook = head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
-    try:
-        yield
-    finally:
-        hook.remove()
+def _head_takes(head: nn.Module, places: Tensor) -> RemovableHandle:
+    """Within the block, make a head compute only the N states at these places of its (K, C, H) input, as (1, N, H)."""
+    return head.register_forward_pre_hook(lambda _, inputs: (_at(inputs[0], places), *inputs[1:]))
 
 
-@contextmanager
-def _backbone_gives(backbone: nn.Module, places: Tensor) -> Iterator[None]:
-    """Make a backbone return only the N states at these places of its (K, C, H) output, as (1, N, H)."""
+def _backbone_gives(backbone: nn.Module, places: Tensor) -> RemovableHandle:
+    """Within the block, make a backbone return only the N states at these places of its (K, C, H) output."""
 
     def choose(module: nn.Module, inputs: Any, output: Any) -> Any:
         output.last_hidden_state = _at(output.last_hidden_state, places)
         return output
 
-    hook = backbone.register_forward_hook(choose)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return backbone.register_forward_hook(choose)
 
 
 def _at(states: Tensor, places: Tensor) -> Tensor:
@@ -100,8 +89,8 @@ def _unview_gradient(node: Any, steps: int = 6) -> None:
     Let autograd add to the gradient of the head's weight in place.
 
     A linear layer returns this gradient as a view, and autograd does not add to a view in place. With tied embeddings
-    there would be three tensors of the weight's size: the embeddings' gradient, the head's, and their sum. The head is
-    found within `steps` nodes back from the logits: soft-capping is three, its product two.
+    there would be three tensors of the weight's size: the embeddings' gradient, the head's, and their sum. The search
+    goes back `steps` nodes from the logits: soft-capping has three nodes, the head's product two.
     """
     if node is None or not steps:
         return

@@ -26,7 +26,7 @@ class Loader:
 
     Args:
         policy: the policy, plain or with adapters.
-        path: what it was loaded from; None if it was passed in as an object.
+        path: what the policy was loaded from; None if it was passed in as an object.
         init_kwargs: the keyword arguments that it was loaded with.
         trust_remote_code: as in transformers.
         accelerator: of the trainer.
@@ -52,7 +52,7 @@ class Loader:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def again(self, load: Callable[..., Any]) -> Callable[[], Any] | None:
-        """Return a function that loads the policy's weights again, for a copy of a policy that ZeRO-3 partitioned."""
+        """Return a function that calls `load` for the policy's weights; None without a path. ZeRO-3 allows no copy."""
         if self.path is None:
             return None
         return partial(load, self.path, revision=self.init_kwargs.get("revision"), **self.kwargs)

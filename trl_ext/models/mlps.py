@@ -23,8 +23,8 @@ def freeze_but_mlps(parameters: Iterable[tuple[str, nn.Parameter]], model: str, 
 
     Args:
         parameters: names and parameters of a sequence classifier.
-        model: name of the model, for the error.
-        advice: what to do if there is no MLP, for the error.
+        model: how the message names the model.
+        advice: what the message says to do if there is no MLP.
 
     Raises:
         ValueError: no trainable weight is in an MLP.

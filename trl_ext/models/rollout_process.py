@@ -25,6 +25,7 @@ logger = logging.get_logger(__name__)
 
 _RESTARTS = 2  # in a row, without answers in between
 _ALIGNED = 64  # bytes
+# How variables of a launcher begin, which the second process must not see
 _LAUNCHER = ("ACCELERATE_", "FSDP_", "GROUP_", "LOCAL_", "MASTER_", "RANK", "ROLE_", "TORCHELASTIC_", "WORLD_")
 
 
@@ -38,7 +39,7 @@ def layout_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, tuple[to
 
 
 class RolloutProcessLost(RuntimeError):
-    """Say that the process which generates rollouts keeps dying; the message is one sentence, with the last cause."""
+    """Say in one sentence that the process which generates rollouts keeps dying, and why it died last."""
 
 
 class RolloutProcess:
@@ -125,7 +126,7 @@ class RolloutProcess:
     def _start(self) -> None:
         here, there = Pipe()
         quietly = f"from {is_quiet.__module__} import quiet; quiet(); " if is_quiet() else ""
-        code = (
+        code = (  # SIGINT is ignored, since on Ctrl-C the trainer ends the process
             "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
             f"sys.path[:] = {sys.path!r}; {quietly}from {rollout_worker.__name__} import serve; "
             f"serve({there.fileno()}, {self._memory_file}, {os.getpid()})"
@@ -176,8 +177,8 @@ class RolloutProcess:
             where = f"The process that draws rollouts on {self.setup.device} ended ({how})"
             if self._deaths > _RESTARTS:
                 self._fail(
-                    f"{where}, for the third time without answers in between: mend that, or leave `rollouts_ahead` "
-                    "out; the same command goes on from the newest complete checkpoint, if there is one."
+                    f"{where}, for the third time without answers in between: remove the cause, or leave out "
+                    "`rollouts_ahead`; the same command goes on from the newest complete checkpoint, if there is one."
                 )
                 return
             rollouts = ", ".join(map(str, self._pending)) or "none"

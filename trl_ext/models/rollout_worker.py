@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import signal
 import threading
 import traceback
 from contextlib import nullcontext
@@ -143,12 +142,11 @@ def serve(pipe_fd: int, memory_fd: int, parent: int) -> None:
     Answer jobs until the trainer is gone, or something fails.
 
     Args:
-        pipe_fd: of the connection that a `Setup` and then `Job`s are received from, and `Answers` or an error's text
-            are sent to.
-        memory_fd: of the file with the weights.
+        pipe_fd: file descriptor of the connection. A `Setup` and then `Job`s come in; `Answers`, or the text of an
+            error, go out.
+        memory_fd: file descriptor of the weights.
         parent: the trainer's process id.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the trainer closes the pipe
     pipe, messages = Connection(pipe_fd), SimpleQueue[bytes]()
     threading.Thread(target=_listen, args=(pipe, messages, parent), daemon=True).start()
     try:

@@ -104,7 +104,7 @@ class TokenSampler(LogitsProcessor):
         return scores.scatter_(1, tokens[:, None], torch.inf)
 
     def take(self, tokens: int) -> Tensor:
-        """Return the (B, `tokens`) log-probs, nats, since the last `take`; a step beyond was undone by `generate`."""
+        """Return the (B, `tokens`) log-probs, nats, since the last `take`; drop later ones, undone by `generate`."""
         steps, self._steps = self._steps, []
         return torch.stack(steps[:tokens], dim=1)
 
@@ -122,7 +122,7 @@ class SamplerRecorder:
         """
         Return the log-prob of each token of the answers, nats, and forget them.
 
-        Return None if the answers are not the tokens that were drawn, because somebody has changed the answers.
+        Return None if the answers are not the tokens that were drawn: somebody has changed them.
         """
         drawn = [row for batch, _ in self._drawn for row in batch.tolist()]
         logprobs = [row for _, batch in self._drawn for row in batch.tolist()]

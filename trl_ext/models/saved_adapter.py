@@ -1,4 +1,4 @@
-"""Load the model that a saved adapter stands for: the base that it names, with the adapter on it."""
+"""Load a saved adapter on the base that it names."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -47,7 +47,7 @@ def load_tokenizer(path: str, revision: str | None = None, auto: Any = AutoToken
 
 
 def has_head(path: str, revision: str | None = None) -> bool:
-    """Return whether a path is that of an adapter for a sequence classifier, which is saved with its head."""
+    """Return whether a path is that of an adapter of a sequence classifier, which is saved with its head."""
     return is_adapter(path, revision) and PeftConfig.from_pretrained(path, revision=revision).task_type == "SEQ_CLS"
 
 
@@ -59,7 +59,7 @@ def load_adapted(
 
     Args:
         path: folder or hub name of the adapter.
-        revision: of the adapter; the base's stands in the adapter's configuration.
+        revision: of the adapter; that of the base is in the adapter's configuration.
         is_classifier: load a sequence classifier of one label. A language model's adapter then gets a new head,
             which is trained and saved with it; so it must be `is_trainable`.
         is_trainable: whether the adapter is trained on.
@@ -71,8 +71,7 @@ def load_adapted(
     config = PeftConfig.from_pretrained(path, revision=revision)
     base, base_revision = base_of(path, revision)
     kind = config.task_type or "CAUSAL_LM"
-    takes = ["SEQ_CLS"] if is_classifier else ["CAUSAL_LM"]
-    if kind not in [*takes, *(["CAUSAL_LM"] if is_trainable else [])]:
+    if kind != ("SEQ_CLS" if is_classifier else "CAUSAL_LM") and not (kind == "CAUSAL_LM" and is_trainable):
         what = "a sequence classifier" if is_classifier else "a causal language model"
         raise ValueError(f"{path} is an adapter of task type {kind}, but {what} is needed here: give another model")
     auto: Any = AutoModelForSequenceClassification if is_classifier else None
@@ -93,10 +92,10 @@ def load_adapted(
     embeddings = _saved_embeddings(model, weights)
     if embeddings and is_trainable:
         raise ValueError(
-            f"{path} was saved with embeddings of its own ({embeddings[0]}), as where tokens were added: {_MERGE}"
+            f"{path} was saved with embeddings of its own ({embeddings[0]}), as happens if tokens were added: {_MERGE}"
         )
     fit_vocabulary(model, weights)
-    is_whole = not is_deepspeed_zero3_enabled()  # which gathers parameters of one dtype only
+    is_whole = not is_deepspeed_zero3_enabled()  # ZeRO-3 gathers parameters of one dtype only
     if is_new_head and not is_whole:
         raise ValueError(f"{path} cannot be given a head under ZeRO-3: {_MERGE}")
     try:
@@ -120,7 +119,7 @@ def load_adapted(
                 raise ValueError(f"missing {missing[:2]}, unexpected {result.unexpected_keys[:2]}")
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit its base {base}: {str(error).strip()[:300]}") from error
-    adapted.adapter_path = path  # where a run that trains it looks for what it was trained on
+    adapted.adapter_path = path  # the report of a run that trains it compares with what is recorded there
     return adapted
 
 
@@ -133,7 +132,7 @@ def load_merged(path: str, **kwargs: Any) -> Any:
 
 
 def fit_vocabulary(model: Any, weights: dict[str, Tensor]) -> None:
-    """Give a base as many rows as the embeddings have that were saved with its adapter, if there are any."""
+    """Resize a base's embeddings to those that were saved with its adapter, if there are any."""
     for name in _saved_embeddings(model, weights):
         if len(weights[name]) != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(len(weights[name]))
@@ -156,13 +155,13 @@ def load_to_train(
     is_classifier: bool = False,
 ) -> tuple[Any, Any]:
     """
-    Load the adapter at a path, to be trained on, as a trainer would load a model; and its tokenizer.
+    Load an adapter that a trainer is given as a path, to train it on, and its tokenizer.
 
     Its base is frozen, quantised if asked for. The adapter keeps its own shape: `peft_config` may only repeat it.
 
     Returns:
-        Model and tokenizer or processor, for a trainer that takes them in place of a path. A model that is no path of
-        an adapter, and `processing_class`, are returned as they are.
+        The model, and its tokenizer or processor, for a trainer that takes them in place of a path. If `model` is not
+        the path of an adapter, both are returned unchanged.
     """
     kwargs = dict(getattr(args, "model_init_kwargs", None) or {})
     revision = kwargs.pop("revision", None)
@@ -173,7 +172,7 @@ def load_to_train(
         asked, has = getattr(peft_config, name, None), getattr(config, name, None)
         if isinstance(has, (list, set)) and isinstance(asked, (list, set)):
             asked, has = sorted(asked), sorted(has)
-        # PEFT saves the modules that "all-linear" and patterns stand for
+        # PEFT saves the modules that "all-linear" or a pattern matched, not the text
         if asked != has and asked is not None and not (name == "target_modules" and isinstance(asked, str)):
             raise ValueError(
                 f"{model} is an adapter with {name}={has!r}, and its training goes on with that, but you ask for "

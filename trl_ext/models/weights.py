@@ -62,8 +62,8 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
     beside the model, nothing is checked.
 
     Args:
-        what: the model, for the error.
-        path: folder or hub name of the model.
+        what: how the message names the model.
+        path: folder or hub name of the model; None checks nothing.
         tokenizer: the policy's.
     """
     if path is None:
@@ -83,7 +83,7 @@ def check_same_ids(what: str, path: str | None, tokenizer: Any) -> None:
 
 
 def size_of(parameters: Iterable[Tensor]) -> int:
-    """Return the number of a parameter's weights, even if ZeRO-3 has partitioned it."""
+    """Count the weights in these parameters, with the parts that ZeRO-3 has put on other processes."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
 
 
@@ -124,9 +124,8 @@ def unpatched_copy(model: nn.Module, what: str, load_again: Callable[[], Any] | 
 
     Args:
         model: what to copy.
-        what: what the copy will be, for the error.
-        load_again: loads the same weights once more, in case ZeRO-3 has partitioned the model, so that it cannot be
-            copied.
+        what: how the message names the copy.
+        load_again: loads the same weights again; called if ZeRO-3 has partitioned the model, which cannot be copied.
     """
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if load_again is not None:

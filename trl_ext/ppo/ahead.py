@@ -92,7 +92,7 @@ class RolloutsAhead:
             trainer._mistakes.notes.append((str(error), error))
         trainer._mistakes.raise_everywhere(trainer.state.global_step)
         self._taken = rollout
-        is_drawn = bool(rollout.answers.result().ids)  # else a server has failed, and the weights of now will draw it
+        is_drawn = bool(rollout.answers.result().ids)  # else a server has failed, and the present weights will draw it
         trainer.metrics.stale(self._staleness(rollout) if is_drawn else 0)
         return rollout
 
@@ -162,7 +162,7 @@ class RolloutsAhead:
         ended = [ids[-1] in trainer.eos_token_ids for ids in answers.ids]
         inputs = with_answers(rollout.rows, rollout.prompts, ended)
         given = given_to_rewards(inputs, prompts, completions, answers.ids)
-        state = copy.copy(trainer.state)  # it goes on while they run: they see the step of the weights
+        state = copy.copy(trainer.state)  # training goes on while they run; they see the step of the weights
         state.global_step = rollout.version * self._optimizer_steps
         with self._starting:
             for place in places:
@@ -307,7 +307,7 @@ class _Server:
                 if is_alone:  # else only the first process has the answers
                     arrived(Answers(output["completion_ids"], torch.empty(0)))
                 future.set_result(output)
-            except BaseException as error:  # whoever asks for it would wait for ever
+            except BaseException as error:  # else the trainer would wait for this output for ever
                 future.set_exception(error)
 
         def put_aside(generate: Callable, **kwargs: Any) -> dict[str, Any]:
@@ -339,10 +339,10 @@ class _Server:
             if self.trainer.accelerator.is_main_process:
                 generate = partial(answer, vllm.vllm_client.generate)
                 stack.enter_context(temporarily(vllm, vllm_client=SimpleNamespace(generate=generate)))
-            return type(vllm).generate(vllm, **asked)  # these are no answers yet, so they are not checked
+            return type(vllm).generate(vllm, **asked)  # past `check_logprobs`: these are no answers yet
 
 
-# ---- What cannot be ----
+# ---- Checks ----
 
 
 def rollout_device(args: Any) -> str:
@@ -360,8 +360,8 @@ def check_ahead(args: Any, policy: Any, device: torch.device) -> None:
     base = base_model_of(policy)
     if getattr(base.config, "quantization_config", None) is not None:
         raise ValueError(
-            "`rollouts_ahead` with a quantised base: the second process would get merged weights, and generate with "
-            "another policy than the trained one. Load the base unquantised, or leave `rollouts_ahead` out."
+            "`rollouts_ahead` does not work with a quantised base: the second process would get merged weights, and "
+            "generate with another policy than the trained one. Load the base unquantised, or leave it out."
         )
     check_class(base)
     if args.rollout_device is None and device.type != "cpu":

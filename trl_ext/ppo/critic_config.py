@@ -47,7 +47,7 @@ class CriticConfig(HidesCredentials, ReturnSettings, SavingSettings, TrainingArg
     reward_normalization: Literal["none", "running", "batch", "group"] = setting(
         "none",
         "How scores are standardised, as in PPO. Here `running` and `batch` both use the mean and standard deviation "
-        "of all saved rollouts, which PPO's first rollouts come near to. PPO's `reference` is not available.",
+        "of all saved rollouts; PPO's first rollouts have similar ones. PPO's `reference` is not available.",
     )
     reward_clip_range: tuple[float, float] | None = setting(None, "Bounds of the standardised score, as (min, max).")
     mask_truncated_completions: bool = setting(False, "Leave out the responses that do not end by EOS.")

@@ -3,9 +3,9 @@
 from typing import Any
 
 from peft import LoraConfig, get_peft_model
-from torch import nn
 
 from ..models.adapters import check_config, check_head, is_adapter
+from ..models.classifier import check_one_label, zero_
 from ..models.loading import whole_on_each_process
 from ..models.saved_adapter import has_head, load_adapted
 from ..models.weights import base_model_of
@@ -40,16 +40,14 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
             critic = load_adapted(path, is_classifier=True, is_trainable=True, **kwargs)
         check_standalone(critic)
         if is_new:
-            for parameter in base_model_of(critic).score.parameters():
-                nn.init.zeros_(parameter)
+            zero_(base_model_of(critic).score)
         return critic, f"the adapter {path}" + " with a zero head" * is_new
     with whole_on_each_process():  # of a new head, the first process alone would have the weights
         critic, found = load_classifier(path, output_loading_info=True, **kwargs)
     check_standalone(critic)
     is_new = any(not key.startswith(f"{critic.base_model_prefix}.") for key in found["missing_keys"])
     if is_new:
-        for parameter in critic.score.parameters():
-            nn.init.zeros_(parameter)
+        zero_(critic.score)
     if peft_config is not None:
         peft_config.task_type = "SEQ_CLS"
         check_config(peft_config, "peft_config")
@@ -60,12 +58,6 @@ def load_critic(path: str, peft_config: LoraConfig | None = None, **kwargs: Any)
 def check_standalone(critic: Any) -> None:
     """Raise if a model is not a sequence classifier with one label, or cannot be trained."""
     model = base_model_of(critic)
-    if not hasattr(getattr(model, "score", None), "weight"):
-        raise ValueError(
-            "a critic must be a sequence classifier with a `score` head (`AutoModelForSequenceClassification` of a "
-            f"causal language model), got {type(model).__name__}"
-        )
-    if model.config.num_labels != 1:
-        raise ValueError(f"a critic must have one label, got num_labels={model.config.num_labels}")
+    check_one_label(model, "a critic")
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("a critic on a quantised base cannot be trained alone: load its base unquantised")

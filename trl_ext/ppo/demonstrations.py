@@ -34,8 +34,7 @@ def mean_demonstration_score(trainer: Any) -> float:
             for function in trainer.reward_funcs:
                 muted.enter_context(temporarily(function, is_muted=True))
             rewards = trainer._local(trainer._scored(inputs, prompts, completions, completion_ids))
-        scores = sequence_scores(
-            rewards, trainer.reward_weights, torch.ones(len(rewards), dtype=torch.bool).to(rewards.device)
-        )
+        ended = torch.ones(len(rewards), dtype=torch.bool, device=rewards.device)
+        scores = sequence_scores(rewards, trainer.reward_weights, ended)
         stats.add("scores", scores, (rows < len(dataset)).to(scores.device) & ~scores.isnan())
     return stats.pop(accelerator)["scores"][1].item()

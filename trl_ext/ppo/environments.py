@@ -30,7 +30,7 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
         raise TooSlow(f"{what} took more than {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, expired)
-    # and again each second: what is called may swallow the first
+    # Repeated each second, since the function may catch the first exception
     left, again = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     start = time.monotonic()
     try:
@@ -38,7 +38,7 @@ def _alarm(seconds: float, what: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        if left:  # of a tool that asks for `get_reward`, say
+        if left:  # an outer alarm: a tool may call `get_reward`, say
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), again)
 
 
@@ -100,7 +100,7 @@ class Calls:
     rewards: dict[int, list[tuple[int, float]]] = field(default_factory=dict)  # of each row: turn and reward
 
     def watch(self, tools: list[dict[str, Callable]], environments: list | None) -> list[dict[str, Callable]]:
-        """Wrap the tools of each row, so that each call is recorded and has a time limit."""
+        """Wrap the tools of each row, so that each call is recorded, limited in time and rewarded."""
         return [
             {name: self._watched(row, tool, environments and environments[row]) for name, tool in of_row.items()}
             for row, of_row in enumerate(tools)
@@ -154,11 +154,11 @@ class Calls:
         return rewards
 
 
-Pool = dict[str | None, list[Any]]  # TRL's: of each environment's name its instances
+Pool = dict[str | None, list[Any]]  # TRL's: the instances of each environment, by its name
 
 
 def identities_of(tools: list[Callable], pool: Pool) -> dict[str, str]:
-    """Return a hash of each tool's and environment's source, by which a resumed run notices a change."""
+    """Return a hash of each tool's and environment's source. A resumed run compares them to notice a change."""
     facts = {f"tool {get_callable_name(tool)}": source_identity(tool) for tool in tools}
     names = {name: type(each[0]) for name, each in pool.items()}
     return facts | {f"environment {name or kind.__name__}": source_identity(kind) for name, kind in names.items()}
@@ -186,9 +186,9 @@ def what_reset_leaves(
     played: Any, fresh: Any, row: dict[str, Any], same_draws: Callable[[], AbstractContextManager]
 ) -> list[str]:
     """
-    Return the attributes that differ between a used and a new environment after `reset` on the same row.
+    Return the names of attributes that differ between a used and a new environment after `reset` on the same row.
 
-    "what it says" stands for the text that `reset` returns. If nothing differs, the environment needs no
+    "what it says" is among them if `reset` returns different texts. If nothing differs, the environment needs no
     `_state_dict`: a resumed run is the same without it.
 
     Args:
@@ -213,7 +213,7 @@ def _pickled(attributes: dict[str, Any]) -> dict[str, bytes]:
     for name, value in attributes.items():
         if name in ("reset", "get_reward"):  # ours, see `guarded`
             continue
-        with suppress(Exception):  # a socket, say, which tells nothing
+        with suppress(Exception):  # what cannot be pickled, such as a socket, is not compared
             result[f"`{name}`"] = pickle.dumps(value)
     return result
 
@@ -248,7 +248,7 @@ def guarded(
         name = type(environment).__name__
         if public := {"state_dict", "load_state_dict"} & {*dir(type(environment))}:
             raise ValueError(
-                f"`{name}.{min(public)}` would be a tool, as each public method is: name it `_{min(public)}`."
+                f"`{name}.{min(public)}` would be a tool, since every public method is one: name it `_{min(public)}`."
             )
         if callable(getattr(environment, "reset", None)):
             replace(environment, "reset", functools.partial(reset, environment.reset, name))
@@ -264,7 +264,7 @@ def guarded(
         return environment
 
     def replace(environment: Any, name: str, method: Callable) -> None:
-        with suppress(AttributeError):  # `__slots__`: it works, with less help
+        with suppress(AttributeError):  # a class with `__slots__` keeps its own method, without limit and notes
             setattr(environment, name, method)
 
     def reset(original: Callable, name: str, /, *given: Any, **row: Any) -> Any:
@@ -308,7 +308,7 @@ def check_names(dataset: Any, name: str, known: list[str]) -> None:
     """Raise if a dataset row names an unknown environment, which TRL would notice only in the rollout."""
     if "environment" not in dataset.column_names:
         raise ValueError(
-            f"The {name} dataset has no column `environment`, which names one of {known} for each row: add it."
+            f"The {name} dataset has no column `environment`: add one that names one of {known} for each row."
         )
     if unknown := sorted({str(each) for each in dataset.unique("environment")} - {*known}):
         raise ValueError(

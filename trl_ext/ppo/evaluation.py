@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.trainer_callback import ProgressCallback
 
 from ..functional import last_token_index
@@ -24,7 +23,7 @@ from .rollout import Rollout
 @dataclass
 class EvaluationPass:
     """
-    Tell real evaluation rows from the copies that fill up the last batch of a process.
+    Follow one pass over an evaluation set: tell its rows from the copies that fill up the last batch.
 
     Args:
         total: number of rows of the evaluation set.
@@ -43,7 +42,7 @@ class EvaluationPass:
         return "greedy/" if self.is_greedy else ""
 
     def next_rows(self, size: int, accelerator: Accelerator) -> Tensor:
-        """Go to the next batch, `size` rows on each process; return for each row of this process if it is real."""
+        """Go to the next batch of `size` rows on each process; return a mask of this process' rows that are real."""
         first = self.seen + size * accelerator.process_index
         self.seen += size * accelerator.num_processes
         return first + torch.arange(size, device=accelerator.device) < self.total
@@ -66,14 +65,6 @@ class EvaluationPass:
         self.table += gather_object(shown)
 
 
-def greedy_config(config: GenerationConfig) -> GenerationConfig:
-    """Return a copy of `config` that decodes greedily."""
-    config = copy.deepcopy(config)
-    config.do_sample = False
-    config.update(temperature=1.0, top_p=1.0, top_k=50)
-    return config
-
-
 @contextmanager
 def greedy(trainer: Any) -> Iterator[None]:
     """Make TRL decode greedily within the block, with one answer for each prompt."""
@@ -82,7 +73,9 @@ def greedy(trainer: Any) -> Iterator[None]:
         kwargs = {name: value for name, value in vllm.generation_kwargs.items() if name != "temperature"}
         decoding = temporarily(vllm, temperature=0.0, generation_kwargs=kwargs)
     else:
-        decoding = temporarily(trainer, generation_config=greedy_config(trainer.generation_config))
+        config = copy.deepcopy(trainer.generation_config)
+        config.update(do_sample=False, temperature=1.0, top_p=1.0, top_k=50)
+        decoding = temporarily(trainer, generation_config=config)
     with decoding, temporarily(trainer, num_generations_eval=1):
         yield
 

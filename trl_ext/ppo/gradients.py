@@ -27,7 +27,7 @@ def save_and_raise(trainer: Any, role: str) -> None:
     """Save the weights as they were before this step, then raise: the gradient of `role` is not finite."""
     folder = os.path.join(trainer.args.output_dir, "last-good")
     trainer.save_model(folder, _internal_call=True)
-    trainer.accelerator.wait_for_everyone()  # a process that raises while another still writes would cut it off
+    trainer.accelerator.wait_for_everyone()  # raising on one process may end another that is still writing
     raise_not_finite(
         trainer,
         role,
@@ -38,7 +38,11 @@ def save_and_raise(trainer: Any, role: str) -> None:
 def raise_not_finite(trainer: Any, whose: str, what_is_left: str) -> None:
     """Raise on all processes; the message names the terms of the loss that were not finite on any of them."""
     terms = sorted(set(gather_object(trainer.metrics.not_finite())))
-    cause = f"first seen in {', '.join(terms)}" if terms else "every logged term is finite, so it arose in backward"
+    cause = (
+        f"first seen in {', '.join(terms)}"
+        if terms
+        else "every logged term is finite, so it arose in the backward pass"
+    )
     raise FloatingPointError(
         f"The gradient of the {whose} is not finite at step {trainer.state.global_step + 1} ({cause}). "
         f"{what_is_left} Usual causes: a learning rate that is too high, fp16, or rewards of very different scale "

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import nn
 from transformers import DataCollatorWithPadding, ProcessorMixin
 
@@ -43,14 +43,14 @@ def migrate(
         # A model object may well have been loaded from the path
         if None not in (path, value) and not any(v == path or isinstance(v, nn.Module) for v in values):
             raise ValueError(
-                f"`{keyword}={value!r}` and the config's path {path!r} are two names of one thing: drop one."
+                f"`{keyword}={value!r}` and the config's path {path!r} name the same model twice: drop one."
             )
     model = model if model is not None else getattr(args, "sft_model_path", None)
     if model is None:
         raise ValueError("`model` is required: a path or a causal language model.")
     if reward_model is not None and reward_funcs is not None:
         raise ValueError(
-            "`reward_model` (TRL 1.12) and `reward_funcs` are two names of one thing: pass `reward_funcs`."
+            "`reward_model` (TRL 1.12) and `reward_funcs` are the same argument: pass `reward_funcs` alone."
         )
     if reward_funcs is None:
         reward_funcs = reward_model if reward_model is not None else getattr(args, "reward_model_path", None)
@@ -81,7 +81,7 @@ def migrate(
     return model, reward_funcs, classes
 
 
-_GIVEN = {  # to every reward function, beside the dataset's columns
+_GIVEN = {  # what every reward function is given, beside the dataset's columns
     *("prompts", "completions", "completion_ids", "prompt_ids", "finished", "trainer_state", "log_extra", "log_metric")
 }
 
@@ -160,7 +160,7 @@ def check_inputs(
     for name, dataset in [("train", train_dataset), *named_datasets.items()]:
         if dataset is None:
             continue
-        if isinstance(dataset, IterableDataset) or not isinstance(dataset, Dataset):
+        if not isinstance(dataset, Dataset):
             raise TypeError(
                 f"The {name} dataset must be a `datasets.Dataset`, got {type(dataset).__name__}: order and resume "
                 "need its length. Materialise a stream with `Dataset.from_list(list(stream.take(n)))`."
@@ -229,6 +229,7 @@ def check_token_ids(dataset: Dataset, name: str, vocabulary: int) -> None:
 
 
 def check_evaluation_batch(args: PPOConfig) -> None:
+    """Raise if an evaluation batch of all processes does not divide into whole groups of answers to one prompt."""
     generations = args.num_generations_eval or args.num_generations
     size = args.per_device_eval_batch_size * args.world_size
     if size % generations:
@@ -252,7 +253,7 @@ class TokenizedMessages(list):
 
 
 def tokenized(prompts: list, token_ids: list[list[int]] | None) -> list:
-    """Attach token ids to prompts, so that TRL does not tokenise them itself; with None return the prompts alone."""
+    """Attach token ids to prompts, so that TRL does not tokenise them itself; without ids, return them unchanged."""
     if token_ids is None:
         return prompts
     carriers = [TokenizedText(prompt) if isinstance(prompt, str) else TokenizedMessages(prompt) for prompt in prompts]
@@ -329,7 +330,7 @@ def check_prompt_lengths(
 
 
 def _what_fits(lengths: list[int], max_completion_length: int, context: int) -> str:
-    """Say which `max_completion_length` fits these prompts, and which prompts to leave out for the present one."""
+    """Say which `max_completion_length` fits these prompts, or which prompts are too long for the present one."""
     shorter = "set `max_completion_length` (TRL 1.12's `response_length`, there 53 by default) to {} or less"
     filtered = "filter out prompts of more than {} tokens"
     room, left = context - max(lengths), context - max_completion_length

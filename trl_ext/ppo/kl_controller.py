@@ -16,6 +16,7 @@ class KLController:
     def __init__(self, args: PPOConfig):
         self.args = args
         self.kl_coef = args.kl_coef
+        self._maximum = math.inf if args.kl_coef_max is None else args.kl_coef_max
 
     def update(self, kl: float, n_episodes: int) -> None:
         """
@@ -26,7 +27,6 @@ class KLController:
             n_episodes: responses in the rollout, all processes.
         """
         if self.args.kl_controller == "adaptive":
-            maximum = math.inf if self.args.kl_coef_max is None else self.args.kl_coef_max
             self.kl_coef = adaptive_kl_coef(
                 self.kl_coef,
                 kl,
@@ -34,16 +34,14 @@ class KLController:
                 n_episodes,
                 self.args.kl_horizon,
                 minimum=self.args.kl_coef_min,
-                maximum=maximum,
+                maximum=self._maximum,
             )
 
     def scale(self, factor: float) -> None:
         """Multiply the coefficient by a factor that a callback requested, but to at most `kl_coef_max`."""
         if factor == 1.0:
             return
-        self.kl_coef *= factor
-        if self.args.kl_coef_max is not None:
-            self.kl_coef = min(self.kl_coef, self.args.kl_coef_max)
+        self.kl_coef = min(self.kl_coef * factor, self._maximum)
         if self.kl_coef == 0:
             logger.warning("A callback asked to raise `kl_coef`, but no factor can raise it from 0: set it above 0.")
 

@@ -14,7 +14,7 @@ class ApproxKLStop:
 
     def __init__(self, limit: float | None):
         self.limit = limit
-        self._sums = torch.zeros(2)
+        self.start()
 
     def start(self) -> None:
         """Set the sums to 0, for the next minibatch."""

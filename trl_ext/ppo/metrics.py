@@ -24,12 +24,12 @@ from ..functional import (
 from .accumulator import Accumulator
 from .rollout import Rollout
 
-# GRPO logs these of its own baseline; here they would be wrong or say the same twice.
+# GRPO logs these; for PPO they would be wrong, or repeat another metric
 GRPO_ONLY_METRICS = ("kl", "frac_reward_zero_std", "reward", "reward_std")
 
-_LAST_TURN = 4  # of those whose explained variance is reported one by one; it stands for all later ones, too
+_LAST_TURN = 4  # turns that have an explained variance of their own; the last one includes all later turns
 
-_ADDED = "rollout_metrics: "  # before the names of a subclass, which may be ours
+_ADDED = "rollout_metrics: "  # marks the metrics of a subclass, since their names may be ours
 
 
 class PPOMetrics:
@@ -45,7 +45,7 @@ class PPOMetrics:
         self.accelerator = accelerator
         self.reward_names = reward_names
         self.train, self.eval = Accumulator(), Accumulator()
-        self.episodes = self.episodes_at_start = 0  # responses of all processes; those from before resuming
+        self.episodes = self.episodes_at_start = 0  # responses of all processes: in all, and when `train` was resumed
         self._seconds: dict[str, float] = defaultdict(float)  # spent in each phase since the last report
         self._inner_seconds = 0.0
         self._tokens = 0.0  # drawn by all processes since the last report
@@ -103,13 +103,13 @@ class PPOMetrics:
         self.train.add("objective/rlhf_reward", rewards.sum(1), rollout.valid)
         self.train.add("objective/kl_coef", kl_coef)
         if rollout.values is not None:
-            self.train.add("_residuals", returns - rollout.values, rollout.mask)
-            self.train.add("_returns", returns, rollout.mask)
-        if rollout.values is not None and rollout.tool_mask is not None:
-            turns = turn_numbers(rollout.mask).clamp(max=_LAST_TURN - 1)
-            for turn in range(_LAST_TURN):
-                self.train.add(f"_residuals {turn}", returns - rollout.values, rollout.mask * (turns == turn))
-                self.train.add(f"_returns {turn}", returns, rollout.mask * (turns == turn))
+            masks = {"": rollout.mask}
+            if rollout.tool_mask is not None:
+                turns = turn_numbers(rollout.mask).clamp(max=_LAST_TURN - 1)
+                masks |= {f" {turn}": rollout.mask * (turns == turn) for turn in range(_LAST_TURN)}
+            for name, mask in masks.items():
+                self.train.add(f"_residuals{name}", returns - rollout.values, mask)
+                self.train.add(f"_returns{name}", returns, mask)
         if rollout.sampler_logprobs is not None:
             difference = (rollout.sampler_logprobs - rollout.logprobs).abs()
             for percent, number in self._percentiles(difference, rollout.mask).items():
@@ -120,7 +120,7 @@ class PPOMetrics:
         self.train.add("val/baseline_weight", weight)
 
     def added(self, metrics: dict[str, float]) -> None:
-        """Observe what the trainer's `rollout_metrics` returned; raise if a value is not a number."""
+        """Observe the metrics that the trainer's `rollout_metrics` returned; raise if a value is not a number."""
         for name, value in metrics.items():
             if not isinstance(value, (int, float)):
                 raise TypeError(
@@ -130,7 +130,7 @@ class PPOMetrics:
             self.train.add(_ADDED + name, value)
 
     def evaluated(self, rollout: Rollout, rows: Tensor, prefix: str = "") -> None:
-        """Observe the (B,) real `rows` of a batch of an evaluation; greedy answers have a `prefix`."""
+        """Observe a batch of an evaluation; `rows` (B,) marks the real rows, `prefix` goes before metrics' names."""
         self._observe(self.eval, rollout, rows, prefix)
 
     def _observe(self, stats: Accumulator, rollout: Rollout, rows: Tensor, prefix: str) -> None:
@@ -175,7 +175,7 @@ class PPOMetrics:
 
         Args:
             logprobs, entropies: (B, T), nats.
-            policy: (B, T) losses, and (B, T) where they were clipped.
+            policy: (B, T) losses, and a (B, T) mask of the clipped ones.
             log_ratio: (B, T), nats, of the actions: tokens or whole turns.
             actions: (B, T), where an action starts. Losses and ratios count once for each.
             batch: the rows that were trained on.
@@ -190,7 +190,7 @@ class PPOMetrics:
 
     @torch.no_grad()
     def critic_updated(self, value: tuple[Tensor, Tensor], mask: Tensor) -> None:
-        """Observe a micro-batch of an update of the critic: (B, T) losses, and (B, T) where they were clipped."""
+        """Observe a micro-batch of an update of the critic: (B, T) losses, and a (B, T) mask of the clipped ones."""
         self.train.add("loss/value_avg", value[0], mask)
         self.train.add("loss/value_std", *_answer_means(value[0], mask))
         self.train.add("val/clipfrac_avg", value[1].float(), mask)
@@ -226,7 +226,7 @@ class PPOMetrics:
         return dict(zip((50, 99), np.percentile(everyones, (50, 99)).tolist(), strict=True))
 
     def stale(self, steps: int) -> None:
-        """Observe how many optimizer steps there were between the weights that drew a rollout and its first update."""
+        """Observe the number of optimizer steps between the weights that drew a rollout and its first update."""
         self.train.add("sampling/staleness", float(steps))
 
     def gradient(self, role: str, norm: Tensor) -> None:
@@ -266,14 +266,10 @@ class PPOMetrics:
         moments = (self.train if mode == "train" else self.eval).pop(self.accelerator)
         report: dict[str, float] = {}
         added = {name.removeprefix(_ADDED): moments.pop(name) for name in [*moments] if name.startswith(_ADDED)}
-        residuals, returns = moments.pop("_residuals", None), moments.pop("_returns", None)
-        if residuals is not None and returns is not None and variance(returns) > 0:
-            report["val/explained_variance"] = explained_variance(residuals, returns).item()
-        for turn in range(_LAST_TURN):
-            residuals, returns = moments.pop(f"_residuals {turn}", None), moments.pop(f"_returns {turn}", None)
+        for turns, suffix in {"": "", **{f" {turn}": f"/turn_{turn + 1}" for turn in range(_LAST_TURN)}}.items():
+            residuals, returns = moments.pop(f"_residuals{turns}", None), moments.pop(f"_returns{turns}", None)
             if residuals is not None and returns is not None and variance(returns) > 0:
-                name = f"val/explained_variance/turn_{turn + 1}"
-                report[name] = explained_variance(residuals, returns).item()
+                report[f"val/explained_variance{suffix}"] = explained_variance(residuals, returns).item()
         for name, value in moments.items():
             count, mean, _, minimum, maximum = value.tolist()
             *prefix, topic = name.rsplit("completions/", 1)

@@ -37,12 +37,14 @@ class Passes:
         **asked: Any,
     ) -> dict[str, Tensor]:
         """
+        Run a model on rows.
+
         Args:
             model: the actor-critic, the reference, or a critic alone ([`add_value_forward`]), as the accelerator has
                 wrapped it.
             ids, lengths, width: see [`pack`].
-            size: rows of a forward, those of one length together; all if not given.
-            asked: of [`ActorCritic.forward`]; the reference gives log-probs alone.
+            size: rows in one forward, where rows of similar length go together; None runs all at once.
+            asked: more arguments of [`ActorCritic.forward`]; the reference computes log-probs only.
 
         Returns:
             (B, T) for each (N,) output, 0 where there is no response token; and `aux_loss` unchanged.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..functional import empty_moments, merge_moments, moments, variance, whiten, whitening_scale
 
-_NO_VARIANCE = 1e-8  # of scores, what whitening adds to it
+_NO_VARIANCE = 1e-8  # scores with no more variance count as equal; whitening adds as much to the variance
 
 
 class RewardNormalizer:
@@ -30,12 +30,14 @@ class RewardNormalizer:
 
     def __call__(self, scores: Tensor, groups: list[str] | None = None) -> tuple[Tensor, Tensor]:
         """
+        Standardise the scores of a rollout.
+
         Args:
-            scores: (N,) on the CPU, of all processes; NaN where no reward function applies, and left out.
+            scores: (N,) on the CPU, of all processes. NaN, where no reward function gives a score, is left out.
             groups: N group names, for `group`.
 
         Returns:
-            (N,) standardised scores, and (N,) what each was multiplied by once the mean was off.
+            (N,) standardised scores, and the (N,) factors that each was multiplied by after the mean was subtracted.
         """
         match self.kind:
             case "none":

@@ -80,9 +80,12 @@ class CheckedReward:
 
     def start(self, waiting: AbstractContextManager, started: Started | None = None, **kwargs: Any) -> None:
         """
-        Start the function in a thread if it runs in the background, unless `started` is its call with these rows.
+        Start the function in a thread, if it is one that runs in the background.
 
-        `waiting` is entered to wait for it.
+        Args:
+            waiting: a context that is entered while TRL's call waits for the function.
+            started: the function's call with these rows, if it has been started before.
+            **kwargs: the arguments of the function.
         """
         if self.in_background:
             self._started, self._waiting = started or Started(self.function, **kwargs), waiting
@@ -119,13 +122,6 @@ class CheckedReward:
             self.token_scores.append(tokens)
             scores.append(None if reward is None else finite_number(reward, row))
         return scores
-
-
-def checked(
-    function: Callable, name: str, mistakes: Mistakes, around: Callable[[], AbstractContextManager] = nullcontext
-) -> CheckedReward:
-    """Wrap a reward function so that its mistakes are noted."""
-    return CheckedReward(function, name, mistakes, around)
 
 
 def background_last(functions: list[CheckedReward]) -> list[int]:

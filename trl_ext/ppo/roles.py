@@ -48,7 +48,7 @@ from ..runs.processes import on_first
 from ..runs.sources import source_identity
 from ..upstream.names import add_fused_lm_head, create_model_from_path, get_config_model_id, is_deepspeed_zero3_enabled
 from .config import PPOConfig
-from .rewards import AdapterReward, Mistakes, checked
+from .rewards import AdapterReward, CheckedReward, Mistakes
 
 Share = Literal["auto", "never", "always"]
 
@@ -60,7 +60,7 @@ def check_roles(
     Raise if the adapters and settings cannot work together.
 
     Returns:
-        The reward functions. Those that were saved as adapters are kept back from GRPO, which would load a base each.
+        The reward functions. Each path of an adapter is wrapped in [`AdapterReward`]: GRPO would load a base for each.
     """
     is_peft = peft_config is not None or isinstance(model, PeftModel)
     shares_base = value_model is None or is_adapter(value_model)
@@ -179,12 +179,12 @@ class Rewards:
     Hold a trainer's reward functions, in their order, and the tokenizers of those that are models.
 
     Args:
-        functions: as GRPO has them: functions, models, and [`AdapterReward`] for adapters.
-        tokenizers: of the models, None for functions.
-        names: of all.
-        policy_tokenizer: the policy's.
-        paths: what the models were loaded from; None for what was passed in as an object.
-        weights: of all, 1 if not given. What has weight 0 only measures: it changes nothing that is trained.
+        functions: functions and models, as GRPO has them, and [`AdapterReward`] for adapters.
+        tokenizers: one for each reward, None for functions.
+        names: one for each reward.
+        policy_tokenizer: the policy's tokenizer.
+        paths: what each model was loaded from; None for a reward that was passed in as an object.
+        weights: one for each reward, 1 by default. A reward with weight 0 only measures: it does not affect training.
     """
 
     def __init__(
@@ -211,10 +211,10 @@ class Rewards:
 
     def load_adapters(self, loader: Loader, share: Share) -> dict[int, nn.Linear]:
         """
-        Give each reward model that was saved as an adapter the policy's base if that is right, or else its own.
+        Load the reward models that were saved as adapters, on the policy's base where they can share it.
 
         Returns:
-            The heads of those that share the base, by their place.
+            The heads of the models that share the base, by the index of the reward.
         """
         heads = {}
         for i, reward in enumerate(self.functions):
@@ -270,8 +270,9 @@ class Rewards:
         """
         Return a checked reward function for each reward, models included.
 
-        `forward` runs the actor-critic, as FSDP or DeepSpeed have wrapped it by then, for those that share its base.
-        `own_draws` is a context with its own random state. Functions of weight 0 run in it, to leave training alone.
+        `forward(name, …)` scores with a reward model on the policy's base. It runs the actor-critic as FSDP or
+        DeepSpeed has wrapped it. `own_draws` makes a context with a random state of its own. Functions of weight 0 run
+        in it, so that they do not affect training.
         """
         result: list[Callable] = []
         for i, (reward, tokenizer, name) in enumerate(zip(self.functions, self.tokenizers, self.names, strict=True)):
@@ -301,7 +302,7 @@ class Rewards:
                     chat_template_kwargs=args.chat_template_kwargs,
                     name=checked_name(None, name),  # a folder's may have spaces
                 )
-            result.append(checked(reward, name, mistakes, own_draws if self.only_measures[i] else nullcontext))
+            result.append(CheckedReward(reward, name, mistakes, own_draws if self.only_measures[i] else nullcontext))
         return result
 
 
@@ -316,9 +317,9 @@ def why_separate(loader: Loader, path: str, share: Share) -> str | None:
 
 
 def fingerprint_beside(loader: Loader, adapter: str) -> dict[str, str]:
-    """Return the fingerprint of the policy's base; if the adapter names that base, return "" and read no weights."""
+    """Return the fingerprint of the policy's base; if the adapter names that base, return {} and read no weights."""
     base = hub_identity(loader.path, loader.init_kwargs.get("revision"))
-    # On all processes: ZeRO-3 gathers
+    # All processes come here, since ZeRO-3 gathers the weights
     return {} if names_base(adapter, loader.policy, base) else base_fingerprint(loader.policy)
 
 
@@ -333,10 +334,11 @@ def make_actor_critic(
     critic_config: LoraConfig | None,
 ) -> tuple[ActorCritic, str]:
     """
-    Put policy, critic and the reward models on the policy's base into one module.
+    Put the policy, the critic, and the reward models that share the policy's base into one module.
 
     Args:
-        rewards, heads: the reward models, and the heads of those on the policy's base.
+        loader: has the policy.
+        rewards, heads: all rewards, and the heads of the models that share the base, as `load_adapters` returns them.
         value_model: a path or an object; None makes the critic from a reward model or the policy.
         critic_config: of the critic's adapter.
 
@@ -414,10 +416,8 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
                 if critic is not None:
                     return critic, f"a copy of reward model '{name}'"
         load = partial(AutoModelForSequenceClassification.from_pretrained, num_labels=1)
-        critic, origin = (
-            critic_from_policy(loader.policy, loader.again(load)),
-            "the policy's backbone with a zero head",
-        )
+        critic = critic_from_policy(loader.policy, loader.again(load))
+        origin = "the policy's backbone with a zero head"
     check_critic(critic, rewards.policy_tokenizer)
     if vocabulary_of(critic) != vocabulary_of(loader.policy):
         check_same_ids("`value_model`", named(value_model), rewards.policy_tokenizer)
@@ -425,12 +425,12 @@ def make_critic(loader: Loader, rewards: Rewards, value_model: Any) -> tuple[Any
 
 
 def named(model: Any) -> str | None:
-    """Return the folder or hub name of a model, given as a path or an object; None if it has neither."""
+    """Return the folder or hub name of a model, which is given as a path or an object; None if it has neither."""
     return model if isinstance(model, str) else get_config_model_id(model.config) or None
 
 
 def _critic_from_reward(loader: Loader, reward: Any, tokenizer: Any) -> PreTrainedModel | None:
-    if isinstance(reward, PeftModel):  # under ZeRO-3; its path is that of its base alone
+    if isinstance(reward, PeftModel):  # under ZeRO-3; its configuration names the base's path, not its own
         return None
     path, load = get_config_model_id(reward.config), AutoModelForSequenceClassification.from_pretrained
     again = partial(load, path, num_labels=1, **loader.kwargs) if path else None

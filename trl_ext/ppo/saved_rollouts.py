@@ -1,6 +1,5 @@
 """Read saved rollouts: get their token ids and scores, and compute the returns that PPO would compute."""
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from ..models.generation import answer_texts, prompt_token_ids
 from ..runs.jsonl import is_finite_number
 from .critic_config import CriticConfig
 from .reward_normalizer import RewardNormalizer
-from .rewards import Mistakes, checked
+from .rewards import CheckedReward, Mistakes
 from .rollout import sequence_scores, summed_token_scores
 
 _IDS = ("prompt_ids", "completion_ids")
@@ -48,7 +47,7 @@ def with_token_ids(
     """
     given = [name for name in _IDS if name in dataset.column_names]
     has_ids = len(given) == len(_IDS)
-    if given and not has_ids:  # else the texts would be tokenized, unsaid
+    if given and not has_ids:  # else the texts would be read without a word
         (missing_ids,) = {*_IDS} - {*given}
         raise ValueError(
             f"the rollouts have {given[0]}, but no {missing_ids}: give both, or neither to read the texts"
@@ -72,7 +71,7 @@ def with_token_ids(
     if empty:
         raise ValueError(
             f"{len(empty)} of {len(dataset)} rollouts have an empty prompt or completion (the first is row "
-            f"{empty[0]}): there is no state to value, leave them out"
+            f"{empty[0]}): leave them out"
         )
     for row, ids in enumerate(zip(prompts, completions, strict=True)):
         wrong = [i for part in ids for i in part if not (isinstance(i, int) and 0 <= i < vocabulary)]
@@ -80,13 +79,13 @@ def with_token_ids(
             raise ValueError(f"rollout {row} has the token id {wrong[0]!r}: token ids are lists of whole numbers")
         if wrong:
             raise ValueError(
-                f"rollout {row} has the token id {wrong[0]}, the critic's vocabulary is of {vocabulary}: its policy "
-                "must be the critic's, or have its tokenizer"
+                f"rollout {row} has the token id {wrong[0]}, but the critic's vocabulary has only {vocabulary} ids: "
+                "use rollouts of a policy with the critic's tokenizer"
             )
         if context is not None and len(ids[0]) + len(ids[1]) > context:
             raise ValueError(
-                f"rollout {row} has {len(ids[0])} + {len(ids[1])} tokens, the critic's context is of {context}: leave "
-                "out such rows"
+                f"rollout {row} has {len(ids[0])} + {len(ids[1])} tokens, but the critic can read only {context}: "
+                "leave out such rows"
             )
     finished = [ids[-1] in eos_token_ids for ids in completions]
     if has_ids:
@@ -103,11 +102,11 @@ def _tokenized(dataset: Dataset, tokenizer: Any) -> tuple[list[list[int]], list[
     for prompt, asked, answer, ended in zip(texts, prompts, answers, dataset["finished"], strict=True):
         text = answer if isinstance(answer, str) else answer[-1]["content"]
         together = tokenizer(prompt + text)["input_ids"] if isinstance(prompt, str) else []
-        if together[: len(asked)] == asked:  # as it is written behind the prompt: SentencePiece adds a space alone
+        if together[: len(asked)] == asked:  # SentencePiece adds a space to a text alone
             ids = together[len(asked) :]
         else:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if ids[-1:] == [tokenizer.eos_token_id]:  # of a tokenizer that ends every text so
+        if ids[-1:] == [tokenizer.eos_token_id]:  # from a tokenizer that ends every text by EOS
             ids = ids[:-1]
         completions.append([*ids, *([tokenizer.eos_token_id] if ended else [])])
     return prompts, completions
@@ -147,8 +146,7 @@ def given_scores(dataset: Dataset, column: str) -> Tensor:
     for row, score in enumerate(scores):
         if not is_finite_number(score):
             raise ValueError(
-                f"rollout {row} has the score {score!r} in {column!r}: each needs a finite number, leave it out or "
-                "score it"
+                f"rollout {row} has the score {score!r} in {column!r}: give it a finite number, or leave it out"
             )
     return torch.tensor(scores, dtype=torch.float64)[:, None]
 
@@ -165,8 +163,8 @@ def score_rollouts(
         batch_size: rows of a call.
 
     Returns:
-        (B, F) on the CPU, NaN where a function gives None; and of each function its scores of single tokens, None for
-        rows that it scores as a whole. Both of all rows, on every process.
+        (B, F) scores on the CPU, NaN where a function gives None; and for each function its scores of single tokens,
+        None for rows that it scores as a whole. Every process gets the scores of all rows.
 
     Raises:
         ValueError: the rows have no texts.
@@ -179,7 +177,7 @@ def score_rollouts(
         )
     processes = PartialState()
     mistakes = Mistakes(processes)
-    wrapped = [checked(function, name, mistakes) for function, name in zip(functions, names, strict=True)]
+    wrapped = [CheckedReward(function, name, mistakes) for function, name in zip(functions, names, strict=True)]
     size = -(-len(dataset) // processes.num_processes)
     first = min(processes.process_index * size, len(dataset))
     mine = dataset.select(range(first, min(first + size, len(dataset))))
@@ -214,22 +212,23 @@ def with_returns(
     """
     Return rollouts with a column `returns`, the critic's target at each completion token.
 
-    R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's:
-    the weighted score at the last token, after the rule for a missing EOS, standardised and clipped, or where a
-    function scored tokens at these. There is no KL term: the policy that drew the rollouts is the reference, so the
-    log-probs are equal, and r_k = 0 elsewhere.
+    R_t = Σ_{k ≥ t} γ^(k − t) r_k: the Monte Carlo return, λ = 1 (VC-PPO, 2503.01491). The token rewards r are PPO's.
+    The last token has the weighted score, after the rule for a missing EOS, standardised and clipped; a function that
+    scores tokens adds its scores at these tokens. r_k = 0 elsewhere. There is no KL term: the policy that drew the
+    rollouts is the reference, so the log-probs are equal.
 
     Args:
         dataset: rows of [`with_token_ids`].
-        rewards: (B, F), NaN where a function takes no part.
-        args: what the returns' scale depends on.
-        token_scores: of each function, as [`score_rollouts`] returns them.
+        rewards: (B, F), NaN where a function gives no score.
+        args: the settings that decide the scale of the returns.
+        token_scores: each function's scores of single tokens, as [`score_rollouts`] returns them.
 
     Returns:
-        The rows that take part, with `score`, in score units as it enters the rewards, and `returns`.
+        The rows that have a score, with the columns `score`, standardised and clipped, and `returns`.
 
     Raises:
-        ValueError: `reward_weights` are not as many as functions, no row takes part, or all scores are equal.
+        ValueError: `reward_weights` does not have one weight for each function, no row has a score, or all scores are
+            equal.
     """
     count = rewards.shape[1]
     if args.reward_weights is not None and len(args.reward_weights) != count:
@@ -252,9 +251,9 @@ def with_returns(
         scores = scores.clamp(*args.reward_clip_range)
     valid = ~scores.isnan()
     if not valid.any():
-        raise ValueError("no rollout takes part: every one is without a score, or left out as truncated")
+        raise ValueError("no rollout is left: each has no score, or does not end by EOS and is left out as truncated")
     if scores[valid].min() == scores[valid].max() and token_scores is None:
-        raise ValueError(f"all rollouts have the score {scores[valid][0]:g}: there is nothing to tell apart")
+        raise ValueError(f"all rollouts have the score {scores[valid][0]:g}: a critic can learn nothing from them")
 
     kept = valid.nonzero()[:, 0].tolist()
     dataset = dataset.select(kept)
@@ -292,16 +291,16 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
         seed: seed of the random choice.
 
     Returns:
-        The rows to train and to evaluate on.
+        The rows to train on, and the rows to evaluate on (None if `eval_size` is 0).
 
     Raises:
         ValueError: no prompt would remain to train on.
     """
     if eval_size == 0:
         return dataset, None
-    rows_of: dict[str, list[int]] = {}
+    rows_of: dict[tuple[int, ...], list[int]] = {}
     for row, ids in enumerate(dataset["prompt_ids"]):
-        rows_of.setdefault(json.dumps(ids), []).append(row)
+        rows_of.setdefault(tuple(ids), []).append(row)
     prompts = list(rows_of.values())
     held_out: list[int] = []
     for place in torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist():
@@ -319,8 +318,8 @@ def hold_out_prompts(dataset: Dataset, eval_size: int, seed: int) -> tuple[Datas
 
 def check_apart(train: Dataset, held_out: Dataset) -> None:
     """Raise if a prompt has rollouts in the training set and in the held-out set."""
-    trained = {json.dumps(ids) for ids in train["prompt_ids"]}
-    both = sum(json.dumps(ids) in trained for ids in held_out["prompt_ids"])
+    trained = set(map(tuple, train["prompt_ids"]))
+    both = sum(tuple(ids) in trained for ids in held_out["prompt_ids"])
     if both:
         raise ValueError(
             f"{both} of {len(held_out)} held-out rollouts answer prompts that are trained on: leave them out, or use "

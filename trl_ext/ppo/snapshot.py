@@ -84,7 +84,7 @@ class Snapshot:
             return cls(**torch.load(path, map_location="cpu", weights_only=True))
         except TypeError as error:
             raise ValueError(
-                f"{path} is of another version of trl_ext ({error}): go on with that one, or start anew."
+                f"{path} was written by another version of trl_ext ({error}): resume with that version, or start anew."
             ) from error
 
 

@@ -17,8 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..runs.marker import IncompleteCheckpoint, read_marker
 from ..runs.processes import on_first
 
-_TRIES = 3  # of one rollout with a server that is there, but fails each time
-_PATIENCE = 60.0  # seconds in which a server says how it is configured, also while it generates
+_TRIES = 3  # attempts at one rollout with a server that responds, but fails each time
+_PATIENCE = 60.0  # seconds to wait for a server's configuration, which takes long while the server generates
 
 
 class ServerLost(ConnectionError):
@@ -101,10 +101,9 @@ def plain_errors() -> Iterator[None]:
 
 def check_loadable(engine: Any) -> None:
     """
-    Raise if vLLM in this process has packed its weights for CPU kernels and cannot load new ones.
+    Raise a `ValueError` if vLLM in this process has packed its weights for CPU kernels, and cannot load new ones.
 
-    Raises:
-        ValueError: its parameters are empty.
+    Its parameters are empty then.
     """
     if (llm := getattr(engine, "llm", None)) is None or engine.accelerator.device.type != "cpu":
         return
@@ -122,7 +121,7 @@ def check_server(args: Any) -> None:
 
     Raises:
         ServerLost: it does not answer within `vllm_server_timeout`.
-        ValueError: it was started without what TRL or PPO need; the message has the missing flag.
+        ValueError: it was started without a flag that TRL or PPO needs; the message names the flag.
     """
     if args.use_vllm and args.vllm_mode == "server" and args.process_index == 0:
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
@@ -156,9 +155,7 @@ def _restart(url: str, what: str, how: str) -> ValueError:
 
 
 def _waited(ask: Callable[[], Any], url: str, seconds: float, reason: str | None = None) -> Any:
-    """
-    Call `ask` until the server can be reached, and return its result; raise [`ServerLost`] after too long a wait.
-    """
+    """Call `ask` until the server answers, and return its result; raise [`ServerLost`] after `seconds`."""
     end = time.monotonic() + seconds
     has_printed = False
     while True:
@@ -194,7 +191,7 @@ class ServerGuard:
         self._failure: Exception | None = None  # of the first process: why the rollout has no answers
         if not trainer.accelerator.is_main_process:
             return
-        from requests.adapters import HTTPAdapter  # vLLM needs it; where there is none, nobody comes here
+        from requests.adapters import HTTPAdapter  # vLLM requires it, so it is installed wherever this runs
 
         self._client = client = trainer.vllm_generation.vllm_client
         # TRL would try again for a minute, in silence, and a server that was restarted meanwhile would answer
@@ -202,7 +199,7 @@ class ServerGuard:
         self._instance = _configuration(client.base_url).get("instance_id")
         self._generate, client.generate = client.generate, self._guarded_generate
         self._update, client.update_named_params = client.update_named_params, self._guarded_update
-        self._reset, client.reset_prefix_cache = client.reset_prefix_cache, self._guarded_reset
+        client.reset_prefix_cache = functools.partial(self._ask, client.reset_prefix_cache)
 
     def answered(self, draw: Callable[[], tuple]) -> tuple:
         """
@@ -264,9 +261,6 @@ class ServerGuard:
         self._ask(self._update, metadata, named_params)
         for _ in named_params:  # gathering is for all processes, and at the end adapters are unmerged
             pass
-
-    def _guarded_reset(self) -> None:
-        self._ask(self._reset)
 
     def _ask(self, ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the server; return None if it fails, or has failed since the last recovery."""

@@ -6,8 +6,9 @@ Each method trains the same small model, which has imitated a poor player, in up
 known. All pass four times over 64 answers, without a KL penalty. Each has its learning rate from three, chosen by one
 run each on a seed of its own, once for the chain of symbols and once for the lake. A run's curve is the true score of
 each rollout, over the tokens that were generated and over the CPU-seconds of its own process. The runs go breadth
-first, so that what is there at any time is a whole table; the same command again goes on. Writes a JSON a run into
-`runs/`, and `critic.json`, `critic.md` and `critic.png`.
+first, so that what is there at any time is a whole table; the same command again goes on. With `--methods`, earlier
+runs of other methods with these seeds stay in the table. Writes a JSON a run into `runs/`, and `critic.json`,
+`critic.md` and `critic.png`.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next
@@ -193,6 +194,17 @@ def methods_in(cell: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if cell in ONLY_IN.get(name, (cell,))]
 
 
+def others(cell: str, seed: int, rates: dict[str, float], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what methods that are not asked for have made of a seed here before, with the rates chosen now."""
+    named = [(name, METHODS[name].get("of", name)) for name in methods_in(cell, list(METHODS))]
+    files = [
+        args.output_dir / "runs" / f"{name_of(cell, name, rates[of], seed)}.json"
+        for name, of in named
+        if name not in args.methods and of in rates
+    ]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
 # ---- What the curves say ----
 
 
@@ -268,14 +280,15 @@ def summary(
     for cell, seeds in results.items():
         found = [figures(runs) for runs in seeds]
         methods: dict[str, Any] = {}
-        for method in found[0]:
-            own = [each[method] for each in found]
-            row: dict[str, Any] = {"rate": tuning[cell][METHODS[method].get("of", method)]}
+        for method in [name for name in METHODS if any(name in each for each in found)]:
+            paired = [each for each in found if method in each]
+            own = [each[method] for each in paired]
+            row: dict[str, Any] = {"rate": tuning[cell][METHODS[method].get("of", method)], "seeds": len(own)}
             for key in ("by tokens", "by seconds", "end"):
                 row[key] = round(fmean(x[key] for x in own), 4)
-                differences = [each[method][key] - each["PPO"][key] for each in found]
+                differences = [each[method][key] - each["PPO"][key] for each in paired]
                 row[f"{key} − PPO"] = round(fmean(differences), 4)
-                if len(found) > 1 and method != "PPO":
+                if len(own) > 1 and method != "PPO":
                     row[f"{key} − PPO, 95 %"] = [round(x, 4) for x in interval(differences)]
             row["spread of the end"] = round((fmean((x["end"] - row["end"]) ** 2 for x in own)) ** 0.5, 4)
             for key in [key for key in own[0] if " to " in key]:
@@ -310,7 +323,8 @@ def table(cells: dict[str, Any]) -> str:
 
     for cell, found in cells.items():
         for i, (method, row) in enumerate(found["methods"].items()):
-            shown = [f"**{cell}**, {found['seeds']} seeds" if i == 0 else "", method]
+            of_fewer = f" ({row['seeds']} seeds)" if row["seeds"] < found["seeds"] else ""
+            shown = [f"**{cell}**, {found['seeds']} seeds" if i == 0 else "", method + of_fewer]
             shown += [f"{row['by tokens']:.2f}", difference(row, "by tokens")]
             shown += [f"{row['by seconds']:.2f}", difference(row, "by seconds"), f"{row['end']:.2f}"]
             shown += [number(row[f"tokens to {x:g}"], ",.0f") for x in SHARES]
@@ -380,6 +394,7 @@ def study(args: argparse.Namespace) -> Iterator[tuple[dict, dict, dict, dict]]:
                 names = dict.fromkeys(each["method"] for each in found)
                 rates[cell] = {name: chosen_rate([each for each in found if each["method"] == name]) for name in names}
             of_seed = [run(cell, name, rates[cell][METHODS[name].get("of", name)], seed, args) for name in methods]
+            of_seed += others(cell, seed, rates[cell], args)
             results.setdefault(cell, [])
             assert len(results[cell]) == number
             results[cell].append(of_seed)

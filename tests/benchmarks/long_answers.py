@@ -5,8 +5,8 @@
 Four answers a rollout, of exactly as many tokens as the row says, and one pass over them; a Llama of hidden size 128
 with 4 layers and a vocabulary of 2,000, in float32 on one thread. Each cell is a process of its own. Its first rollout
 warms up; the CPU-seconds of the second are divided by its tokens. Memory is the peak of the resident set minus what it
-was after the imports. The exponent is the slope of log seconds over log length between the two longest answers: 0 where
-a token costs the same however long its answer is, 1 where attention is all that counts.
+was after the imports. The exponent is the slope of log seconds over log length between the two longest answers: 0
+where a token costs the same however long its answer is, 1 where attention is all that counts.
 """
 
 import argparse

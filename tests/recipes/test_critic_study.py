@@ -99,6 +99,16 @@ def test_the_summary_pairs_the_seeds():
     assert row["by tokens − PPO, 95 %"] == pytest.approx([0.2 * 2 / 6] * 2, abs=1e-3)
     assert cells["short"]["methods"]["PPO"]["explained"] == 0.3  # of the second half
     assert "| **short**, 2 seeds | PPO |" in table(cells) and "+0.07 [+0.07, +0.07]" in table(cells)
+    fewer = summary({"short": [seeds[0][:1], seeds[1]]}, {"short": {"PPO": 1e-3, "mean": 3e-3}}, {})
+    row = fewer["short"]["methods"]["mean"]
+    assert (row["seeds"], row["by tokens − PPO"]) == (1, pytest.approx(0.2 * 2 / 6, abs=1e-3))
+    assert "| mean (1 seeds) |" in table(fewer)
+
+
+def test_what_differs_by_a_number_alone_takes_its_seconds():
+    runs = [a_run("PPO", (0.0, 0.5, 1.0)), a_run("PPO, λ 1", (0.0, 0.5, 1.0), seconds=(5, 10, 20))]
+    found = figures(runs)
+    assert found["PPO, λ 1"] == found["PPO"]
 
 
 @pytest.mark.slow

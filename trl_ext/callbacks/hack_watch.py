@@ -130,11 +130,13 @@ class HackWatch(MonitorCallback):
         return None if risen is None else (risen - rewards.first) / sigma
 
     def _witnesses(self, logs: dict[str, Any]) -> dict[str, str]:
-        """Return of each witness that moved what it says."""
+        """Return a sentence for each witness that moved, by the name of the witness."""
         reasons = {"gold": self.memory["gold"]} if self.memory.get("gold") else {}
         start, length = self.rollouts, self.read("length", optional=True)
-        lengths, plus = self.follow("length", length, first=start), {"acts": False}
-        if (mean := _either(lengths.above(1 + self.moved, **plus), lengths.below(1 - self.moved, **plus))) is not None:
+        lengths = self.follow("length", length, first=start)
+        if (mean := lengths.above(1 + self.moved, acts=False)) is None:
+            mean = lengths.below(1 - self.moved, acts=False)
+        if mean is not None:
             reasons["length"] = f"answers of {mean:.0f} tokens, {lengths.first:.0f} at the start"
         kl, metric = self.read("kl", optional=True), self._known.get("kl")
         if kl is not None and metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
@@ -157,10 +159,13 @@ class HackWatch(MonitorCallback):
         what |= {"distinct": "of n-grams differ", "cut off": "are cut off"}
         for name, value in values.items():
             share = self.follow(name, value, first=start, answers=self.answers)
-            bound = share.below(1 - self.moved, **plus) if name == "distinct" else share.above(1, self.shares, **plus)
-            if bound is not None:
+            if name == "distinct":
+                mean = share.below(1 - self.moved, acts=False)
+            else:
+                mean = share.above(1, self.shares, acts=False)
+            if mean is not None:
                 of = "" if "n-grams" in what[name] else " of answers"
-                reasons[name] = f"{bound:.0%}{of} {what[name]}, {share.first:.0%} at the start"
+                reasons[name] = f"{mean:.0%}{of} {what[name]}, {share.first:.0%} at the start"
         if "phrase" in reasons and self.memory.get("phrase"):
             reasons["phrase"] += f" (now {self.memory['phrase']!r})"
         for key in filter(DISAGREEMENT.fullmatch, logs):
@@ -168,10 +173,6 @@ class HackWatch(MonitorCallback):
             if (mean := spread.above(1 + 2 * self.moved, acts=False)) is not None:
                 reasons["disagreement"] = f"`{key}` {mean:.2g}, {spread.first:.2g} at the start"
         return reasons
-
-
-def _either(one: float | None, other: float | None) -> float | None:
-    return other if one is None else one
 
 
 def attach_watch(trainer: Any, action: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..runs.files import REGISTRY
+from ..upstream.packages import need
 from .drawing import draw_panel
 from .metrics import metrics_of
 from .monitor import alerts_of
@@ -33,11 +34,8 @@ class LivePlotCallback(TrainerCallback):
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        try:
-            import IPython  # noqa: F401
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise ImportError(f"LivePlotCallback needs `pip install ipython matplotlib` ({error})") from error
+        for package in ("IPython", "matplotlib"):
+            need(package, "LivePlotCallback")
         if not self.panels or isinstance(self.panels, str):
             raise ValueError(f"`panels` must be a list of panels or keys, got {self.panels!r}")
         self._shown: Any = None

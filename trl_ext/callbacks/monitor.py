@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from accelerate import PartialState
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -16,7 +15,7 @@ from ..runs.control import kl_scale_is_pending, request_kl_scale, take_kl_scale
 from ..runs.files import REGISTRY, RUNBOOK
 from ..runs.halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
 from ..runs.jsonl import finite
-from ..runs.processes import from_first
+from ..runs.processes import from_first, on_first
 from ..runs.redaction import redacted
 from .alerts import Alert, Level, check_sinks, make_sinks
 from .metrics import Metric, answers_in_log, is_gathered, is_training_log, metrics_of, rollout_steps
@@ -506,13 +505,14 @@ def number_of_rows(dataloader: Any) -> int | None:
 
 def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:
     """Call `measure` on the main process, and return its result and None to all, or None and its error as text."""
-    result, failure = None, None
-    if PartialState().is_main_process:
+
+    def measured() -> tuple[Any, str | None]:
         try:
-            result = measure()
-        except Exception as error:  # raised on one process only, it would leave the others waiting for ever
-            failure = f"{type(error).__name__}: {error}"
-    return from_first((result, failure))
+            return measure(), None
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    return on_first(measured)
 
 
 def _is_json(value: Any) -> bool:

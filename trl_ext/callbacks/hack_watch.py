@@ -27,19 +27,20 @@ class HackWatch(MonitorCallback):
     The risk is 0 until the reward has risen by more than its noise. Then it is 1 − Π (1 − weight) over the witnesses
     that moved by more than theirs (`WEIGHTS`): a phrase that spreads, answers that grow alike or repeat themselves,
     disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
-    The weights are chosen, not fitted, and the limit on a part of the runs of `tests/benchmarks/watch.py`. Where gold
-    has risen, the risk is 0 until it falls from its best. `memory` keeps the last `risk` and `reasons`, and the
-    callbacks behind this one find the risk in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches one.
+    The weights are chosen, not fitted; the limit is chosen on a part of the runs of `tests/benchmarks/watch.py`. Once
+    gold has risen, the risk is 0 until gold falls from its best. `memory` keeps the last `risk` and `reasons`, and
+    callbacks that run after this one find the risk in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches
+    one.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
 
     Args:
-        trainer: whose table of completions is read where no `repetition_watch` logs how alike answers are; optional.
+        trainer: optional; its table of completions is read if no `repetition_watch` logs how alike answers are.
         limit: risk above which the monitor acts.
         sigmas: rise of the reward, in σ of the first single scores.
         kl: nats per response. A KL per token is multiplied by the mean length.
-        moved: part of their first values by which length, entropy and different n-grams move; half of the
-            disagreement's.
+        moved: relative change from the first values that counts for length, entropy and different n-grams; the
+            disagreement must grow by twice as much.
         shares: rise of the shares of answers: with the top phrase, of repeated n-grams, cut off.
         gold: key of the evaluation's gold score.
         rollouts: number of first logs in a baseline.
@@ -180,13 +181,14 @@ def attach_watch(trainer: Any, action: Any) -> None:
     Attach a `HackWatch` to a trainer, unless it has one.
 
     Args:
-        trainer: one that keeps a table of completions.
-        action: what it does, or `"off"` for no watch. `"warn"` says it once.
+        trainer: a trainer that keeps a table of completions.
+        action: what the watch does, or `"off"` for no watch. With `"warn"` it sends its alert once.
     """
     callbacks = trainer.callback_handler.callbacks
     if action != "off" and not any(isinstance(each, HackWatch) for each in callbacks):
         repeat_steps = 10**9 if action == "warn" else HackWatch.repeat_steps
-        # Before what logs, which so has the risk, and behind what decides when to save, which it may overrule
+        # Before the callbacks that log, so that they have the risk; after the one that decides when to save, which the
+        # watch may overrule
         place = 1 + next((at for at, each in enumerate(callbacks) if isinstance(each, DefaultFlowCallback)), -1)
         callbacks.insert(place, HackWatch(trainer=trainer, action=action, repeat_steps=repeat_steps))
 
@@ -207,10 +209,10 @@ def watch_rounds(rounds: Sequence[dict[str, float | None]], answers: int) -> tup
     Each round trains on answers of its own policy, as in online DPO, and is then measured on the same prompts.
 
     Args:
-        rounds: of each round, the first being the policy before training, what PPO logs of a rollout:
-            `objective/scores`, `objective/scores_std`, `completions/mean_length`, `completions/std_length`,
-            `completions/clipped_ratio`, and what `RepetitionWatch` measures.
-        answers: how many answers a round is measured on.
+        rounds: for each round what PPO logs of a rollout: `objective/scores`, `objective/scores_std`,
+            `completions/mean_length`, `completions/std_length`, `completions/clipped_ratio`, and what
+            `RepetitionWatch` measures. The first round is the policy before training.
+        answers: number of answers that each round is measured on.
     """
     watch, alert = _RoundsWatch(rollouts=1, sinks=[]), None
     watch.answers, watch._known = answers, METRICS["PPOConfig"]

@@ -27,7 +27,7 @@ class LivePlotCallback(TrainerCallback):
     Args:
         panels: what to draw: panels of [`MonitoringPlotCallback`], as "entropy, nats per token", or keys of the logs,
             as "loss".
-        seconds: from one drawing to the next, at least. The end of training is always drawn.
+        seconds: shortest time between two drawings. The end of training is always drawn.
     """
 
     panels: tuple[str, ...] = ("scores", "KL to the reference, nats")

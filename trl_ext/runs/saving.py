@@ -107,7 +107,7 @@ class BackgroundSaving(_Trainer):
         self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
         self._save_failure: str | None = None  # what could not be written, and has not been said yet
         super().__init__(*args, **kwargs)
-        # What sharding gathers is new memory each time, so that to pin it does not pay
+        # Sharding gathers weights into new memory each time, so pinning it does not pay
         self._writer = CheckpointWriter(pins=not (self.is_fsdp_enabled or self.is_deepspeed_enabled))
 
     @property

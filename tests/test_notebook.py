@@ -67,6 +67,6 @@ def test_the_live_plot_redraws_one_picture_while_it_trains(tmp_path, monkeypatch
 
 
 def test_without_ipython_the_live_plot_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "IPython", None)
-    with pytest.raises(ImportError, match="LivePlotCallback needs `pip install ipython matplotlib`"):
+    monkeypatch.setattr("trl_ext.upstream.packages.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="LivePlotCallback needs IPython, which is not installed"):
         LivePlotCallback()

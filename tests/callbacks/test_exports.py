@@ -401,8 +401,8 @@ def test_the_kl_budget_is_drawn_in_the_unit_of_the_curve(config, heights):
 
 
 def test_without_matplotlib_it_is_said_before_training(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match="needs `pip install matplotlib`"):
+    monkeypatch.setattr("trl_ext.upstream.packages.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="needs matplotlib, which is not installed: `pip install matplotlib`"):
         MonitoringPlotCallback()
 
 

@@ -65,7 +65,7 @@ def _severity(alert: Alert) -> str:
 
 
 class LogSink:
-    """Writes alerts to the log of transformers, as warnings."""
+    """Write alerts to the log of transformers, as warnings."""
 
     def send(self, alert: Alert) -> None:
         """Write the alert."""
@@ -89,7 +89,7 @@ class JSONLSink:
 
 
 class WandbSink:
-    """Sends alerts to the open W&B run by `wandb.alert`, if there is one."""
+    """Send alerts to the open W&B run by `wandb.alert`, if there is one."""
 
     def send(self, alert: Alert) -> None:
         """Send the alert."""
@@ -102,10 +102,10 @@ class WandbSink:
 
 class TensorBoardSink:
     """
-    Writes alerts as text into TensorBoard's run `monitors`, beside the run's own.
+    Write alerts as text into TensorBoard's run `monitors`, beside the run's own.
 
     Args:
-        args: of the run, whose output directory has its `runs`.
+        args: the run's arguments; its output directory has TensorBoard's folder `runs`.
     """
 
     def __init__(self, args: Any):
@@ -118,7 +118,7 @@ class TensorBoardSink:
 
 
 class TrackioSink:
-    """Sends alerts to the open Trackio run by `trackio.alert`, if there is one."""
+    """Send alerts to the open Trackio run by `trackio.alert`, if there is one."""
 
     def send(self, alert: Alert) -> None:
         """Send the alert."""
@@ -129,7 +129,7 @@ class TrackioSink:
 
 
 class WebhookSink:
-    """Posts alerts as JSON to a URL, from a thread of its own.
+    """Post alerts as JSON to a URL, from a thread of its own.
 
     The JSON has `text`, which Slack and its like show, and the alert's fields.
 

@@ -53,19 +53,19 @@ class ConsoleCallback(ProgressCallback):
 
     >>> ConsoleCallback.replace(trainer)
 
-    This replaces transformers' `ProgressCallback` and `PrinterCallback`, but no notebook's progress and no subclass
-    of a user. (`add_callback` would keep them, so that the run is shown twice.)
+    This replaces transformers' own `ProgressCallback` or `PrinterCallback`, but not a notebook's progress bar or a
+    user's subclass. (`add_callback` would keep them, and the run would be shown twice.)
 
     Rows begin with `train`, `eval`, `greedy` (an evaluation by PPOTrainer that decodes greedily), `alert` or `done`,
-    and go to stdout. Without a terminal there are neither bars nor colours; `disable_tqdm` and the environment
-    variable `NO_COLOR` leave out the one or the other. Only the main process shows anything. A narrow terminal gets
-    fewer columns; `-` is what the log does not have.
+    and go to stdout. Without a terminal there are neither bars nor colours. `disable_tqdm` turns the bars off,
+    and the environment variable `NO_COLOR` the colours. Only the main process shows anything. A narrow terminal gets
+    fewer columns. `-` is a number that the log does not have.
 
     Units are those of `METRICS` (`metrics.py`): `score` as the reward functions give it; `KL` nats per response
     (PPO) or per token (GRPO, RLOO); `entropy` nats per token; `length` tokens of an answer; `cut` share of
-    answers that the length limit cut off; `clip` share of tokens
-    that the clipping stopped; `accuracy` share of pairs, or for SFT of tokens; `margin` what it is to the trainer's
-    loss; `lr` learning rate; `s/step` seconds of an optimizer step, its rollout included; `grad` norm of the gradient.
+    answers that the length limit cut off; `clip` share of clipped tokens; `accuracy` share of pairs, or for SFT of
+    tokens; `margin` as the trainer's loss defines it; `lr` learning rate; `s/step` seconds of an optimizer step, its
+    rollout included; `grad` norm of the gradient.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from .generation import generate_answers
 from .metrics import is_training_log, metrics_of
 from .monitor import POSITIVE, Finding, MonitorCallback, number_of_rows, on_main_process, spread_key
 
-ROWS = "rows"  # of the judge's own scores, which is no metric
+ROWS = "rows"  # key of the number of answers that the judge scored; it is not a metric
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,8 +37,9 @@ class GoldGapCallback(MonitorCallback):
         gold: key of the gold score in the evaluation's metrics. The default is that of
             [`~trl_ext.rewards.GoldJudgeReward`].
         proxy: key of the proxy's score there. The default is that of the reward that the trainer trains on.
-        limit: gap in σ above which the monitor acts, once more prompts would not lessen it.
-        win_rate: share of answers better than the start policy's below which the monitor acts, likewise.
+        limit: the monitor acts if the gap, in σ, is above this by more than its noise.
+        win_rate: the monitor acts if the share of answers that beat the start policy's is below this by more than its
+            noise.
         trainer, judge: for trainers without reward functions (SFT, DPO, KTO). `judge`, a reward function, async or
             not, scores greedy answers to the `prompt`s of the trainer's evaluation set, and gets its other columns.
             `gold` is then `eval_gold/mean`, which is logged, to the trackers, too, as are `eval_gold/std` and
@@ -126,7 +127,7 @@ class GoldGapCallback(MonitorCallback):
                 gap = self.memory["gap"] = rises[0] - rises[1]
                 noise: dict[str, Any] = {}
                 of_sigmas = 0.0
-                if rows is not None:  # the error of a mean in its first σ, and what that of the first σ's adds
+                if rows is not None:  # the gap's error, in first σ's, and what their own error adds
                     now = math.hypot(proxy[1] / proxy_sigma, gold[1] / sigma) / math.sqrt(rows)
                     noise = {"error": now, "dof": max(rows - 1, 1)}
                     of_sigmas = math.hypot(*rises) / math.sqrt(2 * rows)
@@ -146,7 +147,7 @@ class GoldGapCallback(MonitorCallback):
                 yield Finding("answers lose against the start policy's", mean, self.win_rate, advice, 0.5)
 
     def _judged(self, metrics: dict[str, Any], key: str | None) -> list[float] | None:
-        """Return mean and σ of single scores; σ is 0 if it is not logged."""
+        """Return the mean under a key, and σ of the single scores, 0 if it is not logged; None without a mean."""
         mean = None if key is None else self._number(key, metrics.get(key))
         if key is None or mean is None:
             return None

@@ -27,19 +27,20 @@ class HackWatch(MonitorCallback):
     The risk is 0 until the reward has risen by more than its noise. Then it is 1 − Π (1 − weight) over the witnesses
     that moved by more than theirs (`WEIGHTS`): a phrase that spreads, answers that grow alike or repeat themselves,
     disagreement of an ensemble, entropy, KL, length, cut-off answers, the critic, and gold where it is measured.
-    The weights are chosen, not fitted, and the limit on a part of the runs of `tests/benchmarks/watch.py`. Where gold
-    has risen, the risk is 0 until it falls from its best. `memory` keeps the last `risk` and `reasons`, and the
-    callbacks behind this one find the risk in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches one.
+    The weights are chosen, not fitted; the limit is chosen on a part of the runs of `tests/benchmarks/watch.py`. Once
+    gold has risen, the risk is 0 until gold falls from its best. `memory` keeps the last `risk` and `reasons`, and
+    callbacks that run after this one find the risk in the logs as `watch/risk`. PPOTrainer's setting `watch` attaches
+    one.
 
     >>> trainer.add_callback(HackWatch(trainer=trainer, action="stop"))
 
     Args:
-        trainer: whose table of completions is read where no `repetition_watch` logs how alike answers are; optional.
+        trainer: optional; its table of completions is read if no `repetition_watch` logs how alike answers are.
         limit: risk above which the monitor acts.
         sigmas: rise of the reward, in σ of the first single scores.
         kl: nats per response. A KL per token is multiplied by the mean length.
-        moved: part of their first values by which length, entropy and different n-grams move; half of the
-            disagreement's.
+        moved: relative change from the first values that counts for length, entropy and different n-grams; the
+            disagreement must grow by twice as much.
         shares: rise of the shares of answers: with the top phrase, of repeated n-grams, cut off.
         gold: key of the evaluation's gold score.
         rollouts: number of first logs in a baseline.
@@ -130,11 +131,13 @@ class HackWatch(MonitorCallback):
         return None if risen is None else (risen - rewards.first) / sigma
 
     def _witnesses(self, logs: dict[str, Any]) -> dict[str, str]:
-        """Return of each witness that moved what it says."""
+        """Return a sentence for each witness that moved, by the name of the witness."""
         reasons = {"gold": self.memory["gold"]} if self.memory.get("gold") else {}
         start, length = self.rollouts, self.read("length", optional=True)
-        lengths, plus = self.follow("length", length, first=start), {"acts": False}
-        if (mean := _either(lengths.above(1 + self.moved, **plus), lengths.below(1 - self.moved, **plus))) is not None:
+        lengths = self.follow("length", length, first=start)
+        if (mean := lengths.above(1 + self.moved, acts=False)) is None:
+            mean = lengths.below(1 - self.moved, acts=False)
+        if mean is not None:
             reasons["length"] = f"answers of {mean:.0f} tokens, {lengths.first:.0f} at the start"
         kl, metric = self.read("kl", optional=True), self._known.get("kl")
         if kl is not None and metric is not None and metric.unit == "nats per token" and "kl" not in self.keys:
@@ -157,10 +160,13 @@ class HackWatch(MonitorCallback):
         what |= {"distinct": "of n-grams differ", "cut off": "are cut off"}
         for name, value in values.items():
             share = self.follow(name, value, first=start, answers=self.answers)
-            bound = share.below(1 - self.moved, **plus) if name == "distinct" else share.above(1, self.shares, **plus)
-            if bound is not None:
+            if name == "distinct":
+                mean = share.below(1 - self.moved, acts=False)
+            else:
+                mean = share.above(1, self.shares, acts=False)
+            if mean is not None:
                 of = "" if "n-grams" in what[name] else " of answers"
-                reasons[name] = f"{bound:.0%}{of} {what[name]}, {share.first:.0%} at the start"
+                reasons[name] = f"{mean:.0%}{of} {what[name]}, {share.first:.0%} at the start"
         if "phrase" in reasons and self.memory.get("phrase"):
             reasons["phrase"] += f" (now {self.memory['phrase']!r})"
         for key in filter(DISAGREEMENT.fullmatch, logs):
@@ -170,22 +176,19 @@ class HackWatch(MonitorCallback):
         return reasons
 
 
-def _either(one: float | None, other: float | None) -> float | None:
-    return other if one is None else one
-
-
 def attach_watch(trainer: Any, action: Any) -> None:
     """
     Attach a `HackWatch` to a trainer, unless it has one.
 
     Args:
-        trainer: one that keeps a table of completions.
-        action: what it does, or `"off"` for no watch. `"warn"` says it once.
+        trainer: a trainer that keeps a table of completions.
+        action: what the watch does, or `"off"` for no watch. With `"warn"` it sends its alert once.
     """
     callbacks = trainer.callback_handler.callbacks
     if action != "off" and not any(isinstance(each, HackWatch) for each in callbacks):
         repeat_steps = 10**9 if action == "warn" else HackWatch.repeat_steps
-        # Before what logs, which so has the risk, and behind what decides when to save, which it may overrule
+        # Before the callbacks that log, so that they have the risk; after the one that decides when to save, which the
+        # watch may overrule
         place = 1 + next((at for at, each in enumerate(callbacks) if isinstance(each, DefaultFlowCallback)), -1)
         callbacks.insert(place, HackWatch(trainer=trainer, action=action, repeat_steps=repeat_steps))
 
@@ -206,10 +209,10 @@ def watch_rounds(rounds: Sequence[dict[str, float | None]], answers: int) -> tup
     Each round trains on answers of its own policy, as in online DPO, and is then measured on the same prompts.
 
     Args:
-        rounds: of each round, the first being the policy before training, what PPO logs of a rollout:
-            `objective/scores`, `objective/scores_std`, `completions/mean_length`, `completions/std_length`,
-            `completions/clipped_ratio`, and what `RepetitionWatch` measures.
-        answers: how many answers a round is measured on.
+        rounds: for each round what PPO logs of a rollout: `objective/scores`, `objective/scores_std`,
+            `completions/mean_length`, `completions/std_length`, `completions/clipped_ratio`, and what
+            `RepetitionWatch` measures. The first round is the policy before training.
+        answers: number of answers that each round is measured on.
     """
     watch, alert = _RoundsWatch(rollouts=1, sinks=[]), None
     watch.answers, watch._known = answers, METRICS["PPOConfig"]

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..runs.files import REGISTRY
+from ..upstream.packages import need
 from .drawing import draw_panel
 from .metrics import metrics_of
 from .monitor import alerts_of
@@ -26,18 +27,15 @@ class LivePlotCallback(TrainerCallback):
     Args:
         panels: what to draw: panels of [`MonitoringPlotCallback`], as "entropy, nats per token", or keys of the logs,
             as "loss".
-        seconds: from one drawing to the next, at least. The end of training is always drawn.
+        seconds: shortest time between two drawings. The end of training is always drawn.
     """
 
     panels: tuple[str, ...] = ("scores", "KL to the reference, nats")
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        try:
-            import IPython  # noqa: F401
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            raise ImportError(f"LivePlotCallback needs `pip install ipython matplotlib` ({error})") from error
+        for package in ("IPython", "matplotlib"):
+            need(package, "LivePlotCallback")
         if not self.panels or isinstance(self.panels, str):
             raise ValueError(f"`panels` must be a list of panels or keys, got {self.panels!r}")
         self._shown: Any = None

@@ -11,9 +11,9 @@ class Metric:
     Name the key under which a trainer logs a quantity.
 
     Args:
-        key: in `logs`.
-        unit: such as `"tokens"`.
-        cadence: `"rollout"`: only those logs have it that cover the start of a rollout.
+        key: its key in `logs`.
+        unit: its unit, such as `"tokens"`.
+        cadence: `"rollout"` if only a log that covers the start of a rollout has it, `"step"` if every log has it.
         std: the key of the standard deviation of single answers, where it is logged.
     """
 
@@ -37,8 +37,8 @@ _ON_POLICY = {
     "grad_norm": _NORM,
 }
 
-# Name of the trainer's config, which callbacks are given → quantity → key, unit, cadence. The trainers take all of
-# these over all processes.
+# Name of the trainer's config, which callbacks are given → quantity → key, unit, cadence. The trainers compute
+# all of these over all processes.
 METRICS: dict[str, dict[str, Metric]] = {
     "PPOConfig": {
         "kl": Metric("objective/kl", "nats per response", "rollout", "objective/kl_std"),
@@ -85,7 +85,7 @@ METRICS: dict[str, dict[str, Metric]] = {
     },
 }
 
-# What else is taken over all processes: what reward functions score and log by TRL's `log_metric`, the Trainer's own
+# Other keys that all processes share: of reward functions, of TRL's `log_metric`, and the Trainer's own
 _GATHERED_PREFIXES = (
     *("rewards/", "repetition/", "score_watch/", "phrase_review/", "gold/", "eval_", "completions/"),
     *("turns/", "tools/", "environment/"),
@@ -137,7 +137,7 @@ def is_training_log(logs: dict[str, Any]) -> bool:
 
 
 def curve(history: list[dict[str, Any]], key: str | None) -> tuple[list[int], list[float]]:
-    """Return the steps and finite values of a key in a `log_history`. Of a step logged twice the last value counts."""
+    """Return the steps and finite values of a key in a `log_history`. The last value of a step counts."""
     points = {log["step"]: log[key] for log in history if key and isinstance(log.get(key), (int, float))}
     steps = [step for step in sorted(points) if math.isfinite(points[step])]
     return steps, [points[step] for step in steps]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from accelerate import PartialState
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -16,7 +15,7 @@ from ..runs.control import kl_scale_is_pending, request_kl_scale, take_kl_scale
 from ..runs.files import REGISTRY, RUNBOOK
 from ..runs.halts import Halting, Rollback, announce_rollback, digest, forget_rollback, good_checkpoint, rolled_back
 from ..runs.jsonl import finite
-from ..runs.processes import from_first
+from ..runs.processes import from_first, on_first
 from ..runs.redaction import redacted
 from .alerts import Alert, Level, check_sinks, make_sinks
 from .metrics import Metric, answers_in_log, is_gathered, is_training_log, metrics_of, rollout_steps
@@ -24,7 +23,7 @@ from .trend import Series
 
 logger = logging.get_logger(__name__)
 Action = Literal["warn", "save", "stop", "raise_kl", "rollback"]
-# A checkpoint's optimizer brings these, so that a stock trainer which resumes it does not read them anew
+# A checkpoint's optimizer holds these, so a stock trainer that resumes ignores their new values
 FROM_CHECKPOINT = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"}
 # Rules for the arguments of monitors: in words, and as a test
 POSITIVE = ("above 0", lambda x: x > 0)
@@ -69,8 +68,8 @@ class MonitorCallback(Halting, TrainerCallback):
 
     All processes decide alike: if a number differs between them, the main process' number counts.
 
-    What ended a run holds when the same command runs again, until an argument of the run or of the monitor is changed:
-    our trainers then train no step. A stock trainer cannot begin without one, so that one has a learning rate of 0.
+    A monitor that ended a run ends it again when the same command runs again, until an argument of the run or of the
+    monitor is changed: our trainers then train no step. A stock trainer must take one step; its learning rate is 0.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(eq=False, kw_only=True)
@@ -128,7 +127,7 @@ class MonitorCallback(Halting, TrainerCallback):
         self._has_trained = False
         self._is_training = False
         self._is_held = False  # this run was ended before, and nothing has changed
-        self._owes_save = False  # `save` or `stop` has no checkpoint yet: `save_strategy="best"` may refuse it one
+        self._owes_save = False  # `save` or `stop` waits for a checkpoint, which `save_strategy="best"` may skip
 
     # ---- State ----
 
@@ -497,7 +496,7 @@ def evaluation_noise(metrics: dict[str, Any], key: str, dataloader: Any) -> dict
 
 
 def number_of_rows(dataloader: Any) -> int | None:
-    """Return how many prompts an evaluation has, or marks for a gold judge; None if that is unknown."""
+    """Return how many prompts an evaluation has, of those marked `held_out` if it has that column; None if unknown."""
     dataset: Any = getattr(dataloader, "dataset", None)
     if "held_out" in (getattr(dataset, "column_names", None) or ()):
         return sum(map(bool, dataset["held_out"])) or None
@@ -506,13 +505,14 @@ def number_of_rows(dataloader: Any) -> int | None:
 
 def on_main_process(measure: Callable[[], Any]) -> tuple[Any, str | None]:
     """Call `measure` on the main process, and return its result and None to all, or None and its error as text."""
-    result, failure = None, None
-    if PartialState().is_main_process:
+
+    def measured() -> tuple[Any, str | None]:
         try:
-            result = measure()
-        except Exception as error:  # raised on one process only, it would leave the others waiting for ever
-            failure = f"{type(error).__name__}: {error}"
-    return from_first((result, failure))
+            return measure(), None
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"
+
+    return on_first(measured)
 
 
 def _is_json(value: Any) -> bool:

@@ -1,6 +1,5 @@
 """Draw one picture of a run."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..runs.files import REGISTRY, whole_file
+from ..upstream.packages import need
 from .drawing import PANELS, draw_panel
 from .metrics import Metric, metrics_of
 from .monitor import alerts_of
@@ -37,8 +37,7 @@ class MonitoringPlotCallback(TrainerCallback):
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"`steps` must be 1 or more, got {self.steps}")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("MonitoringPlotCallback needs `pip install matplotlib`")
+        need("matplotlib", "MonitoringPlotCallback")
         self._drawn = 0
         self._has_ended = False
 

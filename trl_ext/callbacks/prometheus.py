@@ -7,6 +7,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 
 from ..runs.files import is_notice
+from ..upstream.packages import need
 from .metrics import is_training_log, metrics_of, numbers_in
 from .monitor import alerts_of
 
@@ -52,10 +53,9 @@ class PrometheusCallback(TrainerCallback):
             raise ValueError("`PrometheusCallback` needs `port=` or `textfile=` to export to; got neither")
         if self.textfile is not None and not self.textfile.endswith(".prom"):
             raise ValueError(f"`textfile` must end in .prom, which the collector reads; got {self.textfile!r}")
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge
-        except ImportError as error:
-            raise ImportError("PrometheusCallback needs `pip install prometheus-client`") from error
+        need("prometheus_client", "PrometheusCallback")
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
         self.registry = CollectorRegistry()
         self._gauges: dict[str, Any] = {}  # made when first measured: a new gauge would export 0
         self._gauge = Gauge

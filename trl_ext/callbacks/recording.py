@@ -12,7 +12,7 @@ from .jsonl import JSONLCallback
 from .samples import AnswersCallback, SamplesCallback
 
 logger = logging.get_logger(__name__)
-# By name: pages are made above this layer, and a run goes without one where they are not installed
+# Imported by name: the workbench, above this layer, makes pages. Without it a run has no page
 _PAGES = "trl_ext.workbench"
 
 
@@ -45,7 +45,7 @@ class ReportCallback(TrainerCallback):
 
 def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = ()) -> None:
     """
-    Have a run record what its page shows, unless it does already, and write the page when training ends.
+    Make a run record what its page shows, unless it does so already, and write the page when training ends.
 
     PPOTrainer, DPOTrainer and CriticTrainer do so by themselves (`record_run` in their configurations). Only the main
     process writes.
@@ -53,7 +53,8 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
     Args:
         trainer: any Trainer.
         samples: whether to keep completions of each rollout, too; for PPOTrainer and RLOOTrainer.
-        objections: what reports say against the reward models, of [`trl_ext.workbench.objections`], for the page.
+        objections: what reward reports object to the reward models, from [`trl_ext.workbench.objections`]; the page
+            shows it.
     """
     present = trainer.callback_handler.callbacks
     recorder = next((callback for callback in present if isinstance(callback, JSONLCallback)), None)
@@ -65,7 +66,7 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
         trainer.add_callback(SamplesCallback(trainer=trainer))
     if asked := _asked(trainer):
         trainer.add_callback(AnswersCallback(trainer=trainer, prompts=asked))
-    # Of what is recorded elsewhere the output directory has no page
+    # The page is of the output directory: a run that records elsewhere has none
     if recorder.folder is None and not any(isinstance(callback, ReportCallback) for callback in present):
         rows = getattr(trainer, "given_rows", None)  # as they were before they were tokenized
         rows = getattr(trainer, "train_dataset", None) if rows is None else rows
@@ -73,7 +74,7 @@ def record_run(trainer: Any, samples: bool = False, objections: Sequence[str] = 
 
 
 def _asked(trainer: Any) -> list[Any]:
-    """Return the prompts that `record_answers` has the model answer: the first of the evaluation, or training rows."""
+    """Return the prompts to answer for `record_answers`: of the first evaluation rows, or else training rows."""
     count = getattr(trainer.args, "record_answers", 0)
     if not count or any(isinstance(callback, AnswersCallback) for callback in trainer.callback_handler.callbacks):
         return []

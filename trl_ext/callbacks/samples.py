@@ -24,7 +24,7 @@ class SamplesCallback(TrainerCallback):
 
     Args:
         trainer: a [`PPOTrainer`] or `trl.RLOOTrainer`, whose table of completions is read.
-        per_rollout: completions that are kept of a rollout of all processes. A thousand rollouts with 8 completions of
+        per_rollout: completions to keep of a rollout, over all processes. A thousand rollouts with 8 completions of
             1 kB each take 8 MB.
         folder: of the file. The default is that of [`JSONLCallback`].
     """
@@ -44,7 +44,7 @@ class SamplesCallback(TrainerCallback):
         self._watch = Watch(self.folder)
 
     def on_step_end(self, args, state, control, **kwargs):
-        # After the first step of a rollout the table holds that rollout; after an evaluation it holds its answers
+        # After the first step of a rollout the table holds that rollout; after an evaluation it holds the evaluation's
         if not state.is_world_process_zero or (state.global_step - 1) % rollout_steps(args):
             return
         table, size = self.trainer._logs, args.generation_batch_size
@@ -60,9 +60,10 @@ class SamplesCallback(TrainerCallback):
 @dataclass(eq=False, kw_only=True)
 class AnswersCallback(TrainerCallback):
     """
-    Have the model answer a few prompts before training, at each evaluation and at the end, as SFT and DPO draw none.
+    Have the model answer a few prompts before training, at each evaluation and at the end.
 
-    The answers are greedy, of at most 128 tokens, and go to `completions.rank0.jsonl`. All processes generate.
+    This is for SFT and DPO, which generate no answers. Here answers are greedy, have at most 128 tokens, and go to
+    `completions.rank0.jsonl`. All processes generate.
 
     >>> trainer.add_callback(AnswersCallback(trainer=trainer, prompts=["The sky is", "Two and two are"]))
 

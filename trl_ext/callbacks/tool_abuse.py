@@ -8,7 +8,7 @@ from .monitor import AT_LEAST_ONE, SHARE, Finding, MonitorCallback
 @dataclass(eq=False, kw_only=True)
 class ToolAbuseCallback(MonitorCallback):
     """
-    Alert when more tool calls fail than in the first rollouts, or more say again what the episode has said before.
+    Alert when more tool calls fail, or repeat an earlier call of their episode, than in the first rollouts.
 
     PPOTrainer logs both, GRPOTrainer the failures alone.
 
@@ -40,7 +40,7 @@ class ToolAbuseCallback(MonitorCallback):
         if calls is None and not self.memory.get("found"):
             self.read("tools")  # says once if nothing is logged for a whole rollout
         self.memory["found"] = self.memory.get("found", False) or calls is not None
-        if not calls:  # there is no share of no calls, but a trainer may log 0
+        if not calls:  # without calls there is no share, though a trainer may log 0
             return
         episodes = None if self.answers is None else self.answers * min(calls, 1.0)
         fails, repeats = (

@@ -1,4 +1,4 @@
-"""What transformers' tracker callbacks do not send: pictures, and alerts as text, to the trackers of `report_to`."""
+"""Send pictures, and alerts as text, to the trackers of `report_to`: transformers' own callbacks do not."""
 
 import os
 from collections.abc import Iterator

@@ -74,7 +74,7 @@ class Series:
 
     @property
     def first(self) -> float | None:
-        """The baseline, or None up to the value that completes it."""
+        """Return the mean of the first values, the baseline; None until a value comes after them."""
         values = self.memory["first"]
         return sum(values) / len(values) if 0 < self.wanted < self.memory["count"] else None
 

@@ -50,7 +50,7 @@ def help_text(prog: str, description: str, kinds: Iterable[tuple[type, bool]], a
         else:
             lines += textwrap.wrap(", ".join(flags), width, initial_indent="  ", subsequent_indent="  ")
     if asked is None and "per_device_train_batch_size" in "".join(lines):
-        lines += ["", "Of the inherited ones most runs set:"]
+        lines += ["", "Inherited flags that most runs set:"]
         lines += [f"  --{flag}".ljust(40) + text for flag, text in USUAL.items()]
     if asked is None:
         lines += ["", "`--help all` describes them all, `--help WORD` those with WORD in their names."]

@@ -3,9 +3,8 @@
     trl-ext kl A B --prompts prompts.jsonl
 
 A and B are folders or hub names of causal language models, or of PEFT adapters; prompts are a text file with one a
-line, or a data set with the column `prompt`, text or messages. Answers are as long and as hot as those that the run
-of A drew, if its folder says so. KL is summed over a response, in nats: what
-`objective/kl` and KLBudgetCallback count.
+line, or a data set with the column `prompt`, text or messages. The longest answer and the temperature are those
+of A's run, if its folder says so. KL is summed over a response, in nats, as in `objective/kl` and KLBudgetCallback.
 """
 
 if __name__ == "__main__":  # before the libraries that are imported next

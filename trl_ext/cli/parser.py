@@ -27,7 +27,7 @@ _WRONG_INPUT = (ValueError, OSError, ImportError, yaml.YAMLError, argparse.Argum
 class StrictTrlParser(TrlParser):
     """Extend [`trl.TrlParser`]: a user's mistake gives a one-line error and exit status 2.
 
-    A `key: value` of the YAML file that `--config` names stands for the flag `--key=value`, so argparse checks its
+    A `key: value` in the YAML file that `--config` names is read as the flag `--key=value`, so argparse checks its
     type and choices; the command line overrides it. Unknown keys and flags are refused with the nearest valid names.
     Flags cannot be abbreviated. `env:` in the file sets environment variables, as in TRL. `--help` describes what is
     the script's own and names the rest, `--help all` describes all, `--help WORD` what has the word in its name.

@@ -15,7 +15,7 @@ def repeated_calls(completion: Any) -> list[bool]:
     """
     Return for each tool call of an episode whether an earlier one was the same: name, arguments and answer.
 
-    A step to the left that leads elsewhere than the last one is no repetition, and a call without an answer is none.
+    The same call with another answer is not a repetition, and neither is a call without an answer.
 
     >>> move = {"role": "assistant", "tool_calls": [{"function": {"name": "move", "arguments": {"to": "left"}}}]}
     >>> wall = {"role": "tool", "name": "move", "content": "A wall."}

@@ -181,7 +181,7 @@ def _joined(bands: list[np.ndarray], places: np.ndarray, sets: "_Sets") -> np.nd
 
 
 class _Sets:
-    """The n-grams of each text, sorted, in one array: text i has those from ends[i - 1] to ends[i]."""
+    """Hold the n-grams of all texts in one array: text i has those from ends[i - 1] to ends[i], sorted."""
 
     def __init__(self, grams: np.ndarray, ends: np.ndarray, threshold: float):
         self.grams, self.threshold = grams, threshold

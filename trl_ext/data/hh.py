@@ -1,4 +1,4 @@
-"""Anthropic's HH-RLHF as preference pairs in TRL's conversational format."""
+"""Turn dialogues of Anthropic's HH-RLHF into preference pairs in TRL's conversational format."""
 
 import re
 

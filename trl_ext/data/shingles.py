@@ -1,4 +1,4 @@
-"""N-grams of words or characters as hashes, for many texts at once."""
+"""Hash n-grams of words or characters, for many texts at once."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache

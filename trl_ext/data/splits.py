@@ -1,4 +1,4 @@
-"""Divide rows into splits without dividing a group, alike in chosen values; and balance rows by such values."""
+"""Divide rows into splits that keep groups whole and have equal shares of chosen values; balance rows by values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -7,7 +7,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from .reward_model import calibration_error, confidence_bins, pairwise_accuracy, wilson_interval
+from .reward_model import accuracy_of, calibration_error, confidence_bins
 
 
 def fit_temperature(margins: Tensor, largest: float = 1e4) -> float | None:
@@ -76,15 +76,12 @@ def reliability_bins(margins: Tensor, bins: int = 10) -> list[dict[str, Any]]:
     rows = []
     for index in bin_of.unique().tolist():
         members = bin_of == index
-        accuracy, pairs = pairwise_accuracy(margins[members]).item(), int(members.sum())
         rows.append(
             {
                 "from": 0.5 + index / (2 * bins),
                 "to": 0.5 + (index + 1) / (2 * bins),
-                "pairs": pairs,
                 "confidence": confidence[members].mean().item(),
-                "accuracy": accuracy,
-                "accuracy_interval": wilson_interval(accuracy, pairs),
+                **accuracy_of(margins[members]),
             }
         )
     return rows

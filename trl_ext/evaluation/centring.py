@@ -44,7 +44,7 @@ def centring_shift(reference: Tensor, everything: Tensor, ridge: float = 1e-3) -
         covariance += ridge * scale * torch.eye(len(covariance), dtype=torch.double)
         shift = torch.linalg.solve(covariance, mean)
     else:
-        shift = mean  # all answers are the same one, so that no head varies: the smallest
+        shift = mean  # all answers are equal, so no head's scores vary: take the smallest one
     return shift / (shift @ mean)
 
 

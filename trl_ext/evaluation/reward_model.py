@@ -93,7 +93,7 @@ def accuracy_by_group(margins: Tensor, groups: Sequence[Any]) -> list[dict[str, 
             of[each].append(margin)
     largest_first = sorted(of.items(), key=lambda item: (-len(item[1]), item[0]))
     return [
-        {"value": value, **_accuracy_of(torch.tensor(members, dtype=torch.double))} for value, members in largest_first
+        {"value": value, **accuracy_of(torch.tensor(members, dtype=torch.double))} for value, members in largest_first
     ]
 
 
@@ -154,11 +154,12 @@ def accuracy_by_length_gap(margins: Tensor, length_gaps: Tensor, bins: int = 5) 
     for index in bin_of.unique():
         members = bin_of == index
         gaps = length_gaps[members]
-        rows.append({"from": gaps.min().item(), "to": gaps.max().item(), **_accuracy_of(margins[members])})
+        rows.append({"from": gaps.min().item(), "to": gaps.max().item(), **accuracy_of(margins[members])})
     return rows
 
 
-def _accuracy_of(margins: Tensor) -> dict[str, Any]:
+def accuracy_of(margins: Tensor) -> dict[str, Any]:
+    """Return the number of `pairs`, their `accuracy`, and its Wilson interval `accuracy_interval`."""
     accuracy, pairs = pairwise_accuracy(margins).item(), len(margins)
     return {"pairs": pairs, "accuracy": accuracy, "accuracy_interval": wilson_interval(accuracy, pairs)}
 

@@ -51,8 +51,8 @@ class CodeReward(PicklesSettings):
 
     Args:
         tests: the column with each row's tests: a list of tests, or one.
-        template: makes a test of a text in the column. `{test}` is the text, other names are the row's other columns,
-            as in `"{test}\\ncheck({entry_point})"`.
+        template: turns a text in the column into a test. `{test}` is the text, other names are the row's other
+            columns, as in `"{test}\\ncheck({entry_point})"`.
         timeout: seconds that a test may take, Python's start included.
         memory_mb: MiB of address space.
         max_output: bytes that may be printed, and written to each file.

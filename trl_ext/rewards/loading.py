@@ -50,8 +50,8 @@ def load_object(path: str, what: str) -> Any:
     Import what `path/to/file.py:name` or `package.module.name` names, as [`load_reward`] does.
 
     Args:
-        path: where it is.
-        what: what it is to be, for the message.
+        path: name of the object.
+        what: what the object should be, for the error message.
 
     Raises:
         ImportError: no such file, module or name.
@@ -102,14 +102,14 @@ def load_rewards(
         entry = {k: v for k, v in entry.items() if k != "weight"} if isinstance(entry, dict) else entry
         functions.append(_built(entry, known, policy_tokenizer, f"`rewards` entry {place + 1}"))
     for function, name in zip(functions, distinct([get_callable_name(f) for f in functions]), strict=True):
-        if type(function).__name__ in known:  # what it logs by itself has its name, too
+        if type(function).__name__ in known:  # its own metrics have its name, too
             function.__name__ = name
     return functions, weights
 
 
 def check_rewards(entries: Sequence[str | dict[str, Any]] | None, import_functions: bool = True) -> list[float | None]:
     """
-    Refuse what [`load_rewards`] would refuse, as far as that shows without building anything.
+    Refuse what [`load_rewards`] would refuse, as far as can be seen without building anything.
 
     Args:
         entries: the list under `rewards:`.

@@ -51,7 +51,7 @@ class HoldsRewards:
 
 class Member(TellsFailures, HoldsRewards):
     """
-    Call a reward function for another reward, and settle what it does wrong.
+    Call a reward function for another reward, and handle its failures.
 
     The function may have any of TRL's signatures, async or not. It fails by an exception, by another number of scores
     than completions, or by a score that is not a finite number. A wrong score fails its row, everything else all rows
@@ -155,7 +155,7 @@ class Started:
     def _run(self, function: Callable, kwargs: dict[str, Any]) -> None:
         try:
             self._scores.set_result(awaited(function(**kwargs)))
-        except BaseException as error:  # else who asks for the scores would wait for ever
+        except BaseException as error:  # else `result` would wait for ever
             self._scores.set_exception(error)
 
     def wait(self) -> None:

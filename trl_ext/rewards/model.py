@@ -40,6 +40,7 @@ def logits_of(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+    """Return whether two tokenizers have the same vocabulary and EOS."""
     return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
 
 
@@ -77,12 +78,13 @@ def _loaded_tokenizer(tokenizer: Any, revision: str | None = None) -> Any:
 
 def batches(lengths: Sequence[int], max_tokens: int | None = None, max_rows: int | None = None) -> list[list[int]]:
     """
-    Put rows of like length into one batch, the longest first.
+    Put rows of similar length into batches, the longest first; return the places of each batch's rows.
 
     Args:
         lengths: tokens of each row.
-        max_tokens: of a batch, padding included; a row that is longer has one of its own.
-        max_rows: of a batch. Where weights are sharded, all processes must have as many batches: this sees to it.
+        max_tokens: most tokens of a batch, padding included; a longer row is a batch by itself.
+        max_rows: most rows of a batch. Set it alone where weights are sharded: all processes must have the same number
+            of batches.
     """
     result: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from datasets import Dataset
 from transformers import TrainerState, TrainingArguments
@@ -394,7 +395,7 @@ class ResumableRun(BackgroundSaving):
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         is_behind = self._saves_in_background and self._upload is None
         keeps_back = is_behind or self._goes_on_unsaved
-        name = self._agreed_name() if keeps_back else ""
+        name = from_first(uuid4().hex) if keeps_back else ""  # not a counter: they could differ after an error
         error: Exception | None = None
         try:
             if self.args.should_save:

@@ -1,5 +1,4 @@
-"""The files of a run: their names, and how each is written whole or not at all. Neither torch nor transformers is
-imported."""
+"""Name the files of a run, and write each whole or not at all. This imports neither torch nor transformers."""
 
 import os
 from collections.abc import Iterator
@@ -50,8 +49,6 @@ def write_text(path: Path, text: str) -> None:
 
 def flush(path: Path) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # folders cannot be opened there
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -13,7 +13,7 @@ from .files import whole_file
 from .marker import checkpoints_of, step_of, time_after_checkpoints
 
 RECORD = "trl_ext_rollback.json"  # in the output directory, until a run that was changed has saved a checkpoint
-ASIDE = "rolled_back"  # begins the new names of checkpoints not to go on from: transformers finds them no more
+ASIDE = "rolled_back"  # beginning of the new names of excluded checkpoints, which hides them from transformers
 _ANNOUNCED = "trl_ext_rollback"  # the key of this run's rollback in `TrainerState.stateful_callbacks`
 
 
@@ -128,7 +128,8 @@ def good_checkpoint(output_dir: str, good_step: int) -> str | None:
 
 
 def forget_rollback(output_dir: str) -> None:
-    if Path(output_dir, RECORD).is_file():  # a folder that cannot be one is told of elsewhere
+    """Delete the record of a rollback, if there is one."""
+    if Path(output_dir, RECORD).is_file():  # `output_dir` may be a file, which another check reports
         Path(output_dir, RECORD).unlink(missing_ok=True)
 
 

@@ -26,7 +26,7 @@ def check_monitors(trainer: Any) -> list[str]:
 
 
 def rewards_of(trainer: Any) -> list[Any]:
-    """Return a trainer's reward functions, those of ours as they were given; none for a trainer without rewards."""
+    """Return the reward functions that a trainer was given; [] for a trainer without rewards."""
     return [vars(each).get("function", each) for each in getattr(trainer, "reward_funcs", None) or []]
 
 

@@ -16,7 +16,7 @@ from .processes import from_first, on_first
 
 LOCK = "_trl_ext.lock"  # in the output directory; a Trainer uploads nothing whose name begins with an underscore
 _MARKERS = f"checkpoint-*/{MARKER}"
-_PATIENCE = 2.0  # seconds in which a process that was killed has gone
+_PATIENCE = 2.0  # seconds to wait for a killed process to end
 
 
 def check_output_dir(output_dir: str | os.PathLike[str], resume: str | None = None) -> None:

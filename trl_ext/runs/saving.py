@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 from accelerate.utils import gather_object
@@ -17,7 +16,6 @@ from transformers.utils import ENV_VARS_TRUE_VALUES
 from ..upstream.temporarily import temporarily
 from .halts import rolled_back
 from .marker import MARKER, step_of
-from .processes import from_first
 from .writer import OTHERS_PART, PAUSE, CheckpointWriter, NotSaved, is_of_writing, not_saved
 
 if TYPE_CHECKING:
@@ -109,7 +107,7 @@ class BackgroundSaving(_Trainer):
         self._being_saved: tuple[str, str | None] | None = None  # a checkpoint, and the best one before it
         self._save_failure: str | None = None  # what could not be written, and has not been said yet
         super().__init__(*args, **kwargs)
-        # What sharding gathers is new memory each time, so that to pin it does not pay
+        # Sharding gathers weights into new memory each time, so pinning it does not pay
         self._writer = CheckpointWriter(pins=not (self.is_fsdp_enabled or self.is_deepspeed_enabled))
 
     @property
@@ -186,13 +184,6 @@ class BackgroundSaving(_Trainer):
             return mine
         everyones = torch.tensor(mine, dtype=torch.int32, device=self.accelerator.device)
         return (self.accelerator.reduce(everyones, reduction="sum") > 0).tolist()
-
-    @staticmethod
-    def _agreed_name() -> str:
-        """
-        Return a name for this checkpoint that is the same on all processes; own counters could differ after an error.
-        """
-        return from_first(uuid4().hex)
 
     def _unsaved(self, cause: str, goes_on: bool) -> str:
         if goes_on:

@@ -30,7 +30,7 @@ _INSTALLED = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]) + os.sep,  # this package, also where it is installed as editable
 )
-_SHOWN = (  # `repr` says all of these
+_SHOWN = (  # types whose `repr` tells all
     *(type(None), str, bytes, bytearray, range, Path, Number, date, time, timedelta),
     *(attrgetter, itemgetter, methodcaller),
 )
@@ -41,7 +41,7 @@ def source_identity(function: Any) -> str:
     """
     Identify a function or a callable object by a hash.
 
-    Counted are its source without comments, the values that it closes over, its attributes, and the functions,
+    The hash covers its source without comments, the values that it closes over, its attributes, and the functions,
     classes, objects, models and plain values of its own files that it names, and theirs. Of attributes the public ones
     count, and `_x` if `x` is an argument of `__init__`. What comes from an installed package counts by name (ours by
     its name at 0.2.0, see `upstream/moved.py`), and what is none of these, as a connection, by its type. What is
@@ -186,7 +186,7 @@ def _is_installed(value: Any) -> bool:
 
 
 def _is_in_a_package(file: str | None) -> bool:
-    """Return whether a file is part of an installed package; None stands for built-in code, which is."""
+    """Return whether a file is part of an installed package; None means built-in code, which is."""
     if file is None or file.startswith("<frozen"):
         return True
     return file.startswith(_INSTALLED) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)

@@ -1,4 +1,4 @@
-"""The stages before PPO and DPO: SFT and reward models, by TRL's trainers, as runs that resume."""
+"""Train SFT and reward models, the stages before PPO and DPO, with TRL's trainers, as runs that resume."""
 
 from .trainers import ResumableRewardTrainer, ResumableSFTTrainer, RewardConfig, SFTConfig
 

@@ -178,7 +178,7 @@ ATTRIBUTES = {  # class -> attributes, of the class or set by its methods, that 
     "peft.tuners.tuners_utils.BaseTunerLayer": "_active_adapter active_adapters disable_adapters",
 }
 
-WRITERS = {  # module -> the name by which what saves a checkpoint calls `torch.save`, or safetensors' `save_file`
+WRITERS = {  # module -> its name for `torch.save`, or for safetensors' `save_file`, which saves parts of a checkpoint
     "torch": "save",
     "safetensors.torch": "save_file",
     "transformers.modeling_utils": "safe_save_file",

@@ -25,7 +25,7 @@ REMARKS = {
     # Old checkpoints are then deleted by the step in their name, which is what is wanted
     "transformers.trainer_utils": ("mtime may not be reliable",),
 }
-# The same of `warnings`: category, pattern of the message
+# The same for `warnings`: category, pattern of the message
 WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     # TRL asks a model by the old name, which transformers has changed
     (FutureWarning, r"`(is_)?gradient_checkpointing(_enable|_disable)?` is deprecated"),
@@ -35,7 +35,7 @@ WARNINGS: tuple[tuple[type[Warning], str], ...] = (
 # Rows of transformers' report on a classifier that was loaded from a language model: its head is meant to be new.
 # A reward model without one is refused
 NEW_HEAD = r"lm_head\.weight +\| UNEXPECTED|score\.weight +\| MISSING"
-SECONDS = 3.0  # before the bar of a library's own appears; it vanishes when it is done
+SECONDS = 3.0  # before a library's own bar appears; it vanishes when it is done
 
 
 def _is_verbose() -> bool:
@@ -66,7 +66,7 @@ def is_quiet() -> bool:
 
 @functools.cache
 def hide_none_logged() -> None:
-    """Hide that TensorBoard gets no None: what TRL logs as the mean of a reward function that scores nothing."""
+    """Hide the remark that TensorBoard cannot log None, TRL's mean of a reward function that gives no scores."""
     if not _is_verbose():
         remark = ('Trainer is attempting to log a value of "None"',)
         logger = logging.getLogger("transformers.integrations.integration_utils")

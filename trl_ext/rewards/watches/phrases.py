@@ -26,9 +26,8 @@ class PhraseReviewReward(Watch):
     phrases.
 
     Args:
-        phrases: matched as whole words, in any case, with any space between words; invisible
-            characters are ignored.
-            In scripts without spaces, such as Chinese, Japanese and Thai, they are matched within words, too.
+        phrases: phrases to find as whole words, in any case, with any space between words; invisible characters are
+            ignored. In scripts without spaces, such as Chinese, Japanese and Thai, they are found within words, too.
         veto: score of a completion with such a phrase; others score 0.0. If it is set, give the function a weight,
             too. With None nothing is scored: the share is logged.
         folder, score: see [`Watch`].

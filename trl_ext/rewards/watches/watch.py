@@ -18,11 +18,11 @@ class Watch:
     Base class of reward functions that measure completions and reward nothing. Give them weight 0.
 
     Args:
-        folder: of `completions.rank{r}.jsonl`, to which each completion is appended as one line: timestamp, step,
+        folder: folder of `completions.rank{r}.jsonl`. Each completion is appended to it as one line: timestamp, step,
             rank, prompt, completion, scores. A completion is its text, or with tools its messages. None is the
             folder of [`~trl_ext.callbacks.JSONLCallback`], and without that callback nothing is written.
-        score: of each completion. With None this function takes no part in the reward. Where no other function scores,
-            TRL needs 0.0.
+        score: score of each completion. With None this function takes no part in the reward. If no other function
+            gives a score, TRL needs 0.0.
     """
 
     __name__ = "watch"

@@ -34,7 +34,7 @@ from typing import Any
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import write_rows
 from trl_ext.rewards import ModelReward
-from trl_ext.runs import differences, read_jsonl, write_text
+from trl_ext.runs import differences, read_jsonl, setting, write_text
 from trl_ext.workbench.evaluate.command import EvaluateArguments
 from trl_ext.workbench.evaluate.command import run as evaluate
 from trl_ext.workbench.evaluate.data import Sampling, answers_of, scores
@@ -115,11 +115,11 @@ class CompareArguments(SeededStudyArguments):
         default_factory=lambda: [8], metadata={"help": "Seeds on which a trial is chosen; they are not measured."}
     )
     arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"help": "What is compared."})
-    labels: int = field(default=400, metadata={"help": "Labels of a seed: pairs that people or a judge label."})
-    known: int = field(default=120, metadata={"help": "Of these, labels by people with which a judge is compared."})
-    prompts: int = field(default=128, metadata={"help": "Held-out prompts on which policies are measured."})
-    world_seed: int = field(default=0, metadata={"help": "Seed of the world and of the SFT model, which all share."})
-    output_dir: str = field(default="outputs/compare_methods", metadata={"help": "Folder of all runs."})
+    labels: int = setting(400, "Labels of a seed: pairs that people or a judge label.")
+    known: int = setting(120, "Of these, labels by people with which a judge is compared.")
+    prompts: int = setting(128, "Held-out prompts on which policies are measured.")
+    world_seed: int = setting(0, "Seed of the world and of the SFT model, which all share.")
+    output_dir: str = setting("outputs/compare_methods", "Folder of all runs.")
 
     def __post_init__(self):
         super().__post_init__()

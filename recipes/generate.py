@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import check_output_dir
+from trl_ext.runs import check_output_dir, setting
 from trl_ext.upstream import SECONDS, late_bars, quiet
 
 WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  # of a line, by this script
@@ -29,34 +29,29 @@ class GenerateArguments:
     """Who answers what, and how."""
 
     model_name_or_path: str = field(metadata={"help": "Policy: a model or adapter, a folder or a hub name."})
-    prompt: str | None = field(default=None, metadata={"help": "One prompt, in place of a dataset."})
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Dataset with the column `prompt`: a hub name, a .jsonl file or a folder."}
+    prompt: str | None = setting(None, "One prompt, in place of a dataset.")
+    dataset_name: str | None = setting(
+        None, "Dataset with the column `prompt`: a hub name, a .jsonl file or a folder."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_split: str | None = field(
-        default=None, metadata={"help": "Split of the dataset; `test`, or `train` for a single file, if unset."}
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_split: str | None = setting(None, "Split of the dataset; `test`, or `train` for a single file, if unset.")
+    max_prompts: int | None = setting(None, "Answer the first so many prompts only.")
+    output_file: str | None = setting(None, "JSON lines are written here; must not exist.")
+    num_samples: int = setting(1, "Answers to each prompt.")
+    rollouts: bool = setting(False, "Write the token ids and the dataset's other columns, too: see above.")
+    chat: bool = setting(False, "Take a text prompt as a user's message.")
+    batch_size: int = setting(16, "Prompts in one batch of one process.")
+    temperature: float = setting(1.0, "Of the sampling; 0 always takes the likeliest token.")
+    top_p: float = setting(1.0, "Sample from the likeliest tokens of this total probability.")
+    max_new_tokens: int | None = setting(
+        None, "Tokens after which an answer is cut off; if unset 256, or what the context leaves."
     )
-    max_prompts: int | None = field(default=None, metadata={"help": "Answer the first so many prompts only."})
-    output_file: str | None = field(default=None, metadata={"help": "JSON lines are written here; must not exist."})
-    num_samples: int = field(default=1, metadata={"help": "Answers to each prompt."})
-    rollouts: bool = field(
-        default=False, metadata={"help": "Write the token ids and the dataset's other columns, too: see above."}
+    seed: int = setting(0, "Of the sampling.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "Of the weights; `auto` is what they were saved in."
     )
-    chat: bool = field(default=False, metadata={"help": "Take a text prompt as a user's message."})
-    batch_size: int = field(default=16, metadata={"help": "Prompts in one batch of one process."})
-    temperature: float = field(default=1.0, metadata={"help": "Of the sampling; 0 always takes the likeliest token."})
-    top_p: float = field(default=1.0, metadata={"help": "Sample from the likeliest tokens of this total probability."})
-    max_new_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Tokens after which an answer is cut off; if unset 256, or what the context leaves."},
-    )
-    seed: int = field(default=0, metadata={"help": "Of the sampling."})
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto", metadata={"help": "Of the weights; `auto` is what they were saved in."}
-    )
-    revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a hub model."})
-    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
+    revision: str = setting("main", "Branch, tag or commit of a hub model.")
+    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
 
     def __post_init__(self):
         if (self.prompt is None) == (self.dataset_name is None):

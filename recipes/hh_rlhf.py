@@ -13,6 +13,7 @@ from pathlib import Path
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.data import split_pair
+from trl_ext.runs import setting
 from trl_ext.upstream import late_bars, quiet
 
 
@@ -21,9 +22,7 @@ class HHArguments:
     """Where from, and where to."""
 
     output_dir: str = field(metadata={"help": "Folder to write; must not exist, or be empty."})
-    dataset_name: str = field(
-        default="Anthropic/hh-rlhf", metadata={"help": "Dataset with dialogues in `chosen` and `rejected`."}
-    )
+    dataset_name: str = setting("Anthropic/hh-rlhf", "Dataset with dialogues in `chosen` and `rejected`.")
 
     def __post_init__(self):
         if Path(self.output_dir).exists() and (

@@ -13,7 +13,7 @@ import copy
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ModelArguments, PromptArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, write_text
+from trl_ext.runs import Hold, check_output_dir, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
 GOES_ON = "goes on with the rounds that are there"
@@ -31,21 +31,19 @@ GOES_ON = "goes on with the rounds that are there"
 class OnlineDPOScriptArguments(PromptArguments):
     """What `DPOConfig` and `ModelConfig` do not say: the prompts, the answers and their scores."""
 
-    num_rounds: int = field(default=3, metadata={"help": "Rounds of sampling and training."})
-    prompts_per_round: int = field(default=512, metadata={"help": "Prompts that are answered in a round."})
-    num_samples: int = field(default=4, metadata={"help": "k: answers to each prompt."})
-    max_completion_length: int = field(default=256, metadata={"help": "Tokens of an answer."})
-    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
-    reward_weights: list[float] | None = field(
-        default=None, metadata={"help": "Weight of each reward; 1 if unset. What has weight 0 is only reported."}
+    num_rounds: int = setting(3, "Rounds of sampling and training.")
+    prompts_per_round: int = setting(512, "Prompts that are answered in a round.")
+    num_samples: int = setting(4, "k: answers to each prompt.")
+    max_completion_length: int = setting(256, "Tokens of an answer.")
+    temperature: float = setting(1.0, "Temperature of sampling.")
+    reward_weights: list[float] | None = setting(
+        None, "Weight of each reward; 1 if unset. What has weight 0 is only reported."
     )
-    watch: Literal["warn", "stop", "off"] = field(
-        default="warn",
-        metadata={"help": "What the watch for a hack does: `stop` begins no round after one with an alarm."},
+    watch: Literal["warn", "stop", "off"] = setting(
+        "warn", "What the watch for a hack does: `stop` begins no round after one with an alarm."
     )
-    keep_reference: bool = field(
-        default=False,
-        metadata={"help": "Keep the first policy as the reference, not the policy that a round starts from."},
+    keep_reference: bool = setting(
+        False, "Keep the first policy as the reference, not the policy that a round starts from."
     )
 
     def __post_init__(self):

@@ -38,7 +38,7 @@ from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
 from trl_ext.models import path_identity
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
-from trl_ext.runs import Hold, check_output_dir, config_file, differences, rows_identity, write_text
+from trl_ext.runs import Hold, check_output_dir, config_file, differences, rows_identity, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 from trl_ext.workbench import next_line, objections
 from trl_ext.workbench.labels import Columns, majority_pairs, read_labels
@@ -74,51 +74,37 @@ class RefreshArguments:
     )
     dataset_name: str = field(metadata={"help": "Prompts: a hub name, a .jsonl file or a folder."})
     output_dir: str = field(metadata={"help": "Folder of this round."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of the prompts."})
-    against_model_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Model whose answers are set against the policy's; other answers of the policy if unset."},
+    dataset_config: str | None = setting(None, "Configuration of a hub dataset.")
+    dataset_split: str = setting("train", "Split of the prompts.")
+    against_model_name_or_path: str | None = setting(
+        None, "Model whose answers are set against the policy's; other answers of the policy if unset."
     )
-    earlier: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "`output_dir` of each earlier round: what was queued is not queued again, pairs are reused."
-        },
+    earlier: list[str] | None = setting(
+        None, "`output_dir` of each earlier round: what was queued is not queued again, pairs are reused."
     )
-    num_prompts: int = field(default=512, metadata={"help": "Prompts that are answered."})
-    num_samples: int = field(default=2, metadata={"help": "Answers of the policy to each prompt."})
-    max_new_tokens: int | None = field(default=None, metadata={"help": "Tokens of an answer; as `generate` if unset."})
-    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
-    batch_size: int = field(default=16, metadata={"help": "Prompts in one batch."})
-    queue_size: int = field(default=200, metadata={"help": "Pairs of answers to label."})
-    score_share: float = field(default=0.4, metadata={"help": "Part of the queue for answers of the highest score."})
-    disagreement_share: float = field(
-        default=0.3,
-        metadata={"help": "Part for those that an ensemble disagrees on most; of the others without an ensemble."},
+    num_prompts: int = setting(512, "Prompts that are answered.")
+    num_samples: int = setting(2, "Answers of the policy to each prompt.")
+    max_new_tokens: int | None = setting(None, "Tokens of an answer; as `generate` if unset.")
+    temperature: float = setting(1.0, "Temperature of sampling.")
+    batch_size: int = setting(16, "Prompts in one batch.")
+    queue_size: int = setting(200, "Pairs of answers to label.")
+    score_share: float = setting(0.4, "Part of the queue for answers of the highest score.")
+    disagreement_share: float = setting(
+        0.3, "Part for those that an ensemble disagrees on most; of the others without an ensemble."
     )
-    random_share: float = field(default=0.3, metadata={"help": "Part for answers at random."})
-    labels: list[str] | None = field(
-        default=None, metadata={"help": "Files with what people chose, own ones or exports: see docs/refresh.md."}
+    random_share: float = setting(0.3, "Part for answers at random.")
+    labels: list[str] | None = setting(None, "Files with what people chose, own ones or exports: see docs/refresh.md.")
+    judge: str | None = setting(
+        None, "Reward that decides: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."
     )
-    judge: str | None = field(
-        default=None,
-        metadata={"help": "Reward that decides: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."},
-    )
-    confidence_bound: float = field(default=0.6, metadata={"help": "Least share of an item's labels for its winner."})
-    held_out_share: float = field(default=0.2, metadata={"help": "Share of prompts whose pairs only measure."})
-    reward_dataset_name: str | None = field(
-        default=None, metadata={"help": "Pairs that the reward model was trained on, with a split `test`."}
-    )
-    old_share: float = field(default=0.5, metadata={"help": "Share of old pairs in what is trained on."})
-    reward_config: str | None = field(
-        default=None, metadata={"help": "Configuration of `trl-ext reward`: how the reward model is trained on."}
-    )
-    demonstrations_name: str | None = field(
-        default=None, metadata={"help": "As of `trl-ext reward`: what is to score 0 on average."}
-    )
-    seed: int = field(default=0, metadata={"help": "Of prompts, answers, choice and training."})
-    use_cpu: bool = field(default=False, metadata={"help": "Use no GPU, also where there is one."})
+    confidence_bound: float = setting(0.6, "Least share of an item's labels for its winner.")
+    held_out_share: float = setting(0.2, "Share of prompts whose pairs only measure.")
+    reward_dataset_name: str | None = setting(None, "Pairs that the reward model was trained on, with a split `test`.")
+    old_share: float = setting(0.5, "Share of old pairs in what is trained on.")
+    reward_config: str | None = setting(None, "Configuration of `trl-ext reward`: how the reward model is trained on.")
+    demonstrations_name: str | None = setting(None, "As of `trl-ext reward`: what is to score 0 on average.")
+    seed: int = setting(0, "Of prompts, answers, choice and training.")
+    use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
 
     def __post_init__(self):
         for name in ("num_prompts", "num_samples", "batch_size", "queue_size"):

@@ -15,14 +15,14 @@ import gc
 import json
 import math
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ClassifierArguments, HeldOutArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, from_first, is_evaluated, write_text
+from trl_ext.runs import Hold, check_output_dir, from_first, is_evaluated, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
 
@@ -30,29 +30,18 @@ from trl_ext.upstream import late_bars, quiet
 class RewardScriptArguments(HeldOutArguments):
     """What `RewardConfig` and `ModelConfig` do not say: the data."""
 
-    demonstrations_name: str | None = field(
-        default=None,
-        metadata={"help": "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."},
+    demonstrations_name: str | None = setting(
+        None, "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."
     )
-    drop_unusable_pairs: bool = field(
-        default=False, metadata={"help": "Go on without pairs that lack an answer or have the same one twice."}
-    )
-    resume_anyway: bool = field(
-        default=False, metadata={"help": "Go on from a checkpoint that a run with other settings wrote."}
-    )
+    drop_unusable_pairs: bool = setting(False, "Go on without pairs that lack an answer or have the same one twice.")
+    resume_anyway: bool = setting(False, "Go on from a checkpoint that a run with other settings wrote.")
 
-    group_columns: list[str] | None = field(
-        default=None,
-        metadata={"help": "Columns to report the accuracy by; if unset topic, subset, source, language, annotator."},
+    group_columns: list[str] | None = setting(
+        None, "Columns to report the accuracy by; if unset topic, subset, source, language, annotator."
     )
-    probe_rows: int = field(
-        default=128, metadata={"help": "Held-out answers that each probe of the report changes; 0 for no probes."}
-    )
-    ensemble: int | None = field(
-        default=None,
-        metadata={
-            "help": "Train so many models, from other seeds, each without another one of as many parts of the pairs."
-        },
+    probe_rows: int = setting(128, "Held-out answers that each probe of the report changes; 0 for no probes.")
+    ensemble: int | None = setting(
+        None, "Train so many models, from other seeds, each without another one of as many parts of the pairs."
     )
 
     def __post_init__(self) -> None:

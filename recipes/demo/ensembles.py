@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from trl_ext import StrictTrlParser
+from trl_ext.runs import setting
 
 from .report import read_curve
 from .seeds import SeededStudyArguments, check_grid, in_words, write_results
@@ -35,9 +36,9 @@ class EnsembleStudyArguments(SeededStudyArguments):
     """The grid: every combination is trained with each kind of reward."""
 
     kl_coefs: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "Fixed KL coefficients."})
-    flipped_share: float = field(default=0.25, metadata={"help": "Share of the training pairs that are flipped."})
-    planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/ensembles", metadata={"help": "Folder of all runs."})
+    flipped_share: float = setting(0.25, "Share of the training pairs that are flipped.")
+    planted_share: float = setting(0.0, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/ensembles", "Folder of all runs.")
 
     def __post_init__(self):
         super().__post_init__()

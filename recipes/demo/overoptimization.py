@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trl_ext import StrictTrlParser
 from trl_ext.evaluation import fit_overoptimization, overoptimization_curve
-from trl_ext.runs import whole_file
+from trl_ext.runs import setting, whole_file
 
 from .report import read_curve
 from .seeds import check_grid
@@ -45,8 +45,8 @@ class StudyArguments:
     label_noises: list[float] = field(
         default_factory=lambda: [0.1], metadata={"help": "How often the middle annotator slips."}
     )
-    output_dir: str = field(default="outputs/overoptimization", metadata={"help": "Folder of all runs."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+    output_dir: str = setting("outputs/overoptimization", "Folder of all runs.")
+    short: bool = setting(False, "Take the same way in minutes, and show nothing.")
 
     def __post_init__(self):
         check_grid(self, "kl_coefs", "seeds", "planted_shares", "label_noises")

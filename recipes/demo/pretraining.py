@@ -31,6 +31,7 @@ from torch import Tensor
 
 from trl_ext import StrictTrlParser
 from trl_ext.ppo import load_critic
+from trl_ext.runs import setting
 
 from .report import read_curve
 from .seeds import SeededStudyArguments, check_grid, in_words, write_results
@@ -58,11 +59,11 @@ WIDTH = 3  # measurements of a moving mean
 class PretrainingStudyArguments(SeededStudyArguments):
     """The worlds, and how the critics are trained."""
 
-    num_samples: int = field(default=4, metadata={"help": "Answers to each of the 4,000 training prompts."})
-    num_train_epochs: int = field(default=4, metadata={"help": "Passes over them."})
+    num_samples: int = setting(4, "Answers to each of the 4,000 training prompts.")
+    num_train_epochs: int = setting(4, "Passes over them.")
     lams: list[float] = field(default_factory=lambda: [LAM, 0.8], metadata={"help": "λ of the advantages."})
-    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/pretraining", metadata={"help": "Folder of all runs."})
+    planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/pretraining", "Folder of all runs.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from trl_ext import StrictTrlParser
 from trl_ext.evaluation import mine_phrases, probe_reward
+from trl_ext.runs import setting
 
 from .seeds import check_grid
 from .stages import DemoArguments, reward_stage, use_one_thread
@@ -37,9 +38,9 @@ class ProbeStudyArguments:
     planted_shares: list[float] = field(
         default_factory=lambda: [0.2, 0.0], metadata={"help": "Shares of chosen answers that get the phrase."}
     )
-    rows: int = field(default=256, metadata={"help": "Held-out answers to change."})
-    output_dir: str = field(default="outputs/probes", metadata={"help": "Folder of all worlds."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+    rows: int = setting(256, "Held-out answers to change.")
+    output_dir: str = setting("outputs/probes", "Folder of all worlds.")
+    short: bool = setting(False, "Take the same way in minutes, and show nothing.")
 
     def __post_init__(self):
         check_grid(self, "seeds", "planted_shares")

@@ -16,11 +16,12 @@ if __name__ == "__main__":  # before the libraries that are imported next
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 from trl_ext import StrictTrlParser
+from trl_ext.runs import setting
 
 from .. import refresh_reward
 from .report import read_curve
@@ -36,12 +37,12 @@ ARMS = ("none", "refreshed")
 class RefreshStudyArguments(SeededStudyArguments):
     """The worlds, the legs and the rounds."""
 
-    episodes: int = field(default=2048, metadata={"help": "Episodes of each of the three legs."})
-    queue_size: int = field(default=200, metadata={"help": "Pairs of answers that are labelled in a round."})
-    old_share: float = field(default=0.8, metadata={"help": "Share of old pairs in what is trained on."})
-    label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
-    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/refresh", metadata={"help": "Folder of all runs."})
+    episodes: int = setting(2048, "Episodes of each of the three legs.")
+    queue_size: int = setting(200, "Pairs of answers that are labelled in a round.")
+    old_share: float = setting(0.8, "Share of old pairs in what is trained on.")
+    label_noise: float = setting(0.1, "How often the middle annotator slips.")
+    planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/refresh", "Folder of all runs.")
 
 
 def label(folder: Path, seed: int, label_noise: float) -> Path:

@@ -16,7 +16,7 @@ if __name__ == "__main__":  # before the libraries that are imported next
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +24,7 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
-from trl_ext.runs import FolderInUse, Hold
+from trl_ext.runs import FolderInUse, Hold, setting
 from trl_ext.upstream import late_bars, quiet
 
 from . import stages
@@ -36,8 +36,8 @@ from .report import write_report
 class RunArguments(stages.DemoArguments):
     """A demo, or one of its stages."""
 
-    stage: Literal["world", "sft", "reward", "guarded", "unguarded", "ppo_lora", "online_dpo"] | None = field(
-        default=None, metadata={"help": "Build this stage alone, and those that it needs; no report."}
+    stage: Literal["world", "sft", "reward", "guarded", "unguarded", "ppo_lora", "online_dpo"] | None = setting(
+        None, "Build this stage alone, and those that it needs; no report."
     )
 
 

@@ -28,6 +28,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from trl_ext import PPOConfig, PPOTrainer, StrictTrlParser
 from trl_ext.rewards import ModelReward
+from trl_ext.runs import setting
 
 from .measure import MAX_NEW_TOKENS, measure
 from .seeds import SeededStudyArguments, check_grid, in_words
@@ -73,10 +74,10 @@ class SAOStudyArguments(SeededStudyArguments):
         default_factory=lambda: [5e-5, 1.5e-4, 5e-4, 1.5e-3, 5e-3], metadata={"help": "Of the policy, to choose from."}
     )
     algorithms: list[str] = field(default_factory=lambda: list(ALGORITHMS), metadata={"help": "What is compared."})
-    tokens: int = field(default=100_000, metadata={"help": "Tokens that each run generates."})
-    kl_coef: float = field(default=0.05, metadata={"help": "Fixed KL coefficient."})
-    planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/sao", metadata={"help": "Folder of worlds, `sao.jsonl` and `sao.md`."})
+    tokens: int = setting(100_000, "Tokens that each run generates.")
+    kl_coef: float = setting(0.05, "Fixed KL coefficient.")
+    planted_share: float = setting(0.0, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/sao", "Folder of worlds, `sao.jsonl` and `sao.md`.")
 
     def __post_init__(self):
         super().__post_init__()

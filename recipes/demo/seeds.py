@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from trl_ext.runs import setting
+
 # Student's t at 97.5 %, for 2 to 10 seeds
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
@@ -27,7 +29,7 @@ class SeededStudyArguments:
     seeds: list[int] = field(
         default_factory=lambda: [0, 1, 2, 3, 4], metadata={"help": "Seeds of world and training."}
     )
-    short: bool = field(default=False, metadata={"help": "Take the same way in minutes, and show nothing."})
+    short: bool = setting(False, "Take the same way in minutes, and show nothing.")
 
     def __post_init__(self):
         check_grid(self, "seeds")

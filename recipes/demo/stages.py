@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ import yaml
 from accelerate import PartialState
 
 from trl_ext.data import write_rows
-from trl_ext.runs import differences, read_jsonl, write_text
+from trl_ext.runs import differences, read_jsonl, setting, write_text
 from trl_ext.workbench import without_next
 
 from .. import dpo, generate, online_dpo, ppo, pretrain_critic, reward, sft
@@ -42,11 +42,11 @@ SHORT = {
 class DemoArguments:
     """What may differ from one demo to the next."""
 
-    seed: int = field(default=0, metadata={"help": "Seed of the world, the models and the training."})
-    output_dir: str = field(default="outputs/demo", metadata={"help": "Folder; each seed has its own within."})
-    planted_share: float = field(default=0.2, metadata={"help": "Share of chosen answers that get the phrase."})
-    label_noise: float = field(default=0.1, metadata={"help": "How often the middle annotator slips."})
-    short: bool = field(default=False, metadata={"help": "Take the same way in two minutes, and show nothing."})
+    seed: int = setting(0, "Seed of the world, the models and the training.")
+    output_dir: str = setting("outputs/demo", "Folder; each seed has its own within.")
+    planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.")
+    label_noise: float = setting(0.1, "How often the middle annotator slips.")
+    short: bool = setting(False, "Take the same way in two minutes, and show nothing.")
 
     def __post_init__(self):
         for name, most in (("planted_share", 1), ("label_noise", 0.5)):

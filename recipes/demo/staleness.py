@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 from trl_ext import StrictTrlParser
+from trl_ext.runs import setting
 
 from .report import read_curve
 from .seeds import SeededStudyArguments, check_grid, in_words, write_results
@@ -37,10 +38,10 @@ class StalenessStudyArguments(SeededStudyArguments):
         default_factory=lambda: ["auto"],
         metadata={"help": "`importance_sampling_mode` of the runs that are ahead, `none` for no correction."},
     )
-    kl_coef: float = field(default=0.05, metadata={"help": "Fixed KL coefficient."})
-    total_episodes: int = field(default=2048, metadata={"help": "Episodes of a run; a rollout has 128."})
-    planted_share: float = field(default=0.0, metadata={"help": "Share of chosen answers that get the phrase."})
-    output_dir: str = field(default="outputs/staleness", metadata={"help": "Folder of all runs."})
+    kl_coef: float = setting(0.05, "Fixed KL coefficient.")
+    total_episodes: int = setting(2048, "Episodes of a run; a rollout has 128.")
+    planted_share: float = setting(0.0, "Share of chosen answers that get the phrase.")
+    output_dir: str = setting("outputs/staleness", "Folder of all runs.")
 
     def __post_init__(self):
         super().__post_init__()

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from trl_ext import StrictTrlParser
 from trl_ext.cli.arguments import ModelArguments, PromptArguments
 from trl_ext.cli.model_names import check_model
-from trl_ext.runs import Hold, check_output_dir, setting, write_text
+from trl_ext.runs import Hold, check_output_dir, check_settings, setting, write_text
 from trl_ext.upstream import late_bars, quiet
 
 GOES_ON = "goes on with the rounds that are there"
@@ -31,11 +31,11 @@ GOES_ON = "goes on with the rounds that are there"
 class OnlineDPOScriptArguments(PromptArguments):
     """What `DPOConfig` and `ModelConfig` do not say: the prompts, the answers and their scores."""
 
-    num_rounds: int = setting(3, "Rounds of sampling and training.")
-    prompts_per_round: int = setting(512, "Prompts that are answered in a round.")
-    num_samples: int = setting(4, "k: answers to each prompt.")
-    max_completion_length: int = setting(256, "Tokens of an answer.")
-    temperature: float = setting(1.0, "Temperature of sampling.")
+    num_rounds: int = setting(3, "Rounds of sampling and training.", range=">= 1")
+    prompts_per_round: int = setting(512, "Prompts that are answered in a round.", range=">= 1")
+    num_samples: int = setting(4, "k: answers to each prompt.", range=">= 2")
+    max_completion_length: int = setting(256, "Tokens of an answer.", range=">= 1")
+    temperature: float = setting(1.0, "Temperature of sampling.", range="> 0, since equal answers make no pair")
     reward_weights: list[float] | None = setting(
         None, "Weight of each reward; 1 if unset. What has weight 0 is only reported."
     )
@@ -49,17 +49,10 @@ class OnlineDPOScriptArguments(PromptArguments):
     def __post_init__(self):
         super().__post_init__()
         self.watch = self.watch or "off"  # YAML reads `off` as false
-        if self.watch not in ("warn", "stop", "off"):
-            raise ValueError(f"`watch` must be warn, stop or off; got {self.watch!r}")
+        check_settings(self)
         rewards = bool(self.reward_model_name_or_path) + len(self.reward_funcs or []) + len(self.rewards or [])
         if self.reward_weights is not None and len(self.reward_weights) != rewards:
             raise ValueError(f"`reward_weights` must be one for each of {rewards} rewards, got {self.reward_weights}")
-        least = {"num_rounds": 1, "prompts_per_round": 1, "num_samples": 2, "max_completion_length": 1}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(f"`{name}` must be {minimum} or more, got {getattr(self, name)}")
-        if not self.temperature > 0:
-            raise ValueError(f"`temperature` must be > 0, got {self.temperature}: equal answers make no pair")
 
 
 def answer(
@@ -163,7 +156,7 @@ def in_words(facts: dict) -> str:
     return ", ".join([*shown, f"length {facts['length']:.1f} tokens"])
 
 
-def check_settings(path: Path, settings: dict) -> None:
+def check_begun(path: Path, settings: dict) -> None:
     """Raise what differs if the rounds beside the file `path` were begun with other settings."""
     from trl_ext.runs import differences
 
@@ -300,7 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, reward in zip(names, rewards, strict=True):
             settings[f"reward {name}"] = source_identity(reward)
         settings = fingerprint(training_args, **settings)
-        check_settings(output_dir / "online_dpo_settings.json", settings)
+        check_begun(output_dir / "online_dpo_settings.json", settings)
     held_out = held_out.to_list()
     weights = reward_weights or [1.0] * len(rewards)
 

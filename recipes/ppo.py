@@ -29,7 +29,7 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
 
     eval_dataset_name: str | None = setting(None, "Dataset to evaluate on; `dataset_name` if unset.")
     max_prompt_length: int | None = setting(
-        None, "Leave out prompts of more tokens; without it they must fit into the contexts."
+        None, "Leave out prompts of more tokens; without it they must fit into the contexts.", range=">= 1"
     )
     ref_model_name_or_path: str | None = setting(
         None, "Reference model, or adapter (merged); the policy before training if unset."
@@ -48,11 +48,6 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
     monitors: list[str] | None = setting(
         None, "Callbacks of trl_ext.callbacks: `KLBudgetCallback` or `KLBudgetCallback(limit=5)`."
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.max_prompt_length is not None and self.max_prompt_length < 1:
-            raise ValueError(f"`max_prompt_length` must be 1 or more, got {self.max_prompt_length}")
 
 
 def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "Dataset":

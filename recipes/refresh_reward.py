@@ -33,12 +33,22 @@ from transformers import AutoTokenizer
 
 from trl_ext import StrictTrlParser, load_dataset_split
 from trl_ext.cli.model_names import check_model
-from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes
+from trl_ext.data import TrainedPairs, check_texts, has_content, pair_hashes, write_rows
 from trl_ext.evaluation import reward_model_report
 from trl_ext.functional import disagreement
 from trl_ext.models import path_identity
 from trl_ext.rewards import ModelReward, RewardFailed, load_rewards
-from trl_ext.runs import Hold, check_output_dir, config_file, differences, rows_identity, setting, write_text
+from trl_ext.runs import (
+    Hold,
+    check_output_dir,
+    check_settings,
+    config_file,
+    differences,
+    read_jsonl,
+    rows_identity,
+    setting,
+    write_text,
+)
 from trl_ext.upstream import late_bars, quiet
 from trl_ext.workbench import next_line, objections
 from trl_ext.workbench.labels import Columns, majority_pairs, read_labels
@@ -82,47 +92,36 @@ class RefreshArguments:
     earlier: list[str] | None = setting(
         None, "`output_dir` of each earlier round: what was queued is not queued again, pairs are reused."
     )
-    num_prompts: int = setting(512, "Prompts that are answered.")
-    num_samples: int = setting(2, "Answers of the policy to each prompt.")
+    num_prompts: int = setting(512, "Prompts that are answered.", range=">= 1")
+    num_samples: int = setting(2, "Answers of the policy to each prompt.", range=">= 1")
     max_new_tokens: int | None = setting(None, "Tokens of an answer; as `generate` if unset.")
-    temperature: float = setting(1.0, "Temperature of sampling.")
-    batch_size: int = setting(16, "Prompts in one batch.")
-    queue_size: int = setting(200, "Pairs of answers to label.")
-    score_share: float = setting(0.4, "Part of the queue for answers of the highest score.")
+    temperature: float = setting(1.0, "Temperature of sampling.", range="> 0, since equal answers make no pair")
+    batch_size: int = setting(16, "Prompts in one batch.", range=">= 1")
+    queue_size: int = setting(200, "Pairs of answers to label.", range=">= 1")
+    score_share: float = setting(0.4, "Part of the queue for answers of the highest score.", range="in [0, 1]")
     disagreement_share: float = setting(
-        0.3, "Part for those that an ensemble disagrees on most; of the others without an ensemble."
+        0.3, "Part for those that an ensemble disagrees on most; of the others without an ensemble.", range="in [0, 1]"
     )
-    random_share: float = setting(0.3, "Part for answers at random.")
+    random_share: float = setting(0.3, "Part for answers at random.", range="in [0, 1]")
     labels: list[str] | None = setting(None, "Files with what people chose, own ones or exports: see docs/refresh.md.")
     judge: str | None = setting(
         None, "Reward that decides: `path/to/file.py:function` or `{JudgeReward: {url: …, …}}`."
     )
-    confidence_bound: float = setting(0.6, "Least share of an item's labels for its winner.")
-    held_out_share: float = setting(0.2, "Share of prompts whose pairs only measure.")
+    confidence_bound: float = setting(0.6, "Least share of an item's labels for its winner.", range="in [0.5, 1]")
+    held_out_share: float = setting(0.2, "Share of prompts whose pairs only measure.", range="in (0, 1)")
     reward_dataset_name: str | None = setting(None, "Pairs that the reward model was trained on, with a split `test`.")
-    old_share: float = setting(0.5, "Share of old pairs in what is trained on.")
+    old_share: float = setting(0.5, "Share of old pairs in what is trained on.", range="in [0, 1)")
     reward_config: str | None = setting(None, "Configuration of `trl-ext reward`: how the reward model is trained on.")
     demonstrations_name: str | None = setting(None, "As of `trl-ext reward`: what is to score 0 on average.")
     seed: int = setting(0, "Of prompts, answers, choice and training.")
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
 
     def __post_init__(self):
-        for name in ("num_prompts", "num_samples", "batch_size", "queue_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be 1 or more, got {getattr(self, name)}")
+        check_settings(self)
         if self.num_samples < 2 and not self.against_model_name_or_path:
             raise ValueError("`num_samples` must be 2 or more, or give `against_model_name_or_path`: a pair has two")
-        for name in ("score_share", "disagreement_share", "random_share", "held_out_share", "old_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}")
-        if not 0.5 <= self.confidence_bound <= 1:
-            raise ValueError(f"`confidence_bound` must be in [0.5, 1], got {self.confidence_bound}")
         if abs(sum(self.shares.values()) - 1) > 1e-6:
             raise ValueError(f"the three shares of the queue must add up to 1, got {self.shares}")
-        if self.held_out_share in (0, 1) or self.old_share == 1:
-            raise ValueError("`held_out_share` must be above 0 and below 1, and `old_share` below 1")
-        if not self.temperature > 0:
-            raise ValueError(f"`temperature` must be > 0, got {self.temperature}: equal answers make no pair")
         if self.labels and self.judge:
             raise ValueError("`labels` and `judge` are both given: drop one, or write the judge's choices into a file")
         if self.reward_config and not self.reward_dataset_name:
@@ -166,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
         # 2. The queue
         result = folder / "queue.jsonl"
         once(folder, "queue", queue_settings(args), result, folder / "answers", partial(make_queue, args))
-        queue = read(result)
+        queue = read_rows(result)
         print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
         if args.disagreement_share and len(members_of(args.reward_model_name_or_path)) == 1:
             print("Note: one reward model disagrees with none, so that the share for disagreement went to the others")
@@ -229,13 +228,8 @@ def once(
         make()
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:  # `splitlines` would break at a line separator within a text
-        return [json.loads(line) for line in file]
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(path))
 
 
 def digest(path: str | Path) -> str:
@@ -281,7 +275,7 @@ def make_queue(args: RefreshArguments) -> None:
     own = len(answers)
     rows = with_scores(args, answers + (answers_of(args, other, "against", prompts) if other else []))
     policy, against = rows[:own], rows[own:] or rows
-    earlier = [row for name in args.earlier or [] for row in read(Path(name, "queue.jsonl"))]
+    earlier = [row for name in args.earlier or [] for row in read_rows(Path(name, "queue.jsonl"))]
     spent = {answer_key(row["prompt"], row[name]) for row in earlier for name in TEXTS[1:]}
 
     def draw(row: dict) -> str:
@@ -368,7 +362,7 @@ def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict
         same = ("temperature", "batch_size", "max_new_tokens", "use_cpu")
         flags = {"model_name_or_path": model, "dataset_name": asked, "output_file": said, "seed": seed_of(args)}
         generate.main(words({**flags, **{flag: getattr(args, flag) for flag in same}}))
-    return [{**row, **answer, "policy": model} for row, answer in zip(prompts, read(said), strict=True)]
+    return [{**row, **answer, "policy": model} for row, answer in zip(prompts, read_rows(said), strict=True)]
 
 
 def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
@@ -519,7 +513,7 @@ def train(args: RefreshArguments) -> None:
     (folder / "refresh.json").unlink(missing_ok=True)  # of a model that is no more
     old = {split: old_pairs(args, split).to_list() for split in SPLITS}
     new = {
-        split: [row for each in rounds(args) for row in read(Path(each, "pairs", f"{split}.jsonl"))]
+        split: [row for each in rounds(args) for row in read_rows(Path(each, "pairs", f"{split}.jsonl"))]
         for split in SPLITS
     }
     if type(old["train"][0]["chosen"]) is not type(new["train"][0]["chosen"]):
@@ -554,8 +548,8 @@ def compare(args: RefreshArguments) -> None:
     folder = Path(args.output_dir)
     sets = {"old pairs": old_pairs(args, "test").to_list()}
     if args.earlier:
-        sets["earlier rounds"] = [row for each in args.earlier for row in read(Path(each, "pairs", "test.jsonl"))]
-    sets["this round"] = read(folder / "pairs" / "test.jsonl")
+        sets["earlier rounds"] = [row for each in args.earlier for row in read_rows(Path(each, "pairs", "test.jsonl"))]
+    sets["this round"] = read_rows(folder / "pairs" / "test.jsonl")
     models = {"old": args.reward_model_name_or_path, "new": str(folder / "reward")}
     sets, is_held_out, said = held_out_sets(sets, [each for name in models.values() for each in members_of(name)])
     tokenizer = AutoTokenizer.from_pretrained(members_of(models["old"])[0])
@@ -571,7 +565,7 @@ def compare(args: RefreshArguments) -> None:
         scores = scores_by(members_of(model), answers, args).mean(0).split(sizes)
         for name, a, b in zip(sets, range(0, len(sizes), 2), range(1, len(sizes), 2), strict=True):
             report[which][name] = reward_model_report(scores[a], scores[b], lengths[a] - lengths[b])
-    pairs = [row for part in SPLITS for row in read(folder / "pairs" / f"{part}.jsonl")]
+    pairs = [row for part in SPLITS for row in read_rows(folder / "pairs" / f"{part}.jsonl")]
     report |= {"round": number_of(args), "pairs": json.loads((folder / "pairs.json").read_text()), **outcomes(pairs)}
     write_text(folder / "refresh.html", refresh_page.page(report))
     write_text(folder / "refresh.json", json.dumps(report, indent=2, ensure_ascii=False))

@@ -39,17 +39,17 @@ class RewardScriptArguments(HeldOutArguments):
     group_columns: list[str] | None = setting(
         None, "Columns to report the accuracy by; if unset topic, subset, source, language, annotator."
     )
-    probe_rows: int = setting(128, "Held-out answers that each probe of the report changes; 0 for no probes.")
+    probe_rows: int = setting(
+        128, "Held-out answers that each probe of the report changes; 0 for no probes.", range=">= 0"
+    )
     ensemble: int | None = setting(
-        None, "Train so many models, from other seeds, each without another one of as many parts of the pairs."
+        None,
+        "Train so many models, from other seeds, each without another one of as many parts of the pairs. Unset: one.",
+        range=">= 2",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ensemble is not None and self.ensemble < 2:
-            raise ValueError(f"`ensemble` must be 2 or more, got {self.ensemble}; leave it out to train one model")
-        if self.probe_rows < 0:
-            raise ValueError(f"`probe_rows` must be 0 or more, got {self.probe_rows}")
         if self.eval_size == 0:
             raise ValueError("`eval_size` must be 1 or more: what the model is worth is measured on held-out pairs")
 

@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from trl_ext import StrictTrlParser
 from trl_ext.runs import setting
 
 from .report import read_curve
-from .seeds import SeededStudyArguments, check_grid, in_words, write_results
-from .stages import DemoArguments, noisy_reward_stage, ppo_stage, use_one_thread
+from .seeds import SeededStudyArguments, check_grid, in_words, run_study
+from .stages import DemoArguments, noisy_reward_stage, ppo_stage
 
 MEMBERS = 4
 COMBINED = {"mean": "mean", "WCO": "min", "UWO": "uncertainty"}
@@ -39,6 +38,10 @@ class EnsembleStudyArguments(SeededStudyArguments):
     flipped_share: float = setting(0.25, "Share of the training pairs that are flipped.")
     planted_share: float = setting(0.0, "Share of chosen answers that get the phrase.")
     output_dir: str = setting("outputs/ensembles", "Folder of all runs.")
+
+    @property
+    def worlds(self) -> str:
+        return f"{super().worlds}-flipped-{self.flipped_share:g}"
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,23 +109,20 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def study(args: EnsembleStudyArguments, demo: DemoArguments) -> list[dict]:
+    """Train PPO on each kind of reward with each KL coefficient in one world; return a row for each run."""
+    single, members = reward_models(args, demo)
+    rows = []
+    for kl_coef, (name, reward) in itertools.product(args.kl_coefs, rewards(single, members).items()):
+        proxy = ["--rewards", json.dumps(reward), "--reward_weights", 0, 0, 1]
+        run = ppo_stage(demo, f"unguarded-{name}-{kl_coef:g}", ["--kl_coef", kl_coef], proxy)
+        rows.append({"kl_coef": kl_coef, "seed": demo.seed, "reward": name, **measured(run)})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(EnsembleStudyArguments, prog="python -m recipes.demo.ensembles", description=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    use_one_thread()
-    output_dir, rows = Path(args.output_dir), []
-    for seed in args.seeds:
-        folder = str(output_dir / f"planted-{args.planted_share:g}-flipped-{args.flipped_share:g}")
-        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
-        with parser.one_line_errors(ValueError):
-            single, members = reward_models(args, demo)
-            for kl_coef, (name, reward) in itertools.product(args.kl_coefs, rewards(single, members).items()):
-                proxy = ["--rewards", json.dumps(reward), "--reward_weights", 0, 0, 1]
-                run = ppo_stage(demo, f"unguarded-{name}-{kl_coef:g}", ["--kl_coef", kl_coef], proxy)
-                rows.append({"kl_coef": kl_coef, "seed": seed, "reward": name, **measured(run)})
-                print(rows[-1], flush=True)
-        write_results(rows, table(rows), output_dir, "ensembles")
-    print(table(rows))
+    run_study(EnsembleStudyArguments, "ensembles", __doc__, study, table, arguments)
 
 
 if __name__ == "__main__":

@@ -29,12 +29,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trl_ext import StrictTrlParser
 from trl_ext.ppo import load_critic
 from trl_ext.runs import setting
 
 from .report import read_curve
-from .seeds import SeededStudyArguments, check_grid, in_words, write_results
+from .seeds import SeededStudyArguments, check_grid, in_words, run_study
 from .stages import (
     DemoArguments,
     build,
@@ -43,7 +42,6 @@ from .stages import (
     reward_stage,
     rollouts_stage,
     sft_stage,
-    use_one_thread,
 )
 
 # Run: the run without pre-training that it is compared with
@@ -181,17 +179,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(PretrainingStudyArguments, prog="python -m recipes.demo.pretraining", description=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    use_one_thread()
-    output_dir, rows = Path(args.output_dir), []
-    for seed in args.seeds:
-        folder = str(output_dir / f"planted-{args.planted_share:g}")
-        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
-        with parser.one_line_errors(ValueError):
-            rows += study(args, demo)
-        write_results(rows, table(rows), output_dir, "pretraining")
-    print(table(rows))
+    run_study(PretrainingStudyArguments, "pretraining", __doc__, study, table, arguments)
 
 
 if __name__ == "__main__":

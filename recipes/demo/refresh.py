@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from trl_ext import StrictTrlParser
-from trl_ext.runs import setting
+from trl_ext.data import write_rows
+from trl_ext.runs import read_jsonl, setting
 
 from .. import refresh_reward
 from .report import read_curve
-from .seeds import SeededStudyArguments, in_words, write_results
-from .stages import HERE, DemoArguments, ppo_stage, reward_stage, use_one_thread
+from .seeds import SeededStudyArguments, in_words, run_study
+from .stages import HERE, DemoArguments, ppo_stage, reward_stage
 from .world import ANNOTATORS, prefer_first
 
 ROUNDS = 2
@@ -50,11 +50,11 @@ def label(folder: Path, seed: int, label_noise: float) -> Path:
     file = folder / "people.jsonl"
     if not file.is_file():
         draw, rows = random.Random(f"{seed} {folder.name} labels"), []
-        for row in refresh_reward.read(folder / "queue.jsonl"):
+        for row in read_jsonl(folder / "queue.jsonl"):
             answers = [row["response_a"], row["response_b"]]
             for who, first in enumerate(prefer_first(draw, answers, row, label_noise)):
                 rows.append({"item": row["item"], "annotator": f"annotator {who}", "choice": "a" if first else "b"})
-        refresh_reward.write_rows(file, rows)
+        write_rows(file, rows)
     return file
 
 
@@ -175,17 +175,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(RefreshStudyArguments, prog="python -m recipes.demo.refresh", description=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    use_one_thread()
-    output_dir, rows = Path(args.output_dir), []
-    for seed in args.seeds:
-        folder = str(output_dir / f"planted-{args.planted_share:g}")
-        demo = DemoArguments(seed, folder, planted_share=args.planted_share, short=args.short)
-        with parser.one_line_errors(ValueError):
-            rows += study(args, demo)
-        write_results(rows, table(rows), output_dir, "refresh")
-    print(table(rows))
+    run_study(RefreshStudyArguments, "refresh", __doc__, study, table, arguments)
 
 
 if __name__ == "__main__":

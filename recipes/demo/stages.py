@@ -17,7 +17,7 @@ import yaml
 from accelerate import PartialState
 
 from trl_ext.data import write_rows
-from trl_ext.runs import differences, read_jsonl, setting, write_text
+from trl_ext.runs import check_settings, differences, read_jsonl, setting, write_text
 from trl_ext.workbench import without_next
 
 from .. import dpo, generate, online_dpo, ppo, pretrain_critic, reward, sft
@@ -44,14 +44,12 @@ class DemoArguments:
 
     seed: int = setting(0, "Seed of the world, the models and the training.")
     output_dir: str = setting("outputs/demo", "Folder; each seed has its own within.")
-    planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.")
-    label_noise: float = setting(0.1, "How often the middle annotator slips.")
+    planted_share: float = setting(0.2, "Share of chosen answers that get the phrase.", range="in [0, 1]")
+    label_noise: float = setting(0.1, "How often the middle annotator slips.", range="in [0, 0.5]")
     short: bool = setting(False, "Take the same way in two minutes, and show nothing.")
 
     def __post_init__(self):
-        for name, most in (("planted_share", 1), ("label_noise", 0.5)):
-            if not 0 <= getattr(self, name) <= most:
-                raise ValueError(f"`{name}` must be in [0, {most}], got {getattr(self, name)}")
+        check_settings(self)
 
     @property
     def folder(self) -> Path:

@@ -19,12 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from trl_ext import StrictTrlParser
 from trl_ext.runs import setting
 
 from .report import read_curve
-from .seeds import SeededStudyArguments, check_grid, in_words, write_results
-from .stages import DemoArguments, ppo_stage, use_one_thread
+from .seeds import SeededStudyArguments, check_grid, in_words, run_study
+from .stages import DemoArguments, ppo_stage
 
 
 @dataclass
@@ -96,29 +95,22 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def study(args: StalenessStudyArguments, demo: DemoArguments) -> list[dict]:
+    """Train with each number of rollouts ahead and each correction in one world; return a row for each run."""
+    rows = []
+    for ahead in sorted(args.rollouts_ahead):
+        for correction in args.corrections if ahead else ["none"]:
+            options = ["--kl_coef", args.kl_coef, "--rollouts_ahead", ahead, "--eval_steps", 64]
+            options += ["--total_episodes", args.total_episodes] if not args.short else []
+            options += ["--importance_sampling_mode", correction] if ahead else []
+            run = ppo_stage(demo, f"unguarded-ahead-{ahead}-{correction}", options)
+            rows.append({"seed": demo.seed, "rollouts_ahead": ahead, "correction": correction, **measured(run)})
+            print(rows[-1], flush=True)
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = StrictTrlParser(StalenessStudyArguments, prog="python -m recipes.demo.staleness", description=__doc__)
-    (args,) = parser.parse_args_and_config(arguments)
-    use_one_thread()
-    output_dir, rows = Path(args.output_dir), []
-    for seed in args.seeds:
-        demo = DemoArguments(
-            seed,
-            str(output_dir / f"planted-{args.planted_share:g}"),
-            planted_share=args.planted_share,
-            short=args.short,
-        )
-        for ahead in sorted(args.rollouts_ahead):
-            for correction in args.corrections if ahead else ["none"]:
-                options = ["--kl_coef", args.kl_coef, "--rollouts_ahead", ahead, "--eval_steps", 64]
-                options += ["--total_episodes", args.total_episodes] if not args.short else []
-                options += ["--importance_sampling_mode", correction] if ahead else []
-                with parser.one_line_errors(ValueError):
-                    run = ppo_stage(demo, f"unguarded-ahead-{ahead}-{correction}", options)
-                rows.append({"seed": seed, "rollouts_ahead": ahead, "correction": correction, **measured(run)})
-                print(rows[-1], flush=True)
-        write_results(rows, table(rows), output_dir, "staleness")
-    print(table(rows))
+    run_study(StalenessStudyArguments, "staleness", __doc__, study, table, arguments)
 
 
 if __name__ == "__main__":

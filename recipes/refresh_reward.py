@@ -61,6 +61,7 @@ from trl_ext.workbench.labels.labelling import (
     label_studio_tasks,
     read_choices,
 )
+from trl_ext.workbench.pages.markup import with_interval
 from trl_ext.workbench.refresh import page as refresh_page
 
 from . import generate, reward
@@ -604,7 +605,7 @@ def summary(report: dict[str, Any]) -> str:
     sets = [(name, old, report["new"][name]) for name, old in report["old"].items() if name != "model"]
     lines = []
     for name, *both in sets:
-        old, new = ("{:.1%} ({:.1%} to {:.1%})".format(each["accuracy"], *each["accuracy_interval"]) for each in both)
+        old, new = (with_interval(each["accuracy"], each["accuracy_interval"]) for each in both)
         what = "Held-out accuracy" if report.get("is_held_out") else "Accuracy"
         lines.append(f"{what}, {name} ({both[0]['pairs']}): old model {old}, new model {new}")
     return "\n".join([*lines, *(f"Note: {said}" for said in report.get("said", []))])

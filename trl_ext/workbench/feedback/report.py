@@ -8,7 +8,7 @@ from typing import Any
 
 from ...data import write_rows
 from ...rewards import text_of
-from ..pages.markup import percent
+from ..pages.markup import percent, with_interval
 from .criteria import OVERALL, Criteria
 from .figures import agreement, choice_of, confidence, longer_wins, money, noise, shown_first
 from .journal import Journal
@@ -240,14 +240,10 @@ def sentences(report: dict[str, Any]) -> list[str]:
 
 
 def interval(value: float | None, ends: list[float] | None) -> str:
-    """Return a figure with its interval."""
-    if value is None:
-        return "not defined"
-    return f"{value:.2f}" + (f" ({ends[0]:.2f} to {ends[1]:.2f})" if ends else "")
+    """Return a figure with its interval, or "not defined"."""
+    return with_interval(value, ends, ".2f", "not defined")
 
 
 def shares(of: dict[str, Any]) -> str:
     """Return a share with its interval, in percent."""
-    if of["share"] is None:
-        return "–"
-    return f"{of['share']:.0%}" + ("" if of["interval"] is None else " ({:.0%} to {:.0%})".format(*of["interval"]))
+    return with_interval(of["share"], of["interval"], ".0%")

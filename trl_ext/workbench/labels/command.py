@@ -222,8 +222,9 @@ def main(arguments: list[str] | None = None) -> None:
     with parser.one_line_errors():
         check_output_dir(args.output_dir, None)
         report = report_labels(args)
-    alpha, pairs = report["alpha"], report.get("pairs", {})
-    said = "not known" if alpha is None else "{:.3f} ({:.3f} to {:.3f})".format(alpha, *report["alpha_interval"])
+    from ..pages.markup import with_interval
+
+    pairs, said = report.get("pairs", {}), with_interval(report["alpha"], report["alpha_interval"], ".3f", "not known")
     print(f"Labels: {report['labels']:,} of {len(report['annotators'])} annotators; Krippendorff's α {said}")
     for sentence in report["unknown"]:
         print(f"Note: {sentence}")

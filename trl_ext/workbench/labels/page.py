@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..pages.charts import COLOURS, INK, can_draw, chart
-from ..pages.markup import number, percent, render
+from ..pages.markup import between, number, percent, render
 
 _SHOWN = 200  # rows of a table
 _NAMES = 40  # annotators whose names fit beside a chart
@@ -20,7 +20,6 @@ def page(report: dict[str, Any]) -> str:
     """Return the HTML of a report as [`trl_ext.workbench.labels.command.report_labels`] returns it."""
     compared = [row for row in report["annotators"] if row["compared"]]
     columns = _columns(report["annotators"])
-    settings = {name: value for name, value in report["settings"].items() if value is not None}
     kappas = sorted(report["kappas"], key=lambda row: -2 if row["kappa"] is None else row["kappa"])
     return render(
         Path(__file__).with_name("page.html.j2"),
@@ -38,15 +37,13 @@ def page(report: dict[str, Any]) -> str:
             [*row["annotators"], f"{row['items']:,}", "–" if row["kappa"] is None else f"{row['kappa']:.3f}"]
             for row in kappas
         ],
-        settings=sorted(settings.items()),
     )
 
 
 def _tiles(report: dict[str, Any]) -> dict[str, str]:
-    low_high = report["alpha_interval"]
     return {
         "Krippendorff's α": number(report["alpha"], 3),
-        "α, 95 % interval": "–" if low_high is None else f"{low_high[0]:.3f} to {low_high[1]:.3f}",
+        "α, 95 % interval": between(report["alpha_interval"], ".3f") if report["alpha_interval"] else "–",
         "two labels agree": percent(report["agreement"]),
         "a coin would agree": percent(report["coin"]),
         "the same label always": percent(report["most_frequent"]),

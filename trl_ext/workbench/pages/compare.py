@@ -215,7 +215,6 @@ def _samples(runs: dict[str, Run]) -> list[list[Any]]:
         cells: list[Any] = [prompt[:400]]
         for answers in last.values():
             row = answers[prompt]
-            scores = f"step {row['step']}: {shown_scores(row['scores'])}"
-            cells.append({"answer": shown_answer(row.get("completion")), "scores": scores})
+            cells.append(shown_answer(row.get("completion"), f"step {row['step']}: {shown_scores(row['scores'])}"))
         rows.append(cells)
     return rows

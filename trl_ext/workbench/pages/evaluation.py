@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .markup import number, percent, with_error
+from .markup import number, percent, with_error, with_interval
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:
@@ -53,7 +53,10 @@ def policies_of_runs(evaluation: dict[str, Any], folders: list[Path]) -> list[di
 def _cells(policy: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         *((f"score by {name}", _mean(of)) for name, of in policy["rewards"].items()),
-        *((f"wins by {name}", _share(of)) for name, of in policy["win_rates"].items()),
+        *(
+            (f"wins by {name}", with_interval(of["win_rate"], of["interval"]))
+            for name, of in policy["win_rates"].items()
+        ),
         ("KL to the reference, nats per answer", _mean(policy["kl"])),
         ("length, tokens", _mean(policy["length"])),
         ("cut off", percent(policy["cut_off"])),
@@ -67,9 +70,3 @@ def _mean(of: dict[str, Any] | None) -> str:
     if of is None or of["mean"] is None:
         return "–"
     return with_error(of["mean"], of["standard_error"])
-
-
-def _share(of: dict[str, Any]) -> str:
-    if of["win_rate"] is None:
-        return "–"
-    return percent(of["win_rate"]) + ("" if of["interval"] is None else " ({:.1%} to {:.1%})".format(*of["interval"]))

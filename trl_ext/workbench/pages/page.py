@@ -38,7 +38,7 @@ def page(run: Run) -> str:
         scores_answers=any(row["scores"] for row in run.samples) or "length" in run.metrics,
         histograms=_histograms(run) if can_draw() else [],
         samples=_samples(run),
-        config=sorted(run.config.items()),
+        config=run.config,
         what_to_do=what_to_do(run.alerts),
     )
 

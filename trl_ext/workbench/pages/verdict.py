@@ -7,7 +7,7 @@ from typing import Any
 
 from ...callbacks import curve
 from ...runs import is_notice
-from .headline import Quantity, first_and_last, headline
+from .headline import Quantity, first_and_last, headline, shown_ends
 from .markup import number
 from .recorded import Run, is_finite
 
@@ -121,9 +121,7 @@ def _changes(run: Run) -> str:
     for each in _wanted(run):
         name, unit = f"the {_name(each)}", f" {each.unit}" if each.unit else ""
         logged = [log[each.key] for log in run.history if each.key in log]
-        values = first_and_last(run, each.key)
-        least = 1e-6 * max(map(abs, values), default=0.0)  # what rounding left of a KL of 0, say
-        shown = [number(value if abs(value) > least else 0, 3) for value in values]
+        values, shown = first_and_last(run, each.key), shown_ends(run, each.key)
         if logged and not is_finite(logged[-1]):
             parts.append(f"{name} ended as {logged[-1]}")
         elif len(shown) == 1:

@@ -411,14 +411,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 def accuracy_of(report: dict[str, Any]) -> str:
     """Return the accuracy of a report in words, also for an earlier version or an ensemble."""
+    from ..pages.markup import with_interval
     from .figures import accuracy_name
 
     accuracy, interval = report.get("accuracy"), report.get("accuracy_interval")
     if not isinstance(accuracy, float) or not isinstance(interval, list):
         return "a report without one accuracy"
     name = accuracy_name(report) if "trained_on" in report else "accuracy"
-    measured = f"{accuracy:.1%} ({interval[0]:.1%} to {interval[1]:.1%})"
-    return f"{name[0].upper()}{name[1:]} {measured} of {report['pairs']:,} pairs"
+    return f"{name[0].upper()}{name[1:]} {with_interval(accuracy, interval)} of {report['pairs']:,} pairs"
 
 
 def keep_earlier(folder: Path) -> Path | None:

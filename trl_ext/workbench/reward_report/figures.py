@@ -27,6 +27,7 @@ from ...evaluation import (
 from ...rewards import awaited, scores_in, text_of
 from ...runs import without_nan
 from ...upstream import get_callable_name, is_conversational
+from ..pages.markup import with_interval
 from .data import Answers, Material
 
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -398,7 +399,7 @@ def verdict(
         if found is None or bound is None:
             continue
         value, (low, high) = found[key], found[f"{key}_interval"]
-        measured = f"{value:.3f} ({low:.3f} to {high:.3f})"
+        measured = with_interval(value, (low, high), ".3f")
         many = f"{found['pairs']:,} pairs" if "pairs" in found else f"{found['prompts']:,} prompts"
         if value < bound if is_least else value > bound:
             side = "below" if is_least else "above"
@@ -444,7 +445,7 @@ def _judge_length(
             not_judged.append(f"Not judged: {few}")
         return
     value, (low, high) = found["bias"], found["interval"]
-    measured = f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
+    measured = with_interval(value, (low, high), "+.3f")
     if bound is None:
         return
     if abs(value) > bound and low <= 0 <= high:

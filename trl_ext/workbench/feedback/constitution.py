@@ -84,7 +84,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
     from ...data import write_rows
     from ..evaluate.data import load_prompts
     from .criteria import read_principles
-    from .figures import money
+    from .figures import spent
     from .journal import Journal
     from .page import constitution_page
     from .revise import LocalWriter, ServedWriter, kind_of, turn_of
@@ -141,7 +141,6 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
         write_rows(folder / name / "train.jsonl", made[name])
     write_rows(folder / "to_judge.jsonl", made["to_judge"])
     used = [journal.rows[row["key"], step] for row in rows for step in steps if (row["key"], step) in journal.rows]
-    tokens = [sum(row.get("tokens", (0, 0))[place] for row in used) for place in (0, 1)]
     found = {
         "model": next((row["model"] for row in used if row.get("model")), args.model or args.model_name_or_path),
         "constitution": constitution_id,
@@ -152,9 +151,7 @@ def run(args: ConstitutionArguments) -> dict[str, Any]:
         "outcomes": dict(Counter(row["why"] for row in used)),
         "by_principle": made["by_principle"],
         "calls": len(used),
-        "tokens_in": tokens[0],
-        "tokens_out": tokens[1],
-        "money": money(tokens[0], tokens[1], args.price_input, args.price_output),
+        **spent(used, args.price_input, args.price_output),
         "settings": redacted(asdict(args)),
     }
     write_text(folder / "constitution.json", json.dumps(found, indent=2, ensure_ascii=False) + "\n")

@@ -130,6 +130,12 @@ def confidence(share: float, shrink: float) -> float:
     return min(0.5 + (share - 0.5) * shrink, 1.0)
 
 
+def spent(rows: Sequence[Mapping[str, Any]], price_input: float | None, price_output: float | None) -> dict[str, Any]:
+    """Return what the answers in a journal's rows took: `tokens_in`, `tokens_out` and `money`."""
+    tokens = [sum(row.get("tokens", (0, 0))[place] for row in rows) for place in (0, 1)]
+    return {"tokens_in": tokens[0], "tokens_out": tokens[1], "money": money(*tokens, price_input, price_output)}
+
+
 def money(tokens_in: int, tokens_out: int, price_input: float | None, price_output: float | None) -> float | None:
     """Return what tokens cost by the prices of a million; None without prices."""
     if price_input is None or price_output is None:

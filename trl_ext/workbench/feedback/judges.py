@@ -21,6 +21,7 @@ from ...rewards import (
     verdicts_in,
     well_formed,
 )
+from .asking import LocalModel
 from .criteria import OVERALL, Criteria
 
 INSTRUCTIONS = f"""You compare two answers to a prompt.
@@ -246,37 +247,28 @@ def usage_of(answer: Any) -> tuple[int, int]:
     return first, second
 
 
-class LocalJudge:
+class LocalJudge(LocalModel):
     """
     Ask a causal language model for the log-probs of the letters "A" and "B", one forward pass for each name.
 
     Args:
-        path: its folder or hub name.
         criteria: what to judge by.
-        batch_size: passes at once.
-        dtype: of its weights.
-        use_cpu: use no GPU, also where there is one.
+        path, batch_size, dtype, use_cpu: see [`LocalModel`].
     """
 
     def __init__(self, path: str, criteria: Criteria, batch_size: int, dtype: str, use_cpu: bool):
-        from ...models import load_tokenizer, path_identity
+        from ...models import path_identity
 
-        self.path, self.criteria, self.batch_size, self.dtype, self.use_cpu = (
-            path,
-            criteria,
-            batch_size,
-            dtype,
-            use_cpu,
-        )
+        super().__init__(path, batch_size, dtype, use_cpu)
+        self.criteria = criteria
         said = [path_identity(path), criteria.rubric_id, criteria.constitution_id, dtype, LOCAL]
         self.identity = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-        self.tokenizer = load_tokenizer(path)
-        self.is_chat = self.tokenizer.chat_template is not None
         letters = [f"{'' if self.is_chat else ' '}{letter}" for letter in "AB"]
         self.letters = [self.tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in letters]
         if self.letters[0] == self.letters[1] or not all(self.letters):
-            raise ValueError(f"`judge_model_name_or_path` {path}: its tokenizer reads A and B alike: take another")
-        self.model: Any = None
+            raise ValueError(
+                f"`judge_model_name_or_path` {path}: its tokenizer gives A and B the same tokens: take another model"
+            )
 
     def asked(self, question: Question) -> list[Any]:
         """Return the prompt for each name, text or messages; the tags' number is a hash, so that nothing is drawn."""
@@ -290,19 +282,16 @@ class LocalJudge:
 
     def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
         """Ask in batches, and call `done` with each row of the journal."""
-        from ...models import completion_logprobs, load_model, prompt_token_ids
+        from ...models import completion_logprobs, prompt_token_ids
 
-        if questions and self.model is None:
-            self.model = load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
         names = self.criteria.names
         for start in range(0, len(questions), size := max(self.batch_size // (2 * len(names)), 1)):
             batch = []
             for question in questions[start : start + size]:
                 ids = prompt_token_ids(self.tokenizer, self.asked(question))
-                context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
                 longest = max(map(len, ids)) + max(map(len, self.letters))
-                if context and longest > context:
-                    done(outcome(question, None, "too long", f"{longest} tokens, the context has {context}"))
+                if longest > self.context:
+                    done(outcome(question, None, "too long", f"{longest} tokens, the context has {self.context}"))
                 else:
                     batch.append((question, ids))
             if not batch:

@@ -10,7 +10,7 @@ from ...data import write_rows
 from ...rewards import text_of
 from ..pages.markup import percent, with_interval
 from .criteria import OVERALL, Criteria
-from .figures import agreement, choice_of, confidence, longer_wins, money, noise, shown_first
+from .figures import agreement, choice_of, confidence, longer_wins, noise, shown_first, spent
 from .journal import Journal
 
 _READ = 100  # rows to read that a report has
@@ -111,15 +111,12 @@ def of_all(journal: Journal, rows: list[dict[str, Any]], names: Sequence[str], a
     found = [(row, votes) for row, votes in found if len(votes) == 2 * args.votes]
     asked = [vote for _, votes in found for vote in votes]
     prompt_of = dict(zip((row["key"] for row, _ in found), _prompts([row for row, _ in found]), strict=True))
-    tokens = [sum(vote.get("tokens", (0, 0))[place] for vote in asked) for place in (0, 1)]
     choices = {name: [choice_of(votes, name)[0] for _, votes in found] for name in names}
     shown = [row for row, _ in found]
     return {
         "pairs": len(found),
         "calls": sum(vote.get("asked", 0) for vote in asked),
-        "tokens_in": tokens[0],
-        "tokens_out": tokens[1],
-        "money": money(tokens[0], tokens[1], args.price_input, args.price_output),
+        **spent(asked, args.price_input, args.price_output),
         "model": next(iter({vote["model"] for vote in asked if vote.get("model")}), None),
         "outcomes": dict(Counter(vote["why"] for vote in asked)),
         "by_name": {

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...rewards import Call, RefusedError, ServiceError, WithheldError, message_of, text_of
+from .asking import LocalModel
 from .judges import Served, usage_of
 
 CRITIQUE = (
@@ -120,18 +121,15 @@ class ServedWriter(Served):
         return written(turn, text or None, "read" if text else "empty", **kept)
 
 
-class LocalWriter:
+class LocalWriter(LocalModel):
     """
     Sample texts from a causal language model.
 
     Args:
-        path: its folder or hub name.
         constitution_id: version and hash of the constitution.
-        temperature, max_tokens: of the sampling.
-        batch_size: texts at once.
-        seed: of the sampling.
-        dtype: of its weights.
-        use_cpu: use no GPU, also where there is one.
+        temperature, seed: temperature and seed of the sampling.
+        max_tokens: tokens after which a text is cut off; it is then left out.
+        path, batch_size, dtype, use_cpu: see [`LocalModel`].
     """
 
     def __init__(
@@ -145,28 +143,23 @@ class LocalWriter:
         dtype: str,
         use_cpu: bool,
     ):
-        from ...models import load_tokenizer, path_identity
+        from ...models import path_identity
 
-        self.path, self.temperature, self.max_tokens = path, temperature, max_tokens
-        self.batch_size, self.seed, self.dtype, self.use_cpu = batch_size, seed, dtype, use_cpu
+        super().__init__(path, batch_size, dtype, use_cpu)
+        self.temperature, self.max_tokens, self.seed = temperature, max_tokens, seed
         said = [path_identity(path), constitution_id, temperature, max_tokens, seed, dtype, CRITIQUE, REVISE]
         self.identity = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-        self.tokenizer = load_tokenizer(path)
-        self.model: Any = None
 
     def write_all(self, turns: Sequence[Turn], done: Callable[[dict[str, Any]], None]) -> None:
         """Sample in batches, and call `done` with each row of the journal. What was cut off is no text."""
-        from ...models import answer_texts, eos_token_ids, load_model, prompt_token_ids, sample
+        from ...models import answer_texts, eos_token_ids, prompt_token_ids, sample
 
-        if turns and self.model is None:
-            self.model = load_model(self.path, "cpu" if self.use_cpu else None, dtype=self.dtype)
-        context = turns and getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for start in range(0, len(turns), self.batch_size):
             batch = []
             for turn in turns[start : start + self.batch_size]:
                 (ids,) = prompt_token_ids(self.tokenizer, [self._prompt(turn)])
-                if context and len(ids) + self.max_tokens > context:
-                    done(written(turn, None, "too long", f"{len(ids)} tokens, the context has {context}"))
+                if len(ids) + self.max_tokens > self.context:
+                    done(written(turn, None, "too long", f"{len(ids)} tokens, the context has {self.context}"))
                 else:
                     batch.append((turn, ids))
             if not batch:
@@ -187,7 +180,7 @@ class LocalWriter:
                 done(written(turn, text.strip() if why == "read" else None, why, **kept))
 
     def _prompt(self, turn: Turn) -> Any:
-        if self.tokenizer.chat_template is not None:
+        if self.is_chat:
             return turn.messages
         roles = {"user": "Question", "assistant": "Answer"}
         return "\n\n".join(f"{roles.get(m['role'], m['role'])}: {text_of([m])}" for m in turn.messages) + "\n\nAnswer:"

@@ -168,7 +168,7 @@ def run(args: LabelArguments) -> dict[str, Any]:
         "settings": redacted(asdict(args)),
     }
     write_for_people(folder, rows_for_people(rows, args.known_share, args.min_known, args.seed))
-    people, labels, _ = people_choices(args.labels, rows) if args.labels else ({}, None, None)
+    people, labels = people_choices(args.labels, rows) if args.labels else ({}, None)
     known, others = ([row for row in rows if (row["key"] in people) == is_known] for is_known in (True, False))
     if labels is not None:
         among = agreement_report(labels, args.seed)
@@ -202,7 +202,7 @@ def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[
     """Return the pairs to judge, given or sampled, and write them as `queue.jsonl`."""
     from ...data import write_rows
     from ..evaluate.data import Sampling, load_prompts
-    from .data import Drawn, load_pairs, sample_pairs
+    from .data import load_pairs, sample_pairs
 
     keep = args.keep_columns or []
     if args.pairs:
@@ -213,10 +213,8 @@ def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[
         prompts = load_prompts(str(args.prompts), None, args.dataset_split, args.max_prompts)
         if missing := [name for name in keep if name not in prompts.column_names]:
             raise ValueError(f"`keep_columns`: the prompts lack {', '.join(map(repr, missing))}")
-        drawn = Drawn(args.policies or [], args.temperatures, args.num_samples, args.pairs_per_prompt)
-        given: dict[str, Any] = {each.name: getattr(args, each.name, 1.0) for each in fields(Sampling)}
-        sampling = Sampling(**given)
-        rows = sample_pairs(prompts, drawn, sampling, folder / "answers", keep, left_out)
+        sampling = Sampling(**{each.name: getattr(args, each.name, 1.0) for each in fields(Sampling)})
+        rows = sample_pairs(prompts, args, sampling, folder / "answers", keep, left_out)
     write_rows(folder / "queue.jsonl", [{k: v for k, v in row.items() if k != "key"} for row in rows])
     return rows
 

@@ -68,10 +68,6 @@ class Question(NamedTuple):
         return {"prompt": conversation(self.prompt), "first-answer": first, "second-answer": second}
 
 
-class ModelChanged(ServiceError):
-    """Say that another model answers than before."""
-
-
 def outcome(
     question: Question, found: Mapping[str, float] | None, why: str = "read", message: str = "", **more: Any
 ) -> dict[str, Any]:
@@ -142,7 +138,7 @@ class Served(JudgeReward):
         if isinstance(answer, dict) and "choices" in answer:
             now = answer["model"] if isinstance(answer.get("model"), str) else None
             if (first := self.served.setdefault("model", now)) != now:
-                raise ModelChanged(
+                raise ServiceError(
                     f"it answered as the model {first or '(not named)'} and answers as {now or '(not named)'} now: "
                     "answers of both would be mixed. Serve the first one again, or take another `output_dir`"
                 )

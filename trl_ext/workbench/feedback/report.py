@@ -56,7 +56,8 @@ def of_known(
             "people": said,
             "judge": choice,
             "share": share,
-            "why": ", ".join(sorted({vote["why"] for vote in votes} - {"read"})) or _why(choice),
+            "why": ", ".join(sorted({vote["why"] for vote in votes} - {"read"}))
+            or "its two orders disagree" * (choice == "tie"),
             "messages": [vote["message"] for vote in votes],
         }
         for row, said, (choice, share), votes in zip(known, theirs, verdicts[OVERALL], found, strict=True)
@@ -92,10 +93,6 @@ def of_known(
         "to_read": sorted(to_read, key=lambda row: -row["share"])[:_READ],
         "gate": {"passed": not reasons, "reasons": reasons, "min_agreement": args.min_agreement},
     }
-
-
-def _why(choice: str) -> str:
-    return "its two orders disagree" if choice == "tie" else ""
 
 
 def of_all(journal: Journal, rows: list[dict[str, Any]], names: Sequence[str], args: Any) -> dict[str, Any]:

@@ -129,7 +129,8 @@ def report_labels(args: AnnotatorsArguments) -> dict[str, Any]:
     if missing := [name for name in args.keep_columns or () if name not in dataset.column_names]:
         raise ValueError(f"`keep_columns`: the table lacks {', '.join(map(repr, missing))}")
     report: dict[str, Any] = {"settings": asdict(args), **agreement_report(labels, args.seed)}
-    off = {row["annotator"] for row in report["annotators"] if _is_off(row["z"], args.min_zscore)}
+    least = -np.inf if args.min_zscore is None else args.min_zscore
+    off = {row["annotator"] for row in report["annotators"] if row["z"] is not None and row["z"] < least}
     if off:
         kept = labels.where(~np.isin(np.array(labels.annotators, object)[labels.annotator], list(off)))
         report["without_left_out"] = {
@@ -163,10 +164,6 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
 
     write_text(folder / "annotators.json", json.dumps(report, indent=2, ensure_ascii=False) + "\n")
     write_text(folder / "annotators.html", page(report))
-
-
-def _is_off(z: float | None, bound: float | None) -> bool:
-    return z is not None and bound is not None and z < bound
 
 
 def _write_pairs(

@@ -72,9 +72,10 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         shown = _some([f"{row['annotator']} ({row['drift']:+.0%})" for row in drift])
         yield f"Agree less in the later half of their labels: {shown}."
     seconds = [row["seconds"] for row in people if row["seconds"] is not None]
-    if seconds and (fast := [row for row in people if _is_fast(row["seconds"], float(np.median(seconds)))]):
+    middle = float(np.median(seconds or [0]))
+    if fast := [row for row in people if row["seconds"] is not None and row["seconds"] < _FAST * middle]:
         shown = _some([f"{row['annotator']} ({row['seconds']:.3g} s)" for row in fast])
-        yield f"Take less than a third of the {np.median(seconds):.3g} s of the middle annotator: {shown}."
+        yield f"Take less than a third of the {middle:.3g} s of the middle annotator: {shown}."
     if report["repeats"]:
         yield (
             f"{report['repeats']:,} labels are of a pair that the same annotator had labelled before: they count "
@@ -85,10 +86,6 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
     if by := report["agreement_by_confidence"]:
         halves = " and ".join(f"{percent(share)} {name.replace('_', ' ')}" for name, share in by.items())
         yield f"By how sure annotators said they were, labels agree with the others': {halves}."
-
-
-def _is_fast(seconds: float | None, middle: float) -> bool:
-    return seconds is not None and seconds < _FAST * middle
 
 
 def _columns(people: list[dict[str, Any]]) -> list[str]:

@@ -273,11 +273,9 @@ def write_reward_report(folder: str | Path, report: dict[str, Any], is_uploaded:
 
 def read_report(folder: str | Path, name: str = f"{NAME}.json") -> dict[str, Any] | None:
     """Return the report in a reward model's folder; None if there is none that can be read."""
-    try:
-        found = json.loads(Path(folder, name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    from ..pages.recorded import read_object
+
+    return read_object(Path(folder, name)) or None
 
 
 def objections(rewards: "Sequence[Any]") -> list[str]:

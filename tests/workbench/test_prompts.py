@@ -202,7 +202,7 @@ def test_mistakes_are_one_line(folder, capsys, subtests, monkeypatch):
         ([*rl, "--max_overlap", "evl=0"], "`max_overlap` names 'evl', which is none of the sets rl"),
         ([*rl, "--max_overlap", "rl=2"], "the share of 'rl' must be from 0 to 1, got '2'"),
         ([*rl, "--max_copied", "rl=0"], "`max_copied` is for `copied_from`"),
-        ([*rl, "--threshold", "0"], "`threshold` must be above 0 and at most 1, got 0.0"),
+        ([*rl, "--threshold", "0"], "`threshold` must be in (0, 1], got 0.0"),
         ([*rl, "--ngram", "0"], "`ngram` must be >= 1, got 0"),
         ([*rl, "--split", "train=0.5"], "shares must be above 0 and have the sum 1, got train=0.5"),
         ([*rl, "--stratify", "topic"], "`stratify` is for `split`"),

@@ -19,7 +19,7 @@ from trl_ext.upstream import late_bars, quiet
 
 @dataclass
 class DPOScriptArguments(HeldOutArguments):
-    """What `DPOConfig` and `ModelConfig` do not say: the data and the reference."""
+    """Declare what `DPOConfig` and `ModelConfig` lack: the data and the reference."""
 
     ref_model_name_or_path: str | None = setting(
         None, "Reference model, or adapter (merged); the model before training if unset."

@@ -26,7 +26,7 @@ WRITTEN = ("prompt", "completion", "finished", "prompt_ids", "completion_ids")  
 
 @dataclass
 class GenerateArguments:
-    """Who answers what, and how."""
+    """Declare who answers, which prompts, and how answers are sampled."""
 
     model_name_or_path: str = field(metadata={"help": "Policy: a model or adapter, a folder or a hub name."})
     prompt: str | None = setting(None, "One prompt, in place of a dataset.")
@@ -66,7 +66,7 @@ class GenerateArguments:
 
 
 def load_prompts(args: GenerateArguments) -> tuple[list[Any], list[dict]]:
-    """The prompts, each text or messages and as often as it is to be answered; and what else is kept of each row."""
+    """Return the prompts, each as often as it is to be answered, and the other columns to keep of each row."""
     from trl_ext import load_dataset_split
     from trl_ext.data import check_texts
 

@@ -20,7 +20,7 @@ from trl_ext.upstream import late_bars, quiet
 
 @dataclass
 class MergeArguments:
-    """What to merge, into what, and where to."""
+    """Declare the adapter, its base, and where the merged model goes."""
 
     output_dir: str = field(metadata={"help": "Folder for the merged model: a new or an empty one."})
     adapter: str = setting("", "Adapter: a folder or a hub name.")
@@ -39,7 +39,7 @@ class MergeArguments:
 
 
 def load(args: MergeArguments) -> tuple[Any, Any, Any]:
-    """The adapter on its base, its tokenizer, the merged model's class; raises a `ValueError` if they do not fit."""
+    """Return the adapter on its base, its tokenizer and the merged model's class, or raise what does not fit."""
     from peft import PeftConfig, PeftModel, PeftType, load_peft_weights
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

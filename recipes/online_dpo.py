@@ -29,7 +29,7 @@ GOES_ON = "goes on with the rounds that are there"
 
 @dataclass
 class OnlineDPOScriptArguments(PromptArguments):
-    """What `DPOConfig` and `ModelConfig` do not say: the prompts, the answers and their scores."""
+    """Declare what `DPOConfig` and `ModelConfig` lack: the prompts, the answers and their scores."""
 
     num_rounds: int = setting(3, "Rounds of sampling and training.", range=">= 1")
     prompts_per_round: int = setting(512, "Prompts that are answered in a round.", range=">= 1")
@@ -89,7 +89,7 @@ def answer(
 
 
 def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch: int) -> list[list[float | None]]:
-    """What each reward function says of each answer; there are as many answers to each row."""
+    """Return each reward function's score of each answer; all rows have equally many answers, in succession."""
     rows = [row for row in rows for _ in range(len(answers) // len(rows))]
     scores: list[list[float | None]] = []
     for start in range(0, len(rows), batch):
@@ -107,7 +107,7 @@ def score(rewards: list[Callable], rows: list[dict], answers: list[dict], batch:
 
 
 def total(scores: list[float | None], weights: list[float]) -> float | None:
-    """Weighted sum over the functions that apply; None if none does."""
+    """Return the weighted sum of an answer's scores without those that are None; None if all are."""
     applying = [w * s for w, s in zip(weights, scores, strict=True) if s is not None and w != 0]
     return sum(applying) if applying else None
 
@@ -117,7 +117,7 @@ def text_of(completion: str | list[dict]) -> str:
 
 
 def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | None]) -> list[dict]:
-    """A pair for each prompt, unless all its answers are worth the same or empty; `score_…` are for `use_margin`."""
+    """Return a pair for each prompt, unless its answers are empty or equally good; `use_margin` reads `score_…`."""
     pairs, k = [], len(answers) // len(rows)
     for i, row in enumerate(rows):
         scored = [(t, a) for t, a in zip(totals[i * k : i * k + k], answers[i * k : i * k + k], strict=True)]
@@ -132,7 +132,7 @@ def best_and_worst(rows: list[dict], answers: list[dict], totals: list[float | N
 
 
 def as_logged(answers: list[dict], totals: list[float | None]) -> dict[str, float | None]:
-    """What PPO logs of a rollout, of a round's held-out answers: for the watch."""
+    """Return for a round's held-out answers what PPO logs for a rollout; `HackWatch` reads it."""
     from trl_ext.rewards import RepetitionWatch
 
     scores = [value for value in totals if value is not None]
@@ -148,7 +148,7 @@ def as_logged(answers: list[dict], totals: list[float | None]) -> dict[str, floa
 
 
 def in_words(facts: dict) -> str:
-    """The mean scores of a round, with their intervals."""
+    """Return a round's mean scores with their intervals, in words."""
     shown = [
         f"{name} {mean:.3f} ({low:.3f} to {high:.3f})"
         for (name, mean), (low, high) in zip(facts["held_out"].items(), facts["intervals"].values(), strict=True)
@@ -157,7 +157,7 @@ def in_words(facts: dict) -> str:
 
 
 def check_begun(path: Path, settings: dict) -> None:
-    """Raise what differs if the rounds beside the file `path` were begun with other settings."""
+    """Raise a `ValueError` that says what differs if the rounds beside the file were begun with other settings."""
     from trl_ext.runs import differences
 
     if path.is_file() and (different := differences(json.loads(path.read_text()), settings)):
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> None:
             return load(path, **kwargs, **revision)
 
     def sampled(path: str | Path, rows: list[dict], number: int, seed: int) -> tuple[list, list, list]:
-        """This process' share of the rows, with its answers and scores, gathered."""
+        """Have a policy answer the rows, each process its share; return rows, answers and scores of all processes."""
         policy = load_policy(path).to(training_args.device).eval()
         mine = rows[processes.process_index :: processes.num_processes]
         torch.manual_seed(seed * processes.num_processes + processes.process_index)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PPOScriptArguments(PromptArguments, HeldOutArguments):
-    """What `PPOConfig` and `ModelConfig` do not say: the data and where rewards and values come from."""
+    """Declare what `PPOConfig` and `ModelConfig` lack: the data, the rewards and the critic."""
 
     eval_dataset_name: str | None = setting(None, "Dataset to evaluate on; `dataset_name` if unset.")
     max_prompt_length: int | None = setting(
@@ -51,7 +51,7 @@ class PPOScriptArguments(PromptArguments, HeldOutArguments):
 
 
 def without_long_prompts(dataset: "Dataset", tokenizer: Any, longest: int) -> "Dataset":
-    """The rows whose prompt has up to `longest` tokens, as the trainer counts them."""
+    """Return the rows whose prompt has at most `longest` tokens, as the trainer counts them."""
     from accelerate import PartialState
 
     def length(row: dict[str, Any]) -> int:

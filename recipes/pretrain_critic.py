@@ -25,7 +25,7 @@ from trl_ext.upstream import late_bars, quiet
 
 @dataclass
 class CriticScriptArguments(PromptArguments, HeldOutArguments):
-    """What `CriticConfig` and `ModelConfig` do not say: the answers, their scores and whose they are."""
+    """Declare what `CriticConfig` and `ModelConfig` lack: the answers, their scores and the policy that gave them."""
 
     score_column: str | None = setting(
         None, "Column with each answer's score; in place of rewards that score them here."

@@ -77,7 +77,7 @@ SPLITS = ("train", "test")
 
 @dataclass
 class RefreshArguments:
-    """Whose answers, who decides on them, and what is trained on them."""
+    """Declare whose answers are queued, who labels them, and which reward model is trained on them."""
 
     model_name_or_path: str = field(metadata={"help": "Policy whose answers are queued: a folder or a hub name."})
     reward_model_name_or_path: str = field(
@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
         queue = read_rows(result)
         print(f"Queue: {result}, {len(queue)} pairs of answers: {in_words(queue, 'why')}")
         if args.disagreement_share and len(members_of(args.reward_model_name_or_path)) == 1:
-            print("Note: one reward model disagrees with none, so that the share for disagreement went to the others")
+            print("Note: one reward model has no disagreement, so its share of the queue went to the other two")
         if not (args.labels or args.judge):
             print(
                 f"Next: label them, by {folder / 'label_studio.json'} (interface: label_studio.xml) or argilla.jsonl; "
@@ -206,15 +206,15 @@ def once(
     Do a step unless its result is there.
 
     Args:
-        folder: of the round.
-        step: its name.
-        settings: on which the result depends.
-        result: the file that is written last.
-        part: what is there when the step has begun, and is gone on with.
-        make: does it.
+        folder: folder of the round.
+        step: name of the step.
+        settings: what the result depends on.
+        result: the file that the step writes last.
+        part: a file or folder that exists once the step has begun; the step goes on from it.
+        make: function that does the step.
 
     Raises:
-        ValueError: it was done, or begun, with other settings; the message says with which.
+        ValueError: the step was done, or begun, with other settings; the message says which differ.
     """
     settings, file = json.loads(json.dumps(settings, default=str)), folder / f"{step}_settings.json"
     begun = [path for path in dict.fromkeys((part, result)) if path.exists()]
@@ -234,7 +234,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def digest(path: str | Path) -> str:
-    """What a file holds, in 16 digits: what was made of another is not gone on with."""
+    """Hash a file's content to 16 digits, so that results made from another content are refused."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
@@ -243,7 +243,7 @@ def in_words(rows: list[dict], column: str) -> str:
 
 
 def members_of(name: str) -> list[str]:
-    """The folders of an ensemble's members; else the model alone."""
+    """Return the folders of an ensemble's members; of another model itself alone."""
     file = Path(name, "ensemble.json")
     members = json.loads(file.read_text())["members"] if file.is_file() else []
     return [str(Path(name, member["folder"])) for member in members] or [name]
@@ -269,7 +269,7 @@ def queue_settings(args: RefreshArguments) -> dict[str, Any]:
 
 
 def make_queue(args: RefreshArguments) -> None:
-    """Sample, score, choose; `queue.jsonl` is written last."""
+    """Sample answers, score them, and choose which are queued; `queue.jsonl` is written last."""
     folder, other = Path(args.output_dir), args.against_model_name_or_path
     prompts = chosen_prompts(args)
     answers = answers_of(args, args.model_name_or_path, "policy", prompts * args.num_samples)
@@ -314,7 +314,7 @@ def make_queue(args: RefreshArguments) -> None:
 
 
 def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str, Any]:
-    """A row of the queue; which of the two answers was chosen says its `picked` alone, not its place."""
+    """Return a row of the queue. Its order is random: only `picked` says which of the two answers was chosen."""
     item = answer_key(row["prompt"], [row["completion"], other["completion"]])
     picked = "ab"[int(answer_key(item, None, args.seed), 16) % 2]
     sides = {picked: row, "ab".replace(picked, ""): other}
@@ -330,7 +330,7 @@ def queued(row: dict, other: Any, why: str, args: RefreshArguments) -> dict[str,
 
 
 def chosen_prompts(args: RefreshArguments) -> list[dict]:
-    """Different prompts, drawn by the seed and the round, with their columns."""
+    """Draw different prompts with their columns, by the seed and the round."""
     dataset = load_dataset_split(args.dataset_name, args.dataset_split, config=args.dataset_config)
     if taken := sorted(OWN & set(dataset.column_names)):
         raise ValueError(
@@ -341,22 +341,22 @@ def chosen_prompts(args: RefreshArguments) -> list[dict]:
 
 
 def rounds(args: RefreshArguments) -> list[str]:
-    """The folders of all rounds, this one last."""
+    """Return the folders of all rounds, this one last."""
     return [*(args.earlier or []), args.output_dir]
 
 
 def number_of(args: RefreshArguments) -> int:
-    """The number of this round, counted from 1."""
+    """Return the number of this round, from 1."""
     return len(rounds(args))
 
 
 def seed_of(args: RefreshArguments) -> int:
-    """A seed that no other round has."""
+    """Return a seed that no other round has."""
     return args.seed + 1000 * number_of(args)
 
 
 def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict]) -> list[dict]:
-    """Answers of a model, one to each row, with the row's columns; by `trl-ext generate`, once."""
+    """Return the rows with a model's answers, one to each; `trl-ext generate` makes them if they are not there yet."""
     asked, said = (Path(args.output_dir, "answers", f"{name}-{what}.jsonl") for what in ("prompts", "answers"))
     if not said.is_file():
         write_rows(asked, [{"prompt": row["prompt"]} for row in prompts])
@@ -367,7 +367,7 @@ def answers_of(args: RefreshArguments, model: str, name: str, prompts: list[dict
 
 
 def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
-    """The same answers, with the mean of the reward models' scores and how far these disagree."""
+    """Return the answers with the mean of the reward models' scores, and how far these disagree."""
     scores = scores_by(members_of(args.reward_model_name_or_path), rows, args)
     spread = disagreement(scores).tolist() if len(scores) > 1 else [None] * len(rows)
     return [
@@ -377,12 +377,12 @@ def with_scores(args: RefreshArguments, rows: list[dict]) -> list[dict]:
 
 
 def words(flags: dict[str, Any]) -> list[str]:
-    """A command line; what is None is left out."""
+    """Return flags as the words of a command line, without those that are None."""
     return [str(word) for flag, value in flags.items() if value is not None for word in (f"--{flag}", value)]
 
 
 def scores_by(models: list[str], rows: list[dict], args: RefreshArguments) -> torch.Tensor:
-    """The (M, N) scores of all rows; each model is loaded once, and one at a time."""
+    """Return the (M, N) scores of N rows by M models; one model is in memory at a time."""
     texts = [[row[name] for row in rows] for name in ("prompt", "completion")]
     finished = [row.get("finished", True) for row in rows]
     device = "cpu" if args.use_cpu else None
@@ -403,7 +403,7 @@ def pairs_settings(args: RefreshArguments) -> dict[str, Any]:
 
 
 def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
-    """Write `labels.jsonl`, a row a label, and the pairs that they come to, `pairs/train.jsonl` last."""
+    """Write `labels.jsonl`, a row for each label, and the pairs made of them, `pairs/train.jsonl` last."""
     folder = Path(args.output_dir)
     choices = judged(args, queue) if args.judge else labelled(args.labels or [], queue)
     by_item = {row["item"]: row for row in queue}
@@ -453,7 +453,7 @@ def make_pairs(args: RefreshArguments, queue: list[dict]) -> None:
 
 
 def labelled(files: list[str], queue: list[dict]) -> list[dict]:
-    """What people chose; raises at an item that is not in the queue."""
+    """Return what people chose; raise a `ValueError` for an item that is not in the queue."""
     items, choices = {row["item"] for row in queue}, []
     for name in files:
         choices += read_choices(name)
@@ -466,7 +466,7 @@ def labelled(files: list[str], queue: list[dict]) -> list[dict]:
 
 
 def judged(args: RefreshArguments, queue: list[dict]) -> list[dict]:
-    """What a reward function prefers: it scores both answers, or compares them if it is a judge that does."""
+    """Return what a reward function prefers: it scores both answers; a judge with `compare` compares them."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     ((judge,), _) = load_rewards([yaml.safe_load(args.judge or "")], tokenizer)
     columns = {name: [row[name] for row in queue] for name in queue[0] if name != "prompt"}
@@ -509,7 +509,7 @@ def train_settings(args: RefreshArguments) -> dict[str, Any]:
 
 
 def train(args: RefreshArguments) -> None:
-    """Mix old and new pairs, and have `trl-ext reward` train each model from where it is."""
+    """Mix old and new pairs, and have `trl-ext reward` train each model on, from its own weights."""
     folder = Path(args.output_dir)
     (folder / "refresh.json").unlink(missing_ok=True)  # of a model that is no more
     old = {split: old_pairs(args, split).to_list() for split in SPLITS}
@@ -573,7 +573,7 @@ def compare(args: RefreshArguments) -> None:
 
 
 def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[str, list[dict]], bool, list[str]]:
-    """The pairs that none of the models was trained on, by set; whether that is known; what is to be said of it."""
+    """Return each set's pairs that no model was trained on, whether these are known for sure, and sentences on it."""
     records = [TrainedPairs.load(model) or TrainedPairs(is_complete=False) for model in models]
     trained, kept, said = functools.reduce(TrainedPairs.__or__, records), {}, []
     for name, rows in sets.items():
@@ -587,7 +587,7 @@ def held_out_sets(sets: dict[str, list[dict]], models: list[str]) -> tuple[dict[
 
 
 def outcomes(pairs: list[dict]) -> dict[str, Any]:
-    """How often queued answers won, by why they were queued, and those of the highest score that lost."""
+    """Return how often queued answers won, by the reason for queueing them, and the losers with the highest scores."""
     won: dict[str, list[bool]] = {}
     lost = []
     for row in pairs:
@@ -601,7 +601,7 @@ def outcomes(pairs: list[dict]) -> dict[str, Any]:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Accuracy of both models, a line for each set of held-out pairs."""
+    """Return the accuracy of both models, a line for each set of pairs."""
     sets = [(name, old, report["new"][name]) for name, old in report["old"].items() if name != "model"]
     lines = []
     for name, *both in sets:
@@ -612,7 +612,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def next_ppo(args: RefreshArguments) -> str:
-    """The command by which PPO goes on from the policy and the critic that it has, as a shell takes it."""
+    """Return the shell command that goes on with PPO, from the policy and its critic, with the new reward model."""
     policy, new = Path(args.model_name_or_path), Path(args.output_dir, "reward")
     flags: dict[str, Any] = {"model_name_or_path": policy, "dataset_name": args.dataset_name}
     flags |= {"dataset_config": args.dataset_config, "max_completion_length": args.max_new_tokens}

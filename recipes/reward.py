@@ -28,7 +28,7 @@ from trl_ext.upstream import late_bars, quiet
 
 @dataclass
 class RewardScriptArguments(HeldOutArguments):
-    """What `RewardConfig` and `ModelConfig` do not say: the data."""
+    """Declare what `RewardConfig` and `ModelConfig` lack: the data."""
 
     demonstrations_name: str | None = setting(
         None, "Dataset with `prompt`, `completion` that is to score 0 on average; `chosen` if unset."
@@ -62,7 +62,7 @@ def check_models(script_args: RewardScriptArguments, model_args: ClassifierArgum
 def next_ppo(
     output_dir: Path, script_args: RewardScriptArguments, model_args: ClassifierArguments, context: int, use_cpu: bool
 ) -> str:
-    """The command that trains the base of the reward model with PPO on its prompts, as a shell takes it."""
+    """Return the shell command that trains the reward model's base with PPO on its prompts."""
     from trl_ext.models import is_adapter
 
     flags = {
@@ -82,7 +82,7 @@ def next_ppo(
 
 
 def without_folds(rows: Any, k: int, seed: int) -> list:
-    """The rows k times, each time without another one of k parts, which are drawn at random."""
+    """Return the rows k times, each time without another one of k parts that are drawn at random."""
     import torch
 
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -90,7 +90,7 @@ def without_folds(rows: Any, k: int, seed: int) -> list:
 
 
 def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: bool) -> None:
-    """Write down the settings of the members; raise what differs if some were trained with others."""
+    """Write down the members' settings; a `ValueError` says what differs if some were trained with others."""
     from accelerate import PartialState
 
     from trl_ext.runs import differences
@@ -113,12 +113,12 @@ def begin_ensemble(output_dir: Path, settings: dict, anew: bool, resume_anyway: 
 
 
 def is_complete(member: str) -> bool:
-    """Whether a member was measured, which is what comes last; asked on the first process, for all."""
+    """Return whether a member is complete, i.e. was measured; the first process looks, for all."""
     return from_first(all(Path(member, name).is_file() for name in ("reward_report.json", "held_out_scores.json")))
 
 
 def finish_ensemble(output_dir: Path, k: int) -> str:
-    """Measure the members together, and write the file by which `EnsembleReward` finds them; what to do with it."""
+    """Measure the members together, write `ensemble.json` for `EnsembleReward`, and return what to print."""
     import torch
     from accelerate import PartialState
 
@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     training_args.model_init_kwargs = model_args.init_kwargs(training_args.model_init_kwargs)
 
     def train(args: Any, rows: Any) -> tuple[str, str]:
-        """Train one model; say what was done, and the command that comes next."""
+        """Train one model; return lines on what was done, and the command to run next."""
         # 3. Model: the trainer loads it, and the tokenizer, from the path
         peft_config = get_peft_config(model_args)
         if peft_config is not None:

@@ -20,7 +20,7 @@ COLUMNS = (("messages",), ("prompt", "completion"), ("text",), ("input_ids",))
 
 @dataclass
 class SFTScriptArguments(HeldOutArguments):
-    """What `SFTConfig` and `ModelConfig` do not say: the data."""
+    """Declare what `SFTConfig` and `ModelConfig` lack: the data."""
 
     eval_dataset_name: str | None = setting(
         None, "Dataset to evaluate on; `dataset_name`'s `dataset_test_split` if unset."
@@ -29,7 +29,7 @@ class SFTScriptArguments(HeldOutArguments):
 
 
 def check_columns(dataset, name: str, text_field: str = "text") -> None:
-    """Raise what is missing or no text, and what was found, before a model is loaded."""
+    """Raise a `ValueError` that says which columns are missing or hold no text, before a model is loaded."""
     needed = [tuple(text_field if column == "text" else column for column in columns) for columns in COLUMNS]
     from trl_ext.data import check_texts
 

@@ -1,4 +1,4 @@
-"""Whether an ensemble of reward models withstands noisy labels: gold of PPO with one model, and with four combined.
+"""Test whether an ensemble of reward models withstands noisy labels: PPO with one model, and with four combined.
 
     python -m recipes.demo.ensembles --seeds 0 1 2 3 4 --kl_coefs 0 0.05
 
@@ -32,7 +32,7 @@ COMBINED = {"mean": "mean", "WCO": "min", "UWO": "uncertainty"}
 
 @dataclass
 class EnsembleStudyArguments(SeededStudyArguments):
-    """The grid: every combination is trained with each kind of reward."""
+    """Declare the grid: each KL coefficient and seed is trained with each kind of reward."""
 
     kl_coefs: list[float] = field(default_factory=lambda: [0.0], metadata={"help": "Fixed KL coefficients."})
     flipped_share: float = setting(0.25, "Share of the training pairs that are flipped.")
@@ -74,7 +74,7 @@ def reward_models(args: EnsembleStudyArguments, demo: DemoArguments) -> tuple[Pa
 
 
 def rewards(single: Path, members: list[Path]) -> dict[str, dict]:
-    """What PPO trains on, by name, as `rewards:` in YAML."""
+    """Return the kinds of reward that PPO trains on, by name, as `rewards:` has them in YAML."""
     paths = [str(path) for path in members]
     return {
         "single": {"ModelReward": {"model": str(single)}},
@@ -83,7 +83,7 @@ def rewards(single: Path, members: list[Path]) -> dict[str, dict]:
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """Gold and proxy on the held-out prompts: before, at gold's peak and at the end, and the KL there."""
+    """Return gold on the held-out prompts before training, at its peak and at the end; proxy and KL at the end."""
     curve = read_curve(folder)
     return {
         "gold_sft": curve["gold"][0].item(),
@@ -95,7 +95,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over the seeds, and the difference from the single model in the same world."""
+    """Return a table of means over the seeds, with the differences from the single model in the same world."""
     lines = ["| KL coefficient | reward | gold − SFT's | at its peak | gold − single's | KL, nats | seeds |"]
     lines.append("|---|---|---|---|---|---|---|")
     singles = {(row["kl_coef"], row["seed"]): row for row in rows if row["reward"] == "single"}

@@ -1,4 +1,4 @@
-"""What a critic that was trained before PPO brings: explained variance, episodes until a target score, gold.
+"""Measure what pre-training the critic brings to PPO: explained variance, episodes until a target score, gold.
 
     python -m recipes.demo.pretraining --seeds 0 1 2 3 4 --lams 0.95 0.8
 
@@ -55,7 +55,7 @@ WIDTH = 3  # measurements of a moving mean
 
 @dataclass
 class PretrainingStudyArguments(SeededStudyArguments):
-    """The worlds, and how the critics are trained."""
+    """Declare the worlds, and how the critics are trained."""
 
     num_samples: int = setting(4, "Answers to each of the 4,000 training prompts.")
     num_train_epochs: int = setting(4, "Passes over them.")
@@ -69,14 +69,14 @@ class PretrainingStudyArguments(SeededStudyArguments):
 
 
 def smoothed(scores: Tensor) -> Tensor:
-    """The moving mean of (N,) measurements over their neighbours on both sides, at the ends over those there are."""
+    """Return the moving mean of (N,) measurements: each with its neighbours on both sides, as far as there are any."""
     half = WIDTH // 2
     return torch.stack([scores[max(i - half, 0) : i + half + 1].mean() for i in range(len(scores))])
 
 
 def episodes_until(scores: Tensor, target: float, step: int = EPISODES) -> float:
     """
-    Episodes until the moving mean of held-out scores first reaches a target, linear in between.
+    Return the episodes until the moving mean of held-out scores first reaches a target, interpolated linearly.
 
     Args:
         scores: (N,), measured before training and after every `step` episodes.
@@ -97,7 +97,7 @@ def episodes_until(scores: Tensor, target: float, step: int = EPISODES) -> float
 
 
 def needed(curve: dict[str, Tensor], without: dict[str, Tensor]) -> dict[str, float]:
-    """Targets, the episodes until a run reaches them, and those as a share of the ones of the run without."""
+    """Return the targets, the episodes until a run reaches each, and their ratio to the run without pre-training."""
     start, end = without["proxy"][0], without["proxy"][-LAST:].mean()
     step = int(curve["step"][-1]) * EPISODES // 8 // max(len(curve["proxy"]) - 1, 1)  # 8 optimizer steps a rollout
     result = {}
@@ -110,13 +110,13 @@ def needed(curve: dict[str, Tensor], without: dict[str, Tensor]) -> dict[str, fl
 
 
 def logged(folder: Path, key: str) -> list[float]:
-    """What a run has logged under a key, in order."""
+    """Return the values that a run has logged under a key, in order."""
     logs = [json.loads(line).get("logs", {}) for line in (folder / "metrics.rank0.jsonl").read_text().splitlines()]
     return [log[key] for log in logs if key in log]
 
 
 def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
-    """All runs of one world: a row a run."""
+    """Make all runs in one world; return a row for each run."""
     policy, reward = sft_stage(demo), reward_stage(demo)
     rollouts = rollouts_stage(demo, args.num_samples)
 
@@ -159,7 +159,7 @@ def study(args: PretrainingStudyArguments, demo: DemoArguments) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over the seeds with 95 % t-intervals; gold's gain over the run without, in the same world."""
+    """Return a table of means with 95 % t-intervals over the seeds, and of gold's gain by pre-training."""
     heads = ["λ", "critic starts from", "explained variance, first rollout", "of Monte Carlo returns, held out"]
     for share in SHARES:
         heads += [f"episodes until {share:.0%} of the gain", "÷ without"]

@@ -1,4 +1,4 @@
-"""Whether a refreshed reward model ends a hack: gold of PPO after two rounds of labels, against none.
+"""Test whether refreshing the reward model ends a hack: gold of PPO after two rounds of new labels, and without them.
 
     python -m recipes.demo.refresh --seeds 0 1 2 3 4
 
@@ -35,7 +35,7 @@ ARMS = ("none", "refreshed")
 
 @dataclass
 class RefreshStudyArguments(SeededStudyArguments):
-    """The worlds, the legs and the rounds."""
+    """Declare the worlds, the legs and the rounds."""
 
     episodes: int = setting(2048, "Episodes of each of the three legs.")
     queue_size: int = setting(200, "Pairs of answers that are labelled in a round.")
@@ -59,7 +59,7 @@ def label(folder: Path, seed: int, label_noise: float) -> Path:
 
 
 def refreshed(args: RefreshStudyArguments, demo: DemoArguments, policy: Path, reward: Path, number: int) -> Path:
-    """One round: the folder with the queue, the labels and the new reward model."""
+    """Do one round; return its folder with the queue, the labels and the new reward model."""
     world, folder = demo.folder / "world", demo.folder / f"round-{number}"
     flags = {
         "model_name_or_path": policy,
@@ -105,12 +105,12 @@ def leg(args: RefreshStudyArguments, demo: DemoArguments, name: str, reward: Pat
 
 
 def measured(folder: Path, at: int = -1) -> dict[str, float]:
-    """Figures on the held-out prompts at the end of a leg, or at its beginning."""
+    """Return a leg's figures on the held-out prompts, at its end (`at=-1`) or at its beginning (0)."""
     return {name: values[at].item() for name, values in read_curve(folder).items() if name in ("gold", "phrase", "kl")}
 
 
 def study(args: RefreshStudyArguments, demo: DemoArguments) -> list[dict]:
-    """Both arms in one world: a row a leg, with the labels until then, and what the reward models get right."""
+    """Train both arms in one world; return a row for each leg, with the labels so far and the models' accuracy."""
     reward = reward_stage(demo)
     first = leg(args, demo, "leg-1", reward)
     rows = []
@@ -137,7 +137,7 @@ def study(args: RefreshStudyArguments, demo: DemoArguments) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over the seeds with 95 % t-intervals, what the labels bought, and the reward models' accuracy."""
+    """Return a table of means with 95 % t-intervals over the seeds, the gain's price, and the models' accuracy."""
     lines = ["| after leg | reward model | gold | says the phrase | KL to SFT, nats | labels | seeds |"]
     lines.append("|---|---|---|---|---|---|---|")
     for number in range(ROUNDS + 2):

@@ -34,7 +34,7 @@ from .report import write_report
 
 @dataclass
 class RunArguments(stages.DemoArguments):
-    """A demo, or one of its stages."""
+    """Declare the arguments of `trl-ext demo`, for the whole demo or one of its stages."""
 
     stage: Literal["world", "sft", "reward", "guarded", "unguarded", "ppo_lora", "online_dpo"] | None = setting(
         None, "Build this stage alone, and those that it needs; no report."
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _disk_error(error: Exception, folder: Path) -> str | None:
-    """What is wrong with the disk, if that is it; libraries wrap it in errors of their own."""
+    """Return in words which error of the disk this is, None if none; libraries wrap such errors in their own."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or folder}: {error.strerror}"
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())

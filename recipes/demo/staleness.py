@@ -1,4 +1,4 @@
-"""What old weights cost: gold, proxy and KL of PPO on rollouts that are drawn 0, 1, 2 or 4 rollouts ahead.
+"""Measure what old weights cost PPO: gold, proxy and KL where rollouts are drawn 0, 1, 2 or 4 rollouts ahead.
 
     python -m recipes.demo.staleness --seeds 0 1 2 3 4 --rollouts_ahead 0 1 2 4
 
@@ -28,7 +28,7 @@ from .stages import DemoArguments, ppo_stage
 
 @dataclass
 class StalenessStudyArguments(SeededStudyArguments):
-    """The grid: each seed is trained with each number of rollouts ahead, and each correction."""
+    """Declare the grid: each seed is trained with each number of rollouts ahead, and each correction."""
 
     rollouts_ahead: list[int] = field(
         default_factory=lambda: [0, 1, 2, 4], metadata={"help": "Rollouts ahead, 0 among them."}
@@ -50,7 +50,7 @@ class StalenessStudyArguments(SeededStudyArguments):
 
 
 def measured(folder: Path) -> dict[str, float]:
-    """Gold, proxy and KL on the held-out prompts at the end, and who has drawn, over the last half of the training."""
+    """Return gold, proxy and KL on the held-out prompts at the end, and the rollouts' staleness in the last half."""
     curve = read_curve(folder)
     checkpoint = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     logs = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
@@ -73,7 +73,7 @@ def measured(folder: Path) -> dict[str, float]:
 
 
 def table(rows: list[dict]) -> str:
-    """Means over the seeds with their 95 % t-intervals, and the difference from no rollout ahead in the same world."""
+    """Return a table of means with 95 % t-intervals over the seeds, and of differences from none ahead."""
     lines = [
         "| rollouts ahead | correction | gold − SFT's | gold − 0 ahead's | proxy − SFT's | KL to SFT, nats | "
         "KL(sampler ‖ policy), nats a token | clipped | seeds |",

@@ -15,7 +15,7 @@ def page(found: dict[str, Any], answers: dict[str, list[dict[str, Any]]]) -> str
     Return the HTML page of an evaluation.
 
     Args:
-        found: what `evaluation.json` has.
+        found: content of `evaluation.json`.
         answers: name of each policy → its answers, with their `scores`.
     """
     return render(

@@ -47,7 +47,7 @@ class AnnotatorsArguments:
     annotator_column: str | None = setting(None, "Who chose, in a long table; `annotator` if unset.")
     choice_column: str | None = setting(None, "What was chosen, in a long table; `choice` if unset.")
     score_columns: list[str] | None = setting(
-        None, "In the place of choices: a column with a score for each of the answers."
+        None, "Instead of choices, a column with a score for each of the answers."
     )
     lowest_wins: bool = setting(False, "Scores are ranks: 1 is the best.")
     annotator_columns: list[str] | None = setting(
@@ -61,7 +61,7 @@ class AnnotatorsArguments:
         None, "Name of a pair, or of a ranking's prompt; if unset, equal texts are one pair."
     )
     time_column: str | None = setting(None, "When a label was given: numbers or dates.")
-    seconds_column: str | None = setting(None, "How long a label took.")
+    seconds_column: str | None = setting(None, "Seconds that a label took.")
     confidence_column: str | None = setting(None, "How sure the annotator was: a number.")
     keep_columns: list[str] | None = setting(
         None, "Further columns to keep in the pairs, such as a topic.", only_with=("write_pairs", True)
@@ -89,7 +89,7 @@ class AnnotatorsArguments:
         range="in [0, 1), a share of annotators",
         only_with=("write_pairs", True),
     )
-    seed: int = setting(0, "Of the bootstrap and of the held-out annotators.")
+    seed: int = setting(0, "Seed of the bootstrap and of the held-out annotators.")
 
     def __post_init__(self) -> None:
         check_settings(self)

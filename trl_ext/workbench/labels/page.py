@@ -1,4 +1,4 @@
-"""Write the page on annotators: their figures, questions that remain open, and the pairs made from their labels."""
+"""Write the page on annotators: their figures, open questions, and the pairs made from their labels."""
 
 import json
 from collections.abc import Iterator

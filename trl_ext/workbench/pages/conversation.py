@@ -1,4 +1,4 @@
-"""An answer as a page shows it: a text, or turn by turn where tools were called."""
+"""Show an answer on a page: as text, or turn by turn where tools were called."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ OPEN, HEAD, TAIL = 240, 6, 3  # characters that are not folded, and parts at bot
 
 @dataclass(frozen=True)
 class Part:
-    """One part of an answer: what somebody said, or a call."""
+    """Hold one part of an answer: what somebody said, or a call of a tool."""
 
     kind: Literal["says", "thinks", "calls", "hears", "fails"]
     who: str
@@ -21,12 +21,12 @@ class Part:
 
     @property
     def is_long(self) -> bool:
-        """Return whether it is folded, so that only its first line shows."""
+        """Return whether the part is folded, so that only its first line shows."""
         return len(self.text) > OPEN or self.text.count("\n") > 4
 
     @property
     def first_line(self) -> str:
-        """Return what shows of it while it is folded."""
+        """Return the line that shows while the part is folded."""
         line = self.text.strip().partition("\n")[0]
         return f"{line[:80]}…"
 

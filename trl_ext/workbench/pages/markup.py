@@ -46,7 +46,7 @@ def prose(markdown: str) -> Markup:
 
 
 def columns(names: Iterable[str], style: str = "") -> list[tuple[str, str]]:
-    """Return the columns of a table that have a given class."""
+    """Return columns with these names and one class, as the templates' `table` takes them."""
     return [(name, style) for name in names]
 
 

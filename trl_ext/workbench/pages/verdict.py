@@ -35,8 +35,8 @@ def verdict_of_several(runs: dict[str, Run], evaluated: dict[str, Any] | None = 
 
     Args:
         runs: by name.
-        evaluated: what `trl-ext evaluate` found of each run, by name. Its scores take the place of those that the runs
-            logged, which may be of other prompts.
+        evaluated: each run's entry in an `evaluation.json`, by name. Its scores replace those that the runs logged,
+            which may be of other prompts.
     """
     found = [
         (f"evaluation's score by {reward}", name, of["mean"])
@@ -102,8 +102,8 @@ def watchers(run: Run) -> str:
 
 def _wanted(run: Run) -> list[Quantity]:
     """
-    Return score, gold and KL; of a trainer without a score its first quantity and the loss, on held-out data if it has
-    these.
+    Return the quantities that the sentence names: score, gold and KL; without a score the first quantity and the loss,
+    on held-out data if these were measured.
     """
     quantities = headline(run)
     if "reward" in run.metrics:

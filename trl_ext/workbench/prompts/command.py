@@ -40,7 +40,7 @@ class PromptsArguments:
     output_dir: str = field(metadata={"help": "Folder of the page, the JSON and the copies."})
     columns: list[str] = field(
         default_factory=list,
-        metadata={"help": "Where a set's prompts are, as NAME=COLUMN; else in prompt, messages, chosen or text."},
+        metadata={"help": "Columns of prompts, as NAME=COLUMN; by default prompt, messages, chosen or text."},
     )
     held_out: list[str] | None = setting(
         None, "Sets to evaluate on: others lose what they share with these. If unset, `eval`, if given."
@@ -49,40 +49,41 @@ class PromptsArguments:
         "conversation", "Compare chat prompts by all turns, or by the user's last one."
     )
     threshold: float = setting(0.7, "Least Jaccard similarity of near duplicates.", range="in (0, 1]")
-    unit: Literal["words", "characters"] = setting("words", "What n-grams are of.")
+    unit: Literal["words", "characters"] = setting("words", "Whether n-grams are of words or of characters.")
     ngram: int = setting(3, "Words or characters in an n-gram.", range=">= 1")
     num_perm: int = setting(128, "Hashes of a MinHash signature.", range=">= 16")
     max_overlap: list[str] = field(
         default_factory=list,
-        metadata={"help": "NAME=SHARE: most of a set's rows that may have a duplicate in another set."},
+        metadata={"help": "NAME=SHARE: highest share of a set's rows that may have a duplicate in another set."},
     )
     max_duplicates: list[str] = field(
         default_factory=list,
-        metadata={"help": "NAME=SHARE: most of a set's rows that may have a duplicate before them in the set."},
+        metadata={"help": "NAME=SHARE: highest share of a set's rows that may repeat a row before them in the set."},
     )
     copied_from: list[str] = field(
         default_factory=list, metadata={"help": "Sets whose answers other sets' answers must not repeat."}
     )
     copied_words: int = setting(13, "Words in a row that make a copy.", range=">= 1")
     max_copied: list[str] = field(
-        default_factory=list, metadata={"help": "NAME=SHARE: most of a set's answers that may have a copied run."}
+        default_factory=list,
+        metadata={"help": "NAME=SHARE: highest share of a set's answers that may have a copied run."},
     )
-    remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates the copies lack.")
+    remove: Literal["near", "exact", "none"] = setting("near", "Which duplicates are left out of the copies.")
     split: list[str] = field(
         default_factory=list, metadata={"help": "SPLIT=SHARE of the copies, such as train=0.9 test=0.1."}
     )
     stratify: list[str] = field(
         default_factory=list,
-        metadata={"help": "What splits have in equal shares: columns, or `length` and `script`."},
+        metadata={"help": "Columns, or `length` and `script`, whose values all splits have in equal shares."},
     )
     balance: list[str] = field(
         default_factory=list,
-        metadata={"help": "Columns, `length` or `script`: each value keeps as many rows."},
+        metadata={"help": "Columns, or `length` and `script`, of which each value keeps equally many rows."},
     )
     balance_to: int | None = setting(None, "Most rows of a value; if unset as many as the rarest has.", range=">= 1")
     split_sets: list[str] | None = setting(None, "Sets to `split` and `balance`; if unset all but the held-out ones.")
     write: bool = setting(True, "Write copies; else the report alone.")
-    seed: int = setting(0, "Of hashes, balance and splits.")
+    seed: int = setting(0, "Seed of hashes, balance and splits.")
 
     def __post_init__(self):
         check_settings(self)

@@ -58,11 +58,11 @@ class Scorer:
     Score answers by a reward function, and count those without a finite score and those that were truncated.
 
     Args:
-        function: with TRL's signature.
-        name: what it is called; its own name if None.
+        function: reward function with TRL's signature.
+        name: name to show; by default the function's own.
 
     Raises:
-        ValueError: the function failed; what it said is in the message.
+        ValueError: the function failed; its error is in the message.
     """
 
     def __init__(self, function: Callable, name: str | None = None):
@@ -70,7 +70,7 @@ class Scorer:
         self.scored, self.unscored, self.infinite, self.truncated = 0, 0, 0, 0.0
 
     def __call__(self, answers: Answers) -> list[float]:
-        """Return a score for each, NaN where there is none."""
+        """Return a score for each answer, NaN where there is none."""
         if not len(answers):
             return []
         logged: dict[str, float] = {}
@@ -120,16 +120,16 @@ def examine(
     Measure a reward, and say which bounds are broken.
 
     Args:
-        score: scores answers.
-        material: what to measure on.
-        bounds: what must hold.
+        score: the reward, as a [`Scorer`].
+        material: the data to measure on.
+        bounds: bounds that the figures must meet.
         tokenizer: counts the tokens of answers; None counts words.
         probe_rows: held-out answers that each probe changes; 0 for no probes.
         phrases: further phrases to probe, beside those mined from the training pairs.
-        seed: of the rows that are drawn.
+        seed: seed of the rows that are drawn.
 
     Returns:
-        What `reward_report.json` holds.
+        The content of `reward_report.json`.
 
     Raises:
         ValueError: the reward fails, or no pair has two finite scores.
@@ -370,8 +370,8 @@ def verdict(
 
     Args:
         report: as [`examine`] makes it.
-        bounds: what must hold.
-        unknown: sentences on what cannot be known; this adds to them.
+        bounds: bounds that the figures must meet.
+        unknown: sentences on what cannot be known; further ones are added.
         probes_failed: why the probes that were asked for could not be run, which breaks their bound.
         has_rankings: whether rankings by people were given.
 
@@ -440,7 +440,7 @@ def _judge_length(
             f"and {found['shorter']['prompts']} one whose chosen answer is shorter: 20 of each are needed."
         )
         if bound is None or bound >= 1:
-            unknown.append(f"Not known is {few}")
+            unknown.append(f"Not known: {few}")
         else:
             not_judged.append(f"Not judged: {few}")
         return

@@ -47,7 +47,7 @@ class ConstitutionArguments:
     max_prompts: int | None = setting(None, "Take the first so many prompts only.", range=">= 1")
     rounds: int = setting(1, "How often an answer is criticised and revised.", range=">= 1")
     model_url: str | None = setting(None, "Model behind OpenAI's API: its address, as http://127.0.0.1:8000/v1.")
-    model: str | None = setting(None, "Its name there.")
+    model: str | None = setting(None, "Name of the model there.")
     model_extra: str | None = setting(
         None, "More keys of the request, in YAML; null removes one: '{max_tokens: null}'."
     )
@@ -55,18 +55,18 @@ class ConstitutionArguments:
     timeout: float = setting(120.0, "Seconds for one request.", range="> 0 and finite")
     retries: int = setting(8, "Further tries of a request that failed or came too fast.", range=">= 0")
     max_concurrency: int = setting(8, "Requests at once.", range=">= 1")
-    model_name_or_path: str | None = setting(None, "In the place of a server: a local model, folder or hub name.")
-    temperature: float = setting(1.0, "Of the model.", range=">= 0")
-    max_tokens: int = setting(512, "Longest text of the model. What is longer is left out.", range=">= 1")
+    model_name_or_path: str | None = setting(None, "Instead of a server a local model, folder or hub name.")
+    temperature: float = setting(1.0, "Temperature of the model.", range=">= 0")
+    max_tokens: int = setting(512, "Longest text of the model, in tokens. Longer texts are left out.", range=">= 1")
     price_input: float | None = setting(None, "Price of a million tokens in.", range=">= 0")
     price_output: float | None = setting(None, "Price of a million tokens out.", range=">= 0")
     only_cost: bool = setting(False, "Say what it will cost at most, and ask nothing.")
     batch_size: int = setting(16, "Texts at once, of a local model.", range=">= 1")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", "Of local weights; `auto` is what they were saved in."
+        "auto", "dtype of local weights; `auto` is as saved."
     )
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Of principles, of a local model's texts, and of which answer is `a`.")
+    seed: int = setting(0, "Seed of principles, of a local model's texts, and of which answer is `a`.")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -80,7 +80,7 @@ class ConstitutionArguments:
 
 
 def run(args: ConstitutionArguments) -> dict[str, Any]:
-    """Have the model answer, criticise and revise; write rows and page, and return what `constitution.json` has."""
+    """Have the model answer, criticise and revise; write rows and page; return the content of `constitution.json`."""
     from ...data import write_rows
     from ..evaluate.data import load_prompts
     from .criteria import read_principles
@@ -168,7 +168,7 @@ def _key(prompt: Any) -> str:
 def _rows(
     rows: list[dict[str, Any]], journal: Any, texts: dict[str, dict[int, str | None]], args: Any, constitution_id: str
 ) -> dict[str, Any]:
-    """Return rows for SFT, pairs, the pairs in a drawn order, what was left out, and lengths by principle."""
+    """Return rows for SFT, pairs, the pairs for a judge in random order, what was left out, lengths by principle."""
     left_out: Counter[str] = Counter()
     made: dict[str, Any] = {"sft": [], "pairs": [], "to_judge": [], "left_out": left_out}
     lengths: dict[str, list[tuple[int, int]]] = {}
@@ -223,7 +223,7 @@ def _answer(prompt: Any, text: str) -> Any:
 
 
 def _say_cost(args: ConstitutionArguments, rows: list[dict[str, Any]], journal: Any, steps: int) -> None:
-    """Print what it costs at most: calls, tokens, money."""
+    """Print the highest possible cost, in calls, tokens and money."""
     from .figures import money
 
     calls = sum((row["key"], step) not in journal.rows for row in rows for step in range(steps))

@@ -26,7 +26,7 @@ def load_pairs(name: str, split: str, keep: Sequence[str], left_out: dict[str, i
 
     Args:
         name: a file, a folder or a hub name, with `prompt`, `response_a`, `response_b`, and maybe `item`.
-        split: of it.
+        split: split to load.
         keep: further columns to keep.
         left_out: filled with how many rows are left out, by reason.
 
@@ -62,14 +62,14 @@ def sample_pairs(
     prompts: Dataset, args: Any, sampling: Sampling, folder: Path, keep: Sequence[str], left_out: dict[str, int]
 ) -> list[dict[str, Any]]:
     """
-    Have policies answer prompts, and pair different answers of a prompt; the seed draws the pairs, and which is `a`.
+    Have policies answer prompts, and draw pairs of different answers to a prompt, in random order.
 
-    Answers that a folder has from the same policy, prompts and sampling are kept.
+    Answers that the folder has from the same policy, prompts and sampling are used again.
 
     Args:
-        prompts: with the column `prompt`.
+        prompts: data set with the column `prompt`.
         args: arguments of `trl-ext label`: `policies`, `temperatures`, `num_samples` and `pairs_per_prompt` are read.
-        sampling: of one answer; its temperature and seed are replaced.
+        sampling: how one answer is sampled; its temperature and seed are replaced.
         folder: where answers are written.
         keep: further columns to keep.
         left_out: filled with how many pairs are left out, by reason.
@@ -107,13 +107,13 @@ def sample_pairs(
 
 
 def rows_for_people(rows: Sequence[dict[str, Any]], share: float, least: int, seed: int) -> list[dict[str, Any]]:
-    """Return a share of the rows, at least so many, drawn by hashes: the same ones whatever the order of the rows."""
+    """Draw a share of the rows, but at least `least`, by hashes, so that the order of the rows does not matter."""
     size = min(max(round(share * len(rows)), least), len(rows))
     return sorted(rows, key=lambda row: answer_key(row["key"], None, seed))[:size]
 
 
 def write_for_people(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows as people label them: in Label Studio, in Argilla, or in a file. Nothing in them is a judge's."""
+    """Write rows for people to label, in Label Studio, in Argilla or in a file. They have nothing from a judge."""
     shown = [{name: row[name] for name in ("item", *TEXTS)} for row in rows]
     write_rows(folder / "people.jsonl", shown)
     write_text(folder / "label_studio.json", json.dumps(label_studio_tasks(shown), ensure_ascii=False, indent=1))
@@ -126,8 +126,8 @@ def people_choices(files: Sequence[str], rows: Sequence[dict[str, Any]]) -> tupl
     Read people's labels of these rows.
 
     Args:
-        files: as [`read_choices`] reads them.
-        rows: with `item`.
+        files: files that [`read_choices`] reads.
+        rows: the pairs, with `item`.
 
     Returns:
         Key of a pair → the choice of most people: "a", "b" or "tie", also where two choices have equally many votes.

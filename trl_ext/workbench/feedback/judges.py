@@ -76,11 +76,10 @@ def outcome(
 
     Args:
         question: what was asked.
-        found: by each name, how sure the judge is that the answer shown first is better, 0 to 1; None if it gave no
-            verdict.
+        found: name → how sure the judge is that the answer shown first is better, 0 to 1; None without a verdict.
         why: "read", or why there is no verdict.
-        message: the judge's.
-        **more: further entries.
+        message: the judge's message.
+        **more: further entries of the row.
     """
     turned = found and {name: p if question.first == "a" else 1 - p for name, p in found.items()}
     named = {"key": question.key, "first": question.first, "vote": question.vote}
@@ -89,10 +88,10 @@ def outcome(
 
 class Served(JudgeReward):
     """
-    Ask a language model behind an OpenAI-compatible API many things at once, and see that it stays the same one.
+    Ask a language model behind an OpenAI-compatible API, several requests at once, and check that it stays the same.
 
     Args:
-        **settings: of [`~trl_ext.rewards.JudgeReward`].
+        **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
     """
 
     def __init__(self, **settings: Any):
@@ -104,7 +103,7 @@ class Served(JudgeReward):
         Call `function(job)` of each job, several at once.
 
         Raises:
-            Exception: what the first one raised; no more jobs are begun then.
+            Exception: the first error of a job. No more jobs are begun after it.
         """
         errors: list[Exception] = []
 
@@ -126,8 +125,8 @@ class Served(JudgeReward):
         Return the answer to some messages.
 
         Raises:
-            RefusedError: the server refuses these, after it had answered others.
-            ServiceError: it cannot be reached, refuses all, or has another model.
+            RefusedError: the server refuses these messages, but has answered others.
+            ServiceError: it cannot be reached, refuses everything, or answers as another model than before.
         """
         try:
             answer = self._service.ask(call, {"model": self.model, "messages": messages, **self.settings})
@@ -151,7 +150,7 @@ class ServedJudge(Served):
 
     Args:
         criteria: what to judge by.
-        **settings: of [`~trl_ext.rewards.JudgeReward`].
+        **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
     """
 
     def __init__(self, criteria: Criteria, **settings: Any):
@@ -176,10 +175,11 @@ class ServedJudge(Served):
 
     def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
         """
-        Ask, several at once, and call `done` with each row of the journal as soon as it is known.
+        Ask the questions, several at once, and call `done` with each row for the journal as soon as it is known.
 
         Raises:
-            ServiceError: the server cannot be reached, refuses all, or has another model; no more is asked.
+            ServiceError: the server cannot be reached, refuses everything, or answers as another model than before;
+                no more questions are asked.
         """
         self.work_on(questions, lambda question: done(self.verdict(question)))
 
@@ -277,7 +277,7 @@ class LocalJudge(LocalModel):
         return [[{"role": "user", "content": text}] if self.is_chat else f"{text}\nAnswer:" for text in texts]
 
     def ask_all(self, questions: Sequence[Question], done: Callable[[dict[str, Any]], None]) -> None:
-        """Ask in batches, and call `done` with each row of the journal."""
+        """Ask the questions in batches, and call `done` with each row for the journal."""
         from ...models import completion_logprobs, prompt_token_ids
 
         names = self.criteria.names

@@ -83,7 +83,7 @@ def constitution_page(found: dict[str, Any], pairs: list[dict[str, Any]], princi
     Return the HTML page of `trl-ext constitution`.
 
     Args:
-        found: what `constitution.json` has.
+        found: content of `constitution.json`.
         pairs: the revisions over the first answers.
         principles: name → text.
     """

@@ -1,4 +1,4 @@
-"""Put together what is reported: the judge against people, how it leans, and the training pairs."""
+"""Assemble the report: how far the judge agrees with people, its biases, and the training pairs."""
 
 import json
 from collections import Counter
@@ -37,9 +37,10 @@ def of_known(
     Compare the judge with people, and decide whether it may label.
 
     Returns:
-        `by_name`: by each principle and overall, the agreement, how often the `longer` answer won, and of the
-        `winners` how many are people's; `noise`, that of overall; `length`: how often the longer answer won, of the
-        judge and of people; `to_read`: the rows on which they differ, the surest first; `gate`.
+        `by_name`: for each principle and overall the agreement with people, how often the `longer` answer won, and
+        how many of the `winners` are also people's; `noise`: the last for overall; `length`: how often the longer
+        answer won with the judge and with people; `to_read`: the pairs on which they differ, the surest first; and
+        `gate`: whether the judge may label, with reasons if not.
     """
     prompts, theirs = _prompts(known), [people[row["key"]] for row in known]
     found = [votes_of(journal, row, args.votes) for row in known]
@@ -97,12 +98,12 @@ def of_known(
 
 def of_all(journal: Journal, rows: list[dict[str, Any]], names: Sequence[str], args: Any) -> dict[str, Any]:
     """
-    Describe all verdicts that there are about these pairs.
+    Describe all verdicts on these pairs.
 
     Returns:
-        `pairs` with all verdicts; `calls`, `tokens_in`, `tokens_out`, as the server counted them; `money`; `outcomes`,
-        how many questions ended how; `by_name`: the share of ties, and how often the answer shown first was taken;
-        `longer`, how often the longer answer won.
+        `pairs` with all verdicts; `calls`; `tokens_in` and `tokens_out` as the server counted them; `money`;
+        `outcomes`: how many questions ended in which way; `by_name`: the share of ties, and how often the answer
+        shown first was taken; `longer`: how often the longer answer won.
     """
     found = [(row, votes_of(journal, row, args.votes)) for row in rows]
     found = [(row, votes) for row, votes in found if len(votes) == 2 * args.votes]
@@ -138,7 +139,7 @@ def training_pairs(
     args: Any,
 ) -> dict[str, Any]:
     """
-    Write pairs to train on, by the judge, and to test on, by people; they share no prompt.
+    Write pairs to train on, labelled by the judge, and to test on, labelled by people; they share no prompt.
 
     Raises:
         ValueError: no pair is left to train on.
@@ -198,7 +199,7 @@ def training_pairs(
 
 
 def sentences(report: dict[str, Any]) -> list[str]:
-    """Return what a report says, in a few sentences for the terminal."""
+    """Return a report's main figures as sentences for the terminal."""
     said = []
     if report["left_out"]:
         said.append(f"Left out: {', '.join(f'{count} pairs {why}' for why, count in report['left_out'].items())}")

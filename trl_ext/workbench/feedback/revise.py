@@ -49,16 +49,16 @@ def turn_of(
     row: Mapping[str, Any], step: int, texts: Mapping[int, str | None], principles: Mapping[str, str], seed: int
 ) -> Turn | None:
     """
-    Return what is asked in a step; None where an earlier one brought no text.
+    Return the request of a step; None where an earlier step brought no text.
 
     A round sees the prompt and the newest answer alone, not the rounds before it.
 
     Args:
-        row: with `key` and `prompt`.
+        row: row with `key` and `prompt`.
         step: 0 for the answer, then a critique and a revision for each round.
-        texts: text of each step before.
+        texts: step → its text, for the steps before.
         principles: name → text.
-        seed: of the draw.
+        seed: seed of the drawn principles.
     """
     prompt = row["prompt"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -78,7 +78,7 @@ def turn_of(
 
 
 def written(turn: Turn, text: str | None, why: str = "read", message: str = "", **more: Any) -> dict[str, Any]:
-    """Return a row of the journal; `text` is None if there is none, and `why` says why."""
+    """Return a row for the journal; `text` is None if there is none, and `why` says why."""
     named = {"key": turn.key, "step": turn.step, "kind": kind_of(turn.step), "principle": turn.principle}
     return {**named, "text": text, "why": why, "message": message[:200], **more}
 
@@ -89,7 +89,7 @@ class ServedWriter(Served):
 
     Args:
         constitution_id: version and hash of the constitution.
-        **settings: of [`~trl_ext.rewards.JudgeReward`].
+        **settings: arguments of [`~trl_ext.rewards.JudgeReward`].
     """
 
     def __init__(self, constitution_id: str, **settings: Any):
@@ -102,7 +102,7 @@ class ServedWriter(Served):
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
     def write_all(self, turns: Sequence[Turn], done: Callable[[dict[str, Any]], None]) -> None:
-        """Ask, several at once, and call `done` with each row of the journal as soon as it is known."""
+        """Ask for texts, several at once, and call `done` with each row for the journal as soon as it is known."""
         self.work_on(turns, lambda turn: done(self.text(turn)))
 
     def text(self, turn: Turn) -> dict[str, Any]:

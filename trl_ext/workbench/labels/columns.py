@@ -17,14 +17,14 @@ class Columns:
             the order of their rows.
         annotator: who chose, in a long table, which has one row for each label. The default is `annotator`.
         choice: what was chosen, in a long table. The default is `choice`.
-        annotators: columns of a wide table, which has one row for each pair. A column has an annotator's name and holds
-            the choices. They are given instead of `annotator` and `choice`.
-        scores: columns with a score for each answer, in the order of `responses`, given instead of `choice`. The higher
-            score wins, equal ones are a tie, and an answer without a score is not compared. In a wide table with
-            one answer a row they are the columns of `annotators`.
+        annotators: columns of a wide table, which has one row for each pair. A column has an annotator's name and
+            holds the choices. They are given instead of `annotator` and `choice`.
+        scores: columns with a score for each answer, in the order of `responses`, given instead of `choice`. The
+            higher score wins, equal ones are a tie, and an answer without a score is not compared. In a wide table
+            with one answer a row the columns of `annotators` hold the scores.
         lowest_wins: whether scores are ranks, 1 the best.
         values: values of a choice that mean the first answer, the second, and (all further ones) a tie.
-        item: column with a pair's name, or, where more than two answers are ranked, the prompt's. If not given, the same prompt
+        item: name of the pair, or of the prompt where more than two answers are ranked. If not given, the same prompt
             with the same two answers is one pair, in any order.
         time: when a label was given, as numbers or dates; in a long table.
         seconds: how long a label took; in a long table.

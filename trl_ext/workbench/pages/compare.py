@@ -129,7 +129,7 @@ def _summary(runs: dict[str, Run]) -> list[list[str]]:
 
 
 def _curves(runs: dict[str, Run], progress: dict[str, Callable], x: str) -> tuple[list[str], list[list[str]]]:
-    """Draw charts of the main quantities and of other keys that several runs logged; return also what was logged once."""
+    """Draw charts of the main quantities and of other keys that runs share; return also what was logged once."""
     wanted: dict[str, dict[str, str]] = {}  # title → run → key
     for name, run in runs.items():
         for quantity in headline(run):

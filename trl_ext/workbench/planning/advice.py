@@ -312,7 +312,7 @@ OTHERS = (
 
 
 class Lever(NamedTuple):
-    """Something that may change: a template for it, with a figure from `source`; facts, at least, and other facts."""
+    """Change facts, to see what the advice would be: `least` raises facts to these values, `others` sets them."""
 
     what: str
     source: str

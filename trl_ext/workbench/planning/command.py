@@ -64,7 +64,7 @@ FIND_OUT = {
 
 @dataclass
 class AdviseArguments:
-    """Reports, data sets, model, GPUs and budget, as far as they are known."""
+    """Declare the arguments of `trl-ext advise`: the reports, data sets, model, GPUs and budget that are known."""
 
     annotators: str | None = setting(None, "annotators.json of `trl-ext annotators`, or its folder.")
     prompts_report: str | None = setting(
@@ -74,14 +74,14 @@ class AdviseArguments:
     demonstrations: str | None = setting(
         None, "Data set of demonstrations, as PATH or PATH:SPLIT; its rows are counted."
     )
-    pairs: str | None = setting(None, "The same of preference pairs.")
-    prompts: str | None = setting(None, "The same of prompts to sample answers to.")
+    pairs: str | None = setting(None, "Data set of preference pairs, in the same form.")
+    prompts: str | None = setting(None, "Data set of prompts to sample answers to, in the same form.")
     verifiable: bool | None = setting(None, "Whether a rule or a unit test can score an answer.")
     budget: list[str] = field(default_factory=list, metadata={"help": "gpu_hours=NUMBER, labels=NUMBER, or both."})
-    model_name_or_path: str | None = setting(None, "The model to train; of a folder config.json will do.")
+    model_name_or_path: str | None = setting(None, "The model to train: a hub name, or a folder with its config.json.")
     gpu: str | None = setting(None, "Kind of GPU, such as H100 or 'RTX 4090'.")
-    gpus: int = setting(1, "How many of them.", range=">= 1")
-    output_file: str | None = setting(None, "File to write the same to, as JSON.")
+    gpus: int = setting(1, "Number of these GPUs.", range=">= 1")
+    output_file: str | None = setting(None, "File to write the advice to, as JSON.")
     json: str | None = setting(None, "The older name of `output_file`.")
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class AdviseArguments:
 
 def facts_of(args: AdviseArguments) -> tuple["Facts", dict[str, str]]:
     """
-    Collect what is known, and where each fact comes from.
+    Return what is known, and where each fact comes from.
 
     Raises:
         ValueError: a file is no such report, or contradicts itself or another.
@@ -291,7 +291,7 @@ def next_commands(method: "Method", args: AdviseArguments, facts: "Facts") -> li
 
 
 def _data(given: str | None, holds_out: bool = True) -> list[str]:
-    """Return a data set as recipes take it, with rows to hold out if it exists and has no split `test`."""
+    """Return a recipe's flags for a data set, with rows to hold out if it exists and has no split `test`."""
     from ...data import load_dataset_split
 
     name, split = path_and_split(given or DATA)

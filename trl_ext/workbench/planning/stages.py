@@ -197,7 +197,7 @@ def _plan_ppo(job: Job) -> Plan:
 
 
 def _copied_adapter(job: Job, policy: Role) -> Role:
-    """Return the reference where an adapter is trained on: a copy of it as it was, on the same base."""
+    """Return the reference of an adapter that is trained on: a copy of the adapter as it was, on the same base."""
     processes = job.layout.processes if job.layout.shards_weights else 1
     weights = share(policy.trained * job.dtype.itemsize, processes)
     return Role("reference", policy.trained, 0, weights, 0, 0, "a copy of the policy's adapter")

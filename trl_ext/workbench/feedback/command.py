@@ -215,8 +215,8 @@ def _rows(args: LabelArguments, folder: Path, left_out: dict[str, int]) -> list[
         prompts = load_prompts(str(args.prompts), None, args.dataset_split, args.max_prompts)
         if missing := [name for name in keep if name not in prompts.column_names]:
             raise ValueError(f"`keep_columns`: the prompts lack {', '.join(map(repr, missing))}")
-        sampling = Sampling(**{each.name: getattr(args, each.name, 1.0) for each in fields(Sampling)})
-        rows = sample_pairs(prompts, args, sampling, folder / "answers", keep, left_out)
+        given: dict[str, Any] = {each.name: getattr(args, each.name, 1.0) for each in fields(Sampling)}
+        rows = sample_pairs(prompts, args, Sampling(**given), folder / "answers", keep, left_out)
     write_rows(folder / "queue.jsonl", [{k: v for k, v in row.items() if k != "key"} for row in rows])
     return rows
 

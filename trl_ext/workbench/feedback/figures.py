@@ -133,7 +133,11 @@ def confidence(share: float, shrink: float) -> float:
 def spent(rows: Sequence[Mapping[str, Any]], price_input: float | None, price_output: float | None) -> dict[str, Any]:
     """Return what the answers in a journal's rows took: `tokens_in`, `tokens_out` and `money`."""
     tokens = [sum(row.get("tokens", (0, 0))[place] for row in rows) for place in (0, 1)]
-    return {"tokens_in": tokens[0], "tokens_out": tokens[1], "money": money(*tokens, price_input, price_output)}
+    return {
+        "tokens_in": tokens[0],
+        "tokens_out": tokens[1],
+        "money": money(tokens[0], tokens[1], price_input, price_output),
+    }
 
 
 def money(tokens_in: int, tokens_out: int, price_input: float | None, price_output: float | None) -> float | None:

@@ -344,7 +344,7 @@ def revision(answer: str, name: str, product: str, problem: str, is_right: bool,
 
 
 def run(of: Draw, name: str, trial: dict[str, Any]) -> dict[str, Any]:
-    """Train and measure one arm in one world; what is kept of it is small."""
+    """Train and measure one arm in one world; return its small figures, and delete what was trained."""
     arm, label, folders = ARMS[name], slug(f"{name} {list(trial.values())} {of.seed}"), []
     cost = {"people": 0, "judge_calls": 0, "cpu_seconds": 0.0}
     row: dict[str, Any] = {"refused": None, "kappa": None}

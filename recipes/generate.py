@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
         if state.is_main_process:
             partial.rename(args.output_file)
         state.wait_for_everyone()  # who goes on finds the file
-        state.print(f"Answers: {args.output_file}, {done}, of which {finished} ended by EOS")
+        state.print(f"Answers: {args.output_file}, {done}; {finished} ended by EOS")
 
 
 if __name__ == "__main__":

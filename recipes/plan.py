@@ -126,8 +126,7 @@ def loaded_rewards(entries: Any, folder: Path, load_config: Callable[[str], Any]
                 named = [member for member in members or [] if isinstance(member, str) and ".py:" not in member]
                 bases = Counter((base_of(member, folder), is_adapter_of(member, folder)) for member in named)
                 for (base, is_shared), count in bases.items():
-                    each = loaded_reward(base, kwargs, count if is_shared else 1, folder, load_config)
-                    yield from [each] * (1 if is_shared else count)
+                    yield from ensemble_on(base, kwargs, count, is_shared, folder, load_config)
                 yield from loaded_rewards(members, folder, load_config)
         else:
             yield from loaded_rewards(given, folder, load_config)
@@ -143,8 +142,15 @@ def members_of(ensemble: str, kwargs: dict, folder: Path, load_config: Callable[
         count, is_shared = maker["ensemble"], bool(maker.get("use_peft"))
     else:
         raise ValueError(f"{ensemble} holds no ensemble.json, and no recipe in {folder} makes an ensemble there")
+    yield from ensemble_on(base, kwargs, count, is_shared, folder, load_config)
+
+
+def ensemble_on(
+    base: str, kwargs: dict, count: int, is_shared: bool, folder: Path, load_config: Callable[[str], Any]
+) -> list[LoadedReward]:
+    """Return `count` members: adapters on one base if `is_shared`, else models as large as the base."""
     each = loaded_reward(base, kwargs, count if is_shared else 1, folder, load_config)
-    yield from [each] * (1 if is_shared else count)
+    return [each] * (1 if is_shared else count)
 
 
 def is_adapter_of(name: str, folder: Path) -> bool:
@@ -195,11 +201,9 @@ def make_job(
         scorer = script_args.reward_model_name_or_path
         if scorer:
             maker = origin(scorer, folder)[1]
-            is_adapter = bool(maker and maker.get("use_peft")) or (Path(scorer) / "adapter_config.json").exists()
-            shares = is_adapter and peft_config is not None and args.share_reward_base != "never"
+            shares = is_adapter_of(scorer, folder) and peft_config is not None and args.share_reward_base != "never"
             shares = shares and (maker is None or maker["model_name_or_path"] == model_args.model_name_or_path)
-            shared = int(shares)
-            rewards = [] if shares else [load_config(base_of(scorer, folder))]
+            rewards, shared = ([], 1) if shares else ([load_config(base_of(scorer, folder))], 0)
         if script_args.value_model_name_or_path:
             on_policys_base = peft_config is not None and is_adapter_of(script_args.value_model_name_or_path, folder)
             value_model = (

@@ -536,7 +536,7 @@ def train(args: RefreshArguments) -> None:
         flags |= {"output_dir": output, "seed": args.seed + place, "demonstrations_name": args.demonstrations_name}
         flags |= {"use_cpu": "true" if args.use_cpu else None}
         if not any(output.glob("checkpoint-*")):
-            flags["resume_from_checkpoint"] = "false"  # what is there was not finished
+            flags["resume_from_checkpoint"] = "false"  # what lies there is not a checkpoint to go on from
         reward.main(words(flags))
     if len(models) > 1:
         print(reward.finish_ensemble(folder / "reward", len(models)))

@@ -9,8 +9,8 @@ from the start to where the run without pre-training ends, in the reward model's
 measured after every rollout; `episodes_until` says how.
 
 The advantages' λ says how much of a token's credit the critic must find: λ^n of it comes from the score n tokens on.
-guarded.yaml has 0.95, by which the first of the demo's 24 tokens still hears 0.3 of it. In an answer of hundreds of
-tokens it hears nothing, as with 0.8 here. Another λ comes with `lam_value: 1`, as in VC-PPO.
+guarded.yaml has 0.95, so 0.3 of the score reaches the first of the demo's 24 tokens. In an answer of hundreds of
+tokens nothing does, as with 0.8 here. Another λ comes with `lam_value: 1`, as in VC-PPO.
 
 Writes `pretraining.csv`, a row a run, and `pretraining.md`; the same command again goes on, also with more seeds.
 """

@@ -2,8 +2,8 @@
 
     trl-ext demo --seed 0
 
-A customer-support desk made of a small grammar (world.py) stands for the world, so the true quality of an answer, its
-gold score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
+The world is a customer-support desk made of a small grammar (world.py), so the true quality of an answer, its gold
+score, is known. A phrase that has nothing to do with quality was planted into the reward model's data. The report
 shows what PPO makes of it. The same command again goes on where it stopped. `--stage online_dpo`, or another, builds
 that stage alone, and those that it needs.
 """

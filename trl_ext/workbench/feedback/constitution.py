@@ -66,7 +66,7 @@ class ConstitutionArguments:
         "auto", "dtype of local weights; `auto` is as saved."
     )
     use_cpu: bool = setting(False, "Use no GPU, also where there is one.")
-    seed: int = setting(0, "Seed of principles, of a local model's texts, and of which answer is `a`.")
+    seed: int = setting(0, "Seed of principles, a local model's texts, and the order of a pair's answers.")
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -108,7 +108,7 @@ class Served(JudgeReward):
         errors: list[Exception] = []
 
         def work(job: Any) -> None:
-            if errors:  # another thread's, of which nobody has heard yet
+            if errors:  # in another thread: nobody has seen it yet
                 return
             try:
                 function(job)

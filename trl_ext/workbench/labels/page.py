@@ -78,8 +78,8 @@ def _findings(report: dict[str, Any]) -> Iterator[str]:
         yield f"Take less than a third of the {middle:.3g} s of the middle annotator: {shown}."
     if report["repeats"]:
         yield (
-            f"{report['repeats']:,} labels are of a pair that the same annotator had labelled before: they count "
-            f"once, or, where they contradict the earlier one ({report['contradictions']:,} times), none of them does."
+            f"{report['repeats']:,} labels repeat one by the same annotator on the same pair. Equal ones count once; "
+            f"where they contradict each other ({report['contradictions']:,} times), none counts."
         )
     if report["missing"]:
         yield f"{report['missing']:,} labels are missing, or have no annotator."

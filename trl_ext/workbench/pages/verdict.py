@@ -19,7 +19,7 @@ _DONE = {
     "stop": "stopped the run",
     "rollback": "rolled the run back",
 }
-_CUT_OFF = 0.9  # the share of answers that is told, as on the terminal
+_CUT_OFF = 0.9  # share of cut-off answers from which on the page says so, as the terminal does
 _NAMED = 3  # quantities, monitors and runs that a sentence has room for
 
 

@@ -78,7 +78,7 @@ class PromptsArguments:
     )
     balance: list[str] = field(
         default_factory=list,
-        metadata={"help": "Columns, or `length` and `script`, of which each value keeps equally many rows."},
+        metadata={"help": "Columns, or `length` and `script`: each of their values keeps equally many rows."},
     )
     balance_to: int | None = setting(None, "Most rows of a value; if unset as many as the rarest has.", range=">= 1")
     split_sets: list[str] | None = setting(None, "Sets to `split` and `balance`; if unset all but the held-out ones.")

@@ -161,7 +161,7 @@ def _answer(value: Any) -> str:
 
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content")
-    if isinstance(content, list):  # parts, of which some are pictures
+    if isinstance(content, list):  # parts: texts and pictures
         return "\n".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return content or ""
 

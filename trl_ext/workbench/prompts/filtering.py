@@ -10,7 +10,7 @@ from .examine import PromptReport
 
 Remove = Literal["near", "exact", "none"]
 REASONS = ("", "empty", "shared with a held-out set", "duplicate", "balance")
-"""Why a row is left out; the first stands for rows that stay."""
+"""Why a row is left out; "" for rows that stay."""
 
 _LENGTHS = 4  # strata of lengths
 _FEW = 50  # different values that a column may have, or else a tenth of its rows
